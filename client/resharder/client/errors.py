@@ -1,0 +1,149 @@
+"""What can go wrong for a client of the daemon.
+
+ResharderError
+├── UsageError            the call itself cannot work: a missing argument, a wrong index, a folder that is not empty
+├── DaemonUnreachable     no answer within the time given
+├── WaitTimeout           the daemon answers, but what was waited for (a version, other ranks) did not come in time
+├── Refused               the daemon says no; `reason` says why
+│   ├── LayoutRejected    the slots do not tile the model, or one of them cannot be right
+│   ├── StaleEpoch        a later job took the model over: this one may not write any more
+│   ├── Conflict          it exists already with other content: other bytes of (epoch, step), another registration of this rank
+│   ├── OutOfRoom         the store has no room for the model, or too many versions are STAGING
+│   ├── MessageTooLarge   one message exceeds the daemon's bound: a registration of very many tensors
+│   ├── NotFound          no such model, version, publisher or server
+│   └── CorruptData       bytes arrived other than they were sent
+├── VersionAborted        the version will never be READY
+└── StaleParameters       this rank holds parameters of which other ranks have newer values
+"""
+
+import re
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+DOMAIN = "resharder"
+
+
+class ResharderError(Exception):
+    """The message says what was expected, what came and what to do. `reason` is a word for programs: the daemon's, where the
+    daemon refuses (docs/protocol.md lists them), else the class's own."""
+
+    reason = "RESHARDER"
+
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason or self.reason
+
+
+class UsageError(ResharderError):
+    reason = "USAGE"
+
+
+class DaemonUnreachable(ResharderError):
+    reason = "UNREACHABLE"
+
+
+class WaitTimeout(ResharderError):
+    reason = "TIMEOUT"
+
+
+class Refused(ResharderError):
+    reason = "REFUSED"
+
+
+class LayoutRejected(Refused):
+    reason = "LAYOUT_MISMATCH"
+
+
+class StaleEpoch(Refused):
+    reason = "STALE_EPOCH"
+
+
+class Conflict(Refused):
+    reason = "CONFLICT"
+
+
+class OutOfRoom(Refused):
+    reason = "NO_ROOM"
+
+
+class MessageTooLarge(Refused):
+    reason = "MESSAGE_TOO_LARGE"
+
+
+class NotFound(Refused):
+    reason = "NOT_FOUND"
+
+
+class CorruptData(Refused):
+    reason = "CHECKSUM"
+
+
+class VersionAborted(ResharderError):
+    reason = "ABORTED"
+
+
+class StaleParameters(ResharderError):
+    reason = "STALE_PARAMETERS"
+
+
+TOO_MANY_STAGING = "TOO_MANY_STAGING"
+NO_VERSION = "NO_VERSION"
+UNREGISTERED = ("PUBLISHER_UNKNOWN", "NOT_REGISTERED")
+
+_BY_REASON: dict[str, type[ResharderError]] = {
+    "STALE_EPOCH": StaleEpoch,
+    "LAYOUT_MISMATCH": LayoutRejected,
+    "TENSOR_MISMATCH": LayoutRejected,
+    "NOT_REGISTERED": WaitTimeout,
+    "NO_ROOM": OutOfRoom,
+    NO_VERSION: WaitTimeout,
+    "VERSION_ABORTED": VersionAborted,
+}
+_BY_CODE: dict[grpc.StatusCode, type[ResharderError]] = {
+    grpc.StatusCode.UNAVAILABLE: DaemonUnreachable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DaemonUnreachable,
+    grpc.StatusCode.ALREADY_EXISTS: Conflict,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: OutOfRoom,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.DATA_LOSS: CorruptData,
+}
+
+
+# gRPC's own refusal, which it makes before the daemon sees the message.
+_TOO_LARGE = re.compile(r"(?:Received|Sent) message larger than max \((\d+) vs\. (\d+)\)")
+
+
+def error_of(error: grpc.RpcError, endpoint: str) -> ResharderError:
+    """The typed form of what a call raised."""
+    code, details = error.code(), error.details() or ""
+    reason = reason_of(error)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not reason and (found := _TOO_LARGE.search(details)):
+        size, limit = found.groups()
+        return MessageTooLarge(
+            f"expected a message of at most {limit} bytes, the limit of the daemon at {endpoint}, got {size}: "
+            f"start it with RESHARDERD_MAX_MESSAGE_BYTES={size} or more, or split the model over more ranks"
+        )
+    kind = _BY_REASON.get(reason) or _BY_CODE.get(code, Refused)
+    if kind is DaemonUnreachable and not reason:
+        return DaemonUnreachable(
+            f"expected a Resharder daemon at {endpoint}, got {code.name}: {details}; is resharderd running there?"
+        )
+    return kind(f"{details} [{reason or code.name}]", reason or code.name)
+
+
+def refusal(name: str, said: str) -> ResharderError:
+    """The typed form of a resource's `REASON: message`."""
+    reason, _, message = said.partition(": ")
+    return _BY_REASON.get(reason, Refused)(f"{name}: {message} [{reason}]", reason)
+
+
+def reason_of(error: grpc.RpcError) -> str:
+    """The reason of the google.rpc.ErrorInfo in the call's trailing metadata; empty if there is none."""
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            for detail in status_pb2.Status.FromString(value).details:
+                info = error_details_pb2.ErrorInfo()
+                if detail.Unpack(info) and info.domain == DOMAIN:
+                    return str(info.reason)
+    return ""

@@ -1,0 +1,73 @@
+"""The small files that belong to a model: config.json and the tokenizer's."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Protocol
+
+from resharder.client.errors import UsageError
+from resharder.converters.architectures import ARCHITECTURES
+from resharder.v1 import resources_pb2
+
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
+    "chat_template*", "generation_config.json",
+)  # fmt: skip
+
+
+class Saved(Protocol):
+    """What transformers can write into a folder: a config, a tokenizer."""
+
+    def save_pretrained(self, save_directory: str) -> Any: ...
+
+
+Config = Mapping[str, Any] | Saved
+Tokenizer = Saved | str | Path
+
+
+def config_file(config: Config) -> resources_pb2.ModelFile:
+    """config.json as `save_pretrained` writes it, with `architectures`, by which vLLM picks the model, filled in if known."""
+    content = plain_config(config)
+    if not content.get("architectures"):
+        known = [a.name for a in ARCHITECTURES if a.model_type == content.get("model_type")]
+        if not known:
+            raise UsageError(
+                f"expected `architectures` in the model's config, got none for model_type {content.get('model_type')!r}"
+            )
+        content["architectures"] = known[:1]
+    return resources_pb2.ModelFile(path="config.json", content=json.dumps(content, indent=2, sort_keys=True).encode() + b"\n")
+
+
+def plain_config(config: Config) -> dict[str, Any]:
+    """The content of config.json."""
+    return dict(config) if isinstance(config, Mapping) else dict(json.loads(_saved(config)["config.json"]))
+
+
+def tokenizer_files(tokenizer: Tokenizer | None) -> list[resources_pb2.ModelFile]:
+    """From a tokenizer or from a folder that holds one."""
+    if tokenizer is None:
+        return []
+    contents = _read(Path(tokenizer)) if isinstance(tokenizer, str | Path) else _saved(tokenizer)
+    files = [
+        resources_pb2.ModelFile(path=path, content=content)
+        for path, content in sorted(contents.items())
+        if any(fnmatch(path, pattern) for pattern in TOKENIZER_FILES)
+    ]
+    if not files:
+        raise UsageError(f"expected tokenizer files, got none from {tokenizer!r}")
+    return files
+
+
+def _saved(object_: Saved) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        object_.save_pretrained(folder)
+        return _read(Path(folder))
+
+
+def _read(folder: Path) -> dict[str, bytes]:
+    if not folder.is_dir():
+        raise UsageError(f"expected a folder with tokenizer files, got {folder}")
+    small = (path for path in folder.iterdir() if path.is_file() and path.suffix not in (".safetensors", ".bin", ".pt", ".pth"))
+    return {path.name: path.read_bytes() for path in small}

@@ -1,0 +1,388 @@
+"""One rank's side of a publisher: register what it holds, then deliver its part of version after version.
+
+No rank waits for another but where the daemon says so: registration is complete when every rank has registered, and a version is
+READY when every rank has sealed its slot.
+"""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from resharder.client.channel import Backoff, Channel
+from resharder.client.errors import (
+    TOO_MANY_STAGING,
+    UNREGISTERED,
+    NotFound,
+    OutOfRoom,
+    ResharderError,
+    StaleParameters,
+    UsageError,
+    VersionAborted,
+    WaitTimeout,
+)
+from resharder.client.handle import Handle, State
+from resharder.client.holding import (
+    DeclaredTensor,
+    Holding,
+    LiveTensors,
+    TensorItem,
+    declare,
+    holding_of_declared,
+    holding_of_layout,
+    numbered,
+)
+from resharder.client.identity import Identity
+from resharder.client.lease import Lease
+from resharder.client.model_files import Config, Tokenizer, config_file, plain_config, tokenizer_files
+from resharder.client.registration import Registration, register
+from resharder.client.transport.base import Slot, Transport
+from resharder.client.transport.grpc_chunks import GrpcChunks
+from resharder.client.transport.host import digests_of
+from resharder.client.transport.shared_memory import SharedMemory, copy_threads, shares_memory
+from resharder.converters.checkpoint import expected_shapes
+from resharder.converters.digest import compile_for
+from resharder.converters.errors import ConversionError
+from resharder.converters.layout import ITEM_SIZES
+from resharder.v1 import operator_pb2, operator_pb2_grpc, publisher_pb2, publisher_pb2_grpc, resources_pb2
+
+if TYPE_CHECKING:
+    import torch
+    from resharder.client.transport.base import Item
+    from resharder.converters.in_memory import Model, Rename
+    from resharder.converters.layout import Layout
+
+_RESTARTS = 3
+
+
+class Publisher:
+    """Made by `connect`. A context manager; one thread at a time publishes."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        model: str,
+        identity: Identity,
+        *,
+        transport: str,
+        max_ahead: int | None,
+        staging_timeout: float,
+        register_timeout: float,
+    ) -> None:
+        if max_ahead is not None and max_ahead < 1:
+            raise UsageError(f"expected max_ahead of at least 1 or None, got {max_ahead}")
+        if transport not in ("auto", "grpc", "shared-memory"):
+            raise UsageError(f"expected transport auto, grpc or shared-memory, got {transport!r}")
+        self.model, self.identity = model, identity
+        self._channel = channel
+        self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
+        self._transport_name, self._max_ahead = transport, max_ahead
+        self._staging_timeout, self._register_timeout = staging_timeout, register_timeout
+        self._files: list[resources_pb2.ModelFile] = []
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._holding: Holding | None = None
+        self._registration: Registration | None = None
+        self._live: LiveTensors | None = None
+        self._chunks: Sequence[torch.nn.Module] = ()
+        self._ahead: deque[Handle] = deque()
+        self._newest: Handle | None = None
+        self._lost = ""  # the newest version's name, if a daemon took it with it
+        self._lease: Lease | None = None
+        self._process, self._lock = os.getpid(), threading.RLock()
+
+    @property
+    def epoch(self) -> int:
+        """Of this job's claim on the model; 0 before something is attached."""
+        return self._registration.epoch if self._registration else 0
+
+    def attach(
+        self,
+        model: "Model",
+        hf_config: Config,
+        tokenizer: Tokenizer | None = None,
+        *,
+        rename: "Rename | None" = None,
+        ranks: Sequence[int] | None = None,
+        check_replicas: bool = False,
+        wait: bool = True,
+    ) -> None:
+        """Registers what this rank holds of a model: Megatron's chunks, or a module (its parts, a state dict) of DTensors and
+        plain tensors with HF names, wrapped or not.
+
+        `hf_config`: a transformers config or the content of config.json. `tokenizer`: an object with `save_pretrained`, or a
+        folder. For DTensors: `rename` from names in memory to names on disk, `ranks` that hold the whole of `model` between
+        them where not all do (a pipeline stage's). `check_replicas`: first compare what all ranks hold of the same elements (a
+        collective of torch's default group). Waits for all ranks unless `wait` is False. Raises ConversionError for a model that
+        is not understood (FP8 parameters, an unknown family) and, as ReplicasDiffer, for replicas that differ; LayoutRejected,
+        OutOfRoom, StaleEpoch, UsageError.
+        """
+        from resharder.converters.models import local_layout, megatron_chunks
+
+        with self._alone():
+            self.attach_config(hf_config, tokenizer)
+            layout, tensors = local_layout(model, plain_config(hf_config), rename=rename, ranks=ranks)
+            if check_replicas:
+                self._check_replicas(layout, tensors)
+            self._live = LiveTensors(layout, tensors)
+            self._chunks = megatron_chunks(model)
+            self._register(holding_of_layout(layout), wait)
+
+    def attach_config(self, hf_config: Config, tokenizer: Tokenizer | None = None) -> None:
+        """The files that the model's versions carry, for a trainer that publishes tensors."""
+        self._files = [config_file(hf_config), *tokenizer_files(tokenizer)]
+        self._shapes = _known_shapes(hf_config)
+
+    def attach_tensors(self, declared: Iterable[DeclaredTensor], *, wait: bool = True) -> None:
+        """Registers what this rank will give to `publish_tensors`: (name, dtype, shape of the whole tensor[, index]).
+
+        Raises LayoutRejected, OutOfRoom, StaleEpoch, UsageError.
+        """
+        with self._alone():
+            self._live, self._chunks = None, ()
+            self._register(holding_of_declared(declared), wait)
+
+    def publish(self, step: int, *, sync: bool = False) -> Handle:
+        """Hands this rank's part of the attached model over; returns when the trainer may change its weights.
+
+        `sync`: gather parameters first that `overlap_param_gather` left stale (a collective). Raises StaleParameters otherwise,
+        StaleEpoch, Conflict, VersionAborted, OutOfRoom, WaitTimeout, DaemonUnreachable; the version is aborted then.
+        """
+        with self._alone():
+            live = self._live
+            if live is None:
+                raise UsageError("expected an attached model: call attach(model_chunks, hf_config) before publish")
+            self._refuse_stale(sync)
+            return self._publish(step, live.items)
+
+    def publish_tensors(self, step: int, items: Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]) -> Handle:
+        """Hands over HF tensors that the trainer has made itself: (hf_name, tensor) or (hf_name, index, part), spread over
+        the ranks in any way, in any order, each element on one rank. A tensor may be reused as soon as the next one is asked for.
+
+        Without `attach_tensors` before, the first call registers what comes; it reads `items` twice, so those of a plain iterator
+        are kept until it returns. Raises as `publish`.
+        """
+        with self._alone():
+            if self._live is not None:
+                raise UsageError("expected publish(step): a model is attached")
+            once = not callable(items) and iter(items) is items
+            if self._holding is None:
+                items = list(items) if once and not callable(items) else items
+                once = False
+                self._register(holding_of_declared(declare(_opened(items), self._shapes)), wait=True)
+            holding = self._holding
+            if holding is None:
+                raise UsageError("expected registered tensors")
+            return self._publish(step, lambda positions: numbered(holding, positions, _opened(items)), once=once)
+
+    def abort(self, reason: str = "the trainer asked for it") -> None:
+        """Gives up the newest version that this rank has published, unless it is READY."""
+        if self._newest is not None:
+            self._abort(self._newest.name, reason)
+
+    def close(self) -> None:
+        """Ends the lease's renewal and the channel. Versions that every rank has sealed are not touched."""
+        if self._lease is not None:
+            self._lease.stop()
+        self._channel.close()
+
+    def __enter__(self) -> "Publisher":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if os.getpid() != self._process:
+            raise UsageError("expected the process that called connect, this one was forked from it: connect here")
+        with self._lock:
+            if self._lease is not None and self._lease.lost is not None:
+                raise self._lease.lost
+            yield
+
+    def _register(self, holding: Holding, wait: bool) -> None:
+        if not self._files:
+            raise UsageError("expected the model's config: pass config to connect, or call attach_config first")
+        self._holding = holding
+        self._registration = register(self._channel, self.model, self._files, self.identity, holding)
+        if self._lease is not None:
+            self._lease.stop()
+        self._lease = Lease(self._channel, self._registration, self.identity.rank, self._again_if_idle, self._give_up_lost)
+        compile_for(ITEM_SIZES[spec.dtype] for spec in holding.tensors.values())  # while others register, not in a publish
+        if wait:
+            self._registration.assignment(self._register_timeout)
+
+    def _again(self) -> None:
+        """Registers as before with a daemon that has lost this publisher: it was started anew."""
+        if self._holding is None:
+            raise UsageError("expected something attached")
+        self._registration = register(self._channel, self.model, self._files, self.identity, self._holding)
+        if self._lease is not None:
+            self._lease.follow(self._registration)
+        if self._newest is not None:
+            with suppress(ResharderError):
+                self._lost = self._newest.name if self._newest.is_gone() else ""
+
+    def _again_if_idle(self) -> None:
+        """For the lease's thread. A publish in progress finds out by itself, and must not cost the lease."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._again()
+            finally:
+                self._lock.release()
+
+    def _give_up_lost(self) -> None:
+        """What this rank delivered to a daemon that is gone will not come again: other ranks must not wait for it."""
+        newest, registration, rank = self._newest, self._registration, self.identity.rank
+        if newest is None or registration is None or newest.name != self._lost:
+            return
+        request = operator_pb2.ListVersionsRequest(model=self.model, page_size=500)
+        stub = operator_pb2_grpc.OperatorServiceStub(self._channel.grpc)
+        for version in self._channel.call(stub.ListVersions, request).versions:
+            same = (version.epoch, version.step) == (registration.epoch, newest.step)
+            if same and not _delivered(version, rank):
+                self._abort(version.name, f"rank {rank} delivered step {newest.step} to a daemon that is gone")
+
+    def _check_replicas(self, layout: "Layout", tensors: "Mapping[str, torch.Tensor]") -> None:
+        import torch.distributed as dist
+        from resharder.converters.replicas import check_replicas
+
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if ranks != self.identity.world_size:
+            raise UsageError(
+                f"expected torch.distributed over all {self.identity.world_size} ranks to compare them, found {ranks}"
+            )
+        check_replicas(layout, tensors)
+
+    def _refuse_stale(self, sync: bool) -> None:
+        if not self._chunks:
+            return
+        from resharder.converters.megatron import gather_parameters, stale_parameters
+
+        stale = stale_parameters(self._chunks)
+        if stale and sync:
+            gather_parameters(self._chunks)
+        elif stale:
+            raise StaleParameters(
+                f"{len(stale)} parameters are older than other ranks' ({', '.join(stale[:4])}{', …' if len(stale) > 4 else ''}): "
+                "overlap_param_gather gathers them in the next forward pass; call start_param_sync(force_sync=True) on every "
+                "model chunk of every rank before publish, or publish(step, sync=True)"
+            )
+
+    def _publish(self, step: int, read: "Callable[[Sequence[int]], Iterable[Item]]", *, once: bool = False) -> Handle:
+        self._give_up_lost()
+        if self._newest is not None and self._newest.step == step:
+            self._lost = ""  # it does come again
+        self._wait_for_servers()
+        handle = self._deliver_again(step, read, 0 if once else _RESTARTS)
+        self._newest = handle
+        if self._max_ahead is not None:
+            self._ahead.append(handle)
+        return handle
+
+    def _deliver_again(self, step: int, read: "Callable[[Sequence[int]], Iterable[Item]]", restarts: int) -> Handle:
+        slot, positions, version = self._begin(step, _RESTARTS)
+        try:
+            return self._deliver(slot, positions, version, read)
+        except NotFound:
+            if not restarts:
+                raise
+        # The daemon was started anew, and what was STAGING is gone with the old one.
+        return self._deliver_again(step, read, restarts - 1)
+
+    def _begin(self, step: int, restarts: int) -> tuple[Slot, Sequence[int], resources_pb2.Version]:
+        """What this rank sends, and the version to send it to. Registers again with a daemon that was started anew."""
+        registration = self._registration
+        if registration is None:
+            raise UsageError("expected something attached")
+        try:
+            slot, positions = registration.assignment(self._register_timeout)
+            return slot, positions, self._create_version(registration, step)
+        except (NotFound, WaitTimeout) as error:
+            if error.reason not in UNREGISTERED or not restarts:
+                raise
+        self._again()
+        return self._begin(step, restarts - 1)
+
+    def _deliver(
+        self,
+        slot: Slot,
+        positions: Sequence[int],
+        version: resources_pb2.Version,
+        read: "Callable[[Sequence[int]], Iterable[Item]]",
+    ) -> Handle:
+        if version.state == State.ABORTED:
+            raise VersionAborted(f"{version.name} (step {version.step}) was aborted: {version.reason}")
+        if not slot.boxes:
+            return Handle(self._channel, version)
+        try:
+            transport = None if _delivered(version, slot.rank) else self._transport()
+            items = read(positions)
+            digests = digests_of(slot, items) if transport is None else transport.deliver(version, slot, items)
+            request = publisher_pb2.SealSlotRequest(
+                version=version.name,
+                epoch=version.epoch,
+                rank=slot.rank,
+                digests=digests,
+                mapped=transport is not None and transport.mapped,
+            )
+            self._channel.call(self._stub.SealSlot, request, timeout=300)
+        except BaseException as error:
+            if not _delivered(version, slot.rank):
+                self._abort(version.name, f"rank {slot.rank}: {type(error).__name__}: {error}"[:500])
+            raise
+        return Handle(self._channel, version)
+
+    def _transport(self) -> Transport:
+        store = self._registration.store if self._registration else resources_pb2.StoreAccess()
+        if self._transport_name != "grpc" and shares_memory(store):
+            return SharedMemory(copy_threads())
+        if self._transport_name == "shared-memory":
+            raise UsageError(
+                f"expected to share memory with the daemon at {self._channel.endpoint}, cannot read {store.nonce_file}"
+            )
+        return GrpcChunks(self._channel)
+
+    def _create_version(self, registration: Registration, step: int) -> resources_pb2.Version:
+        request = publisher_pb2.CreateVersionRequest(publisher=registration.name, rank=self.identity.rank, step=step)
+        backoff = Backoff(self._staging_timeout, longest=1.0)
+        while True:
+            try:
+                version: resources_pb2.Version = self._channel.call(self._stub.CreateVersion, request)
+                return version
+            except OutOfRoom as error:
+                if error.reason != TOO_MANY_STAGING or not backoff.wait():
+                    raise
+
+    def _wait_for_servers(self) -> None:
+        """Holds the trainer back until less than `max_ahead` of its versions are not served yet."""
+        while self._max_ahead is not None and len(self._ahead) >= self._max_ahead:
+            with suppress(VersionAborted, NotFound):
+                self._ahead[0].wait_serving(self._staging_timeout)
+            self._ahead.popleft()
+
+    def _abort(self, name: str, reason: str) -> None:
+        request = publisher_pb2.AbortVersionRequest(version=name, epoch=self.epoch, reason=reason)
+        # The error that led here is the one to raise; without this call the daemon aborts when the lease ends.
+        with suppress(ResharderError):
+            self._channel.call(self._stub.AbortVersion, request, timeout=5, patience=0)
+
+
+def _delivered(version: resources_pb2.Version, rank: int) -> bool:
+    """Whether the daemon has this rank's part already, and only a comparison is left."""
+    sealed = any(slot.rank == rank and slot.state == resources_pb2.Slot.SEALED for slot in version.slots)
+    return bool(version.state != State.STAGING or sealed)
+
+
+def _opened(items: Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]) -> Iterable[TensorItem]:
+    return items() if callable(items) else items
+
+
+def _known_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Of whole tensors, where the family has a table."""
+    with suppress(ConversionError):
+        return expected_shapes(plain_config(config))
+    return {}

@@ -1,0 +1,151 @@
+"""The daemon's own host: a rank writes its boxes straight into the version's files.
+
+Where pages are huge (a tmpfs mounted with `huge=always`) all goes through a map. Where they are small a fresh map costs a fault a
+page, three times as much as copying the page: what lies in one run is written by system call there, and only what is strided goes
+through a map, its pages mapped in one call before.
+"""
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.lib.array_utils import byte_bounds
+from resharder.client.transport.base import Slot
+from resharder.client.transport.host import PART_BYTES, add_digest, host_parts
+from resharder.converters.digest import copy_and_digest, digest
+from resharder.converters.files import Array, FileLayout, MappedFiles, read_layout
+from resharder.converters.layout import ITEM_SIZES, Box, Range, TensorSpec, box_index
+from resharder.v1 import resources_pb2
+
+if TYPE_CHECKING:
+    from resharder.client.transport.base import Item
+
+_SPLIT_BYTES = 1 << 20  # below this a second thread costs more than it gives
+_MADV_POPULATE_READ = 22  # linux/mman.h; mmap has no name for it
+
+
+def shares_memory(store: resources_pb2.StoreAccess) -> bool:
+    """Whether this process sees the daemon's store. Host names prove nothing in containers; a nonce in a file does."""
+    if not store.nonce_file or not store.nonce:
+        return False
+    try:
+        with open(store.nonce_file, "rb") as file:
+            return file.read(len(store.nonce) + 1) == store.nonce
+    except OSError:
+        return False
+
+
+class SharedMemory:
+    """Transport through the store's files. `threads` copy large boxes together."""
+
+    name = "shared-memory"
+    mapped = True
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+
+    def deliver(self, version: resources_pb2.Version, slot: Slot, items: "Iterable[Item]") -> list[int]:
+        names = {spec.name for spec in slot.specs}
+        files = [file for file in read_layout(Path(version.folder)) if any(t.spec.name in names for t in file.tensors)]
+        with _Files(Path(version.folder), files) as opened, ThreadPoolExecutor(self._threads) as pool:
+            return self._write(opened, slot, items, pool)
+
+    def _write(self, files: "_Files", slot: Slot, items: "Iterable[Item]", pool: ThreadPoolExecutor) -> list[int]:
+        cuts, digests = slot.cuts(PART_BYTES), [0] * len(slot.boxes)
+        for number, part, source in host_parts(items, slot.boxes, cuts):
+            spec, box = slot.specs[number], cuts[number][part]
+            if self._threads == 1 or source.nbytes < _SPLIT_BYTES:
+                add_digest(digests, number, files.put(spec, box, source))
+                continue
+            copies = [pool.submit(files.put, spec, share, source[rows]) for rows, share in _shares(box, self._threads)]
+            for copy in copies:
+                add_digest(digests, number, copy.result())
+        return digests
+
+
+class _Files:
+    """A version's files, open for writing until the context ends."""
+
+    def __init__(self, folder: Path, files: list[FileLayout]) -> None:
+        self._maps = MappedFiles(folder, files, writable=True)
+        self._descriptors: list[int] = []
+        self._small: dict[str, tuple[int, int]] = {}  # tensors in files of small pages: descriptor, offset
+        for file in files:
+            self._descriptors.append(os.open(folder / file.path, os.O_WRONLY | os.O_CLOEXEC))
+            if os.fstat(self._descriptors[-1]).st_blksize <= mmap.PAGESIZE:  # tmpfs says what its pages are
+                self._small |= {placed.spec.name: (self._descriptors[-1], placed.offset) for placed in file.tensors}
+
+    def put(self, spec: TensorSpec, box: Box, source: Array) -> int:
+        """Writes the elements of `box` and returns their digest."""
+        start = _start(box, spec)
+        if spec.name in self._small and start is not None and source.flags.c_contiguous:
+            descriptor, offset = self._small[spec.name]
+            found = digest(source, box, spec.shape)
+            _write_all(descriptor, source.reshape(-1).view(np.uint8).data, offset + start)
+            return found
+        array = self._maps.arrays[spec.name]
+        target = array[box_index(box)] if box else array  # numpy gives a number for an empty index
+        if spec.name in self._small:
+            _map_pages(target)
+        return copy_and_digest(target, source, box, spec.shape)
+
+    def __enter__(self) -> "_Files":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+        if error is None:
+            self._maps.close()
+        else:
+            self._maps.arrays.clear()  # the error's own frames may still hold arrays; the maps go with them
+
+
+def _start(box: Box, spec: TensorSpec) -> int | None:
+    """The byte of the tensor at which the box begins, if it lies there in one run."""
+    start, stride, open_ = 0, ITEM_SIZES[spec.dtype], True
+    for r, n in zip(reversed(box), reversed(spec.shape), strict=True):
+        if r.count > 1 and (r.step > 1 or not open_):
+            return None
+        open_ = open_ and r.count == n
+        start += r.start * stride
+        stride *= n
+    return start
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _map_pages(target: Array) -> None:
+    """Maps the pages that `target` lies in. Reading maps sixteen at a time, writing one, and shared memory's pages may be written
+    then either way. Linux before 5.14 does nothing here, and pages come one by one."""
+    low, high = byte_bounds(target)
+    low -= low % mmap.PAGESIZE
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), _MADV_POPULATE_READ)
+
+
+def _shares(box: Box, threads: int) -> list[tuple[slice, Box]]:
+    """Equal parts along the first dimension: where in the box, and which box."""
+    first, rest = box[0], box[1:]
+    step = max(1, -(-first.count // threads))
+    shares = []
+    for start in range(0, first.count, step):
+        count = min(step, first.count - start)
+        part = Range(first.start + start * first.step, count, first.step if count > 1 else 1)
+        shares.append((slice(start, start + count), (part, *rest)))
+    return shares
+
+
+def copy_threads() -> int:
+    """This rank's share of the cores it may use, at most four: more does not copy faster."""
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, min(4, len(os.sched_getaffinity(0)) // ranks))

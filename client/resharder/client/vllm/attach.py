@@ -1,0 +1,80 @@
+"""Follow the daemon with an engine that runs in this process: the control side without HTTP.
+
+    handle = await attach(engine)          # an AsyncLLM, on the event loop that it runs on
+    await handle.wait(version=3)
+    handle.version, handle.close()
+
+An API server gets the same, and the gate in front of its routes, from the endpoint plugin.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+from resharder.client.channel import Channel
+from resharder.client.errors import UsageError, WaitTimeout
+from resharder.client.vllm import compat
+from resharder.client.vllm.control import Control, Lease, Order, Outcome
+from resharder.client.vllm.gate import Gate, Position
+from resharder.client.vllm.lease import Identity, LeaseThread
+from resharder.client.vllm.settings import Settings
+
+
+class Handle:
+    """What an attached program sees. Not for other threads than the event loop's."""
+
+    def __init__(self, gate: Gate, thread: LeaseThread) -> None:
+        self._gate, self._thread = gate, thread
+
+    @property
+    def version(self) -> int | None:
+        """The version being served; None while none is: not yet confirmed, being installed, or torn."""
+        return self._gate.version or None if self._gate.position is Position.OPEN else None
+
+    async def wait(self, version: int, timeout: float | None = None) -> int:
+        """Until that version or a later one is served; the one that is. Raises WaitTimeout after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (self.version or 0) < version:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise WaitTimeout(f"expected version {version} within {timeout:g} s, got {self.version or 'none'}")
+            await self._gate.changed(left)
+        return self._gate.version
+
+    def close(self) -> None:
+        """Gives the lease back. The engine stays as it is."""
+        self._thread.close()
+
+
+async def attach(engine: Any, settings: Settings | None = None, *, gate: Gate | None = None, address: str = "") -> Handle:
+    """Starts following with `engine` (vLLM's EngineClient, the general plugin loaded in its workers) and returns at once; the
+    daemon need not be there yet. `settings`: by default the environment's. Raises UsageError for an engine that is not supported.
+    """
+    settings = settings or Settings.from_environment()
+    refuse_unsupported(engine.vllm_config)
+    world_size = engine.vllm_config.parallel_config.world_size_across_dp
+    identity = Identity(settings.server, world_size, address, settings.model, settings.fleet)
+    gate = gate or Gate(prefer=settings.prefer, hold_seconds=settings.hold_seconds)
+    lease = Lease()
+
+    async def carry_out(order: Order) -> Outcome | None:
+        return await control.carry_out(order)
+
+    thread = LeaseThread(Channel(settings.endpoint), identity, lease, carry_out, asyncio.get_running_loop())
+    control = Control(engine, gate, lease, thread.reattach, lambda version: f"models/{thread.model}/versions/{version}")
+    thread.start()
+    return Handle(gate, thread)
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Raises UsageError for a vLLM configuration (a VllmConfig) under which an install is not proven to be right."""
+    parallel, transfer = config.parallel_config, config.kv_transfer_config
+    refused = {
+        "external data-parallel load balancing": parallel.data_parallel_external_lb,
+        "hybrid data-parallel load balancing": parallel.data_parallel_hybrid_lb,
+        "prefill/decode disaggregation": transfer is not None and transfer.kv_role in ("kv_producer", "kv_consumer"),
+    }
+    problems = [f"Resharder does not install into servers with {name}" for name, used in refused.items() if used]
+    problems += [problem] if (problem := compat.refuse_unsupported(config)) else []
+    if problems:
+        raise UsageError(f"{'; '.join(problems)}: start vLLM without, or leave the plugin out of VLLM_PLUGINS")

@@ -1,0 +1,46 @@
+"""The helper process that fills a mirror: `python -m resharder.client.vllm.fetch ENDPOINT DESCRIPTOR…`.
+
+It inherits one descriptor for each file of the version, reads a BoxesRequest from its standard input and writes one line of JSON:
+`{"digests": […]}` or `{"error": …}`. So the engine keeps Python's lock to itself while boxes arrive.
+"""
+
+import json
+import sys
+from dataclasses import replace
+
+from resharder.client.boxes import download, get_manifest
+from resharder.client.channel import Channel
+from resharder.client.errors import ResharderError
+from resharder.client.vllm.source import DESCRIPTORS
+from resharder.converters.digest import digest
+from resharder.converters.files import MappedFiles
+from resharder.converters.layout import box_index
+from resharder.converters.messages import box_from_proto
+from resharder.v1 import server_pb2
+
+
+def fetch(channel: Channel, descriptors: list[str], request: server_pb2.BoxesRequest) -> list[int]:
+    """Fills the boxes of `request` and returns the digests of what then lies in the files. Raises ResharderError."""
+    manifest = get_manifest(channel, request.version)
+    files = (replace(file, path=descriptor) for file, descriptor in zip(manifest.files, descriptors, strict=True))
+    arrays = MappedFiles(DESCRIPTORS, files, writable=True).arrays  # mapped until this process ends
+    boxes = [(request.tensors[entry.tensor], box_from_proto(entry.box)) for entry in request.boxes]
+    for position, box, array in download(channel, manifest, boxes):
+        arrays[boxes[position][0]][box_index(box)] = array
+    return [digest(arrays[name][box_index(box)], box, manifest.specs[name].shape) for name, box in boxes]
+
+
+def main() -> int:
+    endpoint, *descriptors = sys.argv[1:]
+    request = server_pb2.BoxesRequest.FromString(sys.stdin.buffer.read())
+    try:
+        with Channel(endpoint) as channel:
+            answer: dict[str, object] = {"digests": fetch(channel, descriptors, request)}
+    except (ResharderError, OSError, ValueError) as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(answer), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

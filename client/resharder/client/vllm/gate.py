@@ -1,0 +1,194 @@
+"""The gate in front of vLLM's routes: no request starts on a version that is not confirmed, and every answer says its version.
+
+    OPEN   a confirmed version is served                      requests pass             /health passes
+    HELD   a version is being installed                       requests wait             /health passes
+    late   HELD for longer than `hold_seconds`                503 at once               503
+    SHUT   nothing confirmed yet, or the weights are torn     503 at once               503
+
+An install closes the gate for tens of milliseconds, so requests wait for it instead of being turned away; all that wait are
+answered 503 when the gate becomes late. Requests in flight are vLLM's to keep, finish or abort: the gate judges only their start.
+/health under 503 means "send no requests", not "restart me": use it for readiness.
+
+Every response has the header `X-Resharder-Version`: the version that made it, `A,B` if it was in flight over the install of B,
+`none` if no confirmed version did. It is made when the response starts: a streamed answer names the version it started with, and
+its later tokens may be of a later one. What vLLM answers before the gate is asked (401 by --api-key) has no such header.
+
+The gate takes no orders over HTTP. All of it runs on one event loop.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+VERSION_HEADER = "X-Resharder-Version"
+UNCONFIRMED = "none"
+RETRY_AFTER_SECONDS = 1
+# These never ask the model for anything. Every other route is gated, those of other plugins and of later vLLMs too.
+UNGATED = frozenset(
+    {
+        "/metrics",
+        "/metrics/",
+        "/version",
+        "/load",
+        "/docs",
+        "/redoc",
+        "/openapi.json",
+        "/is_paused",
+        "/is_sleeping",
+        "/server_info",
+    }
+)
+HEALTH = frozenset({"/health", "/ping"})
+
+
+class Position(Enum):
+    OPEN = "open"
+    HELD = "held"
+    SHUT = "shut"
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Held by a request from its admission to its answer: which of the versions begun so far was the first it could see."""
+
+    since: int
+
+
+@dataclass(frozen=True)
+class Refusal:
+    reason: str
+
+
+class Gate:
+    """`prefer`: stand open on vLLM's own weights until the first version comes. `hold_seconds`: how long requests wait."""
+
+    def __init__(self, *, prefer: bool = False, hold_seconds: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.position = Position.OPEN if prefer else Position.SHUT
+        self.version = 0  # the last one it was opened on
+        self._reason = "no version is confirmed yet"
+        self._hold_seconds, self._clock = hold_seconds, clock
+        self._held_at = 0.0
+        self._begun = [UNCONFIRMED]  # every version that may have made an answer, in order
+        self._changed = asyncio.Event()
+
+    def open(self, version: int) -> None:
+        self.version = version
+        self._begin(version)
+        self._move(Position.OPEN)
+
+    def hold(self, version: int, reason: str) -> None:
+        """A version is being installed; `version` is 0 where it is not known. A gate that is shut stays shut."""
+        if version:
+            self._begin(version)
+        if self.position is Position.OPEN:
+            self._reason, self._held_at = reason, self._clock()
+            self._move(Position.HELD)
+
+    def shut(self, reason: str) -> None:
+        self._reason = reason
+        self._move(Position.SHUT)
+
+    async def enter(self) -> Ticket | Refusal:
+        """Waits while the gate is held, not longer than until it is late."""
+        while self.position is Position.HELD and not self._late():
+            await self.changed(self._held_at + self._hold_seconds - self._clock())
+        return self.ticket() if self.position is Position.OPEN else Refusal(self._why())
+
+    def look(self) -> Ticket | Refusal:
+        """The same for a health check, which never waits."""
+        closed = self.position is Position.SHUT or (self.position is Position.HELD and self._late())
+        return Refusal(self._why()) if closed else self.ticket()
+
+    def ticket(self) -> Ticket:
+        return Ticket(len(self._begun) - 1)
+
+    def versions(self, ticket: Ticket) -> str:
+        """What the header says of a response that starts now."""
+        return ",".join(dict.fromkeys(self._begun[ticket.since :]))
+
+    async def changed(self, timeout: float | None) -> None:
+        """Returns when the gate moved, or after `timeout` seconds."""
+        event = self._changed
+        try:
+            await asyncio.wait_for(event.wait(), timeout)
+        except TimeoutError:
+            return
+
+    def _begin(self, version: int) -> None:
+        if self._begun[-1] != str(version):
+            self._begun.append(str(version))
+
+    def _move(self, position: Position) -> None:
+        self.position = position
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _late(self) -> bool:
+        return self._clock() >= self._held_at + self._hold_seconds
+
+    def _why(self) -> str:
+        late = f", for more than {self._hold_seconds:g} s" if self.position is Position.HELD else ""
+        return self._reason + late
+
+
+class GateMiddleware:
+    """ASGI middleware, innermost: authentication comes before it."""
+
+    def __init__(self, app: App, gate: Gate) -> None:
+        self._app, self._gate = app, gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        admitted = await self._admit(scope)
+        if isinstance(admitted, Refusal):
+            await _refuse(scope, receive, send, admitted)
+        else:
+            await self._app(scope, receive, self._signed(send, admitted))
+
+    async def _admit(self, scope: Scope) -> Ticket | Refusal:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path in UNGATED or scope.get("method") == "OPTIONS":
+            return self._gate.ticket()
+        return self._gate.look() if path in HEALTH else await self._gate.enter()
+
+    def _signed(self, send: Send, ticket: Ticket) -> Send:
+        async def signed(message: Message) -> None:
+            if message["type"] in ("http.response.start", "websocket.accept"):
+                message = {
+                    **message,
+                    "headers": [*message.get("headers", ()), _header(VERSION_HEADER, self._gate.versions(ticket))],
+                }
+            await send(message)
+
+        return signed
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send, refusal: Refusal) -> None:
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.close", "code": 1013, "reason": refusal.reason})  # 1013: try again later
+        return
+    error = {"message": f"not serving: {refusal.reason}", "type": "ServiceUnavailableError", "param": None, "code": 503}
+    headers = [
+        _header("Content-Type", "application/json"),
+        _header("Retry-After", str(RETRY_AFTER_SECONDS)),
+        _header(VERSION_HEADER, UNCONFIRMED),
+    ]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
+
+
+def _header(name: str, value: str) -> tuple[bytes, bytes]:
+    return name.lower().encode(), value.encode()

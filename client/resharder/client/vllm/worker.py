@@ -1,0 +1,350 @@
+"""What the plugin adds to vLLM's workers: methods for `collective_rpc`, and each worker's own word to the daemon.
+
+The methods never raise and return plain dicts: an exception in one worker of several shifts every later reply of the engine (vLLM
+issue 49972). A worker's reports go to the daemon from a thread of its own, over a channel made after vLLM's forks.
+"""
+
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from resharder.client.channel import Channel
+from resharder.client.errors import NotFound, ResharderError
+from resharder.client.vllm import compat, install, reach, recorder
+from resharder.client.vllm.compat import Host
+from resharder.client.vllm.install import Installed, InstallError
+from resharder.client.vllm.parts import DRAFTER, MODEL, Models, Part, needs, shared_modules
+from resharder.client.vllm.settings import Settings
+from resharder.client.vllm.source import Manifest, Source, Stager, get_manifest
+from resharder.converters.errors import ConversionError
+from resharder.converters.layout import ITEM_SIZES, box_size
+from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
+
+PROCESS = uuid.uuid4().hex
+_REPORT_SECONDS = 2.0  # a daemon that came back hears of this worker after at most so long
+_RPC_PATIENCE = 5.0  # inside an RPC the engine waits
+
+
+def claim(channel: Channel, settings: Settings, *, boot: bool, wait_seconds: float = 0.0, patience: float) -> server_pb2.Claim:
+    """Raises ResharderError."""
+    stub = server_pb2_grpc.ServerServiceStub(channel.grpc)
+    request = server_pb2.ClaimServerRequest(
+        server=settings.server, model=settings.model, fleet=settings.fleet, wait_seconds=wait_seconds, boot=boot
+    )
+    answer: server_pb2.Claim = channel.call(stub.ClaimServer, request, timeout=wait_seconds + 30, patience=patience)
+    return answer
+
+
+class Reporter:
+    """Tells the daemon the worker's state, again and again, so that a daemon that was restarted learns it too."""
+
+    def __init__(self, channel: Channel, settings: Settings) -> None:
+        self._channel, self._settings = channel, settings
+        self._holding = self._latest = resources_pb2.Worker()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def started(self) -> bool:
+        return self._thread is not None
+
+    def report(self, worker: resources_pb2.Worker, *, holds: bool) -> None:
+        """`holds`: the report says what lies in the worker's memory, and stays true whatever is staged."""
+        with self._lock:
+            self._latest = worker
+            if holds:
+                self._holding = worker
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="resharder-report", daemon=True)
+                self._thread.start()
+        self._wake.set()
+
+    def _run(self) -> None:
+        stub = server_pb2_grpc.ServerServiceStub(self._channel.grpc)
+        while True:
+            with self._lock:
+                worker = self._latest
+            request = server_pb2.ReportWorkerRequest(server=self._settings.server, worker=worker)
+            try:
+                self._channel.call(stub.ReportWorker, request, timeout=10, patience=0)
+            except NotFound:
+                self._introduce()
+            except ResharderError:
+                pass  # said again below
+            self._wake.wait(_REPORT_SECONDS)
+            self._wake.clear()
+
+    def _introduce(self) -> None:
+        """To a daemon that does not know the server: it knows of no install either."""
+        try:
+            claim(self._channel, self._settings, boot=False, patience=0)
+        except ResharderError:
+            return
+        with self._lock:
+            self._latest = self._holding
+        self._wake.set()
+
+
+@dataclass
+class _Staged:
+    install: str
+    source: Source | None = None
+    seconds: float = 0.0
+
+
+class Agent:
+    """One worker's model and its drafter, what is known of them, and what is staged for them. Called from vLLM's thread, but for
+    `_stage`."""
+
+    def __init__(self, host: Host, settings: Settings) -> None:
+        self.host, self.settings = host, settings
+        self.channel = Channel(settings.endpoint)
+        self.reporter = Reporter(self.channel, settings)
+        self.parts: dict[str, Part] = {}
+        self.needed_bytes = 0
+        self.boot: Manifest | None = None  # what the model was booted from, for its drafter
+        self.stager: Stager | None = None
+        self.version = 0
+        self.fingerprint = ""  # of that version
+        self.installed: Installed | None = None
+        self._applied = ""
+        self._staged: _Staged | None = None
+        self._lock = threading.Lock()
+
+    def stage_with(self, access: resources_pb2.StoreAccess) -> Stager:
+        if self.stager is None:
+            self.stager = Stager(self.channel, access, self.settings)
+        return self.stager
+
+    # What collective_rpc reaches
+
+    def describe(self) -> dict[str, Any]:
+        if not self.reporter.started:
+            self._report(resources_pb2.Worker.EMPTY, holds=True)
+        with self._lock:
+            staged = self._staged.install if self._staged is not None and self._staged.source is not None else ""
+        return {
+            "version": self.version,
+            "staged": staged,
+            "transport": self.stager.transport if self.stager else "",
+            "recorded": bool(self.needed_bytes),
+            "needed_bytes": self.needed_bytes,
+            "boxed_bytes": self.installed.boxed_bytes if self.installed else 0,
+            "proven": self.installed.proven if self.installed else 0,
+            "apply_seconds": self.installed.seconds if self.installed else 0.0,
+            "loaded": sorted({name for part in self.parts.values() for name in part.loaded}),
+            "impure": {
+                name: why for part in self.parts.values() if part.recording for name, why in part.recording.impure.items()
+            },
+        }
+
+    def stage(self, models: Models, install_id: str, version: str) -> dict[str, Any]:
+        """Returns when the work has begun; what was not recorded yet is recorded first, which needs it to stand still."""
+        with self._lock:
+            if self._staged is not None and self._staged.install == install_id:
+                return {}
+            self._drop()
+            staged = self._staged = _Staged(install_id)
+        if problem := compat.refuse_unsupported(self.host.vllm_config):
+            raise InstallError(problem)
+        access = None
+        if self.stager is None:
+            access = claim(self.channel, self.settings, boot=False, patience=_RPC_PATIENCE).store
+        manifest = self.record_running(models, version)
+        work = (staged, version, access, manifest)
+        threading.Thread(target=self._stage, args=work, name="resharder-stage", daemon=True).start()
+        return {}
+
+    def part(self, name: str) -> Part:
+        return self.parts.setdefault(name, Part(name, compat.model_config(self.host.vllm_config, drafter=name == DRAFTER)))
+
+    def record_running(self, models: Models, version: str) -> Manifest | None:
+        """Records what was not recorded while it was loaded; the manifest of `version` if that took one."""
+        manifest = None
+        for name, model in models.items():
+            part = self.part(name)
+            part.share(shared_modules(models, name))
+            if part.recording is None:
+                manifest = manifest or get_manifest(self.channel, version)
+                with compat.calling_vllm(self.host), compat.format_of_load(model):
+                    recording = recorder.record(model, manifest.specs, compat.original_loader)
+                part.record(recording, manifest)
+        self.recorded()
+        return manifest
+
+    def recorded(self) -> None:
+        """Counts anew what a version is needed of."""
+        specs = {name: spec for part in self.parts.values() for name, spec in part.known.layout.tensors.items()}
+        self.needed_bytes = sum(
+            box_size(box) * ITEM_SIZES[specs[name].dtype] for name, boxes in needs(self.parts.values()).items() for box in boxes
+        )
+
+    def _stage(self, staged: _Staged, version: str, access: resources_pb2.StoreAccess | None, manifest: Manifest | None) -> None:
+        started = time.perf_counter()
+        try:
+            manifest = manifest or get_manifest(self.channel, version)
+            self._check(manifest)
+            source = self.stage_with(access or resources_pb2.StoreAccess()).stage(manifest, needs(self.parts.values()))
+        except (ResharderError, ConversionError, InstallError, OSError, ValueError) as error:
+            with self._lock:
+                if self._staged is staged:
+                    self._staged = None
+            self._report(resources_pb2.Worker.FAILED, install=staged.install, error=f"{type(error).__name__}: {error}")
+            return
+        staged.seconds = time.perf_counter() - started
+        with self._lock:
+            if self._staged is not staged:  # another install came meanwhile
+                source.close()
+                return
+            staged.source = source
+        self._report(resources_pb2.Worker.STAGED, install=staged.install, version=manifest.number, staged=staged)
+
+    def _check(self, manifest: Manifest) -> None:
+        for part in self.parts.values():
+            known = part.known.layout.tensors
+            if manifest.specs != known:
+                wrong = sorted(set(manifest.specs.items()) ^ set(known.items()))[:3]
+                raise InstallError(f"{manifest.name} has other tensors than the versions before it: {wrong}; restart the server")
+
+    def apply(self, models: Models, install_id: str) -> dict[str, Any]:
+        if self._applied == install_id:
+            return {"version": self.version}
+        with self._lock:
+            staged = self._staged
+        if staged is None or staged.install != install_id or staged.source is None:
+            raise InstallError(f"install {install_id} is not staged here")
+        self.version, self.fingerprint, self._applied = 0, "", ""
+        try:
+            self._install(models, staged.source)
+        finally:
+            with self._lock:
+                self._drop()
+        manifest = staged.source.manifest
+        self.version, self.fingerprint, self._applied = manifest.number, manifest.fingerprint, install_id
+        self._report(resources_pb2.Worker.APPLIED, install=install_id, version=self.version, staged=staged, holds=True)
+        return {"version": self.version}
+
+    def _install(self, models: Models, source: Source) -> None:
+        done = Installed(0, 0, 0.0)
+        for name, model in models.items():
+            part = self.part(name)
+            route = part.route or install.first_route(part.known, model, part.shared)
+            done += install.install(self.host, model, part.config, part.known, route, source)
+            if part.route is None:
+                part.learn(model, source)
+        self.installed = done
+
+    def _drop(self) -> None:
+        if self._staged is not None and self._staged.source is not None:
+            self._staged.source.close()
+        self._staged = None
+
+    def failed(self, install_id: str, error: str) -> None:
+        """An apply that failed is said until one succeeds: what lies in memory may be a mix, unless nothing was begun."""
+        self._report(resources_pb2.Worker.FAILED, install=install_id, error=error, holds=self.version == 0)
+
+    def booted(self, manifest: Manifest, installed: Installed, stage_seconds: float) -> None:
+        """Said of the model, and again of its drafter."""
+        self.version, self.fingerprint = manifest.number, manifest.fingerprint
+        self.installed = self.installed + installed if self.installed else installed
+        self._report(resources_pb2.Worker.BOOTED, version=manifest.number, staged=_Staged("", None, stage_seconds), holds=True)
+
+    def _report(
+        self,
+        state: int,
+        *,
+        version: int = 0,
+        install: str = "",
+        error: str = "",
+        staged: _Staged | None = None,
+        holds: bool = False,
+    ) -> None:
+        done = self.installed if holds and state != resources_pb2.Worker.FAILED else None
+        worker = resources_pb2.Worker(
+            rank=self.host.rank,
+            state=state,  # type: ignore[arg-type]
+            version=version,
+            install=install,
+            error=error,
+            needed_bytes=self.needed_bytes,
+            transport=self.stager.transport if self.stager else "",
+            stage_seconds=staged.seconds if staged else 0.0,
+            apply_seconds=done.seconds if done else 0.0,
+            proven_tensors=done.proven if done else 0,
+            boxed_bytes=done.boxed_bytes if done else 0,
+            process=PROCESS,
+            fingerprint=self.fingerprint,
+        )
+        self.reporter.report(worker, holds=holds)
+
+
+AGENTS: WeakKeyDictionary[torch.nn.Module, Agent] = WeakKeyDictionary()
+
+
+def agent_of(worker: Any) -> tuple[Agent, Models]:
+    model, drafter = worker.get_model(), compat.drafter_of(worker)
+    if model not in AGENTS:
+        AGENTS[model] = Agent(compat.host_of(worker), Settings.from_environment())
+    return AGENTS[model], {MODEL: model} | ({DRAFTER: drafter} if drafter is not None else {})
+
+
+def _answer(worker: Any, act: Callable[[Agent, Models], dict[str, Any]]) -> dict[str, Any]:
+    answer: dict[str, Any] = {"ok": True, "rank": getattr(worker, "rank", -1), "nonce": PROCESS, "error": ""}
+    try:
+        agent, models = agent_of(worker)
+        answer["rank"] = agent.host.rank
+        answer |= act(agent, models)
+    except Exception as error:
+        answer |= {"ok": False, "error": f"{type(error).__name__}: {error}"}
+    return answer
+
+
+def resharder_describe(self: Any) -> dict[str, Any]:
+    """What this worker holds and how versions get into it."""
+    return _answer(self, lambda agent, models: agent.describe())
+
+
+def resharder_stage(self: Any, install_id: str, version: str) -> dict[str, Any]:
+    """Begins to bring `version` (its full name) within reach; the worker itself tells the daemon when it is."""
+
+    def act(agent: Agent, models: Models) -> dict[str, Any]:
+        return agent.stage(models, install_id, version)
+
+    return _answer(self, act)
+
+
+def resharder_apply(self: Any, install_id: str) -> dict[str, Any]:
+    """Installs what was staged and proves it. The engine must be paused."""
+
+    def act(agent: Agent, models: Models) -> dict[str, Any]:
+        try:
+            return agent.apply(models, install_id)
+        except Exception as error:
+            agent.failed(install_id, f"{type(error).__name__}: {error}")
+            raise
+
+    return _answer(self, act)
+
+
+def resharder_fingerprint(self: Any) -> dict[str, Any]:
+    """Of every tensor that the model and its drafter read when they run: parameters, buffers, and what loading made of them."""
+
+    def act(agent: Agent, models: Models) -> dict[str, Any]:
+        tensors: dict[str, int] = {}
+        for name, model in models.items():
+            notes = reach.NOTES.get(model)
+            known = set(notes.constant) | set(notes.made) if notes else set()
+            found = [f for f in reach.reachable(model) if f.parameter or f.path in known]
+            tensors |= {f.path if name == MODEL else f"{name}: {f.path}": reach.fingerprint(f.tensor) for f in found}
+        return {"version": agent.version, "tensors": tensors}
+
+    return _answer(self, act)
+
+
+METHODS = (resharder_describe, resharder_stage, resharder_apply, resharder_fingerprint)

@@ -1,0 +1,105 @@
+"""What each model family's weights mean: one short table per family, no sharding code; and how megatron-core builds it."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from resharder.converters.architectures import (
+    deepseek_v2,
+    deepseek_v3,
+    gemma2,
+    gemma3,
+    glm,
+    glm4,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mimo,
+    minimax_m2,
+    mistral,
+    mixtral,
+    nemotron,
+    olmoe,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+)
+from resharder.converters.architectures.recipe import Recipe
+from resharder.converters.architectures.table import HFConfig, Table, hf_shapes
+from resharder.converters.errors import UnsupportedModel
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`name` as in `architectures` of config.json. `proof`: `logits` where Megatron's forward pass is compared with transformers'
+    on the exported checkpoint, else `layout`, and why no more."""
+
+    model_type: str
+    name: str
+    table: Callable[[HFConfig], Table]
+    recipe: Callable[[HFConfig], Recipe]
+    proof: str = "logits"
+
+
+ARCHITECTURES = (
+    Architecture("deepseek_v2", "DeepseekV2ForCausalLM", deepseek_v2.table, deepseek_v2.recipe),
+    Architecture("deepseek_v3", "DeepseekV3ForCausalLM", deepseek_v3.table, deepseek_v3.recipe),
+    Architecture("kimi_k2", "DeepseekV3ForCausalLM", deepseek_v3.table, deepseek_v3.recipe),
+    Architecture("gemma2", "Gemma2ForCausalLM", gemma2.table, gemma2.recipe),
+    Architecture("gemma3_text", "Gemma3ForCausalLM", gemma3.table, gemma3.recipe),
+    Architecture("glm", "GlmForCausalLM", glm.table, glm.recipe),
+    Architecture("glm4", "Glm4ForCausalLM", glm4.table, glm4.recipe),
+    Architecture("glm4_moe", "Glm4MoeForCausalLM", glm4_moe.table, glm4_moe.recipe),
+    Architecture("gpt_oss", "GptOssForCausalLM", gpt_oss.table, gpt_oss.recipe),
+    Architecture("llama", "LlamaForCausalLM", llama.table, llama.recipe),
+    Architecture("mimo", "MiMoForCausalLM", mimo.table, mimo.recipe),
+    Architecture("minimax_m2", "MiniMaxM2ForCausalLM", minimax_m2.table, minimax_m2.recipe),
+    Architecture("mistral", "MistralForCausalLM", mistral.table, mistral.recipe),
+    Architecture("mixtral", "MixtralForCausalLM", mixtral.table, mixtral.recipe),
+    Architecture("nemotron", "NemotronForCausalLM", nemotron.table, nemotron.recipe),
+    Architecture("olmoe", "OlmoeForCausalLM", olmoe.table, olmoe.recipe),
+    Architecture("qwen2", "Qwen2ForCausalLM", qwen2.table, qwen2.recipe),
+    Architecture("qwen2_moe", "Qwen2MoeForCausalLM", qwen2_moe.table, qwen2_moe.recipe),
+    Architecture("qwen3", "Qwen3ForCausalLM", qwen3.table, qwen3.recipe),
+    Architecture("qwen3_moe", "Qwen3MoeForCausalLM", qwen3_moe.table, qwen3_moe.recipe),
+    Architecture("qwen3_next", "Qwen3NextForCausalLM", qwen3_next.table, qwen3_next.recipe),
+    Architecture("qwen3_5_text", "Qwen3_5ForCausalLM", qwen3_5.table, qwen3_5.recipe),
+    Architecture("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", qwen3_5_moe.table, qwen3_5_moe.recipe),
+)
+
+NOT_BUILT: dict[str, str] = {}
+"""Families asked for that megatron-core 0.16.1 cannot build: what was tried."""
+
+
+def architecture_of(config: HFConfig) -> Architecture:
+    """The family of a config.json; raises UnsupportedModel if it has no table, or a quantised checkpoint."""
+    model_type, names = config.get("model_type"), config.get("architectures") or ()
+    if "text_config" in config:
+        raise UnsupportedModel(
+            f"config: model_type {model_type!r} is multimodal: a version holds whole checkpoints, and only language models have "
+            "tables; attach with its text_config, whose checkpoint is the language model alone"
+        )
+    found = next((a for a in ARCHITECTURES if a.model_type == model_type), None)
+    if found is None or (names and found.name not in names):
+        known = ", ".join(a.name for a in ARCHITECTURES)
+        raise UnsupportedModel(f"config: model_type {model_type!r} with architectures {list(names)} has no table; known: {known}")
+    if config.get("quantization_config"):
+        raise UnsupportedModel(f"config: {found.name} with a quantization_config: quantised checkpoints have no table")
+    return found
+
+
+def table_of(config: HFConfig) -> tuple[Table, Mapping[str, tuple[int, ...]]]:
+    """The table of a config.json, and name and shape of every HF tensor in it; made once for all ranks of a world that one
+    process lays out. Raises as `architecture_of` does."""
+    return _table_of(architecture_of(config), json.dumps(dict(config), sort_keys=True, default=str))
+
+
+@lru_cache(maxsize=2)
+def _table_of(architecture: Architecture, config: str) -> tuple[Table, Mapping[str, tuple[int, ...]]]:
+    table = architecture.table(json.loads(config))
+    return table, hf_shapes(table)

@@ -1,0 +1,34 @@
+"""DeepSeek-V3 and Kimi-K2: DeepSeek-V2 with a bias that balances the experts' load, and layers that predict further tokens."""
+
+from typing import Any
+
+from resharder.converters.architectures.blocks import Layer, Sizes, decoder, dense_mlp, integer, refuse, whole
+from resharder.converters.architectures.deepseek_v2 import latent_attention, latent_recipe, mixture, router_groups, sparse_layers
+from resharder.converters.architectures.mtp import further_tokens, with_predictions
+from resharder.converters.architectures.recipe import Recipe
+from resharder.converters.architectures.table import HFConfig, Table
+
+
+def table(config: HFConfig) -> Table:
+    refuse(config, "attention_bias", "mlp_bias")
+    size, sparse = Sizes.of(config), sparse_layers(config)
+    dense_layer = latent_attention(size, config) | dense_mlp(size, integer(config, "intermediate_size"))
+    sparse_layer = latent_attention(size, config) | balanced_mixture(size, config)
+    layers = decoder(size, lambda n: sparse_layer if sparse[n] else dense_layer)
+    return with_predictions(layers, size, config, sparse_layer)
+
+
+def recipe(config: HFConfig) -> Recipe:
+    return latent_recipe(config, **balanced_router(config), mtp_num_layers=further_tokens(config) or None)
+
+
+def balanced_mixture(size: Sizes, config: HFConfig) -> Layer:
+    """Experts with a bias, in float32 on both sides, that only counts when experts are chosen."""
+    bias = whole("mlp.gate.e_score_correction_bias", integer(config, "n_routed_experts"))
+    return mixture(size, config) | {"mlp.router.expert_bias": (bias,)}
+
+
+def balanced_router(config: HFConfig) -> dict[str, Any]:
+    """TransformerConfig's arguments of that bias and its router."""
+    scores = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32"}
+    return scores | router_groups(config)

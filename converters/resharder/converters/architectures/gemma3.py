@@ -1,0 +1,24 @@
+"""Gemma 3, the text model: Gemma 2 with norms of query and key heads, and another rotation under a window."""
+
+from dataclasses import replace
+
+from resharder.converters.architectures import gemma2
+from resharder.converters.architectures.blocks import Sizes, attention, decoder, integer
+from resharder.converters.architectures.recipe import Recipe
+from resharder.converters.architectures.table import HFConfig, Table
+
+
+def table(config: HFConfig) -> Table:
+    size = Sizes.of(gemma2.completed(config), gain=0.0)
+    layer = attention(size, head_norms=True) | gemma2.sandwiched_mlp(config, size)
+    return decoder(size, lambda n: layer)
+
+
+def recipe(config: HFConfig) -> Recipe:
+    built = gemma2.recipe(config, integer(config, "sliding_window_pattern", default=6), qk_layernorm=True)
+    rope = config.get("rope_parameters") or {}
+    everywhere, local = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
+    scaling = everywhere.get("factor") or (config.get("rope_scaling") or {}).get("factor")
+    model = {"rotary_base": everywhere.get("rope_theta") or config.get("rope_theta") or 1e6}
+    extras = replace(built.extras, local_rotary_base=local.get("rope_theta") or config.get("rope_local_base_freq") or 1e4)
+    return replace(built.but(model | ({"seq_len_interpolation_factor": scaling} if scaling else {})), extras=extras)

@@ -1,0 +1,77 @@
+"""GPT-OSS: sinks in every attention, biases everywhere, and experts that HF stacks, transposes and, in gate and up, interleaves.
+
+The published checkpoints are quantised (MXFP4) and refused as such; the table is that of the bf16 form that trainers work on.
+"""
+
+from dataclasses import replace
+
+from resharder.converters.architectures.blocks import Layer, Sizes, attention, before_mlp, decoder, integer, whole
+from resharder.converters.architectures.recipe import Recipe, decoder_recipe, routed, window
+from resharder.converters.architectures.table import HFConfig, Rows, Table, Weight
+from resharder.converters.errors import UnsupportedModel
+
+
+def table(config: HFConfig) -> Table:
+    if not config.get("attention_bias", True):
+        raise UnsupportedModel("config: attention_bias=False: Megatron adds biases to experts and attention, or to neither")
+    size = Sizes.of(config)
+    layer = sink_attention(size) | stacked_experts(size, integer(config, "intermediate_size"), experts(config))
+    return decoder(size, lambda n: layer)
+
+
+def sink_attention(size: Sizes) -> Layer:
+    return attention(size, qkv_bias=True) | {
+        "self_attention.linear_proj.bias": (whole("self_attn.o_proj.bias", size.hidden),),
+        "self_attention.core_attention.softmax_offset": (whole("self_attn.sinks", size.heads),),
+    }
+
+
+def stacked_experts(size: Sizes, ffn: int, experts: int) -> Layer:
+    """HF: gate_up_proj [experts, hidden, 2 ffn] with gate and up in turn, down_proj [experts, ffn, hidden], biases alike."""
+
+    def up(expert: int, suffix: str, *rest: int) -> Weight:
+        gate, up = (Rows(half * ffn, ffn, f"mlp.experts.gate_up_proj{suffix}", half, 2, expert) for half in (0, 1))
+        return Weight((2 * ffn, *rest), (gate, up), transpose=True)
+
+    def down(expert: int, suffix: str, *rest: int) -> Weight:
+        rows = Rows(0, size.hidden, f"mlp.experts.down_proj{suffix}", index=expert)
+        return Weight((size.hidden, *rest), (rows,), transpose=True)
+
+    return before_mlp(size) | {
+        "mlp.router.weight": (whole("mlp.router.weight", experts, size.hidden),),
+        "mlp.router.bias": (whole("mlp.router.bias", experts),),
+        "mlp.experts.experts.linear_fc1.weight": tuple(up(e, "", size.hidden) for e in range(experts)),
+        "mlp.experts.experts.linear_fc1.bias": tuple(up(e, "_bias") for e in range(experts)),
+        "mlp.experts.experts.linear_fc2.weight": tuple(down(e, "", ffn) for e in range(experts)),
+        "mlp.experts.experts.linear_fc2.bias": tuple(down(e, "_bias") for e in range(experts)),
+    }
+
+
+def recipe(config: HFConfig) -> Recipe:
+    sparse = [True] * integer(config, "num_hidden_layers")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    built = decoder_recipe(
+        config,
+        add_bias_linear=True,
+        softmax_type="learnable",
+        activation_func="quick_gelu",
+        activation_func_clamp_value=config.get("swiglu_limit", 7.0),
+        glu_linear_offset=1.0,
+        bias_activation_fusion=False,
+        **window(config),
+        **routed(config, experts(config), integer(config, "intermediate_size"), sparse=sparse),
+    )
+    yarn = {
+        "yarn_rotary_scaling_factor": rope.get("factor", 32.0),
+        "yarn_original_max_position_embeddings": rope.get("original_max_position_embeddings", 4096),
+        "yarn_beta_fast": rope.get("beta_fast", 32.0),
+        "yarn_beta_slow": rope.get("beta_slow", 1.0),
+        "yarn_mscale": None,
+        "yarn_mscale_all_dim": None,
+        "yarn_correction_range_round_to_int": rope.get("truncate", False),
+    }
+    return replace(built, model=built.model | {"position_embedding_type": "yarn"}, attributes=yarn)
+
+
+def experts(config: HFConfig) -> int:
+    return integer(config, "num_local_experts", "num_experts")

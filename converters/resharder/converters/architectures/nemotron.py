@@ -1,0 +1,40 @@
+"""Nemotron: an MLP of squared ReLU without a gate, LayerNorm with gains stored around zero, half of a head rotated."""
+
+from dataclasses import replace
+
+from resharder.converters.architectures.blocks import Sizes, attention, before_mlp, decoder, integer, refuse, whole
+from resharder.converters.architectures.recipe import Recipe, decoder_recipe, partial_rotary
+from resharder.converters.architectures.table import HFConfig, Rows, Table, Weight
+
+
+def table(config: HFConfig) -> Table:
+    refuse(config, "attention_bias", "mlp_bias")
+    size, ffn = Sizes.of(config, gain=0.0), integer(config, "intermediate_size")
+    mlp = {
+        "mlp.linear_fc1.weight": (whole("mlp.up_proj.weight", ffn, size.hidden),),
+        "mlp.linear_fc2.weight": (whole("mlp.down_proj.weight", size.hidden, ffn),),
+    }
+    layer = attention(size) | before_mlp(size) | mlp
+    gains = decoder(size, lambda n: layer)
+    return dict(gains) | {bias_of(key): (norm_bias(*weights),) for key, weights in gains.items() if weights[0].gain is not None}
+
+
+def norm_bias(gain: Weight) -> Weight:
+    """The bias beside a norm's gain."""
+    return replace(gain, gain=None, runs=tuple(Rows(run.at, run.count, bias_of(run.tensor)) for run in gain.runs))
+
+
+def bias_of(name: str) -> str:
+    return name.removesuffix("weight") + "bias"
+
+
+def recipe(config: HFConfig) -> Recipe:
+    built = decoder_recipe(
+        config,
+        normalization="LayerNorm",
+        layernorm_epsilon=config.get("norm_eps", 1e-5),
+        layernorm_zero_centered_gamma=True,
+        gated_linear_unit=False,
+        activation_func="squared_relu",
+    )
+    return built.but(partial_rotary(config, 0.5))

@@ -1,0 +1,24 @@
+"""OLMoE: routed experts in every layer, and norms that run over all query or key heads at once."""
+
+from dataclasses import replace
+
+from resharder.converters.architectures.blocks import Sizes, attention, decoder, expert_mlp, integer, refuse, whole_norms
+from resharder.converters.architectures.recipe import Extras, Recipe, decoder_recipe, routed
+from resharder.converters.architectures.table import HFConfig, Table
+from resharder.converters.errors import UnsupportedModel
+
+
+def table(config: HFConfig) -> Table:
+    refuse(config, "attention_bias")
+    size, ffn, experts = Sizes.of(config), integer(config, "intermediate_size"), integer(config, "num_experts")
+    layer = attention(size) | whole_norms(size) | expert_mlp(size, ffn, experts)
+    return decoder(size, lambda n: layer)
+
+
+def recipe(config: HFConfig) -> Recipe:
+    if config.get("clip_qkv") is not None:
+        raise UnsupportedModel(f"config: clip_qkv={config['clip_qkv']!r}: megatron-core does not clip queries, keys and values")
+    ffn, experts = integer(config, "intermediate_size"), integer(config, "num_experts")
+    every, before = [True] * integer(config, "num_hidden_layers"), not config.get("norm_topk_prob", False)
+    mixture = routed(config, experts, ffn, sparse=every, moe_router_pre_softmax=before)
+    return replace(decoder_recipe(config, qk_layernorm=True, **mixture), extras=Extras(whole_norms=True))

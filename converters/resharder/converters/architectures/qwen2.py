@@ -1,0 +1,15 @@
+"""Qwen2 and Qwen2.5: Llama with a bias on queries, keys and values."""
+
+from resharder.converters.architectures.blocks import Sizes, attention, decoder, dense_mlp, integer
+from resharder.converters.architectures.recipe import Recipe, decoder_recipe
+from resharder.converters.architectures.table import HFConfig, Table
+
+
+def table(config: HFConfig) -> Table:
+    size = Sizes.of(config)
+    layer = attention(size, qkv_bias=True) | dense_mlp(size, integer(config, "intermediate_size"))
+    return decoder(size, lambda n: layer)
+
+
+def recipe(config: HFConfig) -> Recipe:
+    return decoder_recipe(config, add_qkv_bias=True)

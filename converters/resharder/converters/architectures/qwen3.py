@@ -1,0 +1,16 @@
+"""Qwen3: a norm on every query and key head; head_dim does not follow from the hidden size."""
+
+from resharder.converters.architectures.blocks import Sizes, attention, decoder, dense_mlp, integer, refuse
+from resharder.converters.architectures.recipe import Recipe, decoder_recipe
+from resharder.converters.architectures.table import HFConfig, Table
+
+
+def table(config: HFConfig) -> Table:
+    refuse(config, "attention_bias")
+    size = Sizes.of(config)
+    layer = attention(size, head_norms=True) | dense_mlp(size, integer(config, "intermediate_size"))
+    return decoder(size, lambda n: layer)
+
+
+def recipe(config: HFConfig) -> Recipe:
+    return decoder_recipe(config, qk_layernorm=True)

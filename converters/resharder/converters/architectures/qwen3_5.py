@@ -1,0 +1,51 @@
+"""Qwen3.5, the text model: Qwen3-Next with input projections of their own for values, gates and decays, and a dense MLP.
+
+A multimodal checkpoint (`Qwen3_5ForConditionalGeneration`, its language model under `model.language_model.`) has no table.
+"""
+
+from resharder.converters.architectures.blocks import Layer, Sizes, decoder, dense_mlp, integer, placed, refuse, whole
+from resharder.converters.architectures.gated_delta_net import (
+    DeltaSizes,
+    delta_net,
+    flat,
+    gated_attention,
+    hybrid_recipe,
+    linear_layers,
+    shared_prediction,
+)
+from resharder.converters.architectures.recipe import Recipe
+from resharder.converters.architectures.table import HFConfig, Table
+
+
+def table(config: HFConfig) -> Table:
+    size = Sizes.of(config, gain=0.0)
+    return hybrid(config, dense_mlp(size, integer(config, "intermediate_size")))
+
+
+def hybrid(config: HFConfig, mlp: Layer) -> Table:
+    """Both kinds of layers, all with `mlp`."""
+    refuse(config, "attention_bias", "mtp_use_dedicated_embeddings")
+    size, linear, delta = Sizes.of(config, gain=0.0), linear_layers(config), DeltaSizes.of(config)
+    mixers = (gated_attention(size), delta_net(size, delta, projections(delta)))
+    layers = decoder(size, lambda n: mixers[linear[n]] | mlp)
+    return {**layers, **shared_prediction(size, mixers[False] | mlp, predictions(config))}
+
+
+def projections(delta: DeltaSizes) -> Layer:
+    """in_proj_qkv in sections, in_proj_z, in_proj_b and in_proj_a."""
+    rows = delta.sections
+    fused = flat("linear_attn.in_proj_qkv.weight", {name: rows[name] for name in ("query", "key", "value")}, delta.hidden)
+    single = {
+        section: (whole(f"linear_attn.in_proj_{name}.weight", rows[section], delta.hidden),)
+        for section, name in (("z", "z"), ("beta", "b"), ("alpha", "a"))
+    }
+    return placed(fused | single, "in_proj.weight.", "")
+
+
+def predictions(config: HFConfig) -> int:
+    """How many MTP layers the checkpoint has."""
+    return config.get("mtp_num_hidden_layers") or 0
+
+
+def recipe(config: HFConfig) -> Recipe:
+    return hybrid_recipe(config, mtp_num_layers=predictions(config) or None)

@@ -1,0 +1,16 @@
+"""Qwen3.5-MoE, the text model: Qwen3.5 with Qwen3-Next's experts in every layer."""
+
+from resharder.converters.architectures import qwen3_5
+from resharder.converters.architectures.blocks import Sizes, integer
+from resharder.converters.architectures.qwen3_next import gated_mixture, mixture_recipe
+from resharder.converters.architectures.recipe import Recipe
+from resharder.converters.architectures.table import HFConfig, Table
+
+
+def table(config: HFConfig) -> Table:
+    return qwen3_5.hybrid(config, gated_mixture(Sizes.of(config, gain=0.0), config))
+
+
+def recipe(config: HFConfig) -> Recipe:
+    sparse = [True] * integer(config, "num_hidden_layers")
+    return mixture_recipe(config, qwen3_5.predictions(config), sparse, normalised=True)

@@ -1,0 +1,69 @@
+"""Qwen3-Next: gated delta nets and gated attention in turn, with routed experts and a gated shared one in every layer."""
+
+from resharder.converters.architectures.blocks import (
+    Layer,
+    Sizes,
+    decoder,
+    dense_mlp,
+    expert_mlp,
+    integer,
+    placed,
+    refuse,
+    shared_expert,
+)
+from resharder.converters.architectures.gated_delta_net import (
+    DeltaSizes,
+    delta_net,
+    gated_attention,
+    hybrid_recipe,
+    interleaved,
+    linear_layers,
+    shared_prediction,
+)
+from resharder.converters.architectures.mtp import further_tokens
+from resharder.converters.architectures.qwen3_moe import experts, sparse_layers
+from resharder.converters.architectures.recipe import Recipe, routed
+from resharder.converters.architectures.table import HFConfig, Table
+
+
+def table(config: HFConfig) -> Table:
+    """`num_nextn_predict_layers` says whether `mtp.*` belongs to the model; published config.json files do not have it."""
+    refuse(config, "attention_bias")
+    size, linear, sparse = Sizes.of(config, gain=0.0), linear_layers(config), sparse_layers(config)
+    mixers = (gated_attention(size), delta_net(size, DeltaSizes.of(config), projections(DeltaSizes.of(config))))
+    mlps = (dense_mlp(size, integer(config, "intermediate_size")), gated_mixture(size, config))
+    layers = decoder(size, lambda n: mixers[linear[n]] | mlps[sparse[n]])
+    return {**layers, **shared_prediction(size, mixers[False] | mlps[True], further_tokens(config))}
+
+
+def projections(delta: DeltaSizes) -> Layer:
+    """in_proj_qkvz and in_proj_ba, both per key head."""
+    both = list(delta.sections.items())
+    qkvz = interleaved("linear_attn.in_proj_qkvz.weight", dict(both[:4]), delta.keys, delta.hidden)
+    ba = interleaved("linear_attn.in_proj_ba.weight", dict(both[4:]), delta.keys, delta.hidden)
+    return placed(qkvz | ba, "in_proj.weight.", "")
+
+
+def gated_mixture(size: Sizes, config: HFConfig) -> Layer:
+    """Routed experts, and a shared one with a gate."""
+    routed_ffn, shared_ffn = integer(config, "moe_intermediate_size"), integer(config, "shared_expert_intermediate_size")
+    shared = shared_expert("mlp.shared_expert", size.hidden, shared_ffn, gate="mlp.shared_expert_gate")
+    return expert_mlp(size, routed_ffn, experts(config)) | shared
+
+
+def recipe(config: HFConfig) -> Recipe:
+    return mixture_recipe(config, further_tokens(config), sparse_layers(config), bool(config.get("norm_topk_prob", True)))
+
+
+def mixture_recipe(config: HFConfig, predictions: int, sparse: list[bool], normalised: bool) -> Recipe:
+    """`normalised`: whether the weights of a token's experts add up to one."""
+    mixture = routed(
+        config,
+        experts(config),
+        integer(config, "moe_intermediate_size"),
+        sparse=sparse,
+        moe_router_pre_softmax=not normalised,
+        moe_shared_expert_intermediate_size=integer(config, "shared_expert_intermediate_size"),
+        moe_shared_expert_gate=True,
+    )
+    return hybrid_recipe(config, mtp_num_layers=predictions or None, **mixture)

@@ -1,0 +1,115 @@
+"""What families have that megatron-core 0.16.1 has no argument for, made of its own modules, with Megatron-Bridge's names.
+
+Specs are changed before a model is built, where parameters are added; what has none is a hook on the built one.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import TENorm, TERowParallelLinear
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import RowParallelLinear, reduce_from_tensor_model_parallel_region
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.utils import divide
+from resharder.converters.architectures.recipe import Extras
+
+
+class PostNormed(RowParallelLinear):  # type: ignore[misc]  # megatron-core has no types
+    """A row-parallel linear and a norm of its output."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.post_layernorm = WrappedTorchNorm(config, output_size, config.layernorm_epsilon)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(x)
+        return self.post_layernorm(output), bias
+
+
+class TEPostNormed(TERowParallelLinear):  # type: ignore[misc]  # megatron-core has no types
+    """The same of TransformerEngine's modules."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.post_layernorm = TENorm(config, output_size, config.layernorm_epsilon)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(x)
+        return self.post_layernorm(output), bias
+
+
+class WholeNorm(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
+    """RMSNorm over all heads of [sequence, batch, heads, channels] at once; a rank holds the gains of its heads."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int) -> None:
+        super().__init__(config)
+        self.channels, self.eps = heads * hidden_size, eps
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.weight = torch.nn.Parameter(torch.ones(divide(self.channels, self.tp_group.size()), dtype=config.params_dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        squares = reduce_from_tensor_model_parallel_region(wide.pow(2).sum((-2, -1), keepdim=True), self.tp_group)
+        scaled = wide * torch.rsqrt(squares / self.channels + self.eps) * self.weight.float().view(x.shape[-2:])
+        return scaled.to(x.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        state = self.state_dict(prefix="", keep_vars=True)
+        groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, **groups)
+
+
+def change_specs(layers: Iterable[ModuleSpec], extras: Extras, config: TransformerConfig, te: bool) -> None:
+    """Puts the modules in that add parameters, and megatron-core's own attention where its scores are to be capped."""
+    for layer in layers:
+        attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+        if extras.post_norms:
+            attention.linear_proj = mlp.linear_fc2 = TEPostNormed if te else PostNormed
+        if extras.whole_norms:
+            attention.q_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_attention_heads})
+            attention.k_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_query_groups})
+        if extras.attention_softcap:
+            attention.core_attention = DotProductAttention
+
+
+def change_model(chunk: GPTModel, extras: Extras) -> None:
+    """Hooks into the forward pass of a built chunk."""
+    config = chunk.config
+    if extras.embedding_scale and chunk.pre_process:
+        chunk.embedding.register_forward_hook(lambda module, inputs, output: output * extras.embedding_scale)
+    if extras.logit_softcap and chunk.post_process:
+        logits = partial(_capped, extras.logit_softcap)
+        chunk.output_layer.register_forward_hook(lambda module, inputs, output: logits(module, output))
+    local = None
+    if extras.local_rotary_base:
+        cpu = config.use_cpu_initialization
+        local = RotaryEmbedding(config.kv_channels, 1.0, rotary_base=extras.local_rotary_base, use_cpu_initialization=cpu)
+    for layer in chunk.decoder.layers:
+        attention = layer.self_attention
+        if extras.attention_softcap:
+            softmax = attention.core_attention.scale_mask_softmax
+            softmax.register_forward_pre_hook(partial(_capped, extras.attention_softcap))
+        if local and is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number):
+            attention.register_forward_pre_hook(partial(_other_rotation, local), with_kwargs=True)
+
+
+def _capped(cap: float, module: torch.nn.Module, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The first of some inputs or outputs, between -cap and cap."""
+    return cap * torch.tanh(values[0] / cap), *values[1:]
+
+
+def _other_rotation(
+    rotary: RotaryEmbedding, module: Any, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    length = named["rotary_pos_emb"].shape[0] * module.config.context_parallel_size
+    return inputs, named | {"rotary_pos_emb": rotary(length)}

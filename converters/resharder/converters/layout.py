@@ -1,0 +1,149 @@
+"""The algebra everything that moves weights is made of: boxes of HF tensors and where processes hold them.
+
+A *box* is a strided range in every dimension of a tensor. A *piece* says that the elements of one box of one HF tensor lie
+in one local tensor, at `offset + sum(i[d] * strides[d])` elements from its first one, `i` counting through the box. Fused,
+sliced, transposed, interleaved and stacked weights are all pieces; nothing else is needed. A *layout* is what one process
+holds: its local tensors and their pieces.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Range(NamedTuple):
+    """`count` indices `start, start + step, …` of one dimension; step >= 1, and 1 where count is 1."""
+
+    start: int
+    count: int  # type: ignore[assignment]  # tuple.count is of no use here
+    step: int = 1
+
+    @property
+    def last(self) -> int:
+        return self.start + (self.count - 1) * self.step
+
+    def as_slice(self) -> slice:
+        return slice(self.start, self.last + 1, self.step)
+
+
+Box = tuple[Range, ...]
+
+
+def full_box(shape: tuple[int, ...]) -> Box:
+    return tuple(Range(0, n) for n in shape)
+
+
+def box_size(box: Box) -> int:
+    """Number of elements."""
+    return math.prod(r.count for r in box)
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    return tuple(r.count for r in box)
+
+
+def box_index(box: Box) -> tuple[slice, ...]:
+    """The index that selects the box from its tensor, in numpy and in torch."""
+    return tuple(r.as_slice() for r in box)
+
+
+def format_box(box: Box) -> str:
+    """As numpy prints an index: `[0:128, 3:64:2]`."""
+    return "[" + ", ".join(f"{r.start}:{r.last + 1}" + (f":{r.step}" if r.step > 1 else "") for r in box) + "]"
+
+
+def intersect_ranges(a: Range, b: Range) -> Range | None:
+    """The common indices of two arithmetic progressions, again one; None if there are none."""
+    if a.step == 1 and b.step == 1:
+        low, high = max(a.start, b.start), min(a.last, b.last)
+        return Range(low, high - low + 1) if low <= high else None
+    gcd = math.gcd(a.step, b.step)
+    if (b.start - a.start) % gcd:
+        return None
+    step, modulus = a.step // gcd * b.step, b.step // gcd
+    k = (b.start - a.start) // gcd * pow(a.step // gcd, -1, modulus) % modulus if modulus > 1 else 0
+    first, low = a.start + k * a.step, max(a.start, b.start)
+    if first < low:
+        first += -(-(low - first) // step) * step
+    last = min(a.last, b.last)
+    if first > last:
+        return None
+    count = (last - first) // step + 1
+    return Range(first, count, step if count > 1 else 1)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common elements of two boxes of one tensor; None if there are none."""
+    common = []
+    for x, y in zip(a, b, strict=True):
+        both = intersect_ranges(x, y)
+        if both is None:
+            return None
+        common.append(both)
+    return tuple(common)
+
+
+class View(NamedTuple):
+    """A strided view of a local tensor, as `torch.as_strided` takes it; all in elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+class Piece(NamedTuple):
+    """Box `box` of HF tensor `tensor` lies in local tensor `local` at `offset` with `strides` (one per HF dimension, in
+    elements, relative to the first element of the local tensor). `replica` marks a copy whose owner is another piece. HF's
+    values are the local ones plus `plus`."""
+
+    tensor: str
+    box: Box
+    local: str
+    offset: int
+    strides: tuple[int, ...]
+    replica: bool = False
+    plus: float = 0.0
+
+    def view(self, box: Box) -> View:
+        """Where `box`, which must lie inside this piece's box, is in the local tensor."""
+        offset, strides = self.offset, []
+        for want, have, stride in zip(box, self.box, self.strides, strict=True):
+            offset += (want.start - have.start) // have.step * stride
+            strides.append(want.step // have.step * stride if want.count > 1 else stride)
+        return View(box_shape(box), tuple(strides), offset)
+
+    def part(self, box: Box) -> "Piece":
+        """The piece that `box`, which must lie inside this one's, is."""
+        view = self.view(box)
+        return self._replace(box=box, offset=view.offset, strides=view.strides)
+
+
+class TensorSpec(NamedTuple):
+    """One HF tensor as it is on disk. `dtype` is safetensors' name: `BF16`, `F32`, …"""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * ITEM_SIZES[self.dtype]
+
+
+ITEM_SIZES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "BF16": 2, "F16": 2, "I16": 2, "U16": 2, "F32": 4, "I32": 4, "U32": 4, "F64": 8, "I64": 8, "U64": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one process holds. `tensors` are the HF tensors that `pieces` speak of, by name."""
+
+    tensors: dict[str, TensorSpec]
+    pieces: tuple[Piece, ...]
+
+    def owned(self) -> Iterator[Piece]:
+        return (piece for piece in self.pieces if not piece.replica)

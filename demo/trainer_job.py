@@ -1,0 +1,61 @@
+"""Four Megatron ranks under torchrun, told what to do: the starter's side of `demo.trainer`."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from demo.jobs import JobFailed, Request, Requests
+
+
+class TrainerJob:
+    """`settings`: a HF `config`, `tp`, `pp`, … as `build_model` takes them. Its output goes to FOLDER/trainer.log."""
+
+    def __init__(self, endpoint: str, model: str, folder: Path, settings: dict[str, Any], ranks: int = 4) -> None:
+        self._log_path = folder / "trainer.log"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+        with self._log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*torchrun, "demo.trainer", endpoint, model, str(folder), json.dumps(settings)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        self._requests = Requests(folder, lambda: self.process.poll() is None)
+
+    def ask(self, **request: Any) -> Request:
+        """Raises JobFailed with the end of the ranks' output."""
+        try:
+            return self._requests.ask(**request)
+        except JobFailed as error:
+            raise JobFailed(f"{error}\n{self._log_path.read_text(errors='replace')[-6000:]}") from None
+
+    def tell(self, **request: Any) -> None:
+        """Does not wait."""
+        self._requests.send(**request)
+
+    def kill(self) -> None:
+        """SIGKILL to every rank at once."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            started = psutil.Process(self.process.pid)
+            for process in [*started.children(recursive=True), started]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> "TrainerJob":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.process.poll() is None and kind is None:
+            self.tell(do="stop")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(30)
+        self.kill()

@@ -1,0 +1,319 @@
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PauseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PAUSE_MODE_UNSPECIFIED: _ClassVar[PauseMode]
+    KEEP: _ClassVar[PauseMode]
+    WAIT: _ClassVar[PauseMode]
+    ABORT: _ClassVar[PauseMode]
+PAUSE_MODE_UNSPECIFIED: PauseMode
+KEEP: PauseMode
+WAIT: PauseMode
+ABORT: PauseMode
+
+class Box(_message.Message):
+    __slots__ = ("start", "count", "step")
+    START_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    start: _containers.RepeatedScalarFieldContainer[int]
+    count: _containers.RepeatedScalarFieldContainer[int]
+    step: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, start: _Optional[_Iterable[int]] = ..., count: _Optional[_Iterable[int]] = ..., step: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class TensorSpec(_message.Message):
+    __slots__ = ("name", "dtype", "shape")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class TensorBox(_message.Message):
+    __slots__ = ("tensor", "box", "replica")
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    BOX_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    tensor: int
+    box: Box
+    replica: bool
+    def __init__(self, tensor: _Optional[int] = ..., box: _Optional[_Union[Box, _Mapping]] = ..., replica: bool = ...) -> None: ...
+
+class ModelFile(_message.Message):
+    __slots__ = ("path", "content")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    content: bytes
+    def __init__(self, path: _Optional[str] = ..., content: _Optional[bytes] = ...) -> None: ...
+
+class Model(_message.Message):
+    __slots__ = ("name", "files")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    files: _containers.RepeatedCompositeFieldContainer[ModelFile]
+    def __init__(self, name: _Optional[str] = ..., files: _Optional[_Iterable[_Union[ModelFile, _Mapping]]] = ...) -> None: ...
+
+class StoreAccess(_message.Message):
+    __slots__ = ("nonce_file", "nonce")
+    NONCE_FILE_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    nonce_file: str
+    nonce: bytes
+    def __init__(self, nonce_file: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+
+class Publisher(_message.Message):
+    __slots__ = ("name", "model", "job", "epoch", "world_size", "state", "reason", "registered_slots", "store", "lease_seconds")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Publisher.State]
+        REGISTERING: _ClassVar[Publisher.State]
+        ACTIVE: _ClassVar[Publisher.State]
+        REJECTED: _ClassVar[Publisher.State]
+        FENCED: _ClassVar[Publisher.State]
+    STATE_UNSPECIFIED: Publisher.State
+    REGISTERING: Publisher.State
+    ACTIVE: Publisher.State
+    REJECTED: Publisher.State
+    FENCED: Publisher.State
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    REGISTERED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    model: str
+    job: str
+    epoch: int
+    world_size: int
+    state: Publisher.State
+    reason: str
+    registered_slots: int
+    store: StoreAccess
+    lease_seconds: float
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., job: _Optional[str] = ..., epoch: _Optional[int] = ..., world_size: _Optional[int] = ..., state: _Optional[_Union[Publisher.State, str]] = ..., reason: _Optional[str] = ..., registered_slots: _Optional[int] = ..., store: _Optional[_Union[StoreAccess, _Mapping]] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
+
+class Slot(_message.Message):
+    __slots__ = ("rank", "state", "size_bytes", "received_bytes")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Slot.State]
+        OPEN: _ClassVar[Slot.State]
+        SEALED: _ClassVar[Slot.State]
+    STATE_UNSPECIFIED: Slot.State
+    OPEN: Slot.State
+    SEALED: Slot.State
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    state: Slot.State
+    size_bytes: int
+    received_bytes: int
+    def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[Slot.State, str]] = ..., size_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ...) -> None: ...
+
+class Version(_message.Message):
+    __slots__ = ("name", "model", "number", "state", "reason", "epoch", "step", "job", "size_bytes", "tensor_count", "create_time", "ready_time", "slots", "folder", "fingerprint", "used_by", "servers_serving", "servers_following")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Version.State]
+        STAGING: _ClassVar[Version.State]
+        READY: _ClassVar[Version.State]
+        RETIRED: _ClassVar[Version.State]
+        ABORTED: _ClassVar[Version.State]
+    STATE_UNSPECIFIED: Version.State
+    STAGING: Version.State
+    READY: Version.State
+    RETIRED: Version.State
+    ABORTED: Version.State
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    READY_TIME_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    USED_BY_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_SERVING_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FOLLOWING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    model: str
+    number: int
+    state: Version.State
+    reason: str
+    epoch: int
+    step: int
+    job: str
+    size_bytes: int
+    tensor_count: int
+    create_time: _timestamp_pb2.Timestamp
+    ready_time: _timestamp_pb2.Timestamp
+    slots: _containers.RepeatedCompositeFieldContainer[Slot]
+    folder: str
+    fingerprint: str
+    used_by: _containers.RepeatedScalarFieldContainer[str]
+    servers_serving: int
+    servers_following: int
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., number: _Optional[int] = ..., state: _Optional[_Union[Version.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., job: _Optional[str] = ..., size_bytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., create_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., ready_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., folder: _Optional[str] = ..., fingerprint: _Optional[str] = ..., used_by: _Optional[_Iterable[str]] = ..., servers_serving: _Optional[int] = ..., servers_following: _Optional[int] = ...) -> None: ...
+
+class Fleet(_message.Message):
+    __slots__ = ("name", "model", "pause_mode", "wanted_version", "servers")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
+    WANTED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    model: str
+    pause_mode: PauseMode
+    wanted_version: int
+    servers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., wanted_version: _Optional[int] = ..., servers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Worker(_message.Message):
+    __slots__ = ("rank", "state", "version", "install", "error", "needed_bytes", "transport", "stage_seconds", "apply_seconds", "proven_tensors", "process", "boxed_bytes", "fingerprint")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Worker.State]
+        BOOTED: _ClassVar[Worker.State]
+        STAGED: _ClassVar[Worker.State]
+        APPLIED: _ClassVar[Worker.State]
+        FAILED: _ClassVar[Worker.State]
+        EMPTY: _ClassVar[Worker.State]
+    STATE_UNSPECIFIED: Worker.State
+    BOOTED: Worker.State
+    STAGED: Worker.State
+    APPLIED: Worker.State
+    FAILED: Worker.State
+    EMPTY: Worker.State
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    INSTALL_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    STAGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    APPLY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROVEN_TENSORS_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    BOXED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    state: Worker.State
+    version: int
+    install: str
+    error: str
+    needed_bytes: int
+    transport: str
+    stage_seconds: float
+    apply_seconds: float
+    proven_tensors: int
+    process: str
+    boxed_bytes: int
+    fingerprint: str
+    def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[Worker.State, str]] = ..., version: _Optional[int] = ..., install: _Optional[str] = ..., error: _Optional[str] = ..., needed_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., stage_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., proven_tensors: _Optional[int] = ..., process: _Optional[str] = ..., boxed_bytes: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+
+class Install(_message.Message):
+    __slots__ = ("id", "version", "state", "error", "start_time", "end_time", "stage_seconds", "apply_seconds", "pause_seconds")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Install.State]
+        STAGING: _ClassVar[Install.State]
+        APPLYING: _ClassVar[Install.State]
+        COMMITTED: _ClassVar[Install.State]
+        FAILED: _ClassVar[Install.State]
+    STATE_UNSPECIFIED: Install.State
+    STAGING: Install.State
+    APPLYING: Install.State
+    COMMITTED: Install.State
+    FAILED: Install.State
+    ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    START_TIME_FIELD_NUMBER: _ClassVar[int]
+    END_TIME_FIELD_NUMBER: _ClassVar[int]
+    STAGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    APPLY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    version: int
+    state: Install.State
+    error: str
+    start_time: _timestamp_pb2.Timestamp
+    end_time: _timestamp_pb2.Timestamp
+    stage_seconds: float
+    apply_seconds: float
+    pause_seconds: float
+    def __init__(self, id: _Optional[str] = ..., version: _Optional[int] = ..., state: _Optional[_Union[Install.State, str]] = ..., error: _Optional[str] = ..., start_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., stage_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
+
+class Server(_message.Message):
+    __slots__ = ("name", "fleet", "model", "state", "reason", "version", "wanted_version", "workers", "install", "lease_expire_time", "address", "world_size", "control_sides")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Server.State]
+        BOOTING: _ClassVar[Server.State]
+        SERVING: _ClassVar[Server.State]
+        STAGING: _ClassVar[Server.State]
+        APPLYING: _ClassVar[Server.State]
+        FAILED: _ClassVar[Server.State]
+        LOST: _ClassVar[Server.State]
+    STATE_UNSPECIFIED: Server.State
+    BOOTING: Server.State
+    SERVING: Server.State
+    STAGING: Server.State
+    APPLYING: Server.State
+    FAILED: Server.State
+    LOST: Server.State
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FLEET_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WANTED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    INSTALL_FIELD_NUMBER: _ClassVar[int]
+    LEASE_EXPIRE_TIME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_SIDES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    fleet: str
+    model: str
+    state: Server.State
+    reason: str
+    version: int
+    wanted_version: int
+    workers: _containers.RepeatedCompositeFieldContainer[Worker]
+    install: Install
+    lease_expire_time: _timestamp_pb2.Timestamp
+    address: str
+    world_size: int
+    control_sides: int
+    def __init__(self, name: _Optional[str] = ..., fleet: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[Server.State, str]] = ..., reason: _Optional[str] = ..., version: _Optional[int] = ..., wanted_version: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., install: _Optional[_Union[Install, _Mapping]] = ..., lease_expire_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., address: _Optional[str] = ..., world_size: _Optional[int] = ..., control_sides: _Optional[int] = ...) -> None: ...

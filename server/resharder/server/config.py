@@ -1,0 +1,46 @@
+"""The daemon's options: flags before environment (RESHARDERD_*) before a YAML file before what stands here."""
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+
+DEFAULT_STORE = Path(f"/dev/shm/resharder-{os.getuid()}")
+
+
+class Config(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="RESHARDERD_", extra="forbid")
+
+    listen: str = Field("127.0.0.1:7677", description="host:port")
+    store: Path = Field(DEFAULT_STORE, description="folder of the versions, in shared memory or on disk")
+    store_limit_bytes: int = Field(0, ge=0, description="bytes the versions may take; 0: 80 % of the room there")
+    keep_count: int = Field(3, ge=1, description="READY versions kept of each model")
+    keep_bytes: int = Field(0, ge=0, description="bytes of READY versions kept of each model; 0: no bound")
+    shared_memory: bool = Field(True, description="whether clients on this host may map the store; false: all goes over gRPC")
+    lease_seconds: float = Field(15.0, gt=0, description="how long a rank or server may be silent")
+    chunk_bytes: int = Field(1 << 20, ge=1 << 10, le=16 << 20, description="largest chunk")
+    max_message_bytes: int = Field(96 << 20, ge=2 << 20, description="largest message; large models register with some 10 MiB")
+    threads: int = Field(128, ge=8, description="calls served at once; every attached server holds one")
+    digest_threads: int = Field(min(8, os.cpu_count() or 1), ge=1, description="threads that prove a version")
+    drain_seconds: float = Field(30.0, ge=0, description="how long versions that are arriving may still take after SIGTERM")
+    pause_mode: Literal["keep", "wait", "abort"] = Field("keep", description="what an install does to requests in flight")
+    log_format: Literal["console", "json"] = "console"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+def load(file: Path | None, flags: dict[str, Any]) -> Config:
+    """Raises pydantic.ValidationError, which names the option, and FileNotFoundError."""
+    if file is not None and not file.is_file():
+        raise FileNotFoundError(f"no configuration file {file}")
+
+    class Loaded(Config):
+        @classmethod
+        def settings_customise_sources(
+            cls, settings_cls: type[BaseSettings], *sources: PydanticBaseSettingsSource, **named: PydanticBaseSettingsSource
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            found = [named["init_settings"], named["env_settings"]]
+            return (*found, YamlConfigSettingsSource(settings_cls, yaml_file=file)) if file else tuple(found)
+
+    return Loaded(**flags)

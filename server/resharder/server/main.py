@@ -1,0 +1,185 @@
+"""`resharderd`, the daemon's command. With no option it listens on the loopback and keeps versions in shared memory."""
+
+import importlib.metadata
+import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import grpc
+import structlog
+import typer
+from google.protobuf.timestamp_pb2 import Timestamp
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from pydantic import ValidationError
+from resharder.server.config import Config, load
+from resharder.server.errors import DaemonError, ErrorInterceptor
+from resharder.server.fleet import Fleets
+from resharder.server.intake import Intake
+from resharder.server.kernel import raise_malloc_thresholds
+from resharder.server.logs import configure_logs
+from resharder.server.reconciler import Settings
+from resharder.server.server_service import ServerConfig, ServerService, add_server_service
+from resharder.server.service import OperatorService, PublisherService, Views, add_publisher_service
+from resharder.server.store import Store
+from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
+from yaml import YAMLError
+
+SERVICES = ("resharder.v1.PublisherService", "resharder.v1.ServerService", "resharder.v1.OperatorService")
+_log = structlog.get_logger("resharder.main")
+
+
+class Daemon:
+    """Everything that runs, from `start` to `stop`."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.store = Store(
+            config.store,
+            limit_bytes=config.store_limit_bytes,
+            keep_count=config.keep_count,
+            keep_bytes=config.keep_bytes,
+            shared=config.shared_memory,
+        )
+        self.intake = Intake(
+            self.store, lease_seconds=config.lease_seconds, chunk_bytes=config.chunk_bytes, threads=config.digest_threads
+        )
+        self.fleets = Fleets(self.store, settings=replace(Settings(), lease=config.lease_seconds))
+        self.intake.audience = lambda record: self.fleets.serving(record.model, record.number)
+        self.fleets.serving_changed = self.intake.wake
+        self.health = health.HealthServicer()
+        self.server = self._server()
+        self._ended = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, name="leases", daemon=True)
+
+    def _server(self) -> grpc.Server:
+        size = self.config.max_message_bytes
+        server = grpc.server(
+            ThreadPoolExecutor(self.config.threads, thread_name_prefix="rpc"),
+            interceptors=[ErrorInterceptor()],
+            options=[
+                ("grpc.so_reuseport", 0),  # else two daemons share one port
+                ("grpc.max_receive_message_length", size),
+                ("grpc.max_send_message_length", -1),
+                # What gRPC reads ahead of each upload: its own guess grew to 600 MiB on a busy host.
+                ("grpc.http2.bdp_probe", 0),
+                ("grpc.http2.lookahead_bytes", 8 << 20),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+            ],
+        )
+        build_services(self.config, server, self.intake, self.fleets)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
+        reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        try:
+            server.add_insecure_port(self.config.listen)
+        except RuntimeError as error:
+            raise SystemExit(f"resharderd: cannot listen on {self.config.listen}: {error}") from error
+        return server
+
+    def start(self) -> None:
+        self.server.start()
+        self._ticker.start()
+        for name in ("", *SERVICES):
+            self.health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        _log.info("daemon_started", listen=self.config.listen, store=str(self.config.store), limit=self.store.limit_bytes)
+
+    def _tick(self) -> None:
+        while not self._ended.wait(min(1.0, self.config.lease_seconds / 4)):
+            try:
+                self.intake.expire()
+            except Exception as error:
+                _log.error("leases_failed", exc_info=error)
+
+    def stop(self) -> None:
+        """Lets versions that are arriving finish, within the bound; then everything ends."""
+        _log.info("daemon_drains", seconds=self.config.drain_seconds)
+        self.health.enter_graceful_shutdown()
+        self.intake.drain(self.config.drain_seconds)
+        self._ended.set()
+        self.fleets.close()
+        self.server.stop(grace=2).wait()
+        self.intake.wake()  # whoever still waits sees that its caller is gone
+        self.store.close()
+        _log.info("daemon_stopped")
+
+
+def build_services(config: Config, server: grpc.Server, intake: Intake, fleets: Fleets) -> None:
+    pause_mode: resources_pb2.PauseMode = resources_pb2.PauseMode.Value(config.pause_mode.upper())
+    views = Views(intake, fleets)
+    started = Timestamp()
+    started.GetCurrentTime()
+    daemon = operator_pb2.Daemon(
+        release=importlib.metadata.version("resharder"),
+        start_time=started,
+        store_folder=str(config.store),
+        store_limit_bytes=intake.store.limit_bytes,
+    )
+    add_publisher_service(PublisherService(intake, views), server)
+    add_server_service(ServerService(fleets, intake.store, ServerConfig(pause_mode)), server)
+    operator_pb2_grpc.add_OperatorServiceServicer_to_server(OperatorService(intake, views, fleets, daemon, pause_mode), server)
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def run(
+    config: Annotated[Path | None, typer.Option(help="YAML file; keys are these options", envvar="RESHARDERD_CONFIG")] = None,
+    listen: Annotated[str | None, typer.Option(help="host:port")] = None,
+    store: Annotated[Path | None, typer.Option(help="folder of the versions, in shared memory or on disk")] = None,
+    store_limit_bytes: Annotated[int | None, typer.Option(help="bytes the versions may take; 0: 80 % of the room there")] = None,
+    keep_count: Annotated[int | None, typer.Option(help="READY versions kept of each model")] = None,
+    keep_bytes: Annotated[int | None, typer.Option(help="bytes of READY versions kept of each model; 0: no bound")] = None,
+    shared_memory: Annotated[bool | None, typer.Option(help="whether clients on this host may map the store")] = None,
+    lease_seconds: Annotated[float | None, typer.Option(help="how long a rank or server may be silent")] = None,
+    chunk_bytes: Annotated[int | None, typer.Option(help="largest chunk")] = None,
+    max_message_bytes: Annotated[int | None, typer.Option(help="largest message")] = None,
+    threads: Annotated[int | None, typer.Option(help="calls served at once; every attached server holds one")] = None,
+    digest_threads: Annotated[int | None, typer.Option(help="threads that prove a version")] = None,
+    drain_seconds: Annotated[float | None, typer.Option(help="how long arriving versions may take after SIGTERM")] = None,
+    pause_mode: Annotated[str | None, typer.Option(help="keep, wait or abort")] = None,
+    log_format: Annotated[str | None, typer.Option(help="console or json")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error")] = None,
+) -> None:
+    """Holds versions of models and brings vLLM servers to them. Every option is also RESHARDERD_NAME in the environment."""
+    flags: dict[str, Any] = {name: value for name, value in locals().items() if value is not None and name != "config"}
+    try:
+        loaded = load(config, flags)
+    except (ValidationError, OSError, YAMLError, TypeError, ValueError) as error:
+        print(f"resharderd: expected a configuration of the options in --help, got: {error}", file=sys.stderr)
+        sys.exit(2)
+    serve(loaded)
+
+
+def serve(config: Config) -> None:
+    """Until SIGTERM or SIGINT."""
+    raise_malloc_thresholds()
+    configure_logs(config.log_format, config.log_level)
+    ended = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        ended.set()
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+    try:
+        daemon = Daemon(config)
+    except DaemonError as error:
+        sys.exit(f"resharderd: {error}")
+    daemon.start()
+    ended.wait()
+    daemon.stop()
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""What the daemon knows of one version, and `resharder.json`, the manifest that says it in the version's folder.
+
+The manifest is written last, so a folder with a valid one is complete. Its fingerprint is the blake3 of everything else in it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+from resharder.converters.files import FileLayout, parse_header
+
+MANIFEST_FILE = "resharder.json"
+FORMAT = 1
+
+STAGING, READY, RETIRED, ABORTED = "STAGING", "READY", "RETIRED", "ABORTED"
+
+
+@dataclass(frozen=True)
+class VersionRecord:
+    """Times are seconds since 1970. `slots` has the blake3 of each rank's digests, so that a repeated seal can be compared."""
+
+    model: str
+    number: int
+    state: str
+    epoch: int
+    step: int
+    job: str
+    size_bytes: int
+    tensor_count: int
+    create_time: float
+    ready_time: float = 0.0
+    fingerprint: str = ""
+    reason: str = ""
+    slots: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"models/{self.model}/versions/{self.number}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A READY version: its safetensors files, the digest of each tensor, and the names of its other files."""
+
+    record: VersionRecord
+    files: tuple[FileLayout, ...]
+    digests: dict[str, int]
+    other_files: tuple[str, ...]
+
+
+class BadManifest(ValueError):
+    """The folder is no complete version; the message says why."""
+
+
+def encode(
+    record: VersionRecord, files: Mapping[str, bytes], sizes: Mapping[str, int], digests: Mapping[str, int]
+) -> tuple[bytes, str]:
+    """(manifest, fingerprint). `files` has every file's content (of safetensors files: the header), `sizes` the sizes."""
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "version": {k: v for k, v in asdict(record).items() if k not in ("fingerprint", "state", "reason")},
+        "files": {name: {"size": sizes[name], "blake3": blake3(files[name]).hexdigest()} for name in sorted(files)},
+        "digests": {name: f"{value:016x}" for name, value in sorted(digests.items())},
+    }
+    content["fingerprint"] = _fingerprint(content)
+    return _canonical(content), str(content["fingerprint"])
+
+
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+def _fingerprint(content: Mapping[str, Any]) -> str:
+    return str(blake3(_canonical({k: v for k, v in content.items() if k != "fingerprint"})).hexdigest())
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a version's folder, checked against its files' sizes and headers. Raises BadManifest."""
+    try:
+        content = json.loads((folder / MANIFEST_FILE).read_bytes())
+        if content["format"] != FORMAT or content["fingerprint"] != _fingerprint(content):
+            raise BadManifest(f"{folder.name}: the manifest is not the one that was written")
+        layouts, others = [], []
+        for name, said in content["files"].items():
+            start = _check_file(folder / name, said)
+            if name.endswith(".safetensors"):
+                layouts.append(parse_header(name, start, said["size"]))
+            else:
+                others.append(name)
+        version = dict(content["version"])
+        slots = tuple((int(rank), str(digest)) for rank, digest in version.pop("slots"))
+        record = VersionRecord(state=READY, fingerprint=content["fingerprint"], slots=slots, **version)
+        digests = {name: int(value, 16) for name, value in content["digests"].items()}
+    except BadManifest:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadManifest(f"{folder.name}: {error!r}") from error
+    return Manifest(record, tuple(layouts), digests, tuple(others))
+
+
+def _check_file(path: Path, said: Mapping[str, Any]) -> bytes:
+    """The file's content, of a safetensors file its header."""
+    size = path.stat().st_size
+    if size != said["size"]:
+        raise BadManifest(f"{path.name}: expected {said['size']} bytes, found {size}")
+    with path.open("rb") as file:
+        start = file.read(8) if path.suffix == ".safetensors" else file.read()
+        if path.suffix == ".safetensors":
+            start += file.read(min(int.from_bytes(start, "little"), size))
+    if blake3(start).hexdigest() != said["blake3"]:
+        raise BadManifest(f"{path.name}: not the content that was written")
+    return start

@@ -1,0 +1,566 @@
+"""How one server gets to the version it should serve: a pure function of its state, what happened and the time.
+
+`step(server, event, now, settings)` gives the new state and the orders to send. One install goes
+
+    STAGE -> every worker STAGED -> CLOSE (others), APPLY (leader) -> leader done and every worker APPLIED -> RESUME (all)
+
+and each arrow is idempotent: after any interruption the same order is given again, under the same install id. From APPLY until
+that install, or another, is confirmed in full the workers count as torn, and a server with a torn worker is never resumed; it
+gets its last confirmed version again, staged and applied like any other, or stays closed. Reports that are late or repeated are
+told by the install id, which is new for every attempt and every life of the daemon, and by the workers' process nonces.
+
+Numbers start again with a new store, while servers live on. So a worker says the fingerprint of what it holds too, and one whose
+fingerprint is not that of the READY version of that number counts as EMPTY.
+
+What the plugin has to keep to: it carries out one order at a time and drops what it has not begun when its stream breaks; a
+control side that attaches in the middle of an order names that order's install in its first report, and gets no others until it
+has reported how that one went; an order repeated is answered without harm; a worker that failed to apply says FAILED until it
+succeeds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+
+from resharder.v1 import resources_pb2, server_pb2
+
+
+class WorkerState(IntEnum):
+    BOOTED = resources_pb2.Worker.BOOTED
+    STAGED = resources_pb2.Worker.STAGED
+    APPLIED = resources_pb2.Worker.APPLIED
+    FAILED = resources_pb2.Worker.FAILED
+    EMPTY = resources_pb2.Worker.EMPTY
+
+
+class OrderKind(IntEnum):
+    RENEWED = server_pb2.Order.RENEWED
+    LEAD = server_pb2.Order.LEAD
+    STAGE = server_pb2.Order.STAGE
+    APPLY = server_pb2.Order.APPLY
+    RESUME = server_pb2.Order.RESUME
+    CLOSE = server_pb2.Order.CLOSE
+
+
+class InstallState(IntEnum):
+    STAGING = resources_pb2.Install.STAGING
+    APPLYING = resources_pb2.Install.APPLYING
+    COMMITTED = resources_pb2.Install.COMMITTED
+    FAILED = resources_pb2.Install.FAILED
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All in seconds but `attempts`, the tries that one version gets."""
+
+    lease: float = 15.0
+    grace: float = 15.0  # from LOST until its versions are let go
+    boot: float = 1800.0  # from a claim until a control side attaches
+    install_step: float = 600.0  # for all workers to stage, and again to apply
+    attempts: int = 3
+    first_retry: float = 2.0  # doubles with each failure
+    last_retry: float = 60.0
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a worker said last."""
+
+    rank: int
+    state: WorkerState
+    version: int = 0
+    install: str = ""
+    error: str = ""
+    process: str = ""
+    fingerprint: str = ""  # of the version it holds
+    needed_bytes: int = 0
+    boxed_bytes: int = 0
+    proven_tensors: int = 0
+    transport: str = ""
+    stage_seconds: float = 0.0
+    apply_seconds: float = 0.0
+    # What the daemon makes of it.
+    holds: int = 0  # the version its parameters are proven to hold; 0: unknown
+    ordered: bool = False  # this daemon has ordered this process to apply something
+
+
+@dataclass(frozen=True)
+class Control:
+    """One API server; `busy` is an install that it was at when it attached."""
+
+    nonce: str
+    address: str
+    seen: float
+    busy: str = ""
+
+
+@dataclass(frozen=True)
+class Install:
+    id: str
+    version: int
+    state: InstallState
+    started: float
+    step_started: float
+    error: str = ""
+    ended: float = 0.0
+    control_done: bool = False
+    pause_seconds: float = 0.0
+
+    @property
+    def active(self) -> bool:
+        return self.state in (InstallState.STAGING, InstallState.APPLYING)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How often a version failed here, how it did last, and when it may be tried again."""
+
+    count: int
+    error: str
+    retry_at: float
+
+
+@dataclass(frozen=True)
+class Server:
+    id: str
+    model: str
+    fleet: str
+    life: str  # a nonce of the daemon's lifetime, the start of every install id
+    seen: float  # the last word of a control side, or of anyone before one attached
+    ready: Mapping[int, str] = field(default_factory=dict)  # READY versions of the model, with their fingerprints
+    boot_version: int = 0
+    booting: bool = True  # not all workers have reported
+    attached: bool = False  # a control side has been there in this boot
+    world_size: int = 0
+    controls: tuple[Control, ...] = ()  # the first one leads
+    workers: Mapping[int, Worker] = field(default_factory=dict)
+    gone: frozenset[str] = frozenset()  # processes that others have replaced
+    confirmed: int = 0  # the last version that every worker proved
+    opened: int = 0  # the version that control sides were told to serve; 0: closed
+    resumed: bool = False  # the leader has said that it does
+    torn: frozenset[int] = frozenset()  # ranks that may hold a mix
+    install: Install | None = None  # the current or the last one
+    installs: int = 0
+    failures: Mapping[int, Failure] = field(default_factory=dict)
+    lost_at: float | None = None
+
+    @property
+    def newest(self) -> int:
+        return max(self.ready, default=0)
+
+    @property
+    def complete(self) -> bool:
+        """Every worker has reported."""
+        return self.world_size > 0 and all(rank in self.workers for rank in range(self.world_size))
+
+    @property
+    def agreed(self) -> int:
+        """The version that every worker is proven to hold; 0 where there is none."""
+        held = {worker.holds for worker in self.workers.values()}
+        return held.pop() if self.complete and not self.torn and len(held) == 1 else 0
+
+    @property
+    def serving(self) -> int:
+        """The version that clients get; 0 while none."""
+        return self.opened if self.resumed and self.lost_at is None else 0
+
+
+def in_use(server: Server, now: float, settings: Settings) -> frozenset[int]:
+    """The versions that must not go away for this server's sake."""
+    if server.lost_at is not None and now >= server.lost_at + settings.grace:
+        return frozenset()
+    versions = {server.confirmed, server.opened, *(worker.holds for worker in server.workers.values())}
+    if server.booting:
+        versions.add(server.boot_version)
+    if server.install is not None and server.install.active:
+        versions.add(server.install.version)
+    return frozenset(versions) & server.ready.keys()
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """A process asks who it is; with `boot` also which version to load. A READY version is there by then."""
+
+    boot: bool
+
+
+@dataclass(frozen=True)
+class Attached:
+    control: str
+    world_size: int
+    address: str = ""
+    busy: str = ""
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A control side's renewal, with how an order went if `done` is set."""
+
+    control: str
+    install: str = ""
+    done: OrderKind | None = None
+    ok: bool = True
+    error: str = ""
+    pause_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Detached:
+    control: str
+
+
+@dataclass(frozen=True)
+class WorkerReported:
+    worker: Worker
+
+
+@dataclass(frozen=True)
+class VersionsChanged:
+    ready: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class Ticked:
+    pass
+
+
+Event = Claimed | Attached | Reported | Detached | WorkerReported | VersionsChanged | Ticked
+
+
+@dataclass(frozen=True)
+class Order:
+    control: str
+    kind: OrderKind
+    install: str = ""
+    version: int = 0
+    reason: str = ""
+
+
+def step(server: Server, event: Event, now: float, settings: Settings) -> tuple[Server, tuple[Order, ...]]:
+    """The state after `event`, and the orders it leads to, to be sent in this order."""
+    orders: list[Order] = []
+    match event:
+        case Claimed():
+            server = _claimed(server, event, now)
+        case Attached():
+            server = _attached(server, event, now, orders)
+        case Reported():
+            server = _reported(server, event, now, settings, orders)
+        case Detached():
+            server = _let_go(server, {event.control}, orders)
+        case WorkerReported():
+            server = _worker_reported(server, event.worker, now, settings)
+        case VersionsChanged():
+            kept = {version: failure for version, failure in server.failures.items() if version in event.ready}
+            server = replace(server, ready=event.ready, failures=kept)
+        case Ticked():
+            server = _ticked(server, now, settings, orders)
+    if server.lost_at is None and server.controls and server.complete and not _busy_elsewhere(server, server.controls[0]):
+        server = _move_install_on(replace(server, booting=False), now, settings, orders)
+        server = _open_gate(_close_gate(server, orders), orders)
+        server = _begin_install(server, now, settings, orders)
+    return _close_gate(server, orders), tuple(orders)
+
+
+def _claimed(server: Server, event: Claimed, now: float) -> Server:
+    if not server.attached:
+        server = replace(server, seen=now, lost_at=None)
+    if not event.boot or (server.boot_version in server.ready and (server.booting or server.controls)):
+        return server
+    if server.controls or (server.booting and not server.boot_version):
+        return replace(server, boot_version=server.newest)
+    # Booted before, and nobody is there: the same id starts again, with new processes.
+    return Server(
+        id=server.id,
+        model=server.model,
+        fleet=server.fleet,
+        life=server.life,
+        seen=now,
+        ready=server.ready,
+        boot_version=server.newest,
+        gone=server.gone,
+        installs=server.installs,
+    )
+
+
+def _attached(server: Server, event: Attached, now: float, orders: list[Order]) -> Server:
+    control = Control(event.control, event.address, now, event.busy)
+    leader = server.controls[0].nonce if server.controls else event.control
+    if any(c.nonce == event.control for c in server.controls):
+        controls = tuple(control if c.nonce == event.control else c for c in server.controls)
+    else:
+        controls = (*server.controls, control)
+    if event.world_size != server.world_size:
+        server = _resized(server, event.world_size, now, orders)
+    server = replace(server, controls=controls, seen=now, attached=True, lost_at=None)
+    orders.append(Order(event.control, OrderKind.RENEWED))
+    return _greet(server, control, orders, leads=event.control == leader)
+
+
+def _resized(server: Server, world_size: int, now: float, orders: list[Order]) -> Server:
+    workers = {rank: worker for rank, worker in server.workers.items() if rank < world_size}
+    torn = frozenset(rank for rank in server.torn if rank < world_size)
+    if server.install is not None and server.install.active:
+        server = _end_install(server, server.install, f"the server now has {world_size} workers", now)
+    return _close_gate(replace(server, workers=workers, torn=torn, world_size=world_size), orders)
+
+
+def _greet(server: Server, control: Control, orders: list[Order], *, leads: bool) -> Server:
+    """Tells a control side what it is and where things stand."""
+    if leads:
+        orders.append(Order(control.nonce, OrderKind.LEAD))
+    if _busy_elsewhere(server, control):
+        return server
+    install = server.install
+    if server.opened:
+        orders.append(_resume(server, control))
+    elif install is not None and install.state == InstallState.APPLYING:
+        if not leads:  # one that leads gets APPLY below, or is at it: it may have shut its gate over a failure by then
+            orders.append(_hold(install, control))
+    elif server.torn:
+        orders.append(Order(control.nonce, OrderKind.CLOSE, reason="the last install went wrong half-way"))
+    if not leads or install is None or not install.active or control.busy == install.id:
+        return server
+    kind = OrderKind.STAGE if install.state == InstallState.STAGING else OrderKind.APPLY
+    orders.append(Order(control.nonce, kind, install.id, install.version))
+    return replace(server, install=replace(install, control_done=False))
+
+
+def _busy_elsewhere(server: Server, control: Control) -> bool:
+    """It is still at an order that is not the server's current one."""
+    current = server.install.id if server.install is not None and server.install.active else ""
+    return bool(control.busy) and control.busy != current
+
+
+def _reported(server: Server, event: Reported, now: float, settings: Settings, orders: list[Order]) -> Server:
+    control = next((c for c in server.controls if c.nonce == event.control), None)
+    if control is None:
+        return server
+    was_busy = _busy_elsewhere(server, control)
+    idle = event.done is not None and event.install == control.busy
+    control = replace(control, seen=now, busy="" if idle else control.busy)
+    controls = tuple(control if c.nonce == control.nonce else c for c in server.controls)
+    server = replace(server, controls=controls, seen=now)
+    orders.append(Order(control.nonce, OrderKind.RENEWED))
+    leads = control.nonce == server.controls[0].nonce
+    if was_busy and idle:
+        return _greet(server, control, orders, leads=leads)
+    return _order_done(server, event, now, settings, orders) if leads and event.done is not None else server
+
+
+def _order_done(server: Server, event: Reported, now: float, settings: Settings, orders: list[Order]) -> Server:
+    """The leader said how an order went."""
+    install = server.install
+    if event.done == OrderKind.RESUME and server.opened and event.install == _opening(server):
+        if not event.ok:
+            # Workers are proven, but the engine would not go on: whatever state it is in, it is not one to serve from.
+            error = f"could not resume on version {server.opened}: {event.error}"
+            server = _note_failure(server, server.opened, error, now, settings)
+            return _close_gate(replace(server, torn=frozenset(range(server.world_size))), orders)
+        if install is not None and install.id == event.install:
+            server = replace(server, install=replace(install, pause_seconds=event.pause_seconds))
+        return replace(server, resumed=True)
+    if install is None or not install.active or event.install != install.id:
+        return server
+    if not event.ok and event.done in (OrderKind.STAGE, OrderKind.APPLY):
+        return _fail(server, install, f"the control side could not {event.done.name.lower()} it: {event.error}", now, settings)
+    if event.done == OrderKind.APPLY and install.state == InstallState.APPLYING:
+        return replace(server, install=replace(install, control_done=True))
+    return server
+
+
+def _let_go(server: Server, gone: set[str], orders: list[Order]) -> Server:
+    leader = server.controls[0].nonce if server.controls else ""
+    controls = tuple(control for control in server.controls if control.nonce not in gone)
+    server = replace(server, controls=controls)
+    return _greet(server, controls[0], orders, leads=True) if controls and leader in gone else server
+
+
+def _worker_reported(server: Server, report: Worker, now: float, settings: Settings) -> Server:
+    if report.process in server.gone or (server.world_size and report.rank >= server.world_size):
+        return server
+    if not server.attached:
+        server = replace(server, seen=now)
+    report = _judged(server, report)
+    known = server.workers.get(report.rank)
+    if known is None:
+        return _keep_worker(server, replace(report, holds=_proven(report)))
+    if known.process != report.process:
+        server = replace(server, gone=server.gone | {known.process}, torn=server.torn - {report.rank}, failures={})
+        if server.install is not None and server.install.active:
+            server = _end_install(server, server.install, f"worker {report.rank} was replaced by another process", now)
+            server = replace(server, torn=server.torn - {report.rank})
+        return _keep_worker(server, replace(report, holds=_proven(report)))
+    install = server.install
+    if install is not None and report.install == install.id:
+        return _keep_worker(server, _merge(server, install, known, report))
+    late = report.install.startswith(server.life) or known.ordered
+    return server if late else _keep_worker(server, replace(report, holds=_proven(report)))
+
+
+def _judged(server: Server, report: Worker) -> Worker:
+    """The report, or what it amounts to where it proves another version than the store's of that number."""
+    stored = server.ready.get(report.version)
+    if not _proven(report) or report.fingerprint == stored:
+        return report
+    theirs = f"fingerprint {stored[:12]}" if stored is not None else "none READY"
+    error = f"it holds a version {report.version} of fingerprint {report.fingerprint[:12] or 'unknown'}, the store has {theirs}"
+    ordered = server.install is not None and server.install.active and report.install == server.install.id
+    return replace(report, state=WorkerState.FAILED if ordered else WorkerState.EMPTY, version=0, error=error)
+
+
+def _proven(report: Worker) -> int:
+    return report.version if report.state in (WorkerState.BOOTED, WorkerState.APPLIED) else 0
+
+
+def _merge(server: Server, install: Install, known: Worker, report: Worker) -> Worker:
+    """A report on the current or last install, by a worker that is known."""
+    report = replace(report, ordered=known.ordered, holds=known.holds)
+    if report.state == WorkerState.APPLIED:
+        return replace(report, holds=report.version)
+    if report.state == WorkerState.FAILED:
+        written = report.rank in server.torn or install.state == InstallState.COMMITTED
+        return replace(report, holds=0) if written else report
+    if known.install == report.install and known.state in (WorkerState.APPLIED, WorkerState.FAILED):
+        return known  # STAGED came late
+    return report
+
+
+def _keep_worker(server: Server, worker: Worker) -> Server:
+    return replace(server, workers={**server.workers, worker.rank: worker})
+
+
+def _ticked(server: Server, now: float, settings: Settings, orders: list[Order]) -> Server:
+    server = _let_go(server, {c.nonce for c in server.controls if now > c.seen + settings.lease}, orders)
+    limit = settings.lease if server.attached else settings.boot
+    if server.controls or server.lost_at is not None or now <= server.seen + limit:
+        return server
+    if server.install is not None and server.install.active:
+        server = _end_install(server, server.install, "the server's lease ended", now)
+    return replace(server, lost_at=now, opened=0, resumed=False)
+
+
+def _end_install(server: Server, install: Install, error: str, now: float) -> Server:
+    """Given up for a reason that says nothing about the version."""
+    return replace(server, install=replace(install, state=InstallState.FAILED, error=error, ended=now))
+
+
+def _fail(server: Server, install: Install, error: str, now: float, settings: Settings) -> Server:
+    return _end_install(_note_failure(server, install.version, error, now, settings), install, error, now)
+
+
+def _note_failure(server: Server, version: int, error: str, now: float, settings: Settings) -> Server:
+    count = server.failures[version].count + 1 if version in server.failures else 1
+    wait = min(settings.last_retry, settings.first_retry * 2 ** (count - 1))
+    return replace(server, failures={**server.failures, version: Failure(count, error, now + wait)})
+
+
+def _move_install_on(server: Server, now: float, settings: Settings, orders: list[Order]) -> Server:
+    install = server.install
+    if install is None or not install.active:
+        return server
+    about = {rank: worker for rank, worker in server.workers.items() if worker.install == install.id}
+    for rank, worker in about.items():
+        if worker.state == WorkerState.FAILED:
+            return _fail(server, install, f"worker {rank}: {worker.error or 'no reason given'}", now, settings)
+        if worker.state == WorkerState.APPLIED and worker.version != install.version:
+            return _fail(server, install, f"worker {rank} applied version {worker.version} instead", now, settings)
+    if install.state == InstallState.STAGING and len(about) == server.world_size:
+        return _apply(server, install, now, orders)
+    applied = len(about) == server.world_size and all(w.state == WorkerState.APPLIED for w in about.values())
+    if install.state == InstallState.APPLYING and applied and install.control_done:
+        return _commit(server, install, now)
+    if now > install.step_started + settings.install_step:
+        done = sorted(
+            rank for rank, w in about.items() if w.state == WorkerState.APPLIED or install.state == InstallState.STAGING
+        )
+        what = f"{install.state.name.lower()} took longer than {settings.install_step:g} s; done: workers {done}"
+        return _fail(server, install, what, now, settings)
+    return server
+
+
+def _apply(server: Server, install: Install, now: float, orders: list[Order]) -> Server:
+    leader, *others = server.controls
+    orders += [_hold(install, control) for control in others]
+    orders.append(Order(leader.nonce, OrderKind.APPLY, install.id, install.version))
+    return replace(
+        server,
+        install=replace(install, state=InstallState.APPLYING, step_started=now),
+        workers={rank: replace(worker, ordered=True) for rank, worker in server.workers.items()},
+        torn=frozenset(range(server.world_size)),
+        opened=0,
+        resumed=False,
+    )
+
+
+def _hold(install: Install, control: Control) -> Order:
+    """Requests wait for this install instead of being turned away."""
+    return Order(control.nonce, OrderKind.CLOSE, install.id, install.version, f"version {install.version} is being installed")
+
+
+def _commit(server: Server, install: Install, now: float) -> Server:
+    return replace(
+        server,
+        install=replace(install, state=InstallState.COMMITTED, ended=now),
+        torn=frozenset(),
+        confirmed=install.version,
+        failures={version: failure for version, failure in server.failures.items() if version > install.version},
+    )
+
+
+def _close_gate(server: Server, orders: list[Order]) -> Server:
+    """Closed, unless it is open on what every worker is proven to hold."""
+    if not server.opened or server.agreed == server.opened:
+        return server
+    reason = f"not every worker holds version {server.opened}"
+    orders += [Order(control.nonce, OrderKind.CLOSE, reason=reason) for control in server.controls]
+    return replace(server, opened=0, resumed=False)
+
+
+def _open_gate(server: Server, orders: list[Order]) -> Server:
+    held = server.agreed
+    if server.opened or held not in server.ready:
+        return server
+    server = replace(server, opened=held, confirmed=held, resumed=False)
+    orders += [_resume(server, control) for control in server.controls if not _busy_elsewhere(server, control)]
+    return server
+
+
+def _opening(server: Server) -> str:
+    """The id under which the gate was opened: that of the install, or of none."""
+    install = server.install
+    fits = install is not None and install.state == InstallState.COMMITTED and install.version == server.opened
+    return install.id if install is not None and fits else f"{server.life}-0"
+
+
+def _resume(server: Server, control: Control) -> Order:
+    return Order(control.nonce, OrderKind.RESUME, _opening(server), server.opened)
+
+
+def target(server: Server, settings: Settings) -> int:
+    """The version to install next, now or when its time for a retry has come; 0 where there is nothing to do, or no hope."""
+    if server.opened:
+        choices = [server.newest] if server.newest != server.opened else []
+    elif server.torn:
+        choices = [server.confirmed, server.newest]
+    else:
+        choices = [server.newest, server.confirmed]
+    counts = {version: _failed(server, version) for version in choices if version in server.ready}
+    best = min(counts, key=lambda version: counts[version], default=0)
+    return best if best and counts[best] < settings.attempts else 0
+
+
+def _failed(server: Server, version: int) -> int:
+    return server.failures[version].count if version in server.failures else 0
+
+
+def _begin_install(server: Server, now: float, settings: Settings, orders: list[Order]) -> Server:
+    if server.install is not None and server.install.active:
+        return server
+    version = target(server, settings)
+    if not version or (version in server.failures and now < server.failures[version].retry_at):
+        return server
+    number = server.installs + 1
+    install = Install(f"{server.life}-{number}", version, InstallState.STAGING, now, now)
+    orders.append(Order(server.controls[0].nonce, OrderKind.STAGE, install.id, version))
+    return replace(server, install=install, installs=number)

@@ -1,0 +1,153 @@
+"""ServerService: what vLLM servers call. Validates, calls the fleets and the store, and answers."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf.message import Message
+from resharder.server.boxes import Digester, check_boxes, chunks
+from resharder.server.errors import DaemonError, InvalidArgument
+from resharder.server.fleet import Attachment, Fleets
+from resharder.server.intake import parse_name
+from resharder.server.reconciler import Attached, Order
+from resharder.server.store import Store
+from resharder.server.views import (
+    manifest_to_proto,
+    report_from_proto,
+    server_to_proto,
+    store_access,
+    version_to_proto,
+    worker_from_proto,
+)
+from resharder.v1 import resources_pb2, server_pb2
+
+SERVICE = "resharder.v1.ServerService"
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    pause_mode: resources_pb2.PauseMode = resources_pb2.KEEP
+
+
+class ServerService:
+    """One thread of the gRPC server for every attached control side, every download and every claim that waits."""
+
+    def __init__(self, fleets: Fleets, store: Store, config: ServerConfig | None = None) -> None:
+        self._fleets, self._store, self._config = fleets, store, config or ServerConfig()
+        self._digester = Digester(store)
+
+    def ClaimServer(self, request: server_pb2.ClaimServerRequest, context: grpc.ServicerContext) -> server_pb2.Claim:
+        server = self._fleets.claim(
+            request.server.removeprefix("servers/"),
+            request.model.removeprefix("models/"),
+            request.fleet,
+            wait_seconds=request.wait_seconds,
+            boot=request.boot,
+        )
+        return server_pb2.Claim(
+            server=f"servers/{server.id}",
+            model=server.model,
+            fleet=server.fleet,
+            boot_version=server.boot_version,
+            store=store_access(self._store),
+            lease_seconds=self._fleets.settings.lease,
+        )
+
+    def Attend(self, reports: Iterator[server_pb2.ControlReport], context: grpc.ServicerContext) -> Iterator[server_pb2.Order]:
+        first = next(reports, None)
+        if first is None:
+            return
+        attached = Attached(first.control, first.world_size, first.address, first.install)
+        attachment = self._fleets.attach(first.server.removeprefix("servers/"), attached)
+        errors: list[DaemonError] = []
+        reader = threading.Thread(target=_read, args=(first, reports, attachment, errors), name="attend", daemon=True)
+        try:
+            reader.start()
+            for order in iter(attachment.orders.get, None):
+                yield self._order_to_proto(order)
+            if errors:
+                raise errors[0]
+        finally:
+            attachment.close()
+
+    def _order_to_proto(self, order: Order) -> server_pb2.Order:
+        return server_pb2.Order(
+            kind=order.kind.name,
+            install=order.install,
+            version=order.version,
+            pause_mode=self._config.pause_mode,
+            lease_seconds=self._fleets.settings.lease,
+            reason=order.reason,
+        )
+
+    def ReportWorker(self, request: server_pb2.ReportWorkerRequest, context: grpc.ServicerContext) -> resources_pb2.Server:
+        view = self._fleets.report_worker(request.server.removeprefix("servers/"), worker_from_proto(request.worker))
+        return server_to_proto(view)
+
+    def GetManifest(self, request: server_pb2.GetManifestRequest, context: grpc.ServicerContext) -> server_pb2.Manifest:
+        model, number = parse_name(request.version, "versions")
+        manifest = self._store.manifest(model, number)
+        version = version_to_proto(self._store, manifest.record, self._fleets.serving(model, number))
+        return manifest_to_proto(version, manifest)
+
+    def DigestBoxes(self, request: server_pb2.BoxesRequest, context: grpc.ServicerContext) -> server_pb2.BoxDigests:
+        boxes = check_boxes(request, self._store.manifest(*parse_name(request.version, "versions")))
+        return server_pb2.BoxDigests(digests=self._digester.digests(boxes))
+
+    def DownloadChunks(self, request: server_pb2.BoxesRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+        boxes = check_boxes(request, self._store.manifest(*parse_name(request.version, "versions")))
+        yield from chunks(self._store, boxes)
+
+    def GetModel(self, request: server_pb2.GetModelRequest, context: grpc.ServicerContext) -> resources_pb2.Model:
+        name = request.model.removeprefix("models/") or self._fleets.only_model()
+        files = self._store.model_files(name)
+        return resources_pb2.Model(
+            name=name, files=[resources_pb2.ModelFile(path=path, content=content) for path, content in sorted(files.items())]
+        )
+
+
+def _read(
+    first: server_pb2.ControlReport,
+    reports: Iterator[server_pb2.ControlReport],
+    attachment: Attachment,
+    errors: list[DaemonError],
+) -> None:
+    """Brings the control side's reports in until its stream ends."""
+    try:
+        if first.done:
+            attachment.report(report_from_proto(first))
+        for report in reports:
+            if report.control != first.control:
+                raise InvalidArgument(
+                    "CONTROL", f"this stream is of control side {first.control}, got a report of {report.control}"
+                )
+            attachment.report(report_from_proto(report))
+    except grpc.RpcError:
+        pass  # the peer is gone, which is what the end of this thread says
+    except DaemonError as error:
+        errors.append(error)
+    finally:
+        attachment.orders.put(None)
+
+
+def add_server_service(service: ServerService, server: grpc.Server) -> None:
+    """As the generated function does, but chunks are framed by hand and go out as they are."""
+    unary: dict[str, type[Message]] = {
+        "ClaimServer": server_pb2.ClaimServerRequest,
+        "ReportWorker": server_pb2.ReportWorkerRequest,
+        "GetManifest": server_pb2.GetManifestRequest,
+        "DigestBoxes": server_pb2.BoxesRequest,
+        "GetModel": server_pb2.GetModelRequest,
+    }
+    handlers = {
+        name: grpc.unary_unary_rpc_method_handler(getattr(service, name), request.FromString, _serialize)
+        for name, request in unary.items()
+    }
+    handlers["Attend"] = grpc.stream_stream_rpc_method_handler(service.Attend, server_pb2.ControlReport.FromString, _serialize)
+    handlers["DownloadChunks"] = grpc.unary_stream_rpc_method_handler(service.DownloadChunks, server_pb2.BoxesRequest.FromString)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+
+def _serialize(message: Message) -> bytes:
+    return bytes(message.SerializeToString())

@@ -1,0 +1,670 @@
+"""Versions as checkpoint folders, in shared memory or on disk. The folders are the truth; the journal is history.
+
+    <root>/models/<model>/claim.json            the last version number and epoch given out, and the epochs' jobs
+                          files/<epoch>.<n>/    config.json, tokenizer, index of the newest ACTIVE publisher
+                          pool/<epoch>-<n>/     safetensors files, headers written and pages there, for versions to come
+                          staging/<number>/     STAGING
+                          versions/<number>/    READY: a complete checkpoint and resharder.json
+                          retired/<number>/     on their way out
+
+A version's files move pool -> staging -> versions -> retired -> pool by rename. They go back to the pool only within their epoch
+and only when the kernel says that nobody has them open or mapped; otherwise they are unlinked.
+"""
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import structlog
+from resharder.converters.files import INDEX_FILE, FileLayout, MappedFiles, index_json
+from resharder.server import manifest
+from resharder.server.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from resharder.server.failpoints import failpoint
+from resharder.server.kernel import make_folder, sync, unused_elsewhere, write_file, write_zeros
+from resharder.server.manifest import ABORTED, MANIFEST_FILE, READY, RETIRED, STAGING, Manifest, VersionRecord
+from resharder.server.room import peak, surplus, wanted_sets
+
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_HISTORY = 1000  # RETIRED and ABORTED versions remembered of a model
+_JOURNAL_BYTES = 8 << 20
+_log = structlog.get_logger("resharder.store")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The newest job's claim on a model."""
+
+    job: str
+    epoch: int
+    world_size: int
+
+
+@dataclass
+class _Room:
+    """What the versions of one epoch are made of."""
+
+    epoch: int
+    files: Path  # config.json, tokenizer, index
+    layouts: tuple[FileLayout, ...]
+    size: int  # bytes of one version's safetensors files
+    sets: int  # how many are used in turn
+    pool: list[Path] = field(default_factory=list)
+    pending: int = 0  # sets being made or on their way out
+    failure: str = ""
+
+
+@dataclass
+class _Model:
+    name: str
+    folder: Path
+    claim: Claim | None = None
+    jobs: dict[str, int] = field(default_factory=dict)
+    number: int = 0
+    epoch: int = 0
+    records: dict[int, VersionRecord] = field(default_factory=dict)
+    holders: dict[int, set[str]] = field(default_factory=dict)
+    room: _Room | None = None
+    leaving: int = 0  # bytes of retired sets that are still there
+
+    def of(self, state: str) -> list[VersionRecord]:
+        return [record for record in self.records.values() if record.state == state]
+
+    def sets(self, room: _Room) -> int:
+        live = sum(1 for r in self.records.values() if r.epoch == room.epoch and r.state in (READY, STAGING))
+        return live + len(room.pool) + room.pending
+
+    def used(self) -> int:
+        live = sum(r.size_bytes for r in self.records.values() if r.state in (READY, STAGING))
+        return live + self.leaving + (self.room.size * (len(self.room.pool) + self.room.pending) if self.room else 0)
+
+    def committed(self) -> int:
+        return max(self.used(), self.room.size * self.room.sets if self.room else 0)
+
+
+def check_model_name(name: str) -> str:
+    """The name. Raises InvalidArgument for one that is none."""
+    if not MODEL_NAME.fullmatch(name):
+        raise InvalidArgument(
+            "MODEL_NAME",
+            f"expected a model name of at most 64 letters, digits, '.', '_' and '-' that starts with a letter or digit, "
+            f"got {name!r}",
+        )
+    return name
+
+
+class Store:
+    """Thread-safe. `_lock` guards everything in `_models`; what takes long (writing pages, unlinking) runs outside of it."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        limit_bytes: int = 0,
+        keep_count: int = 3,
+        keep_bytes: int = 0,
+        shared: bool = True,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.root = make_folder(root)
+        self.keep_count, self.keep_bytes = keep_count, keep_bytes
+        self.shared = shared  # whether clients on this host may map the files
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._models: dict[str, _Model] = {}
+        self._manifests: OrderedDict[tuple[str, int], Manifest] = OrderedDict()
+        self._subscribers: list[Callable[[VersionRecord], None]] = []
+        self._background = ThreadPoolExecutor(2, thread_name_prefix="store")
+        self._serial = 0
+        self._closed = False
+        self._guard = self._lock_folder()
+        self.nonce_file = root / "nonce"
+        self.nonce = secrets.token_bytes(32)
+        write_file(self.nonce_file, self.nonce)
+        if shared and not unused_elsewhere(self.nonce_file):
+            raise FailedPrecondition(
+                "STORE_FILESYSTEM",
+                f"{root}: this filesystem does not say who has files open (file leases), so clients must not map them: "
+                "choose another folder, or shared_memory=false",
+            )
+        self._recover()
+        room = os.statvfs(root)
+        self.limit_bytes = limit_bytes or int(0.8 * (room.f_bavail * room.f_frsize + self.used_bytes()))
+
+    def _lock_folder(self) -> int:
+        owner = self.root.stat().st_uid
+        if owner != os.geteuid():  # /dev/shm is everybody's
+            raise FailedPrecondition("STORE_OWNER", f"{self.root} belongs to user {owner}, expected {os.geteuid()}")
+        descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise FailedPrecondition("STORE_LOCKED", f"another daemon uses the store {self.root}") from None
+        return descriptor
+
+    def close(self) -> None:
+        """Leaves nothing behind but READY versions and what they need."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._background.shutdown(wait=True, cancel_futures=True)
+        for model in self._models.values():
+            _sweep(model.folder)
+        with suppress(OSError):
+            os.close(self._guard)
+
+    # Recovery
+
+    def _recover(self) -> None:
+        for folder in sorted(make_folder(self.root / "models").iterdir()):
+            if MODEL_NAME.fullmatch(folder.name):
+                self._models[folder.name] = self._recover_model(folder)
+        self._recover_history()
+
+    def _recover_model(self, folder: Path) -> _Model:
+        _sweep(folder)
+        model = _Model(folder.name, folder)
+        with suppress(OSError, ValueError, KeyError):
+            said = json.loads((folder / "claim.json").read_bytes())
+            model.number, model.epoch, model.jobs = int(said["version"]), int(said["epoch"]), dict(said["jobs"])
+            if said["claim"]:
+                model.claim = Claim(**said["claim"])
+        for version in sorted((folder / "versions").glob("[0-9]*")):
+            try:
+                record = manifest.read(version).record
+                if record.model != model.name or record.number != int(version.name):
+                    raise manifest.BadManifest(f"{version.name}: its manifest is that of {record.name}")
+                model.records[record.number] = record
+            except ValueError as error:
+                _log.error("version_dropped", model=model.name, folder=version.name, error=str(error))
+                shutil.rmtree(version)
+        model.number = max([model.number, *model.records])
+        model.epoch = max([model.epoch, *(r.epoch for r in model.records.values())])
+        for part in (folder / "files").glob("*.part"):
+            shutil.rmtree(part)
+        _log.info("model_recovered", model=model.name, ready=sorted(model.records), epoch=model.epoch)
+        return model
+
+    def _recover_history(self) -> None:
+        path = self.root / "history.jsonl"
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        for line in lines:
+            with suppress(ValueError, TypeError, KeyError):
+                record = VersionRecord(**json.loads(line))
+                model = self._models.get(record.model)
+                if model is not None and (record.number not in model.records or model.records[record.number].state != READY):
+                    if record.state == READY:
+                        record = replace(record, state=RETIRED, reason="gone when the daemon started")
+                    model.records[record.number] = record
+        for model in self._models.values():
+            _forget_old(model)
+
+    # Claims
+
+    def claim(self, name: str) -> Claim | None:
+        """The newest job's claim, from before the last restart too."""
+        with self._lock:
+            model = self._models.get(name)
+            return model.claim if model else None
+
+    def job_epoch(self, name: str, job: str) -> int | None:
+        """The epoch that the job once got."""
+        with self._lock:
+            model = self._models.get(name)
+            return model.jobs.get(job) if model else None
+
+    def new_claim(self, name: str, job: str, world_size: int) -> Claim:
+        """The next epoch of the model, on its medium before it is used. The pool of earlier epochs goes."""
+        check_model_name(name)
+        with self._lock:
+            model = self._models.get(name) or _Model(name, make_folder(self.root / "models" / name))
+            self._models[name] = model
+            model.epoch += 1
+            model.claim = Claim(job, model.epoch, world_size)
+            model.jobs[job] = model.epoch
+            model.jobs = dict(list(model.jobs.items())[-100:])
+            self._write_claim(model)
+            self._drop_room(model)
+            return model.claim
+
+    def _write_claim(self, model: _Model) -> None:
+        claim = asdict(model.claim) if model.claim else None
+        content = {"version": model.number, "epoch": model.epoch, "claim": claim, "jobs": model.jobs}
+        write_file(model.folder / "claim.json", json.dumps(content).encode())
+
+    # Room
+
+    def reserve(self, name: str, epoch: int, layouts: tuple[FileLayout, ...], files: Mapping[str, bytes]) -> None:
+        """Room for the versions of an epoch, and the model's small files. Faulting pages in begins behind the caller.
+
+        Raises ResourceExhausted (NO_ROOM) with who holds what; nothing is changed then.
+        """
+        size = sum(layout.size for layout in layouts)
+        with self._lock:
+            model = self._model(name)
+            sets = wanted_sets(size, self.keep_count, self.keep_bytes)
+            old = [record.size_bytes for record in model.of(READY)]
+            needed = peak(size, sets, old)
+            others = sum(other.committed() for other in self._models.values() if other is not model)
+            free = os.statvfs(self.root)
+            there = free.f_bavail * free.f_frsize + model.used()
+            if needed > self.limit_bytes - others or needed > there:
+                raise ResourceExhausted(
+                    "NO_ROOM",
+                    f"{name}: {sets} versions of {size} bytes and what is kept need {needed} bytes, the store has "
+                    f"{max(0, min(self.limit_bytes - others, there))} of {self.limit_bytes} for them; {self._holdings()}",
+                )
+            content = dict(files)
+            if len(layouts) > 1:
+                content[INDEX_FILE] = index_json(layouts)
+            written = self._write_model_files(model, epoch, content)
+            self._drop_room(model)
+            model.room = _Room(epoch, written, layouts, size, sets)
+            self._top_up(model)
+
+    def check_size(self, size: int) -> None:
+        """Raises ResourceExhausted (NO_ROOM) where versions of `size` bytes cannot fit whatever else goes."""
+        sets = wanted_sets(size, self.keep_count, self.keep_bytes)
+        if size * sets > self.limit_bytes:
+            raise ResourceExhausted("NO_ROOM", f"{sets} versions of {size} bytes do not fit in {self.limit_bytes} bytes")
+
+    def _write_model_files(self, model: _Model, epoch: int, files: Mapping[str, bytes]) -> Path:
+        """A daemon that comes back gets the files of an epoch again, so epochs may have several; the last one counts."""
+        parent = make_folder(model.folder / "files")
+        earlier = _model_files(model)
+        part = make_folder(parent / "new.part")
+        for name, content in files.items():
+            write_file(part / name, content)
+        done = parent / f"{epoch}.{_numbers(earlier[-1])[1] + 1 if earlier else 1}"
+        part.rename(done)
+        sync(parent)
+        for older in earlier:
+            shutil.rmtree(older)
+        return done
+
+    def _holdings(self) -> str:
+        """Who holds what, for messages."""
+        said = []
+        for model in self._models.values():
+            for record in sorted([*model.of(READY), *model.of(STAGING)], key=lambda r: r.number):
+                by = ", ".join(sorted(model.holders.get(record.number, ()))[:4])
+                said.append(f"{record.name} {record.state} {record.size_bytes} bytes" + (f" used by {by}" if by else ""))
+            if model.room:
+                said.append(f"models/{model.name} reserves {model.room.sets} times {model.room.size} bytes")
+        return "held: " + ("; ".join(said[:16]) or "nothing")
+
+    def _drop_room(self, model: _Model) -> None:
+        room, model.room = model.room, None
+        if room is not None:
+            for path in room.pool:
+                self._discard(model, path, room.size)
+            self._changed.notify_all()
+
+    def _discard(self, model: _Model, path: Path, size: int) -> None:
+        model.leaving += size
+        self._background.submit(self._remove, model, path, size)
+
+    def _remove(self, model: _Model, path: Path, size: int) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        with self._changed:
+            model.leaving -= size
+            self._changed.notify_all()
+
+    def _top_up(self, model: _Model) -> None:
+        """One set ahead of need, as long as the epoch has fewer than it uses in turn."""
+        room = model.room
+        if room and not room.pool and not room.pending and model.sets(room) < room.sets and self._has_room(model, room):
+            self._make_set(model, room)
+
+    def _has_room(self, model: _Model, room: _Room) -> bool:
+        others = sum(other.committed() for other in self._models.values() if other is not model)
+        return model.used() + room.size <= self.limit_bytes - others
+
+    def _make_set(self, model: _Model, room: _Room) -> None:
+        room.pending += 1
+        room.failure = ""
+        self._serial += 1
+        self._background.submit(self._fault_in, model, room, model.folder / "pool" / f"{room.epoch}-{self._serial}")
+
+    def _fault_in(self, model: _Model, room: _Room, path: Path) -> None:
+        failure = ""
+        try:
+            make_folder(path)
+            with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as writers:
+                list(writers.map(lambda layout: write_zeros(path / layout.path, layout.header, layout.size), room.layouts))
+        except OSError as error:
+            failure = f"laying out {room.size} bytes failed: {error}"
+            _log.error("layout_failed", model=model.name, error=str(error))
+        with self._changed:
+            room.pending -= 1
+            if failure or model.room is not room:
+                room.failure = failure
+                self._discard(model, path, room.size)
+            else:
+                room.pool.append(path)
+            self._changed.notify_all()
+
+    # A version's way
+
+    def begin(self, name: str, epoch: int, step: int, job: str) -> VersionRecord:
+        """A new STAGING version in files of the pool. Raises FailedPrecondition (STALE_EPOCH), ResourceExhausted (NO_ROOM)."""
+        with self._changed:
+            model = self._model(name)
+            room = self._room_of(model, epoch)
+            path = self._take_set(model, room)
+            try:
+                record = self._start(model, room, path, step, job)
+            except BaseException:
+                self._discard(model, path, room.size)
+                raise
+            self._top_up(model)
+        return record
+
+    def _start(self, model: _Model, room: _Room, path: Path, step: int, job: str) -> VersionRecord:
+        model.number += 1
+        self._write_claim(model)
+        failpoint("begin.after-number")
+        now = round(self._clock(), 6)
+        record = VersionRecord(model.name, model.number, STAGING, room.epoch, step, job, room.size, _count(room.layouts), now)
+        for file in room.files.iterdir():
+            write_file(path / file.name, file.read_bytes())
+        make_folder(model.folder / "staging")
+        path.rename(self.folder(record))
+        failpoint("begin.after-rename")
+        model.records[record.number] = record
+        return record
+
+    def _room_of(self, model: _Model, epoch: int) -> _Room:
+        if model.room is None or model.room.epoch != epoch:
+            raise FailedPrecondition("STALE_EPOCH", f"{model.name}: epoch {epoch} has no room, the newest epoch is {model.epoch}")
+        return model.room
+
+    def _take_set(self, model: _Model, room: _Room) -> Path:
+        while not room.pool:
+            if not room.pending:
+                if room.failure or not self._has_room(model, room):
+                    failure, room.failure = room.failure, ""
+                    why = failure or f"no room for another version of {room.size} bytes"
+                    raise ResourceExhausted("NO_ROOM", f"{model.name}: {why}; {self._holdings()}")
+                self._make_set(model, room)
+            self._changed.wait()
+            if self._closed:
+                raise Unavailable("DRAINING", "the daemon is going down and takes no new versions")
+            self._room_of(model, room.epoch)
+        return room.pool.pop()
+
+    def folder(self, record: VersionRecord) -> Path:
+        """Where the version's files are; they are there while it is STAGING or READY."""
+        kind = {STAGING: "staging", READY: "versions"}.get(record.state, "retired")
+        return self.root / "models" / record.model / kind / f"{record.number:08}"
+
+    def layouts(self, record: VersionRecord) -> tuple[FileLayout, ...]:
+        """Of a STAGING version."""
+        with self._lock:
+            return self._room_of(self._model(record.model), record.epoch).layouts
+
+    def commit(self, record: VersionRecord, digests: Mapping[str, int], slots: tuple[tuple[int, str], ...]) -> VersionRecord:
+        """Makes a STAGING version READY. Its bytes must be complete and proven, its last writer gone."""
+        folder = self.folder(record)
+        layouts = {layout.path: layout for layout in self.layouts(record)}
+        names = [path.name for path in folder.iterdir() if path.name not in layouts]
+        content = {name: (folder / name).read_bytes() for name in names} | {k: v.header for k, v in layouts.items()}
+        sizes = {name: len(content[name]) for name in names} | {k: v.size for k, v in layouts.items()}
+        record = replace(record, slots=slots, ready_time=round(self._clock(), 6))
+        encoded, fingerprint = manifest.encode(record, content, sizes, digests)
+        done = replace(record, state=READY, fingerprint=fingerprint)
+        for name in layouts:
+            sync(folder / name)
+        failpoint("commit.before-manifest")
+        write_file(folder / MANIFEST_FILE, encoded)
+        failpoint("commit.after-manifest")
+        with self._changed:
+            model = self._model(record.model)
+            if model.records[record.number].state != STAGING:
+                raise FailedPrecondition("VERSION_ABORTED", f"{record.name} was aborted: {model.records[record.number].reason}")
+            parent = make_folder(model.folder / "versions")
+            failpoint("commit.before-rename")
+            folder.rename(self.folder(done))
+            failpoint("commit.after-rename")
+            sync(parent)
+            failpoint("commit.after-sync")
+            model.records[done.number] = done
+            self._write_history(done)
+            failpoint("commit.after-history")
+            retired = self._retain(model)
+            self._changed.notify_all()
+        self._tell([done, *retired])
+        return done
+
+    def abort(self, name: str, number: int, reason: str) -> VersionRecord:
+        """A STAGING version becomes ABORTED, its files leave; any other is returned as it is."""
+        with self._changed:
+            model = self._model(name)
+            record = self.get(name, number)
+            if record.state != STAGING:
+                return record
+            done = replace(record, state=ABORTED, reason=reason)
+            self._leave(model, record, done)
+            self._changed.notify_all()
+        _log.warning("version_aborted", version=done.name, step=done.step, reason=reason)
+        self._tell([done])
+        return done
+
+    def _retain(self, model: _Model) -> list[VersionRecord]:
+        ready = sorted(model.of(READY), key=lambda r: r.number)
+        held = {number for number, holders in model.holders.items() if holders}
+        retired = []
+        for record in surplus(ready, held, self.keep_count, self.keep_bytes):
+            done = replace(record, state=RETIRED, reason="newer versions took its place")
+            self._leave(model, record, done)
+            retired.append(done)
+        return retired
+
+    def _leave(self, model: _Model, record: VersionRecord, done: VersionRecord) -> None:
+        path = make_folder(model.folder / "retired") / f"{record.number:08}"
+        failpoint("leave.before-rename")
+        self.folder(record).rename(path)
+        failpoint("leave.after-rename")
+        model.records[done.number] = done
+        self._manifests.pop((model.name, done.number), None)
+        self._write_history(done)
+        _forget_old(model)
+        room = model.room
+        if room is not None and room.epoch == record.epoch and model.sets(room) < room.sets:
+            room.pending += 1
+            self._background.submit(self._recycle, model, room, path)
+        else:
+            self._discard(model, path, record.size_bytes)
+
+    def _recycle(self, model: _Model, room: _Room, path: Path) -> None:
+        """Back to the pool if that is provably safe, else away."""
+        safe = False
+        try:
+            kept = {layout.path: layout for layout in room.layouts}
+            for file in path.iterdir():
+                if file.name not in kept:
+                    file.unlink()
+            safe = all(unused_elsewhere(path / name) for name in kept)
+            if safe:
+                for name, layout in kept.items():
+                    _write_header(path / name, layout.header)
+        except OSError as error:
+            safe = False
+            _log.error("recycling_failed", model=model.name, error=str(error))
+        with self._changed:
+            room.pending -= 1
+            if safe and model.room is room:
+                self._serial += 1
+                back = make_folder(model.folder / "pool") / f"{room.epoch}-{self._serial}"
+                path.rename(back)
+                room.pool.append(back)
+            else:
+                self._discard(model, path, room.size)
+                self._top_up(model)
+            self._changed.notify_all()
+
+    # What others ask
+
+    def models(self) -> list[str]:
+        """Those that have ever had an ACTIVE publisher."""
+        with self._lock:
+            return sorted(m.name for m in self._models.values() if _model_files(m) or m.of(READY))
+
+    def model_files(self, name: str) -> dict[str, bytes]:
+        """config.json, tokenizer files: those of the newest ACTIVE publisher. Raises NotFound (MODEL_UNKNOWN)."""
+        with self._lock:
+            folders = _model_files(self._model(name))
+            if not folders:
+                raise NotFound("MODEL_UNKNOWN", f"model {name!r} has no publisher yet; there are {self.models()}")
+            return {file.name: file.read_bytes() for file in folders[-1].iterdir() if file.name != INDEX_FILE}
+
+    def versions(self, name: str) -> list[VersionRecord]:
+        """Oldest first, RETIRED and ABORTED ones of recent history too. Raises NotFound (MODEL_UNKNOWN)."""
+        with self._lock:
+            return sorted(self._model(name).records.values(), key=lambda r: r.number)
+
+    def get(self, name: str, number: int) -> VersionRecord:
+        """Raises NotFound (MODEL_UNKNOWN, VERSION_UNKNOWN)."""
+        with self._lock:
+            record = self._model(name).records.get(number)
+            if record is None:
+                raise NotFound("VERSION_UNKNOWN", f"models/{name}/versions/{number} is not known")
+            return record
+
+    def newest(self, name: str) -> VersionRecord | None:
+        """The newest READY version; None also for a model that is not known."""
+        with self._lock:
+            model = self._models.get(name)
+            return max(model.of(READY), key=lambda r: r.number, default=None) if model else None
+
+    def hold(self, name: str, number: int, holder: str) -> VersionRecord:
+        """Keeps a READY version from being dropped until `release` with the same holder. Raises NotFound (VERSION_GONE)."""
+        with self._lock:
+            record = self.get(name, number)
+            if record.state != READY:
+                raise NotFound("VERSION_GONE", f"{record.name} is {record.state}, not READY")
+            self._model(name).holders.setdefault(number, set()).add(holder)
+            return record
+
+    def release(self, name: str, number: int, holder: str) -> None:
+        """Not to hold it is no error."""
+        with self._changed:
+            model = self._models.get(name)
+            if model is None:
+                return
+            holders = model.holders.get(number, set())
+            holders.discard(holder)
+            if holders:
+                return
+            model.holders.pop(number, None)
+            retired = self._retain(model)
+            self._changed.notify_all()
+        self._tell(retired)
+
+    def holders(self, name: str, number: int) -> list[str]:
+        with self._lock:
+            model = self._models.get(name)
+            return sorted(model.holders.get(number, ())) if model else []
+
+    def manifest(self, name: str, number: int) -> Manifest:
+        """Raises NotFound (VERSION_GONE) where the version is not READY."""
+        holder = f"manifest-{secrets.token_hex(4)}"
+        record = self.hold(name, number, holder)
+        try:
+            with self._lock:
+                known = self._manifests.get((name, number))
+            if known is None:
+                known = manifest.read(self.folder(record))
+                with self._lock:
+                    self._manifests[name, number] = known
+                    while len(self._manifests) > 2:  # a large one takes some 50 MiB
+                        self._manifests.popitem(last=False)
+            return known
+        finally:
+            self.release(name, number, holder)
+
+    @contextmanager
+    def open(self, name: str, number: int) -> Iterator[MappedFiles]:
+        """The READY version's tensors, read-only, held meanwhile. Arrays must not outlive the context."""
+        holder = f"reader-{secrets.token_hex(4)}"
+        record = self.hold(name, number, holder)
+        try:
+            with MappedFiles(self.folder(record), self.manifest(name, number).files) as files:
+                yield files
+        finally:
+            self.release(name, number, holder)
+
+    def used_bytes(self) -> int:
+        with self._lock:
+            return sum(model.used() for model in self._models.values())
+
+    def subscribe(self, callback: Callable[[VersionRecord], None]) -> None:
+        """`callback(record)` after every READY, RETIRED and ABORTED, outside of the store's lock."""
+        self._subscribers.append(callback)
+
+    def _tell(self, records: list[VersionRecord]) -> None:
+        for record in records:
+            for callback in self._subscribers:
+                callback(record)
+
+    def _model(self, name: str) -> _Model:
+        model = self._models.get(check_model_name(name))
+        if model is None:
+            raise NotFound("MODEL_UNKNOWN", f"model {name!r} is not known; there are {self.models()}")
+        return model
+
+    def _write_history(self, record: VersionRecord) -> None:
+        path = self.root / "history.jsonl"
+        content: dict[str, Any] = {k: v for k, v in asdict(record).items() if k != "slots"}
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "ab") as file:
+            file.write(json.dumps(content).encode() + b"\n")
+            long = file.tell() > _JOURNAL_BYTES
+        if long:
+            path.replace(path.with_suffix(".1.jsonl"))
+
+
+def _sweep(folder: Path) -> None:
+    for leftover in ("pool", "staging", "retired"):
+        shutil.rmtree(folder / leftover, ignore_errors=True)
+
+
+def _model_files(model: _Model) -> list[Path]:
+    """The folders of its small files, the one that counts last."""
+    return sorted((model.folder / "files").glob("[0-9]*.[0-9]*"), key=_numbers)
+
+
+def _numbers(folder: Path) -> tuple[int, int]:
+    epoch, _, serial = folder.name.partition(".")
+    return int(epoch), int(serial)
+
+
+def _forget_old(model: _Model) -> None:
+    past = sorted(number for number, record in model.records.items() if record.state in (RETIRED, ABORTED))
+    for number in past[:-_HISTORY]:
+        del model.records[number]
+
+
+def _count(layouts: tuple[FileLayout, ...]) -> int:
+    return sum(len(layout.tensors) for layout in layouts)
+
+
+def _write_header(path: Path, header: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.pwrite(descriptor, header, 0)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,157 @@
+"""Versions, servers, fleets and workers as messages, and back."""
+
+from google.protobuf.timestamp_pb2 import Timestamp
+from resharder.converters.messages import spec_to_proto
+from resharder.server.errors import InvalidArgument
+from resharder.server.fleet import FleetView, ServerView
+from resharder.server.manifest import READY, Manifest, VersionRecord
+from resharder.server.reconciler import Install, OrderKind, Reported, Worker, WorkerState
+from resharder.server.store import Store
+from resharder.v1 import resources_pb2, server_pb2
+
+
+def version_to_proto(store: Store, record: VersionRecord, counts: tuple[int, int] = (0, 0)) -> resources_pb2.Version:
+    """`counts` are the servers that serve it and those that follow its model."""
+    return resources_pb2.Version(
+        name=record.name,
+        model=record.model,
+        number=record.number,
+        state=resources_pb2.Version.State.Value(record.state),
+        reason=record.reason,
+        epoch=record.epoch,
+        step=record.step,
+        job=record.job,
+        size_bytes=record.size_bytes,
+        tensor_count=record.tensor_count,
+        create_time=timestamp(record.create_time),
+        ready_time=timestamp(record.ready_time) if record.ready_time else None,
+        folder=str(store.folder(record)) if record.state == READY and store.shared else "",
+        fingerprint=record.fingerprint,
+        used_by=store.holders(record.model, record.number),
+        servers_serving=counts[0],
+        servers_following=counts[1],
+    )
+
+
+def store_access(store: Store) -> resources_pb2.StoreAccess | None:
+    """None where clients may not map the store."""
+    return resources_pb2.StoreAccess(nonce_file=str(store.nonce_file), nonce=store.nonce) if store.shared else None
+
+
+def manifest_to_proto(version: resources_pb2.Version, manifest: Manifest) -> server_pb2.Manifest:
+    return server_pb2.Manifest(
+        version=version,
+        tensors=[
+            server_pb2.ManifestTensor(spec=spec_to_proto(spec), file=file.path, offset=offset, digest=manifest.digests[spec.name])
+            for file in manifest.files
+            for spec, offset in file.tensors
+        ],
+        files=[server_pb2.ManifestFile(path=file.path, header=file.header, size_bytes=file.size) for file in manifest.files],
+    )
+
+
+def timestamp(seconds: float) -> Timestamp:
+    made = Timestamp()
+    made.FromNanoseconds(int(seconds * 1e9))
+    return made
+
+
+def worker_from_proto(message: resources_pb2.Worker) -> Worker:
+    """Raises InvalidArgument (WORKER) for a state that is none."""
+    try:
+        state = WorkerState(message.state)
+    except ValueError:
+        raise InvalidArgument(
+            "WORKER", f"expected a worker state of {[s.name for s in WorkerState]}, got {message.state}"
+        ) from None
+    if message.version < 0 or (state in (WorkerState.BOOTED, WorkerState.APPLIED) and not message.version):
+        raise InvalidArgument("WORKER", f"a worker that is {state.name} names the version it holds, got {message.version}")
+    return Worker(
+        rank=message.rank,
+        state=state,
+        version=message.version,
+        install=message.install,
+        error=message.error[:4000],
+        process=message.process,
+        fingerprint=message.fingerprint,
+        needed_bytes=message.needed_bytes,
+        boxed_bytes=message.boxed_bytes,
+        proven_tensors=message.proven_tensors,
+        transport=message.transport,
+        stage_seconds=message.stage_seconds,
+        apply_seconds=message.apply_seconds,
+    )
+
+
+def worker_to_proto(worker: Worker) -> resources_pb2.Worker:
+    return resources_pb2.Worker(
+        rank=worker.rank,
+        state=worker.state.name,
+        version=worker.version,
+        install=worker.install,
+        error=worker.error,
+        process=worker.process,
+        fingerprint=worker.fingerprint,
+        needed_bytes=worker.needed_bytes,
+        boxed_bytes=worker.boxed_bytes,
+        proven_tensors=worker.proven_tensors,
+        transport=worker.transport,
+        stage_seconds=worker.stage_seconds,
+        apply_seconds=worker.apply_seconds,
+    )
+
+
+def report_from_proto(message: server_pb2.ControlReport) -> Reported:
+    """Raises InvalidArgument (ORDER) for an order that is none."""
+    try:
+        done = OrderKind(message.done) if message.done else None
+    except ValueError:
+        raise InvalidArgument("ORDER", f"expected an order of {[k.name for k in OrderKind]}, got {message.done}") from None
+    return Reported(message.control, message.install, done, message.ok, message.error[:4000], message.pause_seconds)
+
+
+def server_to_proto(view: ServerView) -> resources_pb2.Server:
+    server = view.server
+    message = resources_pb2.Server(
+        name=f"servers/{server.id}",
+        fleet=server.fleet,
+        model=server.model,
+        state=resources_pb2.Server.State.Name(view.state),
+        reason=view.reason,
+        version=server.opened or server.agreed,
+        wanted_version=server.newest,
+        workers=[worker_to_proto(worker) for _, worker in sorted(server.workers.items())],
+        lease_expire_time=timestamp(view.lease_expires),
+        address=server.controls[0].address if server.controls else "",
+        world_size=server.world_size,
+        control_sides=len(server.controls),
+    )
+    if server.install is not None:
+        workers = [worker for worker in server.workers.values() if worker.install == server.install.id]
+        message.install.CopyFrom(_install_to_proto(server.install, workers, view.to_wall))
+    return message
+
+
+def _install_to_proto(install: Install, workers: list[Worker], to_wall: float) -> resources_pb2.Install:
+    """Stage and apply take as long as they took the slowest worker."""
+    return resources_pb2.Install(
+        id=install.id,
+        version=install.version,
+        state=install.state.name,
+        error=install.error,
+        start_time=timestamp(install.started + to_wall),
+        end_time=None if install.active else timestamp(install.ended + to_wall),
+        stage_seconds=max((worker.stage_seconds for worker in workers), default=0.0),
+        apply_seconds=max((worker.apply_seconds for worker in workers), default=0.0),
+        pause_seconds=install.pause_seconds,
+    )
+
+
+def fleet_to_proto(view: FleetView, pause_mode: resources_pb2.PauseMode) -> resources_pb2.Fleet:
+    return resources_pb2.Fleet(
+        name=view.name,
+        model=view.model,
+        pause_mode=pause_mode,
+        wanted_version=view.wanted_version,
+        servers=[f"servers/{id}" for id in view.servers],
+    )

@@ -1,0 +1,161 @@
+"""The command line, as a process."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from resharder.client import doctor
+from resharder.server.config import Config
+from resharder.server.room import wanted_sets
+from resharder.server.store import Store
+
+from tests.client.models import CONFIG, connected, equal, publish_all, weights
+from tests.support.daemon import Daemon
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon() as running:
+        publishers = connected(running.endpoint, 2, "cli")
+        publish_all(publishers, 10, weights(1))[0].wait_ready(60)
+        yield running
+        for publisher in publishers:
+            publisher.close()
+
+
+def resharder(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "resharder.client.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def answer(*arguments: object) -> dict[str, object]:
+    done = resharder(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def test_versions_status_and_servers_print_tables_and_json(daemon: Daemon) -> None:
+    at = ("--endpoint", daemon.endpoint)
+    (version,) = answer("versions", *at)["versions"]  # type: ignore[misc]
+    assert (version["number"], version["state"], version["step"]) == (1, "READY", 10)
+    assert answer("servers", *at) == {"servers": []}
+    assert answer("status", *at)["daemon"]["models"] == ["policy"]  # type: ignore[index]
+    assert "READY" in resharder("versions", *at).stdout
+    assert "models/policy/publishers/1" in resharder("status", *at).stdout
+    assert resharder("servers", *at).returncode == 0
+
+
+def test_export_writes_a_checkpoint_or_refuses_a_folder_in_use(daemon: Daemon, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    folder = tmp_path / "out"
+    done = resharder("export", "1", folder, "--endpoint", daemon.endpoint)
+    assert done.returncode == 0, done.stderr
+    assert equal({n: t for f in folder.glob("*.safetensors") for n, t in load_file(f).items()}, weights(1))
+    assert "version 1" in done.stderr, "no progress is shown"
+    said = answer("export", "latest", tmp_path / "json", "--endpoint", daemon.endpoint)
+    assert said == {
+        "version": "models/policy/versions/1",
+        "folder": str(tmp_path / "json"),
+        "files": len([*folder.iterdir()]),
+        "bytes": sum(path.stat().st_size for path in folder.iterdir()),
+    }
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    again = resharder("export", "1", folder, "--endpoint", daemon.endpoint)
+    assert (again.returncode, again.stdout) == (2, "")
+    assert "not empty" in again.stderr
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_fetch_config_writes_what_vllm_serve_needs(daemon: Daemon, tmp_path: Path) -> None:
+    assert answer("fetch-config", tmp_path / "config", "--endpoint", daemon.endpoint)["files"] == ["config.json"]
+    assert json.loads((tmp_path / "config" / "config.json").read_text()) == CONFIG
+
+
+def test_doctor_finds_the_daemon_and_its_memory(daemon: Daemon) -> None:
+    checks = {check["name"]: check for check in answer("doctor", "--endpoint", daemon.endpoint)["checks"]}  # type: ignore[attr-defined]
+    assert checks["memory shared with the daemon"]["found"].startswith("yes")
+    assert abs(float(checks["clocks"]["found"].split()[-2])) < 1
+    parts = {"shared memory", "shared memory speed", "huge pages in shared memory", "open files", "locked memory"}
+    assert {*parts, "python", "grpcio", "torch", "daemon"} <= checks.keys()
+    assert checks["daemon"]["verdict"] == "ok"
+
+
+def test_doctor_fails_where_something_must_be_mended() -> None:
+    done = resharder("doctor", "--endpoint", "127.0.0.1:1")
+    assert done.returncode == 1
+    assert "start resharderd" in done.stdout
+
+
+def test_the_advice_on_room_is_the_daemons_own_rule(tmp_path: Path) -> None:
+    reserved = wanted_sets(1 << 30, Config.model_fields["keep_count"].default, 0)
+    assert reserved == doctor.RESERVED_VERSIONS
+    store, there = Store(tmp_path / "store", shared=False), shutil.disk_usage(tmp_path).free
+    store.close()
+    assert store.limit_bytes / there == pytest.approx(doctor.STORE_SHARE, rel=0.02)
+    page = " ".join((Path(__file__).parents[2] / "docs/operator.md").read_text().split())
+    assert f"| `keep_count` 3 (default) | {reserved} S | {reserved / doctor.STORE_SHARE:g} S |" in page
+
+
+@pytest.mark.parametrize("total", [64 << 20, 32 << 30])
+def test_too_little_shared_memory_is_said_with_how_much_it_takes(
+    total: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=total, free=total // 20))
+    check = doctor.shared_memory_room(tmp_path)
+    assert check.verdict == ("fail" if total == 64 << 20 else "warn")
+    assert "reserves 4 times its model, in 80% of the room: give it 5 times the model" in check.mend
+
+
+@pytest.mark.parametrize(
+    ("options", "policy", "verdict", "mend"),
+    [
+        ("rw,size=9k", "always within_size advise [never] deny force", "warn", "mount -o remount,huge=always /mnt/store: "),
+        ("rw,huge=never", "always [advise] never deny force", "warn", "2.9 to 9.9 GB/s"),
+        ("rw,huge=advise", "always within_size advise [never] deny force", "warn", "mount -o remount,huge=always"),
+        ("rw,huge=always", "always within_size advise [never] deny force", "ok", ""),
+        ("rw,huge=within_size", "[always] within_size advise never deny force", "ok", ""),
+        ("rw,huge=always", "always within_size advise never [deny] force", "warn", "echo never > /sys/kernel/mm/"),
+        ("rw", "always within_size advise never deny [force]", "ok", ""),
+        ("rw", "", "ok", ""),
+    ],
+)
+def test_a_store_in_memory_without_huge_pages_is_told_what_they_bring(options: str, policy: str, verdict: str, mend: str) -> None:
+    mounts = f"/dev/vda / ext4 rw 0 0\nother /mnt/store tmpfs rw,huge=always 0 0\nnone /mnt/store tmpfs {options} 0 0\n"
+    check = doctor.huge_pages(Path("/mnt/store/models"), mounts, policy)
+    assert check.verdict == verdict
+    assert mend in check.mend
+    assert doctor.huge_pages(Path("/mnt"), mounts, policy).found == "/mnt is ext4: it has none"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("versions", "--endpoint", "127.0.0.1:1"), 3, "127.0.0.1:1"),
+        (("versions", "--endpoint", "nonsense"), 2, "host:port"),
+        (("export", "99", "OUT", "--endpoint", "DAEMON"), 4, "99"),
+        (("export", "first", "OUT", "--endpoint", "DAEMON"), 2, "latest"),
+        (("export", "1", "no/such/folder", "--endpoint", "DAEMON"), 2, "does not exist"),
+        (("fetch-config", "nobody", "OUT", "--endpoint", "DAEMON"), 4, "nobody"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_an_exit_code(
+    daemon: Daemon, tmp_path: Path, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    places = {"DAEMON": daemon.endpoint, "OUT": str(tmp_path / "out")}
+    done = resharder(*(places.get(argument, argument) for argument in arguments))
+    assert done.returncode == code
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_starts_without_torch_or_vllm() -> None:
+    code = "import sys, resharder.client.cli; print([m for m in ('torch', 'vllm', 'numba', 'transformers') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

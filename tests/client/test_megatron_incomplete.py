@@ -1,0 +1,72 @@
+"""Models that are not what their config says, rank by rank as a trainer registers them with a real daemon: refused by the name of
+what is missing or differs, whichever rank should have held it."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support import fakepg
+from tests.support.megatron_models import build_model
+
+# isort: split
+import torch
+from resharder.client.errors import LayoutRejected
+from resharder.client.trainer import connect
+
+from tests.support.daemon import Daemon
+from tests.support.operating import versions
+from tests.support.tiny_hf import tiny_config
+
+CONFIG = tiny_config("qwen3", vocab_size=203)
+TIED = tiny_config("qwen3_tied", vocab_size=203)
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon() as running:
+        yield running
+
+
+def register(daemon: Daemon, model: str, config: dict[str, Any], ranks: list[list[torch.nn.Module]]) -> str:
+    """What the daemon says when all ranks have attached."""
+    publishers = [connect(daemon.endpoint, model=model, job="j", rank=rank, world_size=len(ranks)) for rank in range(len(ranks))]
+    try:
+        for rank, (publisher, chunks) in enumerate(zip(publishers, ranks, strict=True)):
+            fakepg.enter(rank, len(ranks))
+            build_model(config, pp=len(ranks))  # for the groups of this rank, which its layout asks
+            if rank < len(ranks) - 1:
+                publisher.attach(chunks, config, wait=False)
+        with pytest.raises(LayoutRejected) as refused:
+            publishers[-1].attach(ranks[-1], config)
+        return str(refused.value)
+    finally:
+        for publisher in publishers:
+            publisher.close()
+
+
+def build(rank: int, world: int, config: dict[str, Any], **layout: Any) -> list[torch.nn.Module]:
+    fakepg.enter(rank, world)
+    return build_model(config, pp=world, **layout)
+
+
+def test_a_pipeline_stage_that_lacks_a_layer_registers_no_smaller_model(daemon: Daemon) -> None:
+    ranks = [build(rank, 2, CONFIG) for rank in range(2)]
+    stage: Any = ranks[1][0]
+    del stage.decoder.layers[1]
+    said = register(daemon, "forgotten-layer", CONFIG, ranks)
+    assert "model.layers.3.self_attn.q_proj.weight: expected [256, 128], no rank holds it" in said
+    assert "and 3 more" in said, "of the layer's eleven tensors eight are shown"
+    assert versions(daemon) == {}
+
+
+def test_a_model_with_fewer_layers_than_its_config_is_refused(daemon: Daemon) -> None:
+    fewer = copy.deepcopy(CONFIG) | {"num_hidden_layers": 2, "layer_types": CONFIG["layer_types"][:2]}
+    said = register(daemon, "fewer-layers", CONFIG, [build(0, 1, fewer)])
+    assert "model.layers.2.input_layernorm.weight: expected [128], no rank holds it" in said
+
+
+def test_a_tied_model_is_refused_where_the_config_has_a_head_of_its_own(daemon: Daemon) -> None:
+    said = register(daemon, "tied", CONFIG, [build(rank, 2, TIED) for rank in range(2)])
+    assert "lm_head.weight: expected [203, 128], no rank holds it" in said

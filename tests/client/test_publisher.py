@@ -1,0 +1,445 @@
+"""Publishing when something goes wrong: connections, daemons, other jobs, other ranks, mistakes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from resharder.client.channel import Channel
+from resharder.client.errors import (
+    DaemonUnreachable,
+    LayoutRejected,
+    MessageTooLarge,
+    OutOfRoom,
+    Refused,
+    ResharderError,
+    StaleEpoch,
+    UsageError,
+    VersionAborted,
+    WaitTimeout,
+)
+from resharder.client.operator import Operator
+from resharder.client.trainer import DeclaredTensor, Publisher, connect
+from resharder.converters.checkpoint import expected_shapes
+from resharder.v1 import server_pb2, server_pb2_grpc
+
+from tests.client.models import CONFIG, connected, declared, equal, exported, parts, publish_all, spread, together, weights
+from tests.client.proxy import Proxy
+from tests.support.daemon import Daemon
+from tests.support.operating import versions, wait_until
+
+Change = Callable[[dict[str, tuple[str, tuple[int, ...]]]], dict[str, tuple[str, tuple[int, ...]]]]
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with Daemon(lease_seconds=3) as running:
+        yield running
+
+
+def one_large(megabytes: int) -> tuple[list[DeclaredTensor], torch.Tensor]:
+    tensor = torch.arange(megabytes << 18, dtype=torch.int32).view(-1, 1024)
+    return [DeclaredTensor("large", "I32", tuple(tensor.shape))], tensor
+
+
+def test_after_a_cut_connection_only_missing_chunks_go_again(daemon: Daemon, tmp_path: Path) -> None:
+    held, tensor = one_large(96)
+    proxy = Proxy(daemon.endpoint, cut_after=40 << 20)
+    with connect(proxy.endpoint, model="policy", job="cut", config=CONFIG, transport="grpc") as publisher:
+        publisher.attach_tensors(held)
+        handle = publisher.publish_tensors(1, [("large", tensor)])
+        handle.wait_ready(60)
+    assert proxy.cuts == 1
+    # All 96 MiB once, and at most the window in flight twice.
+    assert 96 << 20 < proxy.forwarded < (96 + 34) << 20
+    assert torch.equal(exported(daemon.endpoint, "1", tmp_path / "out")["large"], tensor)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared-memory"])
+def test_a_daemon_killed_while_a_rank_delivers_gets_the_whole_version_when_it_is_back(
+    daemon: Daemon, transport: str, tmp_path: Path
+) -> None:
+    full, killed = weights(1), []
+    (publisher,) = connected(daemon.endpoint, 1, "restart", transport=transport)
+
+    def items() -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
+        for number, item in enumerate(parts(full, spread(1)[0])):
+            if number == 4 and not killed:
+                killed.append(daemon.kill())
+                daemon.start()
+            yield item
+
+    handle = publisher.publish_tensors(1, items)
+    handle.wait_ready(60)
+    assert killed
+    assert equal(exported(daemon.endpoint, str(handle.version), tmp_path / "out"), full)
+
+
+def test_after_a_daemon_restart_all_ranks_publish_the_next_step(daemon: Daemon, tmp_path: Path) -> None:
+    publishers = connected(daemon.endpoint, 2, "restart")
+    publish_all(publishers, 1, weights(1))[0].wait_ready(60)
+    daemon.kill()
+    daemon.start()
+    handle = publish_all(publishers, 2, weights(2))[1]
+    handle.wait_ready(60)
+    assert handle.version > 1
+    assert equal(exported(daemon.endpoint, "1", tmp_path / "one"), weights(1))
+    assert equal(exported(daemon.endpoint, str(handle.version), tmp_path / "two"), weights(2))
+
+
+def test_a_step_that_one_rank_delivered_to_a_dead_daemon_holds_nobody_up(daemon: Daemon, tmp_path: Path) -> None:
+    publishers = connected(daemon.endpoint, 2, "half")
+    publishers[0].publish_tensors(1, parts(weights(1), spread(2)[0]))
+    daemon.kill()
+    daemon.start()
+    with pytest.raises(VersionAborted):
+        publishers[1].publish_tensors(1, list(parts(weights(1), spread(2)[1]))).wait_ready(30)
+    publish_all(publishers, 2, weights(2))[0].wait_ready(30)
+    assert equal(exported(daemon.endpoint, "latest", tmp_path / "out"), weights(2))
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared-memory"])
+def test_a_later_job_ends_an_earlier_one_at_once(daemon: Daemon, transport: str) -> None:
+    (old,) = connected(daemon.endpoint, 1, "old", transport=transport)
+    publish_all([old], 1, weights(1))[0].wait_ready(60)
+    (new,) = connected(daemon.endpoint, 1, "new", transport=transport)
+    started = time.monotonic()
+    with pytest.raises(StaleEpoch, match=r"later job|epoch"):
+        publish_all([old], 2, weights(2))
+    assert time.monotonic() - started < 5
+    handle = publish_all([new], 1, weights(3))[0]
+    handle.wait_ready(60)
+    with Operator(daemon.endpoint) as operator:
+        assert [v.step for v in operator.versions("policy") if v.number == handle.version] == [1]
+
+
+def test_a_publish_that_fails_leaves_no_version_behind(daemon: Daemon) -> None:
+    (publisher,) = connected(daemon.endpoint, 1, "fails")
+
+    def items() -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
+        yield from list(parts(weights(1), spread(1)[0]))[:3]
+        raise ZeroDivisionError("the trainer's own mistake")
+
+    with pytest.raises(ZeroDivisionError):
+        publisher.publish_tensors(1, items())
+    with Operator(daemon.endpoint) as operator:
+        (version,) = operator.versions("policy")
+    assert version.state == version.ABORTED
+    assert "ZeroDivisionError" in version.reason
+    publish_all([publisher], 1, weights(1))[0].wait_ready(60)
+
+
+COPYING = """
+import sys, torch
+from resharder.client.trainer import DeclaredTensor, connect
+endpoint, transport = sys.argv[1:]
+tensor = torch.full((64 << 10, 1024), 0x07070707, dtype=torch.int32)
+publisher = connect(endpoint, model="policy", job="killed", config={"architectures": ["None"]}, transport=transport)
+publisher.attach_tensors([DeclaredTensor("large", tensor.dtype, tuple(tensor.shape))])
+publisher.publish_tensors(1, [("large", tensor)])
+"""
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared-memory"])
+def test_a_trainer_killed_in_the_middle_of_a_tensor_leaves_nothing_and_the_next_one_publishes(
+    transport: str, tmp_path: Path
+) -> None:
+    held, tensor = one_large(32)
+    with Daemon(lease_seconds=1, keep_count=1) as daemon:
+        trainer = subprocess.Popen([sys.executable, "-c", COPYING, daemon.endpoint, transport])
+        file = daemon.store / "models/policy/staging/00000001/model.safetensors"
+        deadline = time.monotonic() + 60
+        while not half_written(file):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        os.kill(trainer.pid, signal.SIGSTOP)
+        assert half_written(file), "the trainer was too quick for this test"
+        trainer.kill()
+        assert trainer.wait(30) == -signal.SIGKILL
+        seen = set()
+        wait_until(lambda: seen.add(versions(daemon)[1]) or "ABORTED" in seen, "the lease ends", 20)  # type: ignore[func-returns-value]
+        assert seen <= {"STAGING", "ABORTED"}
+        assert not list(daemon.store.glob("models/policy/versions/*"))
+        with connect(daemon.endpoint, model="policy", job="next", config=CONFIG, transport=transport) as publisher:
+            publisher.attach_tensors(held)
+            publisher.publish_tensors(1, [("large", tensor)]).wait_ready(60)
+        assert versions(daemon) == {1: "ABORTED", 2: "READY"}
+        assert torch.equal(exported(daemon.endpoint, "2", tmp_path / "out")["large"], tensor)
+
+
+def half_written(path: Path) -> bool:
+    """Whether the trainer's bytes are at the start of the file's tensor and not at its end."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb", buffering=0) as file:
+            start, end = os.pread(file.fileno(), 16, size // 8), os.pread(file.fileno(), 16, size - 16)
+    except FileNotFoundError:
+        return False
+    return start == bytes([7]) * 16 and end == bytes(16)
+
+
+COMPILING = """
+import sys, torch
+from numba.core import event
+from resharder.client.trainer import connect
+endpoint = sys.argv[1]
+full = {
+    "matrix": torch.randn(300, 512).bfloat16(), "square": torch.randn(64, 64).t(), "experts": torch.randn(4, 30, 50).half(),
+    "double": torch.randn(9, 40).double(), "bytes": torch.arange(250, dtype=torch.uint8).view(5, 50), "scalar": torch.tensor(2.0),
+}
+with event.install_recorder("numba:compile") as recorder:
+    for transport in ("shared-memory", "grpc"):
+        publisher = connect(endpoint, model=transport, job="a", config={"architectures": ["None"]}, transport=transport)
+        publisher.attach_tensors([(n, t.dtype, tuple(t.shape)) for n, t in full.items()])
+        before = len(recorder.buffer)
+        for step in (1, 2):
+            publisher.publish_tensors(step, full.items()).wait_ready(60)
+            publisher.publish_tensors(step, full.items()).wait_ready(60)
+        print(transport, before > 0, len(recorder.buffer) - before)
+        publisher.close()
+"""
+
+
+@pytest.mark.parametrize("cache", ["empty", "none"])
+def test_kernels_are_compiled_when_a_model_is_attached_and_never_in_a_publish(daemon: Daemon, cache: str, tmp_path: Path) -> None:
+    """numba itself says what it compiles, in a process of its own, with no cache to find the kernels in."""
+    no_cache = "from numba.core import caching; caching.CacheImpl._locator_classes = []\n" if cache == "none" else ""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", no_cache + COMPILING, daemon.endpoint],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.splitlines() == ["shared-memory True 0", "grpc True 0"], done.stderr
+    assert bool(list(tmp_path.rglob("*.nbi"))) == (cache == "empty")
+
+
+def test_the_lease_outlives_a_step_that_takes_longer(daemon: Daemon) -> None:
+    publishers = connected(daemon.endpoint, 2, "slow", transport="shared-memory")
+
+    def publish(rank: int) -> object:
+        time.sleep(5 * rank)
+        return publishers[rank].publish_tensors(1, parts(weights(1), spread(2)[rank]))
+
+    together(publish, 2)[0].wait_ready(30)
+
+
+def test_a_third_staging_version_waits_for_the_first(daemon: Daemon) -> None:
+    publishers = connected(daemon.endpoint, 2, "ahead")
+    full = weights(1)
+
+    def publish(rank: int) -> object:
+        handles = []
+        for step in (1, 2, 3):
+            time.sleep(1.0 * rank)
+            handles.append(publishers[rank].publish_tensors(step, parts(full, spread(2)[rank])))
+        return handles[-1]
+
+    started = time.monotonic()
+    together(publish, 2)[0].wait_ready(30)
+    assert time.monotonic() - started > 3
+
+
+def test_a_trainer_too_far_ahead_of_staging_is_told_so_in_bounded_time(daemon: Daemon) -> None:
+    publishers = connected(daemon.endpoint, 2, "bound", staging_timeout=1.0)
+    for step in (1, 2):
+        publishers[0].publish_tensors(step, parts(weights(1), spread(2)[0]))
+    with pytest.raises(OutOfRoom) as refusal:
+        publishers[0].publish_tensors(3, parts(weights(1), spread(2)[0]))
+    assert refusal.value.reason == "TOO_MANY_STAGING"
+
+
+def test_a_bound_on_how_far_ahead_makes_publish_wait(daemon: Daemon) -> None:
+    publishers = connected(daemon.endpoint, 2, "one", max_ahead=1, staging_timeout=1.0)
+    publishers[0].publish_tensors(1, parts(weights(1), spread(2)[0]))
+    with pytest.raises(WaitTimeout, match="1 of 2 slots sealed"):
+        publishers[0].publish_tensors(2, parts(weights(1), spread(2)[0]))
+
+
+def test_replicas_are_sent_once_and_evenly() -> None:
+    from resharder.client.channel import Channel
+    from resharder.client.holding import Held, Holding
+    from resharder.client.identity import Identity
+    from resharder.client.model_files import config_file
+    from resharder.client.registration import register
+    from resharder.converters.layout import TensorSpec, box_size, full_box
+
+    specs = {f"t{i}": TensorSpec(f"t{i}", "BF16", (256, 64 + i)) for i in range(16)}
+    with Daemon() as daemon, Channel(daemon.endpoint) as channel:
+        registered = []
+        for rank in range(4):
+            holding = Holding(specs, tuple(Held(name, full_box(spec.shape), rank > 0) for name, spec in specs.items()))
+            registered.append(register(channel, "policy", [config_file(CONFIG)], Identity("even", rank, 4), holding))
+        slots = [registration.assignment(10)[0] for registration in registered]
+    sent = [sum(box_size(box) for box in slot.boxes) for slot in slots]
+    assert sum(sent) == sum(256 * (64 + i) for i in range(16))
+    assert max(sent) < 1.1 * min(sent)
+
+
+def test_a_hole_is_refused_with_the_exact_difference(daemon: Daemon) -> None:
+    publisher = connect(daemon.endpoint, model="policy", job="hole", config=CONFIG)
+    with pytest.raises(LayoutRejected, match=r"w \[10, 4\]: element \[6, 0\] is held by no rank; so are 16 of its 40"):
+        publisher.attach_tensors([DeclaredTensor("w", torch.float32, (10, 4), (slice(0, 6),))])
+
+
+def test_another_rank_learns_of_the_refusal_as_well(daemon: Daemon) -> None:
+    publishers = [connect(daemon.endpoint, model="policy", job="two", rank=r, world_size=2, config=CONFIG) for r in range(2)]
+
+    def attach(rank: int) -> str:
+        with pytest.raises(LayoutRejected) as refusal:
+            publishers[rank].attach_tensors([DeclaredTensor("w", "F32", (10, 4))])
+        return str(refusal.value)
+
+    assert all("more than one rank" in message for message in together(attach, 2))
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 48, "tie_word_embeddings": True,
+}  # fmt: skip
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Daemon]:
+    with Daemon(store_limit_bytes=16 << 20, keep_count=1) as running:
+        yield running
+
+
+def attach_llama(daemon: Daemon, job: str, change: Change = lambda tensors: tensors, model: str = "llama") -> Publisher:
+    """The Llama with its tensors changed: {name: (dtype, shape)}."""
+    tensors = change({name: ("F32", shape) for name, shape in expected_shapes(LLAMA).items()})
+    publisher = connect(daemon.endpoint, model=model, job=job, config=LLAMA)
+    publisher.attach_tensors([DeclaredTensor(name, dtype, shape) for name, (dtype, shape) in tensors.items()])
+    return publisher
+
+
+def publish_llama(publisher: Publisher) -> None:
+    ones = [(name, torch.ones(shape)) for name, shape in expected_shapes(LLAMA).items()]
+    with publisher:
+        publisher.publish_tensors(1, ones).wait_ready(30)
+
+
+@pytest.mark.parametrize(
+    ("change", "model", "kind", "reason", "said"),
+    [
+        (lambda t: {n: t[n] for n in t if n != NORM}, "llama", LayoutRejected, "LAYOUT_MISMATCH", f"{NORM}: expected [32], no"),
+        (lambda t: t | {"extra": ("F32", (2,))}, "llama", LayoutRejected, "LAYOUT_MISMATCH", "extra: not a tensor of this model"),
+        (lambda t: t | {NORM: ("F32", (31,))}, "llama", LayoutRejected, "LAYOUT_MISMATCH", f"{NORM}: expected [32], found [31]"),
+        (lambda t: t | {NORM: ("F8_E4M3", (32,))}, "llama", UsageError, "USAGE", f"{NORM}: expected one of BF16, F16, F32"),
+        (lambda t: t, "../llama", Refused, "MODEL_NAME", "that starts with a letter or digit, got '../llama'"),
+        (lambda t: t | {"b": ("U8", (16 << 20,))}, "other", OutOfRoom, "NO_ROOM", "do not fit in 16777216 bytes"),
+    ],
+    ids=["missing tensor", "extra tensor", "wrong shape", "wrong dtype", "path-like model name", "full store"],
+)
+def test_a_trainers_mistake_is_one_clear_error_and_changes_nothing_that_is_there(
+    small: Daemon, change: Change, model: str, kind: type[ResharderError], reason: str, said: str
+) -> None:
+    publish_llama(attach_llama(small, f"before {said}"))
+    before, known = held_by(small), versions(small)
+    with pytest.raises(kind) as refusal:
+        attach_llama(small, f"mistaken {said}", change, model)
+    assert (type(refusal.value), refusal.value.reason) == (kind, reason)
+    assert said in str(refusal.value)
+    assert (held_by(small), versions(small)) == (before, known)
+    publish_llama(attach_llama(small, f"after {said}"))  # the refused job is not in the way
+
+
+def held_by(daemon: Daemon) -> dict[str, bytes]:
+    """Every file of a READY version, and of the models' small files; and the names of folders outside of the store."""
+    found = {
+        str(path.relative_to(daemon.store)): path.read_bytes()
+        for part in ("versions", "files")
+        for path in daemon.store.glob(f"models/*/{part}/**/*")
+        if path.is_file()
+    }
+    return found | {str(path): b"" for path in daemon.folder.parent.glob("llama*")}
+
+
+def test_ranks_that_disagree_on_a_dtype_are_both_told(daemon: Daemon) -> None:
+    publishers = [connect(daemon.endpoint, model="policy", job="two", rank=r, world_size=2, config=CONFIG) for r in range(2)]
+
+    def attach(rank: int) -> tuple[str, str]:
+        half = slice(5 * rank, 5 * rank + 5)
+        with pytest.raises(LayoutRejected) as refusal:
+            publishers[rank].attach_tensors([DeclaredTensor("w", ("F32", "BF16")[rank], (10, 4), (half,))])
+        return refusal.value.reason, str(refusal.value)
+
+    for reason, message in together(attach, 2):
+        assert reason == "TENSOR_MISMATCH"
+        assert "as another rank says" in message
+
+
+def test_that_there_is_no_version_yet_is_an_answer_and_not_asked_for_again(daemon: Daemon) -> None:
+    request = server_pb2.ClaimServerRequest(server="s", model="policy", boot=True, wait_seconds=0.2)
+    with Channel(daemon.endpoint, patience=30) as channel:
+        started = time.monotonic()
+        with pytest.raises(WaitTimeout, match=r"no READY version after 0\.2 s") as refusal:
+            channel.call(server_pb2_grpc.ServerServiceStub(channel.grpc).ClaimServer, request)
+    assert refusal.value.reason == "NO_VERSION"
+    assert time.monotonic() - started < 10
+
+
+def test_what_was_not_registered_or_does_not_come_is_named(daemon: Daemon) -> None:
+    (publisher,) = connected(daemon.endpoint, 1, "names")
+    full = weights(1)
+    with pytest.raises(UsageError, match="surprise: this rank registered no such tensor"):
+        publisher.publish_tensors(1, [("surprise", torch.zeros(3))])
+    with pytest.raises(UsageError, match="pieces did not come: norm"):
+        publisher.publish_tensors(1, [item for item in parts(full, spread(1)[0]) if item[0] != "norm"])
+    with pytest.raises(UsageError, match=r"norm\[0:7\]: expected F32 \[7\] as registered, got torch.float64"):
+        publisher.publish_tensors(1, [("norm", torch.zeros(7, dtype=torch.float64))])
+    with pytest.raises(UsageError, match="came twice"):
+        publisher.publish_tensors(1, [("norm", full["norm"]), ("norm", full["norm"])])
+
+
+def test_ranks_that_never_register_end_the_wait(daemon: Daemon) -> None:
+    publisher = connect(daemon.endpoint, model="policy", job="alone", rank=0, world_size=2, config=CONFIG, register_timeout=0.5)
+    with pytest.raises(WaitTimeout, match=r"ranks have not registered: \[1\]"):
+        publisher.attach_tensors(declared(spread(2)[0]))
+
+
+def test_a_registration_that_is_too_large_for_the_daemon_is_refused_with_its_limit_and_how_to_raise_it() -> None:
+    many = [DeclaredTensor(f"a.rather.long.name.of.a.tensor.that.is.one.of.very.many.{i:06}", "F32", (1,)) for i in range(40_000)]
+    with (
+        Daemon(max_message_bytes=2 << 20) as daemon,
+        connect(daemon.endpoint, model="policy", job="large", config=CONFIG) as publisher,
+        pytest.raises(MessageTooLarge, match=r"at most 2097152 bytes.* RESHARDERD_MAX_MESSAGE_BYTES=") as caught,
+    ):
+        publisher.attach_tensors(many)
+    assert caught.value.reason == "MESSAGE_TOO_LARGE"
+
+
+def test_no_daemon_is_one_clear_error_in_bounded_time() -> None:
+    publisher = connect("127.0.0.1:1", model="policy", config=CONFIG, patience=0.5)
+    with pytest.raises(DaemonUnreachable, match=r"127\.0\.0\.1:1"):
+        publisher.attach_tensors(declared(spread(1)[0]))
+
+
+def test_a_forked_process_is_told_to_connect_by_itself(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    (publisher,) = connected(daemon.endpoint, 1, "fork")
+    mine = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: mine + 1)
+    with pytest.raises(UsageError, match="forked"):
+        publisher.publish_tensors(1, [])
+
+
+def test_several_ranks_without_a_shared_job_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="RESHARDER_JOB"):
+        connect("127.0.0.1:1", model="policy")
+
+
+def test_half_an_environment_is_not_taken_for_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="RANK=None"):
+        connect("127.0.0.1:1", model="policy", job="x")

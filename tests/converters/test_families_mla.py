@@ -1,0 +1,277 @@
+"""DeepSeek, Kimi, GLM-4.5 and MiMo: names of published checkpoints, layers that predict further tokens, biases kept in fp32."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import fakepg, reference, tiny_hf
+from tests.support.megatron_models import build_model, fill_from_hf, wrap_float16
+
+# isort: split
+from resharder.converters import architectures
+from resharder.converters.architectures.table import Rows, Weight
+from resharder.converters.checkpoint import expected_shapes
+from resharder.converters.layout import Layout, box_index
+from resharder.converters.local import read_piece
+from resharder.converters.megatron import local_layout, local_pieces
+
+from benchmarks.shapes import DEEPSEEK_V3, GLM_4_5, KIMI_K2
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """A checkpoint of a family with so many layers that predict."""
+    made: dict[tuple[str, int], Path] = {}
+
+    def make(family: str, count: int) -> Path:
+        if (family, count) not in made:
+            config = tiny_hf.tiny_config(family, num_nextn_predict_layers=count)
+            made[family, count] = tiny_hf.save_checkpoint(tmp_path_factory.mktemp(family), config)
+        return made[family, count]
+
+    return make
+
+
+# Names on disk
+
+
+PREDICTING = {
+    "deepseek_v3": ("model.layers.4.", ["enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "embed_tokens"]),
+    "glm4_moe": ("model.layers.4.", ["enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "embed_tokens"]),
+    "mimo": ("model.mtp_layers.0.", ["token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"]),
+}
+"""After four layers, besides those of a decoder layer. DeepSeek-V3's README_WEIGHTS.md; GLM-4.5 as vLLM PR 27597 describes it;
+MiMo as vLLM's mimo_mtp.py reads it."""
+
+
+@pytest.mark.parametrize("family", PREDICTING)
+def test_a_layer_that_predicts_is_stored_as_published_checkpoints_store_it(family: str) -> None:
+    prefix, own = PREDICTING[family]
+    shapes = expected_shapes(tiny_hf.tiny_config(family))
+    of_a_layer = {name.removeprefix("model.layers.3.") for name in shapes if name.startswith("model.layers.3.")}
+    found = {name.removeprefix(prefix) for name in shapes if name.startswith(prefix)}
+    assert found - of_a_layer == {f"{name}.weight" for name in own}
+    assert of_a_layer <= found
+    assert {name for name in shapes if "layers." in name and not name.startswith((prefix, *DECODER))} == set()
+
+
+DECODER = tuple(f"model.layers.{n}." for n in range(4))
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [  # an expert layer of DeepSeek-V3 is 9 + 2 + 3 + 3 x 256 tensors, and the one that predicts has 6 more
+        (DEEPSEEK_V3, 3 + 3 * 12 + 58 * 782 + 782 + 6),
+        (DEEPSEEK_V3 | {"num_nextn_predict_layers": 0}, 45395),
+        (KIMI_K2, 69975),
+        (GLM_4_5 | {"num_nextn_predict_layers": 0}, 44189),
+        (GLM_4_5, 44189 + 496 + 6),
+    ],
+    ids=["DeepSeek-V3", "DeepSeek-V3 without MTP", "Kimi-K2", "GLM-4.5 without MTP", "GLM-4.5"],
+)
+def test_published_models_have_as_many_tensors_as_their_checkpoints(config: dict[str, Any], count: int) -> None:
+    assert len(expected_shapes(config)) == count
+
+
+@pytest.mark.parametrize(("options", "tensors"), [({"use_qk_norm": False}, 2), ({"attention_bias": False}, 3)])
+def test_glm_without_head_norms_or_biases_has_none(options: dict[str, Any], tensors: int) -> None:
+    every, fewer = expected_shapes(GLM_4_5), expected_shapes(GLM_4_5 | options)
+    assert len(every) - len(fewer) == 93 * tensors
+
+
+# What layers that predict compute
+
+
+def difference(folder: Path, family: str, count: int, spec: Any) -> float:
+    config = tiny_hf.tiny_config(family, num_nextn_predict_layers=count)
+    fakepg.enter(0, 1)
+    chunks = build_model(config, spec=spec)
+    fill_from_hf(chunks, config, tiny_hf.load_checkpoint(folder), padding=float("nan"))
+    tokens = torch.randint(0, config["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(3))
+    return reference.difference(chunks, config, folder, tokens)
+
+
+@pytest.mark.parametrize("spec", ["local", "te"])
+@pytest.mark.parametrize("family", PREDICTING)
+def test_two_layers_that_predict_compute_what_transformers_does(
+    folder_of: Callable[[str, int], Path], family: str, spec: str
+) -> None:
+    assert difference(folder_of(family, 2), family, 2, spec) < 2e-5
+
+
+def test_the_reference_has_logits_at_every_depth(folder_of: Callable[[str, int], Path]) -> None:
+    first, second, third = reference.logits(folder_of("deepseek_v3", 2), torch.arange(12)[None] + 5)
+    assert min(float((a - b).abs().max()) for a, b in ((first, second), (second, third), (first, third))) > 0.1
+
+
+def renamed(old: str, new: str) -> Callable[[Weight], Weight]:
+    def swap(name: str) -> str:
+        return name.replace(old, "\0").replace(new, old).replace("\0", new)
+
+    return lambda weight: replace(weight, runs=tuple(replace(run, tensor=swap(run.tensor)) for run in weight.runs))
+
+
+def turned(by: int) -> Callable[[Weight], Weight]:
+    """HF rows (or, for a projection of two halves, columns) turned round."""
+
+    def change(weight: Weight) -> Weight:
+        size, tensor = weight.shape[weight.axis], weight.runs[0].tensor
+        return replace(weight, runs=(Rows(0, size - by, tensor, by), Rows(size - by, by, tensor)))
+
+    return change
+
+
+WRONG: dict[str, tuple[str, str, Callable[[Weight], Weight]]] = {
+    "keys and values of a latent swapped": ("deepseek_v2", "linear_kv_up_proj.weight", turned(24)),
+    "latent and rotary rows swapped": ("deepseek_v2_lite", "linear_kv_down_proj.weight", turned(40)),
+    "queries off by a row": ("deepseek_v2_lite", "linear_q_proj.weight", turned(1)),
+    "low rank of queries off by a row": ("deepseek_v2", "linear_q_down_proj.weight", turned(1)),
+    "norm of a latent off by a channel": ("deepseek_v2", "kv_layernorm.weight", turned(1)),
+    "gate and up of shared experts swapped": ("kimi_k2", "shared_experts.linear_fc1.weight", renamed("gate_proj", "up_proj")),
+    "biases of experts off by one": ("kimi_k2", "router.expert_bias", turned(1)),
+    "the same in a layer that predicts": ("deepseek_v3", "mtp.layers.0.transformer_layer.mlp.router.expert_bias", turned(1)),
+    "norms of embedding and hidden state swapped": ("deepseek_v3", "mtp.layers.0.enorm.weight", renamed("enorm", "hnorm")),
+    "the head's norm taken for the hidden state's": (
+        "glm4_moe",
+        "mtp.layers.0.final_layernorm.weight",
+        renamed("shared_head.norm", "hnorm"),
+    ),
+    "columns of embedding and hidden state swapped": (
+        "glm4_moe",
+        "mtp.layers.0.eh_proj.weight",
+        lambda weight: turned(128)(replace(weight, axis=1)),
+    ),
+    "columns as DeepSeek has them": (
+        "mimo",
+        "mtp.layers.0.eh_proj.weight",
+        lambda weight: replace(weight, runs=(Rows(0, 256, weight.runs[0].tensor),)),
+    ),
+    "a layer that predicts taken for the decoder's last": (
+        "mimo",
+        "mtp.layers.0.transformer_layer.mlp.linear_fc2.weight",
+        renamed("mtp_layers.0", "layers.3"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_line_moves_the_logits(
+    folder_of: Callable[[str, int], Path], mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, key, change = WRONG[mistake]
+    count = 1 if family in PREDICTING else 0
+    right = architectures.architecture_of(tiny_hf.tiny_config(family))
+    changed: list[str] = []
+
+    def table(config: Any) -> dict[str, tuple[Weight, ...]]:
+        found = dict(right.table(config))
+        changed.extend(name for name in found if name.endswith(key))
+        return found | {name: tuple(map(change, found[name])) for name in changed}
+
+    folder = folder_of(family, count)
+    monkeypatch.setattr(architectures, "ARCHITECTURES", (replace(right, table=table),))
+    assert difference(folder, family, count, "local") > 0.01
+    assert changed
+
+
+# Where layers that predict lie
+
+
+PLACES: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("deepseek_v3", 1, 2, {"pp": 2}),
+    ("deepseek_v3", 2, 4, {"pp": 2, "tp": 2, "ep": 2, "vocab_multiple": 64}),
+    ("deepseek_v3", 2, 8, {"pp": 4, "tp": 2, "pipeline_model_parallel_layout": "Ett|tt|mm|L"}),
+    ("glm4_moe", 1, 4, {"pp": 4, "pipeline_model_parallel_layout": "Ett|tt|m|L"}),
+    ("mimo", 1, 8, {"pp": 2, "vpp": 2, "tp": 4, "pipeline_model_parallel_layout": "Et|tt|t|mL"}),
+    ("mimo", 2, 4, {"pp": 4, "pipeline_model_parallel_layout": "E|tttt|mm|L"}),
+]
+
+
+@pytest.mark.parametrize("spec", ["local", "te"])
+@pytest.mark.parametrize(("family", "count", "world", "layout"), PLACES, ids=repr)
+def test_wherever_layers_that_predict_lie_every_element_is_given_once(
+    folder_of: Callable[[str, int], Path], family: str, count: int, world: int, layout: dict[str, Any], spec: Any
+) -> None:
+    config = tiny_hf.tiny_config(family, num_nextn_predict_layers=count)
+    checkpoint = tiny_hf.load_checkpoint(folder_of(family, count))
+    full = {name: torch.full_like(tensor, float("nan")) for name, tensor in checkpoint.items()}
+    times = {name: torch.zeros(tensor.shape, dtype=torch.int32) for name, tensor in checkpoint.items()}
+    for rank in range(world):
+        fakepg.enter(rank, world)
+        chunks = build_model(config, spec=spec, **layout)
+        fill_from_hf(chunks, config, checkpoint, padding=float("nan"))
+        for name, index, tensor in local_pieces(chunks, config):
+            full[name][index] = tensor
+            times[name][index] += 1
+    assert [name for name, count in times.items() if not bool((count == 1).all())] == []
+    assert [name for name, tensor in checkpoint.items() if not torch.equal(full[name], tensor)] == []
+
+
+def layout_on(rank: int, world: int, count: int, **layout: Any) -> Layout:
+    config = tiny_hf.tiny_config("deepseek_v3", num_nextn_predict_layers=count)
+    fakepg.enter(rank, world)
+    return local_layout(build_model(config, **layout), config)[0]
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "layout"),
+    [(1, 2, {"pp": 2}), (2, 4, {"pp": 4, "pipeline_model_parallel_layout": "Ett|tt|mm|L"})],
+    ids=["last stage", "stage of their own"],
+)
+def test_the_embedding_beside_them_is_a_replica_of_the_first_stages(rank: int, world: int, layout: dict[str, Any]) -> None:
+    layout_there = layout_on(rank, world, 2, **layout)
+    embedding = [piece for piece in layout_there.pieces if piece.local == "0.embedding.word_embeddings.weight"]
+    names = {"model.embed_tokens.weight", "model.layers.4.embed_tokens.weight", "model.layers.5.embed_tokens.weight"}
+    assert {piece.tensor for piece in embedding} == names
+    assert all(piece.replica for piece in embedding)
+    assert names <= {piece.tensor for piece in layout_on(0, world, 2, **layout).owned()}
+
+
+# Biases of experts
+
+
+def test_biases_of_experts_stay_fp32_in_a_bf16_model_before_its_first_forward(folder_of: Callable[[str, int], Path]) -> None:
+    config = tiny_hf.tiny_config("deepseek_v3")
+    checkpoint = tiny_hf.load_checkpoint(folder_of("deepseek_v3", 1))
+    fakepg.enter(0, 1)
+    chunks = wrap_float16(build_model(config, spec="te", dtype=torch.bfloat16))
+    fill_from_hf(chunks, config, checkpoint)
+    layout, tensors = local_layout(chunks, config)
+    biases = [piece for piece in layout.pieces if piece.tensor.endswith("e_score_correction_bias")]
+    assert len(biases) == 4
+    for piece in biases:
+        expected = checkpoint[piece.tensor][box_index(piece.box)]
+        assert layout.tensors[piece.tensor].dtype == "F32"
+        assert torch.equal(read_piece(tensors, piece), expected)
+        assert not torch.equal(expected.bfloat16().float(), expected)
+    assert {spec.dtype for name, spec in layout.tensors.items() if not name.endswith("e_score_correction_bias")} == {"BF16"}
+
+
+# Real sizes
+
+
+UNEVEN = {"num_layers_in_first_pipeline_stage": 7, "num_layers_in_last_pipeline_stage": 6}
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "held"),
+    [
+        (DEEPSEEK_V3, {"tp": 8, "pp": 8, "ep": 32, **UNEVEN}, 6 + 1),
+        (KIMI_K2, {"tp": 8, "pp": 8, "ep": 32, **UNEVEN}, 6),
+        (GLM_4_5, {"tp": 8, "pp": 4, "ep": 16}, 23 + 1),
+    ],
+    ids=["DeepSeek-V3", "Kimi-K2", "GLM-4.5"],
+)
+def test_a_rank_of_the_last_stage_of_a_real_model_is_laid_out_without_memory(
+    config: dict[str, Any], layout: dict[str, Any], held: int
+) -> None:
+    world = 32 * layout["pp"]
+    fakepg.enter(world - 1, world)
+    found, tensors = local_layout(build_model(config, device="meta", dtype=torch.bfloat16, **layout), config)
+    assert all(tensor.is_meta for tensor in tensors.values())
+    experts = config["n_routed_experts"] // layout["ep"]
+    assert len({piece.tensor for piece in found.pieces if ".mlp.experts." in piece.tensor}) == 3 * experts * held

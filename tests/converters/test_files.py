@@ -1,0 +1,88 @@
+"""Files laid out up front are what safetensors reads, and hostile headers are refused."""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from resharder.converters.files import MappedFiles, folder_layout, index_json, lay_out, parse_header, read_layout
+from resharder.converters.layout import TensorSpec
+from safetensors import safe_open
+
+SPECS = [TensorSpec("b", "BF16", (3, 5)), TensorSpec("a", "F32", (7,)), TensorSpec("c", "U8", (11,)), TensorSpec("s", "F32", ())]
+
+
+def write(folder: Path, limit: int = 4 << 30):
+    files = lay_out(SPECS, limit)
+    for file in files:
+        (folder / file.path).write_bytes(file.header + bytes(file.size - len(file.header)))
+    return files
+
+
+@pytest.mark.parametrize("limit", [4 << 30, 32])
+def test_what_is_written_through_the_map_is_what_safetensors_reads(tmp_path: Path, limit: int) -> None:
+    files = write(tmp_path, limit)
+    with MappedFiles(tmp_path, files, writable=True) as mapped:
+        mapped.arrays["b"][...] = np.arange(15).reshape(3, 5)
+        mapped.arrays["a"][...] = np.arange(7, dtype=np.float32).view(np.uint32)
+    found = {}
+    for file in files:
+        with safe_open(tmp_path / file.path, "pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    assert torch.equal(found["a"], torch.arange(7.0))
+    assert torch.equal(found["b"].view(torch.int16), torch.arange(15, dtype=torch.int16).view(3, 5))
+    assert {name: tuple(t.shape) for name, t in found.items()} == {s.name: s.shape for s in SPECS}
+    assert set(json.loads(index_json(files))["weight_map"]) == set(found)
+
+
+def test_a_layout_read_back_from_the_files_is_the_one_they_were_laid_out_with(tmp_path: Path) -> None:
+    assert read_layout(tmp_path) == ()
+    assert read_layout(tmp_path) != write(tmp_path, 32)
+    assert read_layout(tmp_path) == lay_out(SPECS, 32)
+
+
+def test_every_tensor_is_aligned_to_its_elements() -> None:
+    for file in lay_out(SPECS):
+        assert all(placed.offset % {"F32": 4, "BF16": 2, "U8": 1}[placed.spec.dtype] == 0 for placed in file.tensors)
+
+
+def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
+    files = write(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(ValueError, match=r"expected .* bytes, found 5"):
+        MappedFiles(tmp_path, files)
+
+
+def test_a_folder_of_whole_tensors_is_a_layout() -> None:
+    layout = folder_layout({s.name: s for s in SPECS})
+    assert {p.tensor: p.strides for p in layout.pieces} == {"a": (1,), "b": (5, 1), "c": (1,), "s": ()}
+
+
+def header(entries: object) -> bytes:
+    text = json.dumps(entries).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+ATTACKS = {
+    "not json": struct.pack("<Q", 3) + b"{{{",
+    "no object": header([1, 2]),
+    "no dtype": header({"w": {"shape": [1], "data_offsets": [0, 2]}}),
+    "unknown dtype": header({"w": {"dtype": "X", "shape": [1], "data_offsets": [0, 2]}}),
+    "offsets beyond the file": header({"w": {"dtype": "U8", "shape": [10_000], "data_offsets": [0, 10_000]}}),
+    "offsets before the file": header({"w": {"dtype": "U8", "shape": [4], "data_offsets": [-4, 0]}}),
+    "size that is not the shape's": header({"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 2]}}),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_hostile_header_is_refused(attack: str) -> None:
+    with pytest.raises(ValueError, match=r"w|header|model"):
+        parse_header("model.safetensors", ATTACKS[attack], 1000)
+
+
+def test_a_header_longer_than_its_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
+    with pytest.raises(ValueError, match="header would be"):
+        read_layout(tmp_path)

@@ -1,0 +1,64 @@
+"""What real Megatron ranks compute after every parameter was filled through its layout: one run of four processes, many cases."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support import fakepg, tiny_hf
+from tests.support.megatron_ranks import FORWARD
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    fakepg.leave()
+    folder = tmp_path_factory.mktemp("ranks")
+    for family in {family for family, _ in FORWARD.values()}:
+        tiny_hf.save_checkpoint(folder / family, tiny_hf.tiny_config(family))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    run = subprocess.run(
+        [*launch, "-m", "tests.support.megatron_ranks", str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=540,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    findings: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return findings
+
+
+def test_every_family_is_computed_by_several_ranks() -> None:
+    assert {family for family, _ in FORWARD.values()} == set(tiny_hf.FAMILIES)
+
+
+@pytest.mark.parametrize("case", FORWARD)
+def test_ranks_together_compute_the_logits_of_the_checkpoint(found: dict[str, Any], case: str) -> None:
+    assert found[case] < tiny_hf.tolerance(FORWARD[case][0])
+
+
+def test_parameters_that_a_late_gather_leaves_behind_are_named_and_do_differ(found: dict[str, Any]) -> None:
+    late = found["late gather"]
+    assert late["at first"] == 0
+    assert late["after the step"] == late["parameters"]
+    assert late["ranks differ"]
+
+
+def test_replicas_that_differ_are_named_with_their_ranks_on_every_rank(found: dict[str, Any]) -> None:
+    said = found["replicas"]
+    assert said["data parallel, equal"] == said["tied, equal"] == ""
+    changed = (
+        "model.layers.2.mlp.down_proj.weight[0:128, 96:192]: expected the values of its owner, rank 1; found others on rank 3"
+    )
+    assert said["data parallel, changed"] == changed
+    assert said["tied, changed"].startswith("model.embed_tokens.weight[0:502, 0:128]: expected the values of its owner, rank 0;")
+    assert said["tied, changed"].endswith("found others on rank 2")
+
+
+def test_after_the_gather_nothing_is_stale(found: dict[str, Any]) -> None:
+    assert found["late gather"]["after the gather"] == 0
+    assert not found["late gather"]["ranks differ then"]

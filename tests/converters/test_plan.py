@@ -1,0 +1,143 @@
+"""Tilings refused with the exact difference, replicas shared out evenly, chunks cut alike on both sides."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from resharder.converters.cut import cut_chunks
+from resharder.converters.errors import LayoutError
+from resharder.converters.layout import Box, Layout, Piece, Range, TensorSpec, box_size, full_box
+from resharder.converters.plan import plan
+from resharder.converters.tiling import Held, assign, check_tiling
+
+from tests.support.shardings import held, sharding
+
+SPEC = TensorSpec("w", "BF16", (10, 6))
+
+
+def rows(first: int, count: int) -> Box:
+    return (Range(first, count), Range(0, 6))
+
+
+def test_a_hole_is_named_with_its_first_element_and_size() -> None:
+    with pytest.raises(LayoutError, match=r"element \[4, 0\] is held by no rank; so are 6 of its 60 elements"):
+        check_tiling(SPEC, [Held(0, 0, rows(0, 4), False), Held(1, 0, rows(5, 5), False)])
+
+
+def test_an_overlap_is_named_with_its_ranks() -> None:
+    with pytest.raises(LayoutError, match=r"element \[4, 0\] is held by more than one rank: \[0, 1\]; so are 6 of its 60"):
+        check_tiling(SPEC, [Held(0, 0, rows(0, 5), False), Held(1, 0, rows(4, 6), False)])
+
+
+def test_a_hole_between_interleaved_rows_is_counted_exactly() -> None:
+    with pytest.raises(LayoutError, match=r"element \[1, 0\] is held by no rank; so are 30 of its 60"):
+        check_tiling(SPEC, [Held(0, 0, (Range(0, 5, 2), Range(0, 6)), False)])
+
+
+def test_a_tensor_nobody_holds_is_a_hole() -> None:
+    with pytest.raises(LayoutError, match="held by no rank"):
+        check_tiling(SPEC, [])
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        (Range(0, 11), Range(0, 6)),
+        (Range(-1, 2), Range(0, 6)),
+        (Range(0, 10),),
+        (Range(0, 6, 2), Range(0, 6)),
+        (Range(0, 0), Range(0, 6)),
+    ],
+)
+def test_a_box_outside_the_tensor_is_refused(box: Box) -> None:
+    with pytest.raises(LayoutError, match="outside of shape"):
+        check_tiling(SPEC, [Held(3, 0, box, False)])
+
+
+def test_a_replica_needs_the_box_of_an_owner() -> None:
+    check_tiling(SPEC, [Held(0, 0, full_box(SPEC.shape), False), Held(1, 0, full_box(SPEC.shape), True)])
+    with pytest.raises(LayoutError, match="no owner's box"):
+        check_tiling(SPEC, [Held(0, 0, full_box(SPEC.shape), False), Held(1, 0, rows(0, 5), True)])
+
+
+@given(st.data())
+def test_removing_or_doubling_any_box_of_a_tiling_is_noticed(data: st.DataObject) -> None:
+    shape = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
+    pieces = held(data.draw(sharding(shape)))
+    victim = data.draw(st.sampled_from(pieces))
+    spec = TensorSpec("w", "F32", shape)
+    check_tiling(spec, pieces)
+    with pytest.raises(LayoutError, match="held by no rank"):
+        check_tiling(spec, [p for p in pieces if p != victim])
+    with pytest.raises(LayoutError, match="more than one rank"):
+        check_tiling(spec, [*pieces, victim])
+
+
+def test_a_plan_with_a_missing_source_is_refused_by_name() -> None:
+    source = Layout({"w": SPEC}, (Piece("w", rows(0, 9), "a", 0, (6, 1)),))
+    wanted = Layout({"w": SPEC}, (Piece("w", full_box(SPEC.shape), "b", 0, (6, 1)),))
+    with pytest.raises(LayoutError, match=r"w.*expected 60 elements, the sources give 54"):
+        plan({0: source}, {0: wanted})
+
+
+def test_a_plan_between_different_dtypes_is_refused() -> None:
+    source = Layout({"w": SPEC}, (Piece("w", full_box(SPEC.shape), "a", 0, (6, 1)),))
+    wanted = Layout({"w": SPEC._replace(dtype="F32")}, (Piece("w", full_box(SPEC.shape), "b", 0, (6, 1)),))
+    with pytest.raises(LayoutError, match="expect F32"):
+        plan({0: source}, {0: wanted})
+
+
+def test_what_sources_hold_alike_is_sent_evenly() -> None:
+    specs = {f"w{i}": TensorSpec(f"w{i}", "BF16", (4 + i, 6)) for i in range(40)}
+    whole = Layout(specs, tuple(Piece(name, full_box(spec.shape), name, 0, (6, 1)) for name, spec in specs.items()))
+    alike = Layout(specs, tuple(piece._replace(replica=True) for piece in whole.pieces))
+    found = plan({0: whole, 1: alike, 2: alike}, {"a": whole, "b": whole})
+    total = sum(spec.size for spec in specs.values())
+    assert found.received.tolist() == [total, total]
+    assert found.sent.sum() == 2 * total
+    assert found.sent.max() < 1.02 * found.sent.mean()
+
+
+def test_holders_whose_boxes_overlap_without_being_the_same_are_refused() -> None:
+    one = Layout({"w": SPEC}, (Piece("w", rows(0, 6), "a", 0, (6, 1)),))
+    other = Layout({"w": SPEC}, (Piece("w", rows(5, 5), "a", 0, (6, 1)),))
+    wanted = Layout({"w": SPEC}, (Piece("w", full_box(SPEC.shape), "b", 0, (6, 1)),))
+    with pytest.raises(LayoutError, match=r"w: expected the same boxes .* found \[0:6, 0:6\] and \[5:10, 0:6\]"):
+        plan({0: one, 1: other}, {0: wanted})
+
+
+def test_a_constant_between_values_is_in_the_copy() -> None:
+    source = Layout({"w": SPEC}, (Piece("w", full_box(SPEC.shape), "a", 0, (6, 1), plus=1.0),))
+    wanted = Layout({"w": SPEC}, (Piece("w", full_box(SPEC.shape), "b", 0, (6, 1)),))
+    assert [copy.plus for copy in plan({0: source}, {0: wanted}).copies()] == [1.0]
+    assert [copy.plus for copy in plan({0: source}, {0: source}).copies()] == [0.0]
+
+
+@given(st.integers(1, 8), st.lists(st.integers(1, 50), min_size=1, max_size=40))
+def test_replicas_are_shared_out_so_that_no_rank_sends_more_than_one_tensor_too_many(ranks: int, sizes: list[int]) -> None:
+    tensors = {f"w{i}": TensorSpec(f"w{i}", "BF16", (n,)) for i, n in enumerate(sizes)}
+    everywhere = {
+        name: [Held(rank, i, full_box(spec.shape), rank > 0) for rank in range(ranks)]
+        for i, (name, spec) in enumerate(tensors.items())
+    }
+    sends = assign(tensors, everywhere)
+    assert sorted(position for mine in sends.values() for position in mine) == list(range(len(sizes)))
+    load = [sum(sizes[i] for i in mine) for mine in sends.values()]
+    assert len(sends) == ranks
+    assert max(load) - min(load) <= max(sizes)
+
+
+@given(st.data(), st.integers(1, 200))
+def test_chunks_hold_every_element_once_and_stay_within_their_size(data: st.DataObject, limit: int) -> None:
+    shape = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)))
+    boxes = [box for mine in data.draw(sharding(shape)) for box in mine]
+    sizes = [data.draw(st.sampled_from([1, 2, 4])) for _ in boxes]
+    chunks = cut_chunks(boxes, sizes, limit)
+    for position, box in enumerate(boxes):
+        parts = [part.box for chunk in chunks for part in chunk if part.position == position]
+        assert sum(box_size(part) for part in parts) == box_size(box)
+        check_tiling(TensorSpec("w", "U8", shape), [*held([parts]), *held([[b for b in boxes if b is not box]])])
+    for chunk in chunks:
+        size = sum(box_size(part.box) * sizes[part.position] for part in chunk)
+        assert size <= limit or (len(chunk) == 1 and math.prod(r.count for r in chunk[0].box) == 1)

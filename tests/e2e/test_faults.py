@@ -1,0 +1,178 @@
+"""One server of two workers (TP=2) while everything around it dies: what clients see, and what comes back.
+
+The tests share the server and run in order; each leaves it serving.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from resharder.client import Publisher, connect
+
+from tests.support.daemon import Daemon
+from tests.support.operating import versions, wait_serving, wait_until
+from tests.support.tiny_hf import save_tokenizer, tiny_config
+from tests.support.vllm_server import Token, VllmServer
+from tests.support.weights import Reference, random_weights
+
+CONFIG = tiny_config("qwen3_tied")
+PROMPT = [5, 17, 42, 7, 300, 11]
+LEASE = 3.0
+
+
+@dataclass
+class System:
+    daemon: Daemon
+    folder: Path
+    server: VllmServer
+    publisher: Publisher
+    jobs: int = 0
+    steps: list[int] = field(default_factory=list)  # step of each published version, in order
+
+    def publish(self) -> int:
+        """A version with weights of its own, READY; its number. Its step is its seed."""
+        step = len(self.steps) + 1
+        handle = self.publisher.publish_tensors(step, random_weights(CONFIG, step).items())
+        handle.wait_ready(60)
+        self.steps.append(step)
+        return handle.version
+
+    def new_publisher(self) -> None:
+        self.publisher.close()
+        self.jobs += 1
+        self.publisher = job(self.daemon, self.folder, f"job-{self.jobs}")
+
+    def newest(self) -> Reference:
+        return Reference(CONFIG, random_weights(CONFIG, self.steps[-1]))
+
+
+def job(daemon: Daemon, folder: Path, name: str) -> Publisher:
+    return connect(daemon.endpoint, model="policy", job=name, rank=0, world_size=1, config=CONFIG, tokenizer=folder)
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    folder = tmp_path_factory.mktemp("config")
+    save_tokenizer(folder, CONFIG["vocab_size"])
+    with Daemon(lease_seconds=LEASE) as daemon:
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "VLLM_PLUGINS": "resharder"}
+        server = VllmServer(folder, ["--load-format", "resharder", "--tensor-parallel-size", "2"], environment)
+        built = System(daemon, folder, server, job(daemon, folder, "job-0"))
+        built.publish()
+        with server:
+            yield built
+        built.publisher.close()
+
+
+def check_answers(system: System, version: int) -> None:
+    """The server answers with this version's weights and says so."""
+    answer = system.server.generate(PROMPT, 12)
+    assert answer.version == str(version)
+    logprobs = system.newest().logprobs([*PROMPT, *answer.token_ids])[len(PROMPT) - 1 :]
+    assert list(answer.token_ids) == logprobs.argmax(-1).tolist()
+    chosen = logprobs.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+    assert torch.tensor(answer.logprobs) == pytest.approx(chosen, abs=1e-4)
+
+
+def test_a_server_boots_from_the_daemon_and_answers_with_the_published_weights(system: System) -> None:
+    assert not list(system.folder.glob("*.safetensors"))
+    wait_serving(system.daemon, 1)
+    check_answers(system, 1)
+
+
+def test_a_request_in_flight_goes_on_and_each_of_its_tokens_comes_from_one_version(system: System) -> None:
+    for _ in range(5):  # on a busy machine an answer can be over before the install begins
+        version, from_old, from_new = answer_across_an_install(system)
+        switch = int(from_old.int().cumprod(0).sum())
+        assert bool(from_new[switch:].all()), "tokens after the switch are the new version's"
+        check_answers(system, version)
+        if 0 < switch < len(from_old):
+            return
+    pytest.fail("no install of five fell into an answer")
+
+
+def answer_across_an_install(system: System) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """A version published while an answer of 400 tokens is on its way, and which of its tokens the old weights and which the
+    new ones could have made."""
+    old = system.newest()
+    tokens: list[Token] = []
+    client = threading.Thread(target=lambda: tokens.extend(token for token in system.server.stream(PROMPT, 400)))
+    client.start()
+    wait_until(lambda: len(tokens) > 20, "the answer is on its way")
+    version = system.publish()
+    wait_serving(system.daemon, version)
+    client.join(120)
+    assert len(tokens) == 400
+    ids, chosen = [t.token_id for t in tokens], torch.tensor([t.token_id for t in tokens])[:, None]
+    found = torch.tensor([t.logprob for t in tokens])
+    gaps = []
+    for reference in (old, system.newest()):
+        logprobs = reference.logprobs([*PROMPT, *ids])[len(PROMPT) - 1 :]
+        gaps.append((logprobs.gather(-1, chosen)[:, 0] - found).abs())
+    return version, gaps[0] < 1e-3, gaps[1] < 1e-3
+
+
+INTERRUPTED = """
+import os, sys
+from tests.e2e.test_faults import CONFIG, job
+from tests.support.weights import random_weights
+class Endpoint: endpoint = sys.argv[1]
+def half():
+    for i, item in enumerate(random_weights(CONFIG, 99).items()):
+        if i == 20:
+            print("half-way", flush=True)
+            os.kill(os.getpid(), 9)
+        yield item
+from pathlib import Path
+publisher = job(Endpoint, Path(sys.argv[2]), "killed")
+publisher.attach_tensors([(n, t.dtype, tuple(t.shape)) for n, t in random_weights(CONFIG, 99).items()])
+publisher.publish_tensors(99, half())
+"""
+
+
+def test_a_trainer_killed_in_mid_publish_leaves_nothing_and_the_next_one_publishes(system: System) -> None:
+    before = versions(system.daemon)
+    serving = max(n for n, state in before.items() if state == "READY")
+    command = [sys.executable, "-c", INTERRUPTED, system.daemon.endpoint, str(system.folder)]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert killed.returncode == -9, killed.stderr
+    assert "half-way" in killed.stdout
+    check_answers(system, serving)
+    wait_until(lambda: "STAGING" not in versions(system.daemon).values(), "the version is aborted", 5 * LEASE)
+    after = versions(system.daemon)
+    assert [state for n, state in after.items() if n not in before] == ["ABORTED"]
+    check_answers(system, serving)
+    system.new_publisher()
+    version = system.publish()
+    wait_serving(system.daemon, version)
+    check_answers(system, version)
+
+
+def test_a_killed_daemon_comes_back_with_its_versions_and_the_server_never_stops(system: System) -> None:
+    ready = {n for n, state in versions(system.daemon).items() if state == "READY"}
+    system.daemon.kill()
+    check_answers(system, max(ready))
+    system.daemon.start()
+    assert {n for n, state in versions(system.daemon).items() if state == "READY"} == ready
+    server = wait_serving(system.daemon, max(ready))
+    assert server.install.version == 0, "nothing had to be installed again"
+    check_answers(system, max(ready))
+    version = system.publish()
+    wait_serving(system.daemon, version)
+    check_answers(system, version)
+
+
+def test_a_killed_server_boots_on_the_newest_version(system: System) -> None:
+    system.server.kill()
+    version = system.publish()
+    system.server.start()
+    system.server.wait_ready()
+    wait_serving(system.daemon, version)
+    check_answers(system, version)

@@ -1,0 +1,86 @@
+"""Every kind of server: boots from the daemon, takes a second version while running, and then answers exactly as a fresh engine
+that loads the exported folder itself, token by token and logprob by logprob.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resharder.client import connect
+
+from tests.support.daemon import Daemon
+from tests.support.operating import export, wait_serving
+from tests.support.tiny_hf import save_tokenizer, tiny_config
+from tests.support.vllm_engine import Engine
+from tests.support.vllm_server import Answer, VllmServer
+from tests.support.weights import random_weights
+
+PROMPTS = ([5, 17, 42, 7, 300, 11], [800, 2, 9], [77] * 12)
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    options: tuple[tuple[str, str | int], ...] = ()  # vLLM's
+    dtype: str = "float32"
+    eager: bool = True
+    shared_memory: bool = True
+    pause_mode: str = "keep"
+
+    @property
+    def args(self) -> list[str]:
+        return [text for name, value in self.options for text in (f"--{name.replace('_', '-')}", str(value))]
+
+
+CASES = {
+    # vLLM's CPU build cannot run MoE under data parallelism; a dense model at DP=2 is in tests/vllm/test_control_server.py
+    "MoE, TP=2, every box over gRPC, pause wait": Case(
+        "qwen3_moe", (("tensor_parallel_size", 2),), shared_memory=False, pause_mode="wait"
+    ),
+    "dense, bf16, TP=2, compiled, pause abort": Case(
+        "qwen3", (("tensor_parallel_size", 2),), dtype="bfloat16", eager=False, pause_mode="abort"
+    ),
+    "dense, tied, bf16, fp8 per channel": Case("qwen3_tied", (("quantization", "fp8_per_channel"),), dtype="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_updated_server_answers_exactly_as_a_fresh_one(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    dtype = getattr(torch, case.dtype)
+    config: dict[str, Any] = tiny_config(case.family, dtype=case.dtype)
+    save_tokenizer(tmp_path, config["vocab_size"])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with (
+        Daemon(shared_memory=case.shared_memory, pause_mode=case.pause_mode) as daemon,
+        connect(daemon.endpoint, model="policy", job="j", rank=0, world_size=1, config=config, tokenizer=tmp_path) as publisher,
+    ):
+        publisher.publish_tensors(1, random_weights(config, 1, dtype).items()).wait_ready(60)
+        environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "VLLM_PLUGINS": "resharder"}
+        arguments = [*case.args, "--load-format", "resharder"]
+        with VllmServer(tmp_path, arguments, environment, dtype=case.dtype, eager=case.eager) as server:
+            first = answers(server)
+            assert {answer.version for answer in first} == {"1"}
+            publisher.publish_tensors(2, random_weights(config, 2, dtype).items()).wait_serving(120)
+            installed = wait_serving(daemon, 2)
+            updated = answers(server)
+        transports = {worker.transport for worker in installed.workers}
+        assert transports == {"shared-memory" if case.shared_memory else "grpc"}
+        assert {answer.version for answer in updated} == {"2"}
+        exported = tmp_path / "exported"
+        export(daemon, "models/policy/versions/2", exported)
+    with Engine(exported, dtype=case.dtype, enforce_eager=case.eager, **dict(case.options)) as fresh:
+        reference = [tuple(fresh.logprobs(prompt, 12)) for prompt in PROMPTS]
+    assert content(updated) == reference
+    assert content(first) != reference
+
+
+def answers(server: VllmServer) -> list[Answer]:
+    return [server.generate(prompt, 12) for prompt in PROMPTS]
+
+
+def content(answers: list[Answer]) -> list[tuple[tuple[int, float], ...]]:
+    return [tuple(zip(answer.token_ids, answer.logprobs, strict=True)) for answer in answers]

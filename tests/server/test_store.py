@@ -1,0 +1,293 @@
+"""The store by itself: retention, holds, room, recycling, recovery."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from resharder.converters.digest import digest
+from resharder.converters.files import MappedFiles, lay_out
+from resharder.converters.layout import TensorSpec, full_box
+from resharder.server.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from resharder.server.manifest import READY, VersionRecord
+from resharder.server.room import peak, surplus, wanted_sets
+from resharder.server.store import Store
+
+SPECS = [TensorSpec("a", "BF16", (64, 64)), TensorSpec("b", "F32", (16,))]
+LAYOUTS = lay_out(SPECS)
+SIZE = sum(layout.size for layout in LAYOUTS)
+FILES = {"config.json": b"{}", "tokenizer.json": b"[]"}
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="resharder-test-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def store(root: Path) -> Iterator[Store]:
+    made = Store(root / "store", keep_count=2)
+    yield made
+    made.close()
+
+
+def claim(store: Store, job: str = "job", model: str = "policy") -> int:
+    epoch = store.new_claim(model, job, 1).epoch
+    store.reserve(model, epoch, LAYOUTS, FILES)
+    return epoch
+
+
+def publish(store: Store, epoch: int, step: int, model: str = "policy") -> VersionRecord:
+    record = store.begin(model, epoch, step, "job")
+    with MappedFiles(store.folder(record), LAYOUTS, writable=True) as files:
+        digests = {}
+        for spec in SPECS:
+            files.arrays[spec.name][...] = step + 1
+            digests[spec.name] = digest(files.arrays[spec.name], full_box(spec.shape), spec.shape)
+    return store.commit(record, digests, ((0, "00"),))
+
+
+def numbers(store: Store, state: str = READY) -> list[int]:
+    return [record.number for record in store.versions("policy") if record.state == state]
+
+
+def inodes(folder: Path) -> set[int]:
+    return {path.stat().st_ino for path in folder.glob("*.safetensors")}
+
+
+def edit(path: Path, old: bytes, new: bytes) -> None:
+    assert old in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(old, new))
+
+
+def settle(store: Store) -> None:
+    """Until nothing goes on behind the store."""
+    with store._changed:
+        model = store._models["policy"]
+        assert store._changed.wait_for(lambda: not model.leaving and not (model.room and model.room.pending), 10)
+
+
+def test_old_versions_go_and_held_ones_stay_until_released(store: Store) -> None:
+    epoch = claim(store)
+    publish(store, epoch, 0)
+    store.hold("policy", 1, "servers/s")
+    for step in range(1, 5):
+        publish(store, epoch, step)
+    assert numbers(store) == [1, 4, 5]
+    assert store.holders("policy", 1) == ["servers/s"]
+    store.release("policy", 1, "servers/s")
+    assert numbers(store) == [4, 5]
+    with pytest.raises(NotFound, match="RETIRED"):
+        store.hold("policy", 1, "servers/s")
+
+
+@given(st.lists(st.integers(1, 100), max_size=8), st.sets(st.integers(1, 8)), st.integers(1, 4), st.integers(0, 250))
+def test_retention_keeps_the_newest_the_held_and_no_more_than_it_may(sizes, held, count, size) -> None:
+    ready = [VersionRecord("m", i, READY, 1, i, "j", n, 1, 0.0) for i, n in enumerate(sizes, start=1)]
+    dropped = surplus(ready, held, count, size)
+    kept = [record for record in ready if record not in dropped]
+    assert not {record.number for record in dropped} & held
+    assert not ready or ready[-1] in kept
+    free = [record for record in kept[:-1] if record.number not in held]
+    assert all(sum(later.number >= record.number for later in ready) <= count for record in free)
+    assert not size or all(sum(later.size_bytes for later in ready if later.number >= record.number) <= size for record in free)
+
+
+@given(st.integers(1, 50), st.integers(1, 4), st.lists(st.integers(1, 50), max_size=4))
+def test_the_peak_is_what_replacing_one_version_after_another_takes(size: int, keep: int, old: list[int]) -> None:
+    sets, alive, most = wanted_sets(size, keep, 0), list(old), 0
+    for _ in range(10):
+        alive = alive[-(sets - 1) :]
+        most = max(most, sum(alive) + size)
+        alive.append(size)
+    assert peak(size, sets, old[-(sets - 1) :]) == most
+
+
+def test_room_is_refused_at_registration_with_who_holds_what(root: Path) -> None:
+    store = Store(root / "store", keep_count=2, limit_bytes=int(SIZE * 4.5))
+    publish(store, claim(store), 0)
+    epoch = store.new_claim("draft", "other", 1).epoch
+    with pytest.raises(
+        ResourceExhausted, match=r"models/policy/versions/1 READY .* bytes; models/policy reserves 3 times"
+    ) as caught:
+        store.reserve("draft", epoch, LAYOUTS, FILES)
+    assert caught.value.reason == "NO_ROOM"
+    assert not list((root / "store/models/draft").glob("pool/*"))
+    store.close()
+
+
+def test_a_version_beyond_the_limit_is_refused_while_held_ones_take_the_room(root: Path) -> None:
+    store = Store(root / "store", keep_count=2, limit_bytes=int(SIZE * 3.5))
+    epoch = claim(store)
+    for step in range(3):
+        publish(store, epoch, step)
+        store.hold("policy", step + 1, f"servers/{step}")
+    with pytest.raises(ResourceExhausted, match="used by servers/0"):
+        store.begin("policy", epoch, 3, "job")
+    store.release("policy", 1, "servers/0")
+    settle(store)
+    assert store.begin("policy", epoch, 3, "job").number == 4
+    store.close()
+
+
+def test_files_are_recycled_within_an_epoch(store: Store) -> None:
+    epoch, seen = claim(store), []
+    for step in range(8):
+        seen.append(inodes(store.folder(publish(store, epoch, step))))
+        settle(store)
+    assert len(set().union(*seen)) <= 3, "more files were made than are used in turn"
+    with store.open("policy", 8) as files:
+        assert int(files.arrays["a"][0, 0]) == 8
+
+
+def test_a_file_that_somebody_maps_is_never_recycled(store: Store) -> None:
+    epoch = claim(store)
+    path = store.folder(publish(store, epoch, 0)) / LAYOUTS[0].path
+    inode = path.stat().st_ino
+    program = (
+        "import mmap, sys\nwith open(sys.argv[1], 'rb') as file: held = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n"
+        "print('mapped', flush=True)\nsys.stdin.read()\nprint(sum(held[-8192:]), flush=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "mapped\n"
+        before = sum(path.read_bytes()[-8192:])
+        later = []
+        for step in range(1, 6):
+            later.append(inodes(store.folder(publish(store, epoch, step))))
+            settle(store)
+        assert all(inode not in files for files in later)
+        answer, _ = reader.communicate("")
+        assert int(answer) == before, "the reader's bytes changed"
+
+
+def test_an_epoch_never_gets_files_of_another(store: Store) -> None:
+    first = claim(store)
+    old = set()
+    for step in range(3):
+        old |= inodes(store.folder(publish(store, first, step)))
+    keep = [path.open("rb") for path in store.root.rglob("*.safetensors")]  # else a freed inode's number may come again
+    second = claim(store, "second")
+    for step in range(4):
+        assert not inodes(store.folder(publish(store, second, step))) & old
+    for file in keep:
+        file.close()
+    with pytest.raises(FailedPrecondition, match="epoch 1"):
+        store.begin("policy", first, 9, "job")
+
+
+def test_numbers_and_epochs_never_come_twice(root: Path) -> None:
+    seen = []
+    for life in range(3):
+        store = Store(root / "store", keep_count=2)
+        epoch = claim(store, f"job{life}")
+        aborted = store.begin("policy", epoch, 0, "job")
+        store.abort("policy", aborted.number, "a test")
+        seen += [(epoch, aborted.number), (epoch, publish(store, epoch, 1).number)]
+        store.begin("policy", epoch, 2, "job")
+        store.close()
+    assert [number for _, number in seen] == [1, 2, 4, 5, 7, 8]
+    assert sorted({epoch for epoch, _ in seen}) == [1, 2, 3]
+
+
+def test_ready_versions_come_back_and_others_do_not(root: Path) -> None:
+    store = Store(root / "store", keep_count=2)
+    epoch = claim(store)
+    made = [publish(store, epoch, step) for step in range(3)]
+    store.begin("policy", epoch, 3, "job")
+    store.close()
+    again = Store(root / "store", keep_count=2)
+    assert [again.get("policy", n) for n in (2, 3)] == made[1:]
+    assert again.get("policy", 1).state == "RETIRED"
+    assert again.newest("policy") == made[2]
+    assert again.claim("policy") is not None
+    assert again.model_files("policy") == FILES
+    with again.open("policy", 3) as files:
+        assert np.all(files.arrays["a"] == 3)
+    assert not list(again.root.glob("models/policy/staging/*"))
+    again.reserve("policy", epoch, LAYOUTS, FILES)
+    assert publish(again, epoch, 3).number == 5
+    again.close()
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda folder: (folder / "resharder.json").unlink(),
+        lambda folder: edit(folder / "resharder.json", b'"step":1', b'"step":9'),
+        lambda folder: (folder / LAYOUTS[0].path).write_bytes(b"short"),
+        lambda folder: (folder / "config.json").write_bytes(b"[]"),
+    ],
+)
+def test_a_damaged_version_does_not_come_back(root: Path, harm) -> None:
+    store = Store(root / "store")
+    epoch = claim(store)
+    publish(store, epoch, 0)
+    folder = store.folder(publish(store, epoch, 1))
+    store.close()
+    harm(folder)
+    again = Store(root / "store")
+    assert numbers(again) == [1]
+    again.close()
+
+
+def test_a_manifest_says_what_is_in_the_folder(store: Store) -> None:
+    record = publish(store, claim(store), 0)
+    manifest = store.manifest("policy", 1)
+    assert (manifest.record, manifest.files, sorted(manifest.other_files)) == (record, LAYOUTS, sorted(FILES))
+    with store.open("policy", 1) as files:
+        for spec in SPECS:
+            assert manifest.digests[spec.name] == digest(files.arrays[spec.name], full_box(spec.shape), spec.shape)
+    assert json.loads((store.folder(record) / "resharder.json").read_bytes())["fingerprint"] == record.fingerprint
+
+
+def test_folders_and_files_are_the_owners_alone(store: Store) -> None:
+    publish(store, claim(store), 0)
+    modes = {path.stat().st_mode & 0o777 for path in store.root.rglob("*") if path.is_file()}
+    assert modes == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in [store.root, *store.root.rglob("*")] if path.is_dir()} == {0o700}
+
+
+def test_a_second_daemon_on_the_same_store_is_refused(store: Store) -> None:
+    with pytest.raises(FailedPrecondition, match="another daemon uses the store"):
+        Store(store.root)
+
+
+def test_subscribers_hear_of_ready_retired_and_aborted(store: Store) -> None:
+    heard: list[tuple[int, str]] = []
+    store.subscribe(lambda record: heard.append((record.number, record.state)))
+    epoch = claim(store)
+    for step in range(3):
+        publish(store, epoch, step)
+    store.abort("policy", store.begin("policy", epoch, 3, "job").number, "a test")
+    assert heard == [(1, "READY"), (2, "READY"), (3, "READY"), (1, "RETIRED"), (4, "ABORTED")]
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "", "x" * 65])
+def test_names_that_are_paths_are_refused(store: Store, name: str) -> None:
+    with pytest.raises(InvalidArgument):
+        store.new_claim(name, "job", 1)
+    with pytest.raises(InvalidArgument):
+        store.versions(name)
+
+
+def test_a_reader_sees_read_only_arrays(store: Store) -> None:
+    publish(store, claim(store), 0)
+    with store.open("policy", 1) as files:
+        array = files.arrays["a"]
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+        assert store.holders("policy", 1)
+        del array
+    assert not store.holders("policy", 1)

@@ -1,0 +1,119 @@
+"""A real `resharderd` process on a free port, its store in a folder of its own in shared memory.
+
+with Daemon() as daemon:
+    publishers = PublisherServiceStub(daemon.channel)
+    daemon.kill(); daemon.start()   # SIGKILL, then the same port and store again
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+
+class Daemon:
+    """`options` are the daemon's own, as environment: `keep_count=2` becomes RESHARDERD_KEEP_COUNT=2."""
+
+    def __init__(self, *, port: int | None = None, **options: object) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="resharder-test-", dir="/dev/shm"))
+        self.store = self.folder / "store"
+        self.log = self.folder / "log"
+        self.port = port or free_port()
+        self.endpoint = f"127.0.0.1:{self.port}"
+        self.options = options
+        self.process: subprocess.Popen[bytes] | None = None
+        self._channel: grpc.Channel | None = None
+
+    @property
+    def channel(self) -> grpc.Channel:
+        if self._channel is None:
+            self._channel = grpc.insecure_channel(self.endpoint, options=[("grpc.max_receive_message_length", -1)])
+        return self._channel
+
+    @property
+    def pid(self) -> int:
+        if self.process is None:
+            raise RuntimeError("the daemon is not running")
+        return self.process.pid
+
+    def start(self, *, failpoint: str = "", timeout: float = 60) -> "Daemon":
+        """Returns when its health service says SERVING. With `failpoint` it dies hard when it gets there."""
+        self.launch(failpoint=failpoint)
+        deadline = time.monotonic() + timeout
+        with grpc.insecure_channel(self.endpoint, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while time.monotonic() < deadline:
+                if self.process is None or self.process.poll() is not None:
+                    raise RuntimeError(f"the daemon ended at once:\n{self.log.read_text()}")
+                try:
+                    answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=5, wait_for_ready=True)
+                except grpc.RpcError:
+                    continue
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return self
+        raise TimeoutError(f"the daemon was not healthy in {timeout} s:\n{self.log.read_text()}")
+
+    def launch(self, *, failpoint: str = "") -> subprocess.Popen[bytes]:
+        """Starts the process and waits for nothing."""
+        options = {"listen": self.endpoint, "store": self.store, **self.options}
+        environment = {f"RESHARDERD_{key.upper()}": str(value) for key, value in options.items()}
+        if failpoint:
+            environment["RESHARDERD_FAILPOINT"] = failpoint
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "resharder.server.main"], env=os.environ | environment, stdout=log, stderr=log
+            )
+        return self.process
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._end(signal.SIGKILL, 30)
+
+    def stop(self, timeout: float = 60) -> int:
+        """SIGTERM; the exit status."""
+        return self._end(signal.SIGTERM, timeout)
+
+    def wait(self, timeout: float = 60) -> int:
+        """Its exit status, once it ends by itself."""
+        return self._end(None, timeout)
+
+    def _end(self, sign: signal.Signals | None, timeout: float) -> int:
+        if self.process is None:
+            raise RuntimeError("the daemon is not running")
+        if sign is not None:
+            self.process.send_signal(sign)
+        status = self.process.wait(timeout)
+        self.process = None
+        return status
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        if self.process is not None:
+            self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> "Daemon":
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

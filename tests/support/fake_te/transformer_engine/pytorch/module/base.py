@@ -1,0 +1,5 @@
+from ..layers import TransformerEngineBaseModule  # noqa: F401
+
+
+def get_dummy_wgrad(*args, **kwargs):
+    raise NotImplementedError("fused weight gradients")

@@ -1,0 +1,107 @@
+"""GPTModel chunks on CPU, under any parallel layout: real ranks (torchrun, gloo) or fake ones (`fakepg`).
+
+dist.init_process_group("gloo")
+chunks = build_model(config, tp=2, pp=2)
+fill_from_hf(chunks, config, load_checkpoint(folder))
+scores = token_logprobs(chunks, config, tokens)  # on the last pipeline stage, None elsewhere
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.support import megatron_shim  # noqa: F401
+
+# isort: split
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state as state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from resharder.converters.building import Spec
+from resharder.converters.building import build_chunks as build_model
+from resharder.converters.layout import box_index
+from resharder.converters.local import write_piece
+from resharder.converters.megatron import local_layout
+
+__all__ = ["Spec", "build_model", "fill_from_hf", "logits", "token_logprobs", "wrap_ddp", "wrap_float16"]
+
+Config = Mapping[str, Any]
+
+
+def wrap_float16(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """In Float16Module, as Megatron's bf16 training has them."""
+    wrapped: list[torch.nn.Module] = []
+    for chunk in chunks:
+        transformer: TransformerConfig = chunk.config
+        transformer.bf16 = True
+        wrapped.append(Float16Module(transformer, chunk).eval())
+    return wrapped
+
+
+def wrap_ddp(chunks: Sequence[torch.nn.Module], *, overlap: bool = False) -> list[torch.nn.Module]:
+    """In Megatron's DDP; with `overlap` as a distributed optimizer has it that gathers parameters in the next forward."""
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=overlap, overlap_param_gather=overlap, overlap_grad_reduce=overlap
+    )
+    return [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
+
+
+@torch.no_grad()
+def fill_from_hf(
+    chunks: Sequence[torch.nn.Module], config: Config, checkpoint: Mapping[str, torch.Tensor], padding: float = 0.0
+) -> None:
+    """Loads a checkpoint, as far as this rank holds it. Padded rows of the vocabulary are filled with `padding`."""
+    layout, tensors = local_layout(chunks, config)
+    for tensor in tensors.values():
+        tensor.fill_(padding)
+    for piece in layout.pieces:
+        write_piece(tensors, piece, checkpoint[piece.tensor][box_index(piece.box)])
+
+
+@torch.no_grad()
+def logits(chunks: Sequence[torch.nn.Module], config: Config, tokens: torch.Tensor, depth: int = 0) -> torch.Tensor | None:
+    """Megatron's forward of `tokens` [batch, length]: [batch, length, vocab] on ranks of the last pipeline stage, None on
+    others. Every rank calls it, with the same tokens. With `depth`, those of that MTP layer, counted from 1."""
+    transformer: TransformerConfig = chunks[0].config
+    predictions, transformer.mtp_num_layers = transformer.mtp_num_layers, None  # else it wants labels, and returns a loss
+    tp, pp = state.get_tensor_model_parallel_world_size(), state.get_pipeline_model_parallel_world_size()
+    length = tokens.shape[1]
+    inputs = F.pad(tokens, (0, -length % tp))
+    batch, padded = inputs.shape
+    positions = torch.arange(padded).expand(batch, padded)
+    future = torch.ones(1, 1, padded, padded, dtype=torch.bool).triu(1)
+    part = padded // (tp if transformer.sequence_parallel else 1)
+    last = len(chunks) * pp - 1
+    output = None
+    for number, chunk in enumerate(chunks):
+        stage = number * pp + state.get_pipeline_model_parallel_rank()
+        if stage > 0:
+            hidden = torch.empty(part, batch, transformer.hidden_size, dtype=transformer.pipeline_dtype)
+            dist.recv(hidden, state.get_pipeline_model_parallel_prev_rank())
+            _inner(chunk).set_input_tensor(hidden)
+        output = chunk(inputs, positions, future)
+        if stage < last:
+            dist.send(output.contiguous(), state.get_pipeline_model_parallel_next_rank())
+            output = None
+    transformer.mtp_num_layers = predictions
+    if output is None:
+        return None
+    parts = [torch.empty_like(output) for _ in range(tp)] if tp > 1 else [output]
+    if tp > 1:
+        dist.all_gather(parts, output.contiguous(), group=state.get_tensor_model_parallel_group())
+    by_depth = torch.cat(parts, -1).unflatten(1, (-1, 1 + (predictions or 0), part))  # sequence parallel ranks come first
+    return by_depth[:, :, depth].flatten(1, 2)[:, :length, : config["vocab_size"]]
+
+
+def token_logprobs(chunks: Sequence[torch.nn.Module], config: Config, tokens: torch.Tensor) -> torch.Tensor | None:
+    """Log-probability of each token after the first, [batch, length - 1] in fp32, as `logits` says where."""
+    scores = logits(chunks, config, tokens)
+    if scores is None:
+        return None
+    return scores[:, :-1].float().log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+
+
+def _inner(module: torch.nn.Module) -> torch.nn.Module:
+    return _inner(module.module) if hasattr(module, "module") else module

@@ -1,0 +1,50 @@
+"""What an operator sees of a daemon under test, and waiting for it."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from resharder.client.operator import Operator
+from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
+
+from tests.support.daemon import Daemon
+
+SERVING = resources_pb2.Server.SERVING
+
+
+def servers(daemon: Daemon) -> list[resources_pb2.Server]:
+    return list(operator_pb2_grpc.OperatorServiceStub(daemon.channel).ListServers(operator_pb2.ListServersRequest()).servers)
+
+
+def versions(daemon: Daemon) -> dict[int, str]:
+    """{number: state}."""
+    listed = operator_pb2_grpc.OperatorServiceStub(daemon.channel).ListVersions(operator_pb2.ListVersionsRequest()).versions
+    return {version.number: resources_pb2.Version.State.Name(version.state) for version in listed}
+
+
+def wait_until(holds: Callable[[], bool], what: str, timeout: float = 60) -> None:
+    end = time.monotonic() + timeout
+    while not holds():
+        if time.monotonic() > end:
+            raise TimeoutError(f"expected within {timeout} s: {what}")
+        time.sleep(0.05)
+
+
+def wait_serving(daemon: Daemon, version: int, timeout: float = 60) -> resources_pb2.Server:
+    """Until every live server serves `version`; one of them."""
+
+    def serving() -> bool:
+        live = [server for server in servers(daemon) if server.state != resources_pb2.Server.LOST]
+        return bool(live) and all(server.state == SERVING and server.version == version for server in live)
+
+    try:
+        wait_until(serving, f"every server serves version {version}", timeout)
+    except TimeoutError as error:
+        raise TimeoutError(f"{error}; they are: {servers(daemon)}") from None
+    return next(server for server in servers(daemon) if server.state == SERVING)
+
+
+def export(daemon: Daemon, version: str, folder: Path) -> None:
+    """A version, by its resource name, as a folder."""
+    with Operator(daemon.endpoint) as operator:
+        operator.export(operator.version(version), folder)

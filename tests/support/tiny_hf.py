@@ -1,0 +1,266 @@
+"""Tiny random Hugging Face checkpoints of every family, on disk as `save_pretrained` writes them.
+
+Their tokenizer knows the words `t0 t1 t2 …`, so that vLLM can serve them. Shapes are chosen so that dimensions that could be
+confused differ. With torch.distributed initialised transformers saves on rank 0 only: make them before.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+_COMMON = {
+    "vocab_size": 1003,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "intermediate_size": 192,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
+_LATENT = _COMMON | {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 52,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+del _LATENT["head_dim"]
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 512,
+}
+_DELTA = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 20,
+    "linear_conv_kernel_dim": 3,
+}
+_GEMMA = _COMMON | {
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 200,
+    "sliding_window": 7,
+    "final_logit_softcapping": 2.0,
+}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _LATENT | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "rope_parameters": _YARN},
+    "deepseek_v2_lite": _LATENT | {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy"},
+    "deepseek_v3": _LATENT
+    | {"model_type": "deepseek_v3", "num_experts_per_tok": 4, "rope_parameters": _YARN, "num_nextn_predict_layers": 1},
+    "gemma2": _GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": 5.0},
+    "gemma3": _GEMMA
+    | {
+        "model_type": "gemma3_text",
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        },
+    },
+    "glm4_moe": _COMMON
+    | {key: _LATENT[key] for key in ("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "routed_scaling_factor")}
+    | {"model_type": "glm4_moe", "first_k_dense_replace": 1, "num_experts_per_tok": 2, "num_nextn_predict_layers": 1}
+    | {"use_qk_norm": True, "attention_bias": True},
+    "glm": _COMMON | {"model_type": "glm", "attention_bias": True},
+    "glm4": _COMMON | {"model_type": "glm4", "attention_bias": True},
+    "gpt_oss": _COMMON
+    | {
+        "model_type": "gpt_oss",
+        "num_local_experts": 12,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 512,
+        },
+    },
+    "kimi_k2": _LATENT | {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+    "llama": _COMMON | {"model_type": "llama"},
+    "llama_biased": _COMMON | {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "mimo": _COMMON | {"model_type": "mimo", "num_nextn_predict_layers": 1},
+    "minimax_m2": _COMMON
+    | {
+        "model_type": "minimax_m2",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+        "rotary_dim": 16,
+    },
+    "mistral": _COMMON | {"model_type": "mistral", "sliding_window": 9},
+    "mixtral": _COMMON | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "nemotron": _COMMON | {"model_type": "nemotron", "hidden_size": 64, "intermediate_size": 80},
+    "olmoe": _COMMON | {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "qwen2": _COMMON | {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen2_moe": _COMMON | _EXPERTS | {"model_type": "qwen2_moe", "norm_topk_prob": False, "shared_expert_intermediate_size": 96},
+    "qwen3": _COMMON | {"model_type": "qwen3"},
+    "qwen3_tied": _COMMON | {"model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen3_moe": _COMMON | _EXPERTS | {"model_type": "qwen3_moe"},
+    "qwen3_next": _COMMON | _EXPERTS | _DELTA | {"model_type": "qwen3_next", "shared_expert_intermediate_size": 96},
+    "qwen3_5": _COMMON | _DELTA | {"model_type": "qwen3_5_text"},
+    "qwen3_5_moe": _COMMON | _EXPERTS | _DELTA | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 96},
+}
+del _FAMILIES["olmoe"]["head_dim"]
+FAMILIES = tuple(_FAMILIES)
+_NAMES = {
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3",
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
+    "glm4_moe": "Glm4Moe",
+    "glm": "Glm",
+    "glm4": "Glm4",
+    "gpt_oss": "GptOss",
+    "kimi_k2": "DeepseekV3",
+    "llama": "Llama",
+    "mimo": "MiMo",
+    "minimax_m2": "MiniMaxM2",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "nemotron": "Nemotron",
+    "olmoe": "Olmoe",
+    "qwen2": "Qwen2",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "qwen3_next": "Qwen3Next",
+    "qwen3_5_text": "Qwen3_5",
+    "qwen3_5_moe_text": "Qwen3_5Moe",
+}
+_STANDS_IN = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+"""Whose classes transformers opens a family with that it has none for."""
+
+
+def tolerance(family: str) -> float:
+    """How far float32 logits of two programs may be apart. With gated delta nets (found: up to 8.5e-5) each of them is 1e-4 off
+    what it computes in float64."""
+    return 2e-4 if "linear_num_key_heads" in _FAMILIES[family] else 2e-5
+
+
+def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
+    """The config.json of a tiny model, with `changes`."""
+    settings = {"dtype": "float32"} | _FAMILIES[family] | changes
+    name = f"{_NAMES[settings['model_type']]}ForCausalLM"
+    return {**_transformers_config(settings | {"architectures": [name]}).to_dict(), "model_type": settings["model_type"]}
+
+
+def _transformers_config(config: dict[str, Any]) -> PretrainedConfig:
+    kind = config["model_type"]
+    made: PretrainedConfig = AutoConfig.for_model(**config | {"model_type": _STANDS_IN.get(kind, kind)})
+    return made
+
+
+def save_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Token `i` is the word `ti`."""
+    words = Tokenizer(models.WordLevel(vocab={f"t{i}": i for i in range(vocab_size)}, unk_token="t3"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t1", eos_token="t2", pad_token="t0", unk_token="t3")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(directory)
+
+
+def save_checkpoint(directory: Path, config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """A folder that `load_model` and vLLM open. Weights are large enough that logits differ clearly between seeds."""
+    model_config = _transformers_config(config)
+    model_config.dtype = dtype
+    model = AutoModelForCausalLM.from_config(model_config, attn_implementation="eager").to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_random(name, tuple(parameter.shape), generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):  # of experts: in fp32 whatever the rest is in
+                buffer.data = _random(name, tuple(buffer.shape), generator)
+    model.save_pretrained(directory)
+    if config.get("num_nextn_predict_layers"):
+        _add_mtp(directory, config, generator, dtype)
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
+    save_tokenizer(directory, config["vocab_size"])
+    return directory
+
+
+def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Gains are multiples of 1/1024 around one, so that they are exact in fp32 with one added or taken off, too."""
+    values = torch.randn(shape, generator=generator) * 0.1
+    return values if len(shape) > 1 or name.endswith("bias") else (values * 1024).round() / 1024 + 1
+
+
+MTP_NAMES = {
+    "deepseek_v3": ("model.layers.{}.", {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}),
+    "mimo": (
+        "model.mtp_layers.{}.",
+        {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj", "norm": "final_layernorm"},
+    ),
+}
+"""Where published checkpoints have the layers that predict further tokens, and what is new in them: DeepSeek-V3's names (in its
+README_WEIGHTS.md; the number goes on from the decoder's layers), which GLM-4.5 has too, and MiMo's (vLLM's mimo_mtp.py)."""
+MTP_NAMES["glm4_moe"] = MTP_NAMES["deepseek_v3"]
+
+
+def _add_mtp(directory: Path, config: dict[str, Any], generator: torch.Generator, dtype: torch.dtype) -> None:
+    """Adds the layers that predict further tokens, which transformers leaves out when it saves."""
+    tensors, hidden, layers = load_checkpoint(directory), config["hidden_size"], config["num_hidden_layers"]
+    place, names = MTP_NAMES[config["model_type"]]
+    own = {"enorm": (hidden,), "hnorm": (hidden,), "norm": (hidden,), "eh_proj": (hidden, 2 * hidden)}
+    last = f"model.layers.{layers - 1}."
+    for k in range(config["num_nextn_predict_layers"]):
+        prefix = place.format(k if "mtp" in place else layers + k)
+        shapes = {name.replace(last, prefix): tuple(tensors[name].shape) for name in tensors if name.startswith(last)}
+        shapes |= {f"{prefix}{names[part]}.weight": shape for part, shape in own.items()}
+        for name, shape in shapes.items():
+            tensors[name] = _random(name, shape, generator).to(torch.float32 if "correction" in name else dtype)
+        if "mtp" not in place:
+            tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_model(directory: Path) -> PreTrainedModel:
+    """What transformers makes of a folder, in fp32."""
+    config = _transformers_config(json.loads((directory / "config.json").read_text()))
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        directory, config=config, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model
+
+
+def load_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors, by the names on disk."""
+    return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}

@@ -1,0 +1,49 @@
+"""Checkpoints A and B of one tiny model, published to a daemon as versions 1 and 2."""
+
+import json
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from resharder.client import trainer
+from safetensors.torch import save_file
+
+from tests.support.daemon import Daemon
+from tests.support.tiny_hf import load_checkpoint, save_tokenizer, tiny_config
+from tests.support.weights import random_weights
+
+
+def make_pair(folder: Path, family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Path, Path]:
+    """Two layers, and the MTP layers of families that have them, which transformers would not save."""
+    config = tiny_config(family, num_hidden_layers=2, dtype=str(dtype).removeprefix("torch."), **changes)
+    return save_random(folder / f"{family}-a", config, 1, dtype), save_random(folder / f"{family}-b", config, 2, dtype)
+
+
+def save_random(folder: Path, config: dict[str, Any], seed: int, dtype: torch.dtype) -> Path:
+    save_tokenizer(folder, config["vocab_size"])
+    # transformers reads MiMo's config with code of the checkpoint's own; it is Qwen2's.
+    on_disk = config | {"model_type": "qwen2"} if config["model_type"] == "mimo" else config
+    (folder / "config.json").write_text(json.dumps(on_disk))
+    save_file(random_weights(config, seed, dtype), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def publish(daemon: Daemon, model: str, *folders: Path) -> list[str]:
+    """The names of the versions that these checkpoints became."""
+    config = json.loads((folders[0] / "config.json").read_text())
+    publisher = trainer.connect(daemon.endpoint, model=model, job=uuid.uuid4().hex, rank=0, world_size=1, config=config)
+    try:
+        handles = [publisher.publish_tensors(step, load_checkpoint(folder).items()) for step, folder in enumerate(folders, 1)]
+        for handle in handles:
+            handle.wait_ready(60)
+        return [handle.name for handle in handles]
+    finally:
+        publisher.close()
+
+
+def without_weights(folder: Path, target: Path) -> Path:
+    """Config and tokenizer alone."""
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors*"))
+    return target

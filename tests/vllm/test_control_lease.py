@@ -1,0 +1,230 @@
+"""The lease thread against a scripted daemon: a real gRPC server in this process that sends what a test tells it to."""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+
+import grpc
+import pytest
+from resharder.client.channel import Channel
+from resharder.client.vllm.control import Kind, Lease, Order, Outcome
+from resharder.client.vllm.lease import Identity, LeaseThread
+from resharder.v1 import server_pb2, server_pb2_grpc
+
+LEASE_SECONDS = 0.9
+APPLY = server_pb2.Order(kind="APPLY", install="i1", version=2)
+STAGE = server_pb2.Order(kind="STAGE", install="i1", version=2)
+
+
+class Stream:
+    """One Attend call: reports that came, orders to send; None ends it."""
+
+    def __init__(self, renews: bool) -> None:
+        self.reports: queue.Queue[server_pb2.ControlReport] = queue.Queue()
+        self.orders: queue.Queue[server_pb2.Order | None] = queue.Queue()
+        self.renews = renews
+
+    def read(self, reports: Iterator[server_pb2.ControlReport]) -> None:
+        try:
+            for report in reports:
+                self.reports.put(report)
+                if self.renews:
+                    self.orders.put(server_pb2.Order(kind="RENEWED", lease_seconds=LEASE_SECONDS))
+        except grpc.RpcError:
+            pass
+        self.orders.put(None)
+
+    def next_report(self) -> server_pb2.ControlReport:
+        return self.reports.get(timeout=5)
+
+    def next_outcome(self) -> server_pb2.ControlReport:
+        while not (report := self.next_report()).done:
+            pass
+        return report
+
+
+class ScriptedDaemon(server_pb2_grpc.ServerServiceServicer):
+    def __init__(self, port: int = 0, *, renews: bool = True) -> None:
+        self.renews = renews
+        self.claims: list[server_pb2.ClaimServerRequest] = []
+        self.streams: queue.Queue[Stream] = queue.Queue()
+        self.server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
+        server_pb2_grpc.add_ServerServiceServicer_to_server(self, self.server)
+        self.port = self.server.add_insecure_port(f"127.0.0.1:{port}")
+        self.server.start()
+
+    def ClaimServer(self, request: server_pb2.ClaimServerRequest, context: grpc.ServicerContext) -> server_pb2.Claim:
+        self.claims.append(request)
+        return server_pb2.Claim(server=f"servers/{request.server}", model="policy", lease_seconds=LEASE_SECONDS)
+
+    def Attend(self, reports: Iterator[server_pb2.ControlReport], context: grpc.ServicerContext) -> Iterator[server_pb2.Order]:
+        stream = Stream(self.renews)
+        threading.Thread(target=stream.read, args=(reports,), daemon=True).start()
+        self.streams.put(stream)
+        yield from iter(stream.orders.get, None)
+
+    def next_stream(self) -> Stream:
+        return self.streams.get(timeout=10)
+
+    def close(self) -> None:
+        self.server.stop(0).wait()
+
+    def __enter__(self) -> "ScriptedDaemon":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Side:
+    """A lease thread with an event loop of its own in another thread, and orders that `answer` carries out."""
+
+    def __init__(self, port: int, answer: Callable[[Order], Awaitable[Outcome | None]] | None = None) -> None:
+        self.orders: list[Order] = []
+        self.began = threading.Event()
+
+        async def carry_out(order: Order) -> Outcome | None:
+            self.orders.append(order)
+            self.began.set()
+            return await answer(order) if answer else Outcome(order.kind, order.install, True, "", 0.5)
+
+        self.loop = asyncio.new_event_loop()
+        self.runner = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.runner.start()
+        self.lease = Lease()
+        self.identity = Identity("s1", 2, "host:8000")
+        self.thread = LeaseThread(Channel(f"127.0.0.1:{port}"), self.identity, self.lease, carry_out, self.loop)
+        self.thread.start()
+
+    def __enter__(self) -> "Side":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.thread.close()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.runner.join()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline, "not within 5 s"
+        time.sleep(0.01)
+
+
+def test_it_claims_its_server_says_who_it_is_and_learns_its_model() -> None:
+    with ScriptedDaemon() as daemon, Side(daemon.port) as side:
+        first = daemon.next_stream().next_report()
+        assert (daemon.claims[0].server, daemon.claims[0].boot) == ("s1", False)
+        assert (first.server, first.control, first.world_size, first.address) == ("s1", side.identity.nonce, 2, "host:8000")
+        assert (first.install, first.done) == ("", 0)
+        assert side.thread.model == "policy"
+
+
+def test_an_order_is_carried_out_on_the_loop_and_reported() -> None:
+    with ScriptedDaemon() as daemon, Side(daemon.port) as side:
+        stream = daemon.next_stream()
+        stream.orders.put(APPLY)
+        report = stream.next_outcome()
+        assert side.orders == [Order(Kind.APPLY, "i1", 2)]
+        assert (report.install, report.done, report.ok, report.pause_seconds) == ("i1", server_pb2.Order.APPLY, True, 0.5)
+
+
+def test_the_lease_lives_while_the_event_loop_is_blocked_for_longer() -> None:
+    async def block(order: Order) -> None:
+        time.sleep(2 * LEASE_SECONDS)
+
+    with ScriptedDaemon() as daemon, Side(daemon.port, block) as side:
+        stream = daemon.next_stream()
+        stream.next_report()
+        stream.orders.put(STAGE)
+        assert side.began.wait(5)
+        until = time.monotonic() + 1.5 * LEASE_SECONDS
+        while time.monotonic() < until:
+            assert side.lease.alive
+            time.sleep(0.02)
+        assert stream.reports.qsize() >= 3
+
+
+def test_a_renewal_counts_from_when_the_report_left() -> None:
+    with ScriptedDaemon(renews=False) as daemon, Side(daemon.port) as side:
+        stream = daemon.next_stream()
+        stream.next_report()
+        left = time.monotonic()
+        time.sleep(0.3)
+        stream.orders.put(server_pb2.Order(kind="RENEWED", lease_seconds=30))
+        wait_until(lambda: side.lease.alive)
+        assert side.lease.until <= left + 30.0
+
+
+def test_a_daemon_that_stops_answering_costs_the_lease_and_gets_another_stream() -> None:
+    with ScriptedDaemon() as daemon, Side(daemon.port) as side:
+        stream = daemon.next_stream()
+        stream.next_report()
+        wait_until(lambda: side.lease.alive)
+        stream.renews = daemon.renews = False
+        daemon.next_stream().next_report()
+        assert not side.lease.alive
+        assert len(daemon.claims) == 2
+
+
+def test_one_order_at_a_time_and_those_not_begun_are_dropped_when_the_stream_breaks() -> None:
+    release = threading.Event()
+
+    async def wait(order: Order) -> Outcome:
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        return Outcome(order.kind, order.install)
+
+    with ScriptedDaemon() as daemon, Side(daemon.port, wait) as side:
+        first = daemon.next_stream()
+        first.orders.put(APPLY)
+        first.orders.put(server_pb2.Order(kind="RESUME", install="i1", version=2))
+        assert side.began.wait(5)
+        first.orders.put(None)
+        second = daemon.next_stream()
+        assert second.next_report().install == "i1", "the first report has to name the install that is being carried out"
+        release.set()
+        assert second.next_outcome().done == server_pb2.Order.APPLY
+        assert [order.kind for order in side.orders] == [Kind.APPLY]
+        second.orders.put(server_pb2.Order(kind="RESUME", install="i1", version=2))
+        assert second.next_outcome().done == server_pb2.Order.RESUME
+
+
+def test_it_comes_back_to_a_daemon_that_was_restarted() -> None:
+    daemon = ScriptedDaemon()
+    with Side(daemon.port) as side:
+        daemon.next_stream().next_report()
+        daemon.close()
+        time.sleep(LEASE_SECONDS)
+        assert not side.lease.alive
+        with ScriptedDaemon(daemon.port) as again:
+            again.next_stream().next_report()
+            assert [claim.server for claim in again.claims] == ["s1"]
+            wait_until(lambda: side.lease.alive)
+
+
+def test_an_order_of_a_later_release_is_left_out_and_the_next_one_is_carried_out() -> None:
+    with ScriptedDaemon() as daemon, Side(daemon.port) as side:
+        stream = daemon.next_stream()
+        stream.orders.put(server_pb2.Order(kind=77))  # type: ignore[arg-type]
+        stream.orders.put(STAGE)
+        assert stream.next_outcome().done == server_pb2.Order.STAGE
+        assert [order.kind for order in side.orders] == [Kind.STAGE]
+
+
+def test_closing_ends_the_stream_at_once() -> None:
+    with ScriptedDaemon() as daemon:
+        side = Side(daemon.port)
+        stream = daemon.next_stream()
+        stream.next_report()
+        began = time.monotonic()
+        with side:
+            pass
+        assert time.monotonic() - began < 2
+        with pytest.raises(queue.Empty):
+            daemon.streams.get(timeout=0.5)

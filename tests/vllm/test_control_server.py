@@ -1,0 +1,161 @@
+"""Real servers that follow a real daemon: what clients see of an install, of a daemon that is away, and of two API servers."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from resharder.client import connect
+from resharder.client.publisher import Publisher
+
+from tests.support.daemon import Daemon
+from tests.support.operating import wait_serving
+from tests.support.tiny_hf import save_tokenizer, tiny_config
+from tests.support.vllm_server import Token, VllmServer
+from tests.support.weights import random_weights
+
+PROMPT = [5, 17, 42, 7, 300, 11]
+LONG = 1500  # tokens: an install falls into the answer, even if the client reads much later than the server writes
+
+
+@dataclass
+class Deployment:
+    daemon: Daemon
+    publisher: Publisher
+    server: VllmServer
+    config: dict[str, Any]
+    version: int = 0
+
+    def publish(self) -> int:
+        """Another version, different from all before; returns when it is READY."""
+        self.version += 1
+        self.publisher.publish_tensors(self.version, random_weights(self.config, self.version).items()).wait_ready(60)
+        return self.version
+
+
+@contextmanager
+def deployment(folder: Path, *args: str) -> Iterator[Deployment]:
+    config = tiny_config("qwen3")
+    save_tokenizer(folder, config["vocab_size"])
+    (folder / "config.json").write_text(json.dumps(config))
+    with ExitStack() as stack:
+        daemon = stack.enter_context(Daemon(lease_seconds=6))
+        publisher = stack.enter_context(
+            connect(daemon.endpoint, model="policy", job="j", rank=0, world_size=1, config=config, tokenizer=folder)
+        )
+        environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "VLLM_PLUGINS": "resharder"}
+        server = VllmServer(folder, ["--max-model-len", "2048", "--load-format", "resharder", *args], environment, timeout=400)
+        deployed = Deployment(daemon, publisher, server, config)
+        deployed.publish()
+        stack.enter_context(server)
+        yield deployed
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with deployment(tmp_path_factory.mktemp("single")) as deployed:
+        yield deployed
+
+
+@pytest.fixture(scope="module")
+def double(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with deployment(tmp_path_factory.mktemp("double"), "--data-parallel-size", "2") as deployed:
+        yield deployed
+
+
+class Streaming(threading.Thread):
+    """A client that reads a stream in the background."""
+
+    def __init__(self, server: VllmServer, max_tokens: int) -> None:
+        super().__init__(daemon=True)
+        self.server, self.max_tokens = server, max_tokens
+        self.tokens: list[Token] = []
+        self.error: BaseException | None = None
+        self.start()
+        while not self.tokens and self.is_alive():
+            time.sleep(0.005)
+
+    def run(self) -> None:
+        try:
+            for token in self.server.stream(PROMPT, self.max_tokens):
+                self.tokens.append(token)
+        except BaseException as error:
+            self.error = error
+
+    def finish(self) -> list[Token]:
+        self.join(120)
+        assert self.error is None, self.error
+        return self.tokens
+
+
+@pytest.mark.compat
+def test_a_booted_server_says_its_version_on_every_route(single: Deployment) -> None:
+    for path in ("/health", "/v1/models", "/version", "/metrics", "/no/such/route"):
+        assert single.server.request("GET", path).version == str(single.version), path
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_an_install_in_every_pause_mode_turns_nobody_away(single: Deployment, mode: str) -> None:
+    """`keep` and `wait` streams come to their end, `abort` ends them early; requests that come meanwhile are answered."""
+    single.daemon.kill()
+    single.daemon.options["pause_mode"] = mode
+    single.daemon.start()
+    wait_serving(single.daemon, single.version)
+    lengths = install_under_a_stream(single)
+    assert min(lengths) < LONG if mode == "abort" else set(lengths) == {LONG}
+
+
+def install_under_a_stream(single: Deployment) -> list[int]:
+    """Publishes a version while at every moment some answer is being streamed; how long each came to be."""
+    before, reached = single.server.generate(PROMPT, 12), single.version + 1
+    streams = [Streaming(single.server, LONG)]
+    statuses = set()
+    with ThreadPoolExecutor(1) as pool:
+        publishing = pool.submit(single.publish)  # seconds, right after the daemon was started anew
+        while (answer := single.server.generate(PROMPT, 12)).version != str(reached):
+            statuses.add(single.server.request("GET", "/health").status)
+            if len(streams[-1].tokens) > LONG // 2:
+                streams.append(Streaming(single.server, LONG))
+            assert answer.version in (str(reached - 1), f"{reached - 1},{reached}")
+            assert not (publishing.done() and publishing.exception()), publishing.exception()
+        assert publishing.result() == reached
+    after = single.server.generate(PROMPT, 12)
+    assert statuses <= {200}
+    assert (before.version, after.version) == (str(reached - 1), str(reached))
+    assert before.token_ids != after.token_ids
+    lengths = [len(stream.finish()) for stream in streams]
+    first, alone = ([token.token_id for token in tokens] for tokens in (streams[0].tokens, single.server.stream(PROMPT, 50)))
+    assert first[:50] != alone[: len(first)], "the stream has to have begun on the version before"
+    assert wait_serving(single.daemon, reached).install.pause_seconds > 0
+    return lengths
+
+
+def test_while_the_daemon_is_away_the_server_serves_and_afterwards_takes_versions_again(single: Deployment) -> None:
+    single.daemon.kill()
+    time.sleep(7)  # longer than the lease
+    answer = single.server.generate(PROMPT, 4)
+    assert answer.version == str(single.version)
+    assert single.server.request("GET", "/health").status == 200
+    single.daemon.start()
+    wait_serving(single.daemon, single.version)
+    reached = single.publish()
+    wait_serving(single.daemon, reached)
+    assert single.server.generate(PROMPT, 4).version == str(reached)
+
+
+def test_two_api_servers_share_one_server_and_both_gates_follow(double: Deployment) -> None:
+    server = wait_serving(double.daemon, double.version)
+    assert (server.world_size, server.control_sides, len(server.workers)) == (2, 2, 2)
+    reached = double.publish()
+    wait_serving(double.daemon, reached)
+    # Connections are spread over the API servers by the kernel.
+    answers = [double.server.generate(PROMPT, 8) for _ in range(16)]
+    assert {answer.version for answer in answers} == {str(reached)}
+    assert len({answer.token_ids for answer in answers}) == 1

@@ -1,0 +1,230 @@
+"""The gate in front of a small ASGI app."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import httpx
+import pytest
+from resharder.client.vllm.gate import Gate, GateMiddleware
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, StreamingResponse
+from starlette.routing import Route, WebSocketRoute
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+INFERENCE = ["/v1/completions", "/v1/models", "/inference/v1/generate", "/generate", "/tokenize", "/a/route/of/another/plugin"]
+HEALTH = ["/health", "/ping"]
+INNOCENT = ["/metrics", "/version"]
+
+
+class Client(httpx.AsyncClient):
+    """Requests to the gated app; `/slow` answers when `finish` is set and says so in `started`."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.started, self.finish = asyncio.Event(), asyncio.Event()
+
+        async def fine(request: Request) -> PlainTextResponse:
+            return PlainTextResponse("fine")
+
+        async def slow(request: Request) -> PlainTextResponse:
+            self.started.set()
+            await self.finish.wait()
+            return PlainTextResponse("fine")
+
+        async def stream(request: Request) -> StreamingResponse:
+            async def tokens():  # type: ignore[no-untyped-def]
+                yield b"1"
+                self.started.set()
+                await self.finish.wait()
+                yield b"2"
+
+            return StreamingResponse(tokens())
+
+        routes = [Route(path, fine) for path in INFERENCE + HEALTH + INNOCENT]
+        app = Starlette(routes=[*routes, Route("/slow", slow), Route("/stream", stream)])
+        app.add_middleware(GateMiddleware, gate=gate)
+        super().__init__(transport=httpx.ASGITransport(app=app), base_url="http://test")
+
+
+def with_client(gate: Gate, scenario: Callable[[Client], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with Client(gate) as client:
+            await scenario(client)
+
+    asyncio.run(run())
+
+
+def header(response: httpx.Response) -> str:
+    return response.headers["X-Resharder-Version"]
+
+
+def test_before_the_first_version_every_inference_and_health_route_is_refused_at_once() -> None:
+    async def scenario(client: Client) -> None:
+        for path in INFERENCE + HEALTH:
+            response = await client.get(path)
+            assert (response.status_code, header(response)) == (503, "none"), path
+            assert response.headers["Retry-After"] == "1"
+            assert response.json()["error"]["message"] == "not serving: no version is confirmed yet"
+
+    with_client(Gate(), scenario)
+
+
+def test_metrics_and_version_answer_while_the_gate_is_shut() -> None:
+    async def scenario(client: Client) -> None:
+        for path in INNOCENT:
+            response = await client.get(path)
+            assert (response.status_code, header(response)) == (200, "none")
+
+    with_client(Gate(), scenario)
+
+
+def test_an_open_gate_lets_everything_pass_and_names_the_version() -> None:
+    gate = Gate()
+
+    async def scenario(client: Client) -> None:
+        gate.open(7)
+        for path in INFERENCE + HEALTH + INNOCENT:
+            response = await client.get(path)
+            assert (response.status_code, header(response)) == (200, "7"), path
+
+    with_client(gate, scenario)
+
+
+def test_with_prefer_requests_pass_on_vllms_own_weights_and_are_told_that_no_version_made_the_answer() -> None:
+    gate = Gate(prefer=True)
+
+    async def scenario(client: Client) -> None:
+        assert header(await client.get("/v1/completions")) == "none"
+        gate.open(1)
+        assert header(await client.get("/v1/completions")) == "1"
+
+    with_client(gate, scenario)
+
+
+def test_a_request_that_comes_during_an_install_waits_and_gets_the_new_version() -> None:
+    gate = Gate()
+
+    async def scenario(client: Client) -> None:
+        gate.open(1)
+        gate.hold(2, "installing")
+        waiting = asyncio.create_task(client.get("/v1/completions"))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        assert (await client.get("/health")).status_code == 200
+        gate.open(2)
+        response = await waiting
+        assert (response.status_code, header(response)) == (200, "2")
+
+    with_client(gate, scenario)
+
+
+def test_an_install_that_takes_too_long_turns_waiting_and_new_requests_and_health_away() -> None:
+    gate = Gate(hold_seconds=0.2)
+
+    async def scenario(client: Client) -> None:
+        gate.open(1)
+        gate.hold(2, "version 2 is being installed")
+        waited = await client.get("/v1/completions")
+        assert waited.status_code == 503
+        assert waited.json()["error"]["message"] == "not serving: version 2 is being installed, for more than 0.2 s"
+        began = time.monotonic()
+        assert (await client.get("/v1/completions")).status_code == 503
+        assert (await client.get("/health")).status_code == 503
+        assert time.monotonic() - began < 0.15
+        gate.open(2)
+        assert (await client.get("/health")).status_code == 200
+
+    with_client(gate, scenario)
+
+
+def test_a_torn_server_turns_waiting_requests_away_at_once_and_stays_shut_while_another_install_runs() -> None:
+    gate = Gate()
+
+    async def scenario(client: Client) -> None:
+        gate.open(1)
+        gate.hold(2, "installing")
+        waiting = asyncio.create_task(client.get("/v1/completions"))
+        await asyncio.sleep(0.05)
+        gate.shut("installing version 2 failed")
+        assert (await waiting).status_code == 503
+        gate.hold(1, "installing")
+        assert (await client.get("/health")).json()["error"]["message"] == "not serving: installing version 2 failed"
+        gate.open(1)
+        assert header(await client.get("/v1/completions")) == "1"
+
+    with_client(gate, scenario)
+
+
+def test_a_request_in_flight_over_installs_names_every_version_that_may_have_made_it() -> None:
+    gate = Gate()
+
+    async def scenario(client: Client) -> None:
+        gate.open(1)
+        answer = asyncio.create_task(client.get("/slow"))
+        await client.started.wait()
+        gate.hold(2, "installing")
+        gate.open(2)
+        gate.hold(3, "installing")
+        gate.open(3)
+        client.finish.set()
+        assert header(await answer) == "1,2,3"
+
+    with_client(gate, scenario)
+
+
+def test_an_answer_that_starts_while_a_version_is_being_installed_names_it_too() -> None:
+    gate = Gate()
+
+    async def scenario(client: Client) -> None:
+        gate.open(1)
+        answer = asyncio.create_task(client.get("/slow"))
+        await client.started.wait()
+        gate.hold(2, "installing")
+        client.finish.set()
+        assert header(await answer) == "1,2"
+
+    with_client(gate, scenario)
+
+
+def test_a_stream_names_the_version_it_started_with() -> None:
+    gate = Gate()
+
+    async def scenario(client: Client) -> None:
+        gate.open(1)
+        answer = asyncio.create_task(client.get("/stream"))
+        await client.started.wait()
+        gate.hold(2, "installing")
+        gate.open(2)
+        client.finish.set()
+        response = await answer
+        assert (header(response), response.content) == ("1", b"12")
+
+    with_client(gate, scenario)
+
+
+def test_a_websocket_is_closed_with_try_again_later_while_the_gate_is_shut_and_accepted_with_the_version_when_open() -> None:
+    gate = Gate()
+
+    async def echo(socket: WebSocket) -> None:
+        await socket.accept()
+        await socket.close()
+
+    app = Starlette(routes=[WebSocketRoute("/v1/realtime", echo)])
+    app.add_middleware(GateMiddleware, gate=gate)
+    client = TestClient(app)
+    with pytest.raises(WebSocketDisconnect) as refused, client.websocket_connect("/v1/realtime"):
+        pass
+    assert refused.value.code == 1013
+    gate.open(4)
+    with client.websocket_connect("/v1/realtime") as session:
+        assert dict(session.extra_headers or [])[b"x-resharder-version"] == b"4"
+
+
+def test_a_root_path_in_front_of_a_route_changes_nothing() -> None:
+    app = Starlette(routes=[Route("/metrics", lambda request: PlainTextResponse("fine"))])
+    app.add_middleware(GateMiddleware, gate=Gate())
+    client = TestClient(app, root_path="/api")
+    assert client.get("/api/metrics").status_code == 200
+    assert client.get("/api/v1/completions").status_code == 503

@@ -1,0 +1,211 @@
+"""Installs into real vLLM workers, proven tensor by tensor against servers that loaded the same checkpoint themselves."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from packaging.version import Version
+from resharder.client.vllm.blueprint import Server, worker_recording
+from resharder.client.vllm.parts import MODEL
+from resharder.client.vllm.recorder import Recording
+from resharder.client.vllm.worker import agent_of
+from resharder.converters.layout import TensorSpec
+
+from tests.support.daemon import Daemon
+from tests.support.tiny_hf import load_checkpoint
+from tests.support.vllm_engine import Engine
+from tests.support.vllm_models import make_pair, publish, without_weights
+
+pytestmark = pytest.mark.compat  # run against the oldest vLLM as well
+PROMPT = [5, 6, 7, 8, 9, 10]
+GATE, UP = (f"model.layers.0.mlp.{which}_proj.weight" for which in ("gate", "up"))
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon() as running:
+        yield running
+
+
+class Case:
+    """A model published as versions A and B, and what a server that loaded B itself holds and says. `changes` are those of its
+    config, `options` the engine's."""
+
+    def __init__(
+        self,
+        daemon: Daemon,
+        folder: Path,
+        family: str,
+        dtype: torch.dtype,
+        changes: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.daemon, self.folder, self.name = daemon, folder, folder.name
+        self.options = {"dtype": str(dtype).removeprefix("torch."), **options}
+        self.a, self.b = make_pair(folder, family, dtype, **changes or {})
+        self.bytes = sum(tensor.nbytes for tensor in load_checkpoint(self.b).values())
+        (self.version_a,) = publish(daemon, self.name, self.a)
+        with self.engine(self.b) as fresh:
+            self.tensors = weights(fresh)
+            self.logprobs = fresh.logprobs(PROMPT)
+
+    def engine(self, model: Path, **changes: Any) -> Engine:
+        environment = {"RESHARDER_ENDPOINT": self.daemon.endpoint, "RESHARDER_MODEL": self.name}
+        environment |= changes.pop("environment", {})
+        return Engine(model, environment=environment, **self.options | changes)
+
+    def publish_b(self) -> str:
+        (version,) = publish(self.daemon, self.name, self.b)
+        return version
+
+
+def weights(engine: Engine) -> list[dict[str, int]]:
+    """Of each worker: all tensors but the addresses of packed weights, which only logits can compare."""
+    answers = engine.rpc("resharder_fingerprint")
+    return [{path: value for path, value in a["tensors"].items() if not path.endswith("handler_tensor")} for a in answers]
+
+
+@pytest.fixture(scope="module")
+def raw(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(daemon, tmp_path_factory.mktemp("raw"), "qwen3", torch.float32, raw=True)
+
+
+@pytest.fixture(scope="module")
+def running(raw: Case) -> Iterator[tuple[Engine, str]]:
+    """A server that vLLM loaded with A from disk, and version B."""
+    with raw.engine(raw.a) as engine:
+        assert engine.install(raw.version_a, "first")["ok"]
+        yield engine, raw.publish_b()
+
+
+def test_boxes_over_old_weights_leave_every_reachable_tensor_as_a_fresh_server_has_it(raw: Case, running: Any) -> None:
+    engine, version_b = running
+    before = weights(engine)
+    assert before != raw.tensors
+    assert engine.install(version_b, "b") | {"nonce": ""} == {"ok": True, "rank": 0, "nonce": "", "error": "", "version": 2}
+    about = engine.one("resharder_describe")
+    assert about["boxed_bytes"] >= 0.99 * raw.bytes
+    assert about["loaded"] == []
+    assert about["proven"] == len(load_checkpoint(raw.b))
+    assert weights(engine) == raw.tensors
+    assert engine.logprobs(PROMPT) == raw.logprobs
+
+
+@pytest.mark.parametrize("fault", [f"misplace:{GATE}", f"skip:{UP}", f"swap:{GATE},{UP}", "half-way"])
+def test_a_wrong_copy_is_noticed_and_the_previous_version_mends_it(raw: Case, running: Any, fault: str) -> None:
+    engine, version_b = running
+    assert engine.install(raw.version_a, f"before {fault}")["ok"]
+    engine.environ(RESHARDER_FAULT=fault)
+    answer = engine.install(version_b, fault)
+    engine.environ(RESHARDER_FAULT="")
+    assert not answer["ok"]
+    assert GATE in answer["error"] or UP in answer["error"] or "half-way" in answer["error"]
+    assert engine.one("resharder_describe")["version"] == 0
+    assert engine.install(version_b, f"after {fault}")["ok"]
+    assert weights(engine) == raw.tensors
+
+
+def test_an_install_that_is_not_staged_is_refused_and_nothing_is_written(raw: Case, running: Any) -> None:
+    engine, version_b = running
+    assert engine.install(version_b, "held")["ok"]
+    answer = engine.one("resharder_apply", "never staged")
+    assert (answer["ok"], answer["rank"]) == (False, 0)
+    assert "never staged" in answer["error"]
+    assert weights(engine) == raw.tensors
+    assert engine.one("resharder_describe")["version"] == 2
+
+
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}
+MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # vLLM's MLA takes no smaller heads
+DELTA = {  # vLLM's CPU kernels take no others
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+OLDER = Version(vllm.__version__) < Version("0.32")
+# The CPU build of 0.28 does not run them: its MLA imports a name that its own fa_utils has not, and its
+# chunk_gated_delta_rule_cpu refuses its own state's dtype.
+NOT_IN_OLDER = ("latent attention", "gated delta net")
+PACKED: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
+    "dense, drafts by n-grams": ("llama", torch.float32, NGRAM),
+    "tied": ("qwen3_tied", torch.bfloat16, {}),
+    "moe": ("qwen3_moe", torch.bfloat16, {}),
+    "moe with an MTP drafter": ("glm4_moe", torch.bfloat16, MTP),
+    "latent attention": ("deepseek_v2_lite", torch.bfloat16, {"changes": MLA, "raw": True}),
+    "experts written without a loader": ("gpt_oss", torch.bfloat16, {}),
+    "norms around zero": ("gemma3", torch.bfloat16, {"changes": {"layer_types": ["sliding_attention", "full_attention"]}}),
+    "gated delta net": ("qwen3_next", torch.bfloat16, {"changes": DELTA}),
+    "gate and up as one": ("glm4", torch.float32, {}),
+    "fp8": ("qwen3", torch.bfloat16, {"quantization": "fp8_per_channel"}),
+    "compiled": ("qwen3", torch.bfloat16, {"enforce_eager": False}),
+    "tied raw": ("qwen3_tied", torch.bfloat16, {"raw": True}),
+    "moe raw": ("qwen3_moe", torch.float32, {"raw": True}),
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_server_booted_from_the_daemon_takes_the_next_version_as_a_fresh_one_loads_it(
+    daemon: Daemon, tmp_path_factory: pytest.TempPathFactory, kind: str
+) -> None:
+    if OLDER and kind in NOT_IN_OLDER:
+        pytest.skip("the CPU build of vLLM 0.28 cannot run it")
+    family, dtype, options = PACKED[kind]
+    case = Case(daemon, tmp_path_factory.mktemp(kind.replace(" ", "-").replace(",", "")), family, dtype, **options)
+    bare = without_weights(case.a, case.folder / "bare")
+    with case.engine(bare, load_format="resharder") as engine:
+        assert engine.one("resharder_describe")["version"] == 1
+        assert weights(engine) != case.tensors
+        answer = engine.install(case.publish_b(), "b")
+        assert answer["ok"], answer["error"]
+        assert weights(engine) == case.tensors
+        assert engine.logprobs(PROMPT) == case.logprobs
+        assert any(path.endswith("W_UV") for path in case.tensors[0]) == (kind == "latent attention")
+        loaded = bool(engine.one("resharder_describe")["loaded"])
+        assert loaded == (kind != "tied raw")
+
+
+def recorded(worker: Any) -> Recording:
+    """Runs in the worker."""
+    agent, _ = agent_of(worker)
+    return agent.parts[MODEL].known
+
+
+def recorded_without_a_server(folder: Path, server: Server, dtype: str) -> list[Recording]:
+    config = json.loads((folder / "config.json").read_text())
+    kind = {"float32": "F32", "bfloat16": "BF16"}[dtype]
+    specs = {name: TensorSpec(name, kind, tuple(tensor.shape)) for name, tensor in load_checkpoint(folder).items()}
+    return [worker_recording(config, specs, server, worker, dtype=dtype) for worker in range(server.workers)]
+
+
+@pytest.mark.skipif(OLDER, reason="compared with the newest vLLM alone")
+def test_workers_with_half_of_the_experts_each_record_what_is_recorded_without_a_server(daemon: Daemon, tmp_path: Path) -> None:
+    a, _ = make_pair(tmp_path, "qwen3_moe", torch.bfloat16)
+    publish(daemon, "experts", a)
+    bare = without_weights(a, tmp_path / "bare")
+    environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_MODEL": "experts"}
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    with Engine(bare, load_format="resharder", environment=environment, **options) as engine:
+        assert engine.rpc(recorded) == recorded_without_a_server(a, Server(tp=2, ep=True), "bfloat16")
+
+
+def test_two_workers_fetch_only_their_boxes_over_grpc(daemon: Daemon, tmp_path: Path) -> None:
+    case = Case(daemon, tmp_path / "tp2", "qwen3", torch.float32, raw=True, tensor_parallel_size=2)
+    bare = without_weights(case.a, case.folder / "bare")
+    with case.engine(bare, load_format="resharder", environment={"RESHARDER_TRANSPORT": "grpc"}) as engine:
+        assert all(answer["ok"] for answer in engine.rpc("resharder_describe"))
+        assert engine.install(case.publish_b(), "b")["ok"]
+        abouts = engine.rpc("resharder_describe")
+        assert [about["rank"] for about in abouts] == [0, 1]
+        assert OLDER or engine.rpc(recorded) == recorded_without_a_server(case.a, Server(tp=2), "float32")
+        for about in abouts:
+            assert about["transport"] == "grpc"
+            assert about["needed_bytes"] < 0.55 * case.bytes
+            assert about["boxed_bytes"] == about["needed_bytes"]
+        assert weights(engine) == case.tensors
+        assert engine.logprobs(PROMPT) == case.logprobs

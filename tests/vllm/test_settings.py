@@ -1,0 +1,116 @@
+"""What the plugin reads from its surroundings before anything else: RESHARDER_* variables and vLLM's own version."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import vllm
+from resharder.client.errors import UsageError
+from resharder.client.vllm import register
+from resharder.client.vllm.settings import Settings
+from resharder.client.vllm.settings import fault as asked_fault
+
+ENVIRONMENT = {"RESHARDER_ENDPOINT": "d:1", "RESHARDER_SERVER_ID": "s"}
+
+
+def test_settings_come_from_the_environment(tmp_path: Path) -> None:
+    given = {
+        "RESHARDER_MODEL": "m",
+        "RESHARDER_FLEET": "f",
+        "RESHARDER_UNREACHABLE": "prefer",
+        "RESHARDER_HOLD_SECONDS": "2.5",
+        "RESHARDER_BOOT_WAIT_SECONDS": "0",
+        "RESHARDER_TRANSPORT": "grpc",
+        "RESHARDER_STAGING_DIR": str(tmp_path),
+    }
+    assert Settings.from_environment(ENVIRONMENT | given) == Settings("d:1", "s", "m", "f", True, 2.5, 0, "grpc", str(tmp_path))
+    assert Settings.from_environment(ENVIRONMENT | dict.fromkeys(given, "")) == Settings("d:1", "s")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RESHARDER_ENDPOINT": ""}, "expected the daemon's endpoint as host:port in RESHARDER_ENDPOINT, got none"),
+        ({"RESHARDER_ENDPOINT": "daemon"}, "as host:port in RESHARDER_ENDPOINT, got daemon"),
+        ({"RESHARDER_ENDPOINT": "daemon:77777"}, "as host:port in RESHARDER_ENDPOINT, got daemon:77777"),
+        ({"RESHARDER_SERVER_ID": ""}, "expected the server's id in RESHARDER_SERVER_ID .*, got none"),
+        ({"RESHARDER_SERVER_ID": "a/b"}, "expected the server's id in RESHARDER_SERVER_ID .*, got a/b"),
+        ({"RESHARDER_MODEL": "models/m"}, "expected at most 64 letters, .* in RESHARDER_MODEL, got 'models/m'"),
+        ({"RESHARDER_FLEET": "f" * 65}, "expected at most 64 letters, .* in RESHARDER_FLEET, got 'fff"),
+        ({"RESHARDER_UNREACHABLE": "maybe"}, "expected require or prefer in RESHARDER_UNREACHABLE, got 'maybe'"),
+        ({"RESHARDER_HOLD_SECONDS": "-1"}, "expected seconds in RESHARDER_HOLD_SECONDS, got '-1'"),
+        ({"RESHARDER_HOLD_SECONDS": "inf"}, "expected seconds in RESHARDER_HOLD_SECONDS, got 'inf'"),
+        ({"RESHARDER_BOOT_WAIT_SECONDS": "10min"}, "expected seconds of 0 to 3600 in RESHARDER_BOOT_WAIT_SECONDS, got '10min'"),
+        ({"RESHARDER_BOOT_WAIT_SECONDS": "3601"}, "expected seconds of 0 to 3600 in RESHARDER_BOOT_WAIT_SECONDS, got '3601'"),
+        ({"RESHARDER_TRANSPORT": "rdma"}, "expected nothing or grpc in RESHARDER_TRANSPORT, got 'rdma'"),
+        ({"RESHARDER_STAGING_DIR": "/no/such"}, "expected a folder in RESHARDER_STAGING_DIR, got '/no/such'"),
+        ({"RESHARDER_FAULT": "drop:a"}, "expected skip:NAME, .* in RESHARDER_FAULT, got 'drop:a'"),
+    ],
+)
+def test_a_wrong_environment_is_refused_by_name(change: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Settings.from_environment(ENVIRONMENT | change)
+
+
+def test_faults_name_the_tensors_that_they_need() -> None:
+    assert asked_fault({}) == ("", ())
+    assert asked_fault({"RESHARDER_FAULT": "half-way"}) == ("half-way", ())
+    assert asked_fault({"RESHARDER_FAULT": "swap:a,b"}) == ("swap", ("a", "b"))
+    for wrong in ("swap:a", "skip", "half-way:a"):
+        with pytest.raises(UsageError, match=wrong):
+            asked_fault({"RESHARDER_FAULT": wrong})
+
+
+@pytest.fixture
+def starting(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A process of a server that is about to call the plugin."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "RESHARDER_")
+    monkeypatch.setenv("RESHARDER_WARNED_OF_VLLM", "")
+    return monkeypatch
+
+
+def test_a_server_with_a_wrong_environment_does_not_start(starting: pytest.MonkeyPatch) -> None:
+    starting.setenv("RESHARDER_BOOT_WAIT_SECONDS", "soon")
+    with pytest.raises(UsageError, match="RESHARDER_BOOT_WAIT_SECONDS"):
+        register()
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.9.2+cpu"])
+def test_a_vllm_without_endpoint_plugins_is_refused(starting: pytest.MonkeyPatch, version: str) -> None:
+    starting.setattr(vllm, "__version__", version)
+    with pytest.raises(UsageError) as caught:
+        register()
+    assert str(caught.value) == f"expected vLLM 0.26 or later, got {version}"
+
+
+@pytest.mark.parametrize("version", ["0.27.0", "0.31.1rc1", "1.0.0", "0.1.dev1+g0123abc", "dev"])
+def test_an_untested_vllm_is_warned_of_once_by_all_processes_of_a_server(
+    starting: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    starting.setattr(vllm, "__version__", version)
+    starting.setattr(logging.getLogger("vllm"), "propagate", True)
+    register()
+    register()  # as a process does that inherits the environment
+    records = dict.fromkeys(caplog.records)  # one that two loggers hand to pytest is one
+    assert [record.message for record in records if record.name == "vllm.resharder"] == [
+        f"Resharder is tested with vLLM 0.26, 0.28, 0.32, and this is {version}"
+    ]
+    assert os.environ["RESHARDER_WARNED_OF_VLLM"] == version
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.28.3+cpu", "0.32.0.dev7+g0123abc"])
+def test_a_tested_vllm_is_not_warned_of(starting: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str) -> None:
+    starting.setattr(vllm, "__version__", version)
+    starting.setattr(logging.getLogger("vllm"), "propagate", True)
+    register()
+    assert not [record for record in caplog.records if record.name == "vllm.resharder"]
+
+
+@pytest.mark.compat
+def test_the_vllm_that_the_tests_run_in_is_a_tested_one(starting: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    starting.setattr(logging.getLogger("vllm"), "propagate", True)
+    register()
+    assert not [record for record in caplog.records if record.name == "vllm.resharder"]

@@ -1,0 +1,159 @@
+"""What each worker of a vLLM server takes of a version, for every family: recorded without a server, and held against what the
+model's own `load_weights` does with random weights in the same worker."""
+
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from resharder.client.vllm import compat
+from resharder.client.vllm.blueprint import Server, worker_model, worker_recording
+from resharder.client.vllm.recorder import Recording, record
+from resharder.converters.layout import ITEM_SIZES, Layout, Piece, TensorSpec, box_index, box_size, full_box
+from resharder.converters.packed import pack
+from resharder.converters.plan import plan_pieces
+
+from tests.support.tiny_hf import FAMILIES, tiny_config
+from tests.support.weights import random_weights
+
+DENSE = (Server(), Server(tp=2), Server(tp=2, pp=2), Server(dp=2))
+EXPERTS = (Server(), Server(tp=2), Server(tp=2, pp=2), Server(dp=2, ep=True), Server(tp=2, ep=True))
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"topk_method": "noaux_tc"},
+    "kimi_k2": {"topk_method": "noaux_tc"},
+    "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
+    "mimo": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen2_moe": {"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+"""What published configs have and transformers' classes do not know; and heads as wide as vLLM takes them to be in families whose
+configs do not say it."""
+
+DRAFTERS = {"deepseek_v3": "model.layers.4.", "glm4_moe": "model.layers.4.", "mimo": "model.mtp_layers."}
+"""Tensors that only a drafter loads: layers that predict further tokens."""
+
+IMPURE = {
+    "glm4_moe": {"mlp.gate.weight": "it is stored as torch.float32"},  # published in bf16
+    "minimax_m2": {"block_sparse_moe.gate.weight": "it is stored as torch.float32"},
+    "gpt_oss": {"mlp.experts.down_proj_bias": "it is computed with before it is stored"},  # zero on all ranks but the first
+}
+"""Tensors that some worker takes whole, because the loader does more than copy, and why. All others are taken by boxes."""
+
+PADDED = ("embed_tokens.weight", "embedding.weight", "lm_head.weight")
+"""Parameters with rows beyond the vocabulary."""
+
+_ABSENT = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _qwen3_5() -> None:
+    """vLLM's Qwen3.5 imports the vision models beside it, which import torchvision and do not use it here."""
+    if find_spec("torchvision") is not None:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _ABSENT:
+            module = ModuleType(name)
+            module.__spec__, module.__path__ = ModuleSpec(name, None, is_package=True), []
+            patch.setitem(sys.modules, name, module)
+        import_module("vllm.model_executor.models.qwen3_5")
+
+
+def published_config(family: str) -> dict[str, Any]:
+    return tiny_config(family, **CHANGES.get(family, {}))
+
+
+def readable_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without `--trust-remote-code` MiMo is read as the Qwen2 that its code says it is."""
+    return {**config, "model_type": "qwen2"} if config["model_type"] == "mimo" else dict(config)
+
+
+def published_weights(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """In bf16, but what trainers keep in fp32."""
+    weights = random_weights(config, 1, torch.bfloat16)
+    return {n: w.float() if "correction_bias" in n or "A_log" in n else w for n, w in weights.items()}
+
+
+def specs_of(weights: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    kinds = {torch.bfloat16: "BF16", torch.float32: "F32"}
+    return {name: TensorSpec(name, kinds[w.dtype], tuple(w.shape)) for name, w in weights.items()}
+
+
+def whole(specs: Mapping[str, TensorSpec], names: Any) -> tuple[Piece, ...]:
+    return tuple(
+        Piece(n, full_box(specs[n].shape), n, 0, torch.empty(specs[n].shape, device="meta").stride()) for n in names if n in specs
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_workers_load_what_was_recorded_and_together_all_of_the_checkpoint(family: str) -> None:
+    config = published_config(family)
+    weights = published_weights(config)
+    specs = specs_of(weights)
+    store = pack({"store": Layout(specs, whole(specs, specs))})
+    impure: dict[str, str] = {}
+    for server in EXPERTS if any(".experts." in name for name in specs) else DENSE:
+        recordings = [proven_recording(config, weights, specs, server, worker) for worker in range(server.workers)]
+        for recording in recordings:
+            impure |= {name.split(".", 3)[3]: why for name, why in recording.impure.items()}
+        replica = server.workers if server.ep else server.tp * server.pp
+        for first in range(0, server.workers, replica):
+            left = not_needed(specs, recordings[first : first + replica])
+            assert all(family in DRAFTERS and name.startswith(DRAFTERS[family]) for name in left), (server, left)
+            assert left or family not in DRAFTERS
+        targets = {i: Layout(specs, r.layout.pieces + whole(specs, r.impure)) for i, r in enumerate(recordings)}
+        received = plan_pieces(store, pack(targets)).received.tolist()
+        assert received == [sum(_bytes(specs, piece) for piece in layout.pieces) for layout in targets.values()]
+    assert impure == IMPURE.get(family, {})
+
+
+def _bytes(specs: Mapping[str, TensorSpec], piece: Piece) -> int:
+    return box_size(piece.box) * ITEM_SIZES[specs[piece.tensor].dtype]
+
+
+def not_needed(specs: Mapping[str, TensorSpec], recordings: list[Recording]) -> list[str]:
+    """Tensors of which some element is read by none of these workers."""
+    seen = {name: np.zeros(spec.shape, bool) for name, spec in specs.items()}
+    for recording in recordings:
+        for name, boxes in recording.needs.items():
+            for box in boxes:
+                seen[name][box_index(box)] = True
+    return [name for name, elements in seen.items() if not elements.all()]
+
+
+def proven_recording(
+    config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], server: Server, worker: int
+) -> Recording:
+    """What is recorded on the meta device, after it was compared with the memory that the loader fills: each element of each
+    parameter is filled by one piece, by an impure tensor, or is padding of the vocabulary."""
+    readable = readable_config(config)
+    with worker_model(readable, server, worker, memory=True, dtype="bfloat16") as model, torch.no_grad():
+        recording = record(model, specs, compat.original_loader)
+        parameters = dict(model.named_parameters())
+        for parameter in parameters.values():
+            parameter.fill_(torch.nan)
+        model.load_weights(iter({n: w.clone() for n, w in weights.items()}.items()))
+    assert "" not in recording.impure
+    assert not recording.unloaded
+    filled = {name: torch.zeros(parameter.shape, dtype=torch.bool) for name, parameter in parameters.items()}
+    for piece in recording.layout.pieces:
+        view = piece.view(piece.box)
+        places = filled[piece.local].as_strided(view.shape, view.strides, view.offset)
+        assert not places.any(), f"{piece} goes where another went"
+        places.fill_(True)
+        there = parameters[piece.local].as_strided(view.shape, view.strides, view.offset)
+        assert torch.equal(there, weights[piece.tensor][box_index(piece.box)]), piece
+    computed = {local for name in recording.impure for local in recording.reads[name]}
+    for name, elements in filled.items():
+        if not elements.all() and name not in computed:
+            rows = elements.all(1)
+            assert name.endswith(PADDED), f"{name} is not filled"
+            assert torch.equal(rows, elements.any(1))
+            assert bool(rows[: int(rows.sum())].all()), "padding comes last"
+    assert worker_recording(readable, specs, server, worker, dtype="bfloat16") == recording
+    return recording

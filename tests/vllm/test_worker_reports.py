@@ -1,0 +1,194 @@
+"""What a worker tells the daemon of itself, and how a server starts where there is no daemon; real daemons, no engine."""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from resharder.client.errors import DaemonUnreachable, Refused, ResharderError, UsageError
+from resharder.client.vllm import boot, compat
+from resharder.client.vllm.boot import ResharderLoader
+from resharder.client.vllm.compat import Host
+from resharder.client.vllm.install import Installed
+from resharder.client.vllm.settings import Settings
+from resharder.client.vllm.source import Manifest, get_manifest
+from resharder.client.vllm.worker import PROCESS, Agent, claim
+from resharder.v1 import resources_pb2
+from vllm.config.load import LoadConfig
+
+from tests.client.models import connected, publish_all, weights
+from tests.support.daemon import Daemon, free_port
+from tests.support.operating import servers, wait_until
+
+Worker = resources_pb2.Worker
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with Daemon() as running:
+        yield running
+
+
+def publish(daemon: Daemon, seed: int) -> str:
+    """A READY version's name."""
+    (publisher,) = connected(daemon.endpoint, 1, f"job{seed}")
+    (handle,) = publish_all([publisher], seed, weights(seed))
+    handle.wait_ready(60)
+    publisher.close()
+    return handle.name
+
+
+def agent_of(daemon: Daemon) -> Agent:
+    host = Host(SimpleNamespace(), torch.device("cpu"), 0)
+    return Agent(host, Settings(daemon.endpoint, "s", "policy"))
+
+
+def booted(daemon: Daemon) -> tuple[Agent, Manifest]:
+    """A worker as it is after it has loaded version 1."""
+    agent, manifest = agent_of(daemon), get_manifest_of(daemon, publish(daemon, 1))
+    claim(agent.channel, agent.settings, boot=True, patience=5)
+    agent.booted(manifest, Installed(7, 0, 0.0), 0.5)
+    return agent, manifest
+
+
+def get_manifest_of(daemon: Daemon, version: str) -> Manifest:
+    return get_manifest(agent_of(daemon).channel, version)
+
+
+def heard(daemon: Daemon, holds: Callable[[Worker], bool], what: str) -> Worker:
+    """What the daemon knows of the worker, once it is so."""
+
+    def now() -> list[Worker]:
+        return [worker for server in servers(daemon) for worker in server.workers]
+
+    wait_until(lambda: any(holds(worker) for worker in now()), what, 30)
+    (worker,) = now()
+    return worker
+
+
+def test_a_worker_that_booted_says_which_version_by_number_and_fingerprint(daemon: Daemon) -> None:
+    _, manifest = booted(daemon)
+    worker = heard(daemon, lambda w: w.state == Worker.BOOTED, "the worker is BOOTED")
+    assert (worker.version, worker.fingerprint, worker.process) == (1, manifest.fingerprint, PROCESS)
+    assert len(manifest.fingerprint) == 64
+    assert (worker.proven_tensors, worker.stage_seconds) == (7, 0.5)
+
+
+def test_a_daemon_started_anew_hears_what_the_worker_holds_and_not_what_it_staged(daemon: Daemon) -> None:
+    agent, manifest = booted(daemon)
+    heard(daemon, lambda w: w.state == Worker.BOOTED, "the worker is BOOTED")
+    agent._report(Worker.STAGED, install="an-install", version=2)
+    heard(daemon, lambda w: w.state == Worker.STAGED, "the worker is STAGED")
+    daemon.kill()
+    daemon.start()
+    worker = heard(daemon, lambda _: True, "the worker found the daemon")
+    assert (worker.state, worker.version, worker.install) == (Worker.BOOTED, 1, "")
+    assert worker.fingerprint == manifest.fingerprint
+
+
+def test_a_worker_that_outlives_the_store_is_not_believed_to_hold_its_new_version_of_that_number(daemon: Daemon) -> None:
+    booted(daemon)
+    heard(daemon, lambda w: w.state == Worker.BOOTED, "the worker is BOOTED")
+    daemon.kill()
+    shutil.rmtree(daemon.store)
+    daemon.start()
+    assert publish(daemon, 2) == "models/policy/versions/1"
+    worker = heard(daemon, lambda w: "of fingerprint" in w.error and "none READY" not in w.error, "the worker is a stranger")
+    assert (worker.state, worker.version) == (Worker.EMPTY, 0)
+
+
+def test_an_install_that_broke_half_way_is_said_to_every_later_daemon(daemon: Daemon) -> None:
+    agent, _ = booted(daemon)
+    agent.version = 0  # as apply has it once it writes
+    agent.failed("an-install", "stopped half-way")
+    heard(daemon, lambda w: w.state == Worker.FAILED, "the worker is FAILED")
+    daemon.kill()
+    daemon.start()
+    worker = heard(daemon, lambda _: True, "the worker found the daemon")
+    assert (worker.state, worker.error) == (Worker.FAILED, "stopped half-way")
+
+
+def test_an_install_that_never_began_leaves_what_the_worker_holds(daemon: Daemon) -> None:
+    agent, manifest = booted(daemon)
+    agent.failed("an-install", "is not staged here")
+    heard(daemon, lambda w: w.state == Worker.FAILED, "the worker is FAILED")
+    daemon.kill()
+    daemon.start()
+    worker = heard(daemon, lambda _: True, "the worker found the daemon")
+    assert (worker.state, worker.fingerprint) == (Worker.BOOTED, manifest.fingerprint)
+
+
+def test_a_worker_that_loaded_from_elsewhere_says_that_it_holds_nothing_of_ours(daemon: Daemon) -> None:
+    publish(daemon, 1)
+    agent = agent_of(daemon)
+    assert agent.describe()["version"] == 0
+    worker = heard(daemon, lambda _: True, "the worker introduced itself")
+    assert (worker.state, worker.version, worker.fingerprint) == (Worker.EMPTY, 0, "")
+
+
+# Where the daemon, or a version, is not there
+
+
+class OwnWeights:
+    """vLLM's own loader, as it is asked for."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        self.load_format = load_config.load_format
+
+    def load_model(self, *args: Any, **kwargs: Any) -> str:
+        return f"loaded as {self.load_format}"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Starts a worker's load against an endpoint, in a mode."""
+    monkeypatch.setattr(compat, "DefaultModelLoader", OwnWeights)
+    monkeypatch.setenv("RESHARDER_SERVER_ID", "s")
+    monkeypatch.setenv("RESHARDER_BOOT_WAIT_SECONDS", "0.5")
+    parallel = SimpleNamespace(rank=0, world_size=1, data_parallel_rank=0, enable_eplb=False)
+    vllm_config = SimpleNamespace(
+        parallel_config=parallel, device_config=SimpleNamespace(device="cpu"), lora_config=None, speculative_config=None
+    )
+
+    def start(endpoint: str, mode: str, fleet: str = "") -> Any:
+        monkeypatch.setenv("RESHARDER_ENDPOINT", endpoint)
+        monkeypatch.setenv("RESHARDER_UNREACHABLE", mode)
+        monkeypatch.setenv("RESHARDER_FLEET", fleet)
+        return ResharderLoader(LoadConfig(load_format="resharder")).load_model(vllm_config, None)
+
+    return start
+
+
+def test_without_a_daemon_a_server_does_not_start_unless_it_prefers_to(load: Callable[..., Any]) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    with pytest.raises(DaemonUnreachable, match=nobody):
+        load(nobody, "require")
+    began = time.monotonic()
+    assert load(nobody, "prefer") == "loaded as auto"
+    assert time.monotonic() - began < 20, "it does not wait as long as one that requires"
+
+
+def test_without_a_version_a_server_does_not_start_unless_it_prefers_to(daemon: Daemon, load: Callable[..., Any]) -> None:
+    with pytest.raises(ResharderError, match=r"no model has been published after 0\.5 s"):
+        load(daemon.endpoint, "require")
+    assert load(daemon.endpoint, "prefer") == "loaded as auto"
+
+
+def test_a_daemon_that_says_no_is_not_got_around_by_preferring(daemon: Daemon, load: Callable[..., Any]) -> None:
+    booted(daemon)
+    with pytest.raises(ResharderError, match="fleet"):
+        load(daemon.endpoint, "prefer", fleet="another-than-before")
+
+
+def test_any_other_word_for_it_is_refused(load: Callable[..., Any]) -> None:
+    with pytest.raises(UsageError, match="expected require or prefer in RESHARDER_UNREACHABLE, got 'maybe'"):
+        load("127.0.0.1:1", "maybe")
+
+
+def test_only_what_is_missing_is_got_around() -> None:
+    missing = [DaemonUnreachable("gone"), DaemonUnreachable("nothing yet", "NO_VERSION")]
+    refused = [Refused("no", "FLEET_MODEL"), UsageError("wrong")]
+    assert [boot._is_missing(error) for error in missing + refused] == [True, True, False, False]
