@@ -22,39 +22,72 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import field_mask_pb2 as google_dot_protobuf_dot_field__mask__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from resharder.v1 import resources_pb2 as resharder_dot_v1_dot_resources__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bresharder/v1/operator.proto\x12\x0cresharder.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1cresharder/v1/resources.proto\"\x12\n\x10GetDaemonRequest\"\xa5\x02\n\x06\x44\x61\x65mon\x12\x0f\n\x07release\x18\x01 \x01(\t\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12(\n\x05store\x18\x04 \x01(\x0b\x32\x19.resharder.v1.StoreAccess\x12\x14\n\x0cstore_folder\x18\x05 \x01(\t\x12\x19\n\x11store_limit_bytes\x18\x06 \x01(\x03\x12\x18\n\x10store_used_bytes\x18\x07 \x01(\x03\x12\x0e\n\x06models\x18\x08 \x03(\t\x12+\n\npublishers\x18\t \x03(\x0b\x32\x17.resharder.v1.Publisher\"K\n\x13ListVersionsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"X\n\x14ListVersionsResponse\x12\'\n\x08versions\x18\x01 \x03(\x0b\x32\x15.resharder.v1.Version\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"$\n\x11GetVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\"J\n\x12ListServersRequest\x12\r\n\x05\x66leet\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"U\n\x13ListServersResponse\x12%\n\x07servers\x18\x01 \x03(\x0b\x32\x14.resharder.v1.Server\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\":\n\x11ListFleetsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"R\n\x12ListFleetsResponse\x12#\n\x06\x66leets\x18\x01 \x03(\x0b\x32\x13.resharder.v1.Fleet\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\'\n\x14\x45xportVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\"\\\n\x08\x46ilePart\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\x32\xe5\x03\n\x0fOperatorService\x12\x41\n\tGetDaemon\x12\x1e.resharder.v1.GetDaemonRequest\x1a\x14.resharder.v1.Daemon\x12U\n\x0cListVersions\x12!.resharder.v1.ListVersionsRequest\x1a\".resharder.v1.ListVersionsResponse\x12\x44\n\nGetVersion\x12\x1f.resharder.v1.GetVersionRequest\x1a\x15.resharder.v1.Version\x12R\n\x0bListServers\x12 .resharder.v1.ListServersRequest\x1a!.resharder.v1.ListServersResponse\x12O\n\nListFleets\x12\x1f.resharder.v1.ListFleetsRequest\x1a .resharder.v1.ListFleetsResponse\x12M\n\rExportVersion\x12\".resharder.v1.ExportVersionRequest\x1a\x16.resharder.v1.FilePart0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bresharder/v1/operator.proto\x12\x0cresharder.v1\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1cresharder/v1/resources.proto\"\x12\n\x10GetDaemonRequest\"\xa5\x02\n\x06\x44\x61\x65mon\x12\x0f\n\x07release\x18\x01 \x01(\t\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12(\n\x05store\x18\x04 \x01(\x0b\x32\x19.resharder.v1.StoreAccess\x12\x14\n\x0cstore_folder\x18\x05 \x01(\t\x12\x19\n\x11store_limit_bytes\x18\x06 \x01(\x03\x12\x18\n\x10store_used_bytes\x18\x07 \x01(\x03\x12\x0e\n\x06models\x18\x08 \x03(\t\x12+\n\npublishers\x18\t \x03(\x0b\x32\x17.resharder.v1.Publisher\"K\n\x13ListVersionsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"X\n\x14ListVersionsResponse\x12\'\n\x08versions\x18\x01 \x03(\x0b\x32\x15.resharder.v1.Version\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"$\n\x11GetVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\"J\n\x12ListServersRequest\x12\r\n\x05\x66leet\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"U\n\x13ListServersResponse\x12%\n\x07servers\x18\x01 \x03(\x0b\x32\x14.resharder.v1.Server\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\":\n\x11ListFleetsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"R\n\x12ListFleetsResponse\x12#\n\x06\x66leets\x18\x01 \x03(\x0b\x32\x13.resharder.v1.Fleet\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\'\n\x14\x45xportVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\"\\\n\x08\x46ilePart\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\"\x81\x01\n\x12UpdateFleetRequest\x12\"\n\x05\x66leet\x18\x01 \x01(\x0b\x32\x13.resharder.v1.Fleet\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\x12\x16\n\x0e\x61\x63\x63\x65pt_refused\x18\x03 \x01(\x08\"Z\n\x14RollBackFleetRequest\x12\r\n\x05\x66leet\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"O\n\x11\x44\x65\x63ideMoveRequest\x12\r\n\x05\x66leet\x18\x01 \x01(\t\x12\x0c\n\x04move\x18\x02 \x01(\x03\x12\r\n\x05go_on\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\"T\n\x0fSetPowerRequest\x12\r\n\x05\x66leet\x18\x01 \x01(\t\x12\x0e\n\x06server\x18\x02 \x01(\t\x12\"\n\x05power\x18\x03 \x01(\x0e\x32\x13.resharder.v1.Power\"C\n\x11SetDrainedRequest\x12\r\n\x05\x66leet\x18\x01 \x01(\t\x12\x0e\n\x06server\x18\x02 \x01(\t\x12\x0f\n\x07\x64rained\x18\x03 \x01(\x08\"W\n\x15RetireVersionsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08versions\x18\x02 \x03(\x03\x12\x0c\n\x04keep\x18\x03 \x01(\x05\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\"z\n\x16RetireVersionsResponse\x12&\n\x07retired\x18\x01 \x03(\x0b\x32\x15.resharder.v1.Version\x12#\n\x04kept\x18\x02 \x03(\x0b\x32\x15.resharder.v1.Version\x12\x13\n\x0b\x66reed_bytes\x18\x03 \x01(\x03\"\xdd\x01\n\x05\x45vent\x12\n\n\x02id\x18\x01 \x01(\x03\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0f\n\x07subject\x18\x04 \x01(\t\x12\x0c\n\x04what\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x31\n\x07\x64\x65tails\x18\x07 \x03(\x0b\x32 .resharder.v1.Event.DetailsEntry\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"Q\n\x11ListEventsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x03\x12\x0c\n\x04last\x18\x02 \x01(\x05\x12\x0f\n\x07subject\x18\x03 \x01(\t\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\"(\n\x15\x41rchiveVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\"\x8a\x01\n\x0f\x41rchivedVersion\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x30\n\x0c\x61rchive_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"#\n\x12ListArchiveRequest\x12\r\n\x05model\x18\x01 \x01(\t\"F\n\x13ListArchiveResponse\x12/\n\x08versions\x18\x01 \x03(\x0b\x32\x1d.resharder.v1.ArchivedVersion\"(\n\x15RestoreVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\t2\xd8\t\n\x0fOperatorService\x12\x41\n\tGetDaemon\x12\x1e.resharder.v1.GetDaemonRequest\x1a\x14.resharder.v1.Daemon\x12U\n\x0cListVersions\x12!.resharder.v1.ListVersionsRequest\x1a\".resharder.v1.ListVersionsResponse\x12\x44\n\nGetVersion\x12\x1f.resharder.v1.GetVersionRequest\x1a\x15.resharder.v1.Version\x12R\n\x0bListServers\x12 .resharder.v1.ListServersRequest\x1a!.resharder.v1.ListServersResponse\x12O\n\nListFleets\x12\x1f.resharder.v1.ListFleetsRequest\x1a .resharder.v1.ListFleetsResponse\x12M\n\rExportVersion\x12\".resharder.v1.ExportVersionRequest\x1a\x16.resharder.v1.FilePart0\x01\x12\x44\n\x0bUpdateFleet\x12 .resharder.v1.UpdateFleetRequest\x1a\x13.resharder.v1.Fleet\x12H\n\rRollBackFleet\x12\".resharder.v1.RollBackFleetRequest\x1a\x13.resharder.v1.Fleet\x12\x42\n\nDecideMove\x12\x1f.resharder.v1.DecideMoveRequest\x1a\x13.resharder.v1.Fleet\x12>\n\x08SetPower\x12\x1d.resharder.v1.SetPowerRequest\x1a\x13.resharder.v1.Fleet\x12\x42\n\nSetDrained\x12\x1f.resharder.v1.SetDrainedRequest\x1a\x13.resharder.v1.Fleet\x12[\n\x0eRetireVersions\x12#.resharder.v1.RetireVersionsRequest\x1a$.resharder.v1.RetireVersionsResponse\x12\x44\n\nListEvents\x12\x1f.resharder.v1.ListEventsRequest\x1a\x13.resharder.v1.Event0\x01\x12T\n\x0e\x41rchiveVersion\x12#.resharder.v1.ArchiveVersionRequest\x1a\x1d.resharder.v1.ArchivedVersion\x12R\n\x0bListArchive\x12 .resharder.v1.ListArchiveRequest\x1a!.resharder.v1.ListArchiveResponse\x12L\n\x0eRestoreVersion\x12#.resharder.v1.RestoreVersionRequest\x1a\x15.resharder.v1.Versionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'resharder.v1.operator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETDAEMONREQUEST']._serialized_start=108
-  _globals['_GETDAEMONREQUEST']._serialized_end=126
-  _globals['_DAEMON']._serialized_start=129
-  _globals['_DAEMON']._serialized_end=422
-  _globals['_LISTVERSIONSREQUEST']._serialized_start=424
-  _globals['_LISTVERSIONSREQUEST']._serialized_end=499
-  _globals['_LISTVERSIONSRESPONSE']._serialized_start=501
-  _globals['_LISTVERSIONSRESPONSE']._serialized_end=589
-  _globals['_GETVERSIONREQUEST']._serialized_start=591
-  _globals['_GETVERSIONREQUEST']._serialized_end=627
-  _globals['_LISTSERVERSREQUEST']._serialized_start=629
-  _globals['_LISTSERVERSREQUEST']._serialized_end=703
-  _globals['_LISTSERVERSRESPONSE']._serialized_start=705
-  _globals['_LISTSERVERSRESPONSE']._serialized_end=790
-  _globals['_LISTFLEETSREQUEST']._serialized_start=792
-  _globals['_LISTFLEETSREQUEST']._serialized_end=850
-  _globals['_LISTFLEETSRESPONSE']._serialized_start=852
-  _globals['_LISTFLEETSRESPONSE']._serialized_end=934
-  _globals['_EXPORTVERSIONREQUEST']._serialized_start=936
-  _globals['_EXPORTVERSIONREQUEST']._serialized_end=975
-  _globals['_FILEPART']._serialized_start=977
-  _globals['_FILEPART']._serialized_end=1069
-  _globals['_OPERATORSERVICE']._serialized_start=1072
-  _globals['_OPERATORSERVICE']._serialized_end=1557
+  _globals['_EVENT_DETAILSENTRY']._loaded_options = None
+  _globals['_EVENT_DETAILSENTRY']._serialized_options = b'8\001'
+  _globals['_GETDAEMONREQUEST']._serialized_start=142
+  _globals['_GETDAEMONREQUEST']._serialized_end=160
+  _globals['_DAEMON']._serialized_start=163
+  _globals['_DAEMON']._serialized_end=456
+  _globals['_LISTVERSIONSREQUEST']._serialized_start=458
+  _globals['_LISTVERSIONSREQUEST']._serialized_end=533
+  _globals['_LISTVERSIONSRESPONSE']._serialized_start=535
+  _globals['_LISTVERSIONSRESPONSE']._serialized_end=623
+  _globals['_GETVERSIONREQUEST']._serialized_start=625
+  _globals['_GETVERSIONREQUEST']._serialized_end=661
+  _globals['_LISTSERVERSREQUEST']._serialized_start=663
+  _globals['_LISTSERVERSREQUEST']._serialized_end=737
+  _globals['_LISTSERVERSRESPONSE']._serialized_start=739
+  _globals['_LISTSERVERSRESPONSE']._serialized_end=824
+  _globals['_LISTFLEETSREQUEST']._serialized_start=826
+  _globals['_LISTFLEETSREQUEST']._serialized_end=884
+  _globals['_LISTFLEETSRESPONSE']._serialized_start=886
+  _globals['_LISTFLEETSRESPONSE']._serialized_end=968
+  _globals['_EXPORTVERSIONREQUEST']._serialized_start=970
+  _globals['_EXPORTVERSIONREQUEST']._serialized_end=1009
+  _globals['_FILEPART']._serialized_start=1011
+  _globals['_FILEPART']._serialized_end=1103
+  _globals['_UPDATEFLEETREQUEST']._serialized_start=1106
+  _globals['_UPDATEFLEETREQUEST']._serialized_end=1235
+  _globals['_ROLLBACKFLEETREQUEST']._serialized_start=1237
+  _globals['_ROLLBACKFLEETREQUEST']._serialized_end=1327
+  _globals['_DECIDEMOVEREQUEST']._serialized_start=1329
+  _globals['_DECIDEMOVEREQUEST']._serialized_end=1408
+  _globals['_SETPOWERREQUEST']._serialized_start=1410
+  _globals['_SETPOWERREQUEST']._serialized_end=1494
+  _globals['_SETDRAINEDREQUEST']._serialized_start=1496
+  _globals['_SETDRAINEDREQUEST']._serialized_end=1563
+  _globals['_RETIREVERSIONSREQUEST']._serialized_start=1565
+  _globals['_RETIREVERSIONSREQUEST']._serialized_end=1652
+  _globals['_RETIREVERSIONSRESPONSE']._serialized_start=1654
+  _globals['_RETIREVERSIONSRESPONSE']._serialized_end=1776
+  _globals['_EVENT']._serialized_start=1779
+  _globals['_EVENT']._serialized_end=2000
+  _globals['_EVENT_DETAILSENTRY']._serialized_start=1954
+  _globals['_EVENT_DETAILSENTRY']._serialized_end=2000
+  _globals['_LISTEVENTSREQUEST']._serialized_start=2002
+  _globals['_LISTEVENTSREQUEST']._serialized_end=2083
+  _globals['_ARCHIVEVERSIONREQUEST']._serialized_start=2085
+  _globals['_ARCHIVEVERSIONREQUEST']._serialized_end=2125
+  _globals['_ARCHIVEDVERSION']._serialized_start=2128
+  _globals['_ARCHIVEDVERSION']._serialized_end=2266
+  _globals['_LISTARCHIVEREQUEST']._serialized_start=2268
+  _globals['_LISTARCHIVEREQUEST']._serialized_end=2303
+  _globals['_LISTARCHIVERESPONSE']._serialized_start=2305
+  _globals['_LISTARCHIVERESPONSE']._serialized_end=2375
+  _globals['_RESTOREVERSIONREQUEST']._serialized_start=2377
+  _globals['_RESTOREVERSIONREQUEST']._serialized_end=2417
+  _globals['_OPERATORSERVICE']._serialized_start=2420
+  _globals['_OPERATORSERVICE']._serialized_end=3660
 # @@protoc_insertion_point(module_scope)

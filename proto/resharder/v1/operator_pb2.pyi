@@ -1,3 +1,4 @@
+from google.protobuf import field_mask_pb2 as _field_mask_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from resharder.v1 import resources_pb2 as _resources_pb2
 from google.protobuf.internal import containers as _containers
@@ -110,3 +111,154 @@ class FilePart(_message.Message):
     data: bytes
     checksum: int
     def __init__(self, path: _Optional[str] = ..., offset: _Optional[int] = ..., size_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class UpdateFleetRequest(_message.Message):
+    __slots__ = ("fleet", "update_mask", "accept_refused")
+    FLEET_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_MASK_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    fleet: _resources_pb2.Fleet
+    update_mask: _field_mask_pb2.FieldMask
+    accept_refused: bool
+    def __init__(self, fleet: _Optional[_Union[_resources_pb2.Fleet, _Mapping]] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ..., accept_refused: bool = ...) -> None: ...
+
+class RollBackFleetRequest(_message.Message):
+    __slots__ = ("fleet", "version", "reason", "request_id")
+    FLEET_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    fleet: str
+    version: int
+    reason: str
+    request_id: str
+    def __init__(self, fleet: _Optional[str] = ..., version: _Optional[int] = ..., reason: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class DecideMoveRequest(_message.Message):
+    __slots__ = ("fleet", "move", "go_on", "reason")
+    FLEET_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
+    GO_ON_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    fleet: str
+    move: int
+    go_on: bool
+    reason: str
+    def __init__(self, fleet: _Optional[str] = ..., move: _Optional[int] = ..., go_on: bool = ..., reason: _Optional[str] = ...) -> None: ...
+
+class SetPowerRequest(_message.Message):
+    __slots__ = ("fleet", "server", "power")
+    FLEET_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    POWER_FIELD_NUMBER: _ClassVar[int]
+    fleet: str
+    server: str
+    power: _resources_pb2.Power
+    def __init__(self, fleet: _Optional[str] = ..., server: _Optional[str] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ...) -> None: ...
+
+class SetDrainedRequest(_message.Message):
+    __slots__ = ("fleet", "server", "drained")
+    FLEET_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    fleet: str
+    server: str
+    drained: bool
+    def __init__(self, fleet: _Optional[str] = ..., server: _Optional[str] = ..., drained: bool = ...) -> None: ...
+
+class RetireVersionsRequest(_message.Message):
+    __slots__ = ("model", "versions", "keep", "dry_run")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    keep: int
+    dry_run: bool
+    def __init__(self, model: _Optional[str] = ..., versions: _Optional[_Iterable[int]] = ..., keep: _Optional[int] = ..., dry_run: bool = ...) -> None: ...
+
+class RetireVersionsResponse(_message.Message):
+    __slots__ = ("retired", "kept", "freed_bytes")
+    RETIRED_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    FREED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    retired: _containers.RepeatedCompositeFieldContainer[_resources_pb2.Version]
+    kept: _containers.RepeatedCompositeFieldContainer[_resources_pb2.Version]
+    freed_bytes: int
+    def __init__(self, retired: _Optional[_Iterable[_Union[_resources_pb2.Version, _Mapping]]] = ..., kept: _Optional[_Iterable[_Union[_resources_pb2.Version, _Mapping]]] = ..., freed_bytes: _Optional[int] = ...) -> None: ...
+
+class Event(_message.Message):
+    __slots__ = ("id", "time", "kind", "subject", "what", "reason", "details")
+    class DetailsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    time: _timestamp_pb2.Timestamp
+    kind: str
+    subject: str
+    what: str
+    reason: str
+    details: _containers.ScalarMap[str, str]
+    def __init__(self, id: _Optional[int] = ..., time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., kind: _Optional[str] = ..., subject: _Optional[str] = ..., what: _Optional[str] = ..., reason: _Optional[str] = ..., details: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class ListEventsRequest(_message.Message):
+    __slots__ = ("after", "last", "subject", "follow")
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    after: int
+    last: int
+    subject: str
+    follow: bool
+    def __init__(self, after: _Optional[int] = ..., last: _Optional[int] = ..., subject: _Optional[str] = ..., follow: bool = ...) -> None: ...
+
+class ArchiveVersionRequest(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    def __init__(self, version: _Optional[str] = ...) -> None: ...
+
+class ArchivedVersion(_message.Message):
+    __slots__ = ("version", "url", "size_bytes", "fingerprint", "archive_time")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    ARCHIVE_TIME_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    url: str
+    size_bytes: int
+    fingerprint: str
+    archive_time: _timestamp_pb2.Timestamp
+    def __init__(self, version: _Optional[str] = ..., url: _Optional[str] = ..., size_bytes: _Optional[int] = ..., fingerprint: _Optional[str] = ..., archive_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class ListArchiveRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class ListArchiveResponse(_message.Message):
+    __slots__ = ("versions",)
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    versions: _containers.RepeatedCompositeFieldContainer[ArchivedVersion]
+    def __init__(self, versions: _Optional[_Iterable[_Union[ArchivedVersion, _Mapping]]] = ...) -> None: ...
+
+class RestoreVersionRequest(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    def __init__(self, version: _Optional[str] = ...) -> None: ...

@@ -65,6 +65,56 @@ class OperatorServiceStub(object):
                 request_serializer=resharder_dot_v1_dot_operator__pb2.ExportVersionRequest.SerializeToString,
                 response_deserializer=resharder_dot_v1_dot_operator__pb2.FilePart.FromString,
                 _registered_method=True)
+        self.UpdateFleet = channel.unary_unary(
+                '/resharder.v1.OperatorService/UpdateFleet',
+                request_serializer=resharder_dot_v1_dot_operator__pb2.UpdateFleetRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_resources__pb2.Fleet.FromString,
+                _registered_method=True)
+        self.RollBackFleet = channel.unary_unary(
+                '/resharder.v1.OperatorService/RollBackFleet',
+                request_serializer=resharder_dot_v1_dot_operator__pb2.RollBackFleetRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_resources__pb2.Fleet.FromString,
+                _registered_method=True)
+        self.DecideMove = channel.unary_unary(
+                '/resharder.v1.OperatorService/DecideMove',
+                request_serializer=resharder_dot_v1_dot_operator__pb2.DecideMoveRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_resources__pb2.Fleet.FromString,
+                _registered_method=True)
+        self.SetPower = channel.unary_unary(
+                '/resharder.v1.OperatorService/SetPower',
+                request_serializer=resharder_dot_v1_dot_operator__pb2.SetPowerRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_resources__pb2.Fleet.FromString,
+                _registered_method=True)
+        self.SetDrained = channel.unary_unary(
+                '/resharder.v1.OperatorService/SetDrained',
+                request_serializer=resharder_dot_v1_dot_operator__pb2.SetDrainedRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_resources__pb2.Fleet.FromString,
+                _registered_method=True)
+        self.RetireVersions = channel.unary_unary(
+                '/resharder.v1.OperatorService/RetireVersions',
+                request_serializer=resharder_dot_v1_dot_operator__pb2.RetireVersionsRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_operator__pb2.RetireVersionsResponse.FromString,
+                _registered_method=True)
+        self.ListEvents = channel.unary_stream(
+                '/resharder.v1.OperatorService/ListEvents',
+                request_serializer=resharder_dot_v1_dot_operator__pb2.ListEventsRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_operator__pb2.Event.FromString,
+                _registered_method=True)
+        self.ArchiveVersion = channel.unary_unary(
+                '/resharder.v1.OperatorService/ArchiveVersion',
+                request_serializer=resharder_dot_v1_dot_operator__pb2.ArchiveVersionRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_operator__pb2.ArchivedVersion.FromString,
+                _registered_method=True)
+        self.ListArchive = channel.unary_unary(
+                '/resharder.v1.OperatorService/ListArchive',
+                request_serializer=resharder_dot_v1_dot_operator__pb2.ListArchiveRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_operator__pb2.ListArchiveResponse.FromString,
+                _registered_method=True)
+        self.RestoreVersion = channel.unary_unary(
+                '/resharder.v1.OperatorService/RestoreVersion',
+                request_serializer=resharder_dot_v1_dot_operator__pb2.RestoreVersionRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_resources__pb2.Version.FromString,
+                _registered_method=True)
 
 
 class OperatorServiceServicer(object):
@@ -107,6 +157,76 @@ class OperatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateFleet(self, request, context):
+        """Everything below is kept on the store's medium before it is answered, and may be repeated without harm.
+        Makes or changes a fleet: the fields of `fleet` named by `update_mask`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RollBackFleet(self, request, context):
+        """Back to an earlier version; the ones after it are refused, so that LATEST does not take them again by itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DecideMove(self, request, context):
+        """A move that is HOLDING or STOPPED, or any that goes on: on to the end, or back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetPower(self, request, context):
+        """Sleep and wake, of a fleet or one server of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetDrained(self, request, context):
+        """Drain before maintenance, and resume, of a fleet or one server of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RetireVersions(self, request, context):
+        """Versions that nothing uses and retention would keep.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListEvents(self, request, context):
+        """What happened, oldest first; with `follow` the stream goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ArchiveVersion(self, request, context):
+        """Writes a READY version to the archive now; returns when it is verified there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListArchive(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestoreVersion(self, request, context):
+        """An archived version becomes READY again, under its own number.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -139,6 +259,56 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.ExportVersion,
                     request_deserializer=resharder_dot_v1_dot_operator__pb2.ExportVersionRequest.FromString,
                     response_serializer=resharder_dot_v1_dot_operator__pb2.FilePart.SerializeToString,
+            ),
+            'UpdateFleet': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateFleet,
+                    request_deserializer=resharder_dot_v1_dot_operator__pb2.UpdateFleetRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_resources__pb2.Fleet.SerializeToString,
+            ),
+            'RollBackFleet': grpc.unary_unary_rpc_method_handler(
+                    servicer.RollBackFleet,
+                    request_deserializer=resharder_dot_v1_dot_operator__pb2.RollBackFleetRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_resources__pb2.Fleet.SerializeToString,
+            ),
+            'DecideMove': grpc.unary_unary_rpc_method_handler(
+                    servicer.DecideMove,
+                    request_deserializer=resharder_dot_v1_dot_operator__pb2.DecideMoveRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_resources__pb2.Fleet.SerializeToString,
+            ),
+            'SetPower': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPower,
+                    request_deserializer=resharder_dot_v1_dot_operator__pb2.SetPowerRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_resources__pb2.Fleet.SerializeToString,
+            ),
+            'SetDrained': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetDrained,
+                    request_deserializer=resharder_dot_v1_dot_operator__pb2.SetDrainedRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_resources__pb2.Fleet.SerializeToString,
+            ),
+            'RetireVersions': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetireVersions,
+                    request_deserializer=resharder_dot_v1_dot_operator__pb2.RetireVersionsRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_operator__pb2.RetireVersionsResponse.SerializeToString,
+            ),
+            'ListEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListEvents,
+                    request_deserializer=resharder_dot_v1_dot_operator__pb2.ListEventsRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_operator__pb2.Event.SerializeToString,
+            ),
+            'ArchiveVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.ArchiveVersion,
+                    request_deserializer=resharder_dot_v1_dot_operator__pb2.ArchiveVersionRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_operator__pb2.ArchivedVersion.SerializeToString,
+            ),
+            'ListArchive': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListArchive,
+                    request_deserializer=resharder_dot_v1_dot_operator__pb2.ListArchiveRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_operator__pb2.ListArchiveResponse.SerializeToString,
+            ),
+            'RestoreVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestoreVersion,
+                    request_deserializer=resharder_dot_v1_dot_operator__pb2.RestoreVersionRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_resources__pb2.Version.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -303,6 +473,276 @@ class OperatorService(object):
             '/resharder.v1.OperatorService/ExportVersion',
             resharder_dot_v1_dot_operator__pb2.ExportVersionRequest.SerializeToString,
             resharder_dot_v1_dot_operator__pb2.FilePart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateFleet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.OperatorService/UpdateFleet',
+            resharder_dot_v1_dot_operator__pb2.UpdateFleetRequest.SerializeToString,
+            resharder_dot_v1_dot_resources__pb2.Fleet.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RollBackFleet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.OperatorService/RollBackFleet',
+            resharder_dot_v1_dot_operator__pb2.RollBackFleetRequest.SerializeToString,
+            resharder_dot_v1_dot_resources__pb2.Fleet.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DecideMove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.OperatorService/DecideMove',
+            resharder_dot_v1_dot_operator__pb2.DecideMoveRequest.SerializeToString,
+            resharder_dot_v1_dot_resources__pb2.Fleet.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPower(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.OperatorService/SetPower',
+            resharder_dot_v1_dot_operator__pb2.SetPowerRequest.SerializeToString,
+            resharder_dot_v1_dot_resources__pb2.Fleet.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetDrained(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.OperatorService/SetDrained',
+            resharder_dot_v1_dot_operator__pb2.SetDrainedRequest.SerializeToString,
+            resharder_dot_v1_dot_resources__pb2.Fleet.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetireVersions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.OperatorService/RetireVersions',
+            resharder_dot_v1_dot_operator__pb2.RetireVersionsRequest.SerializeToString,
+            resharder_dot_v1_dot_operator__pb2.RetireVersionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/resharder.v1.OperatorService/ListEvents',
+            resharder_dot_v1_dot_operator__pb2.ListEventsRequest.SerializeToString,
+            resharder_dot_v1_dot_operator__pb2.Event.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ArchiveVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.OperatorService/ArchiveVersion',
+            resharder_dot_v1_dot_operator__pb2.ArchiveVersionRequest.SerializeToString,
+            resharder_dot_v1_dot_operator__pb2.ArchivedVersion.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListArchive(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.OperatorService/ListArchive',
+            resharder_dot_v1_dot_operator__pb2.ListArchiveRequest.SerializeToString,
+            resharder_dot_v1_dot_operator__pb2.ListArchiveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.OperatorService/RestoreVersion',
+            resharder_dot_v1_dot_operator__pb2.RestoreVersionRequest.SerializeToString,
+            resharder_dot_v1_dot_resources__pb2.Version.FromString,
             options,
             channel_credentials,
             insecure,

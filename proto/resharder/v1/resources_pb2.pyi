@@ -13,10 +13,23 @@ class PauseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KEEP: _ClassVar[PauseMode]
     WAIT: _ClassVar[PauseMode]
     ABORT: _ClassVar[PauseMode]
+
+class Power(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POWER_UNSPECIFIED: _ClassVar[Power]
+    AWAKE: _ClassVar[Power]
+    WEIGHTS_AWAKE: _ClassVar[Power]
+    ASLEEP_1: _ClassVar[Power]
+    ASLEEP_2: _ClassVar[Power]
 PAUSE_MODE_UNSPECIFIED: PauseMode
 KEEP: PauseMode
 WAIT: PauseMode
 ABORT: PauseMode
+POWER_UNSPECIFIED: Power
+AWAKE: Power
+WEIGHTS_AWAKE: Power
+ASLEEP_1: Power
+ASLEEP_2: Power
 
 class Box(_message.Message):
     __slots__ = ("start", "count", "step")
@@ -180,19 +193,146 @@ class Version(_message.Message):
     servers_following: int
     def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., number: _Optional[int] = ..., state: _Optional[_Union[Version.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., job: _Optional[str] = ..., size_bytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., create_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., ready_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., folder: _Optional[str] = ..., fingerprint: _Optional[str] = ..., used_by: _Optional[_Iterable[str]] = ..., servers_serving: _Optional[int] = ..., servers_following: _Optional[int] = ...) -> None: ...
 
+class Want(_message.Message):
+    __slots__ = ("kind", "version", "every_seconds")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[Want.Kind]
+        LATEST: _ClassVar[Want.Kind]
+        NUMBER: _ClassVar[Want.Kind]
+        NONE: _ClassVar[Want.Kind]
+    KIND_UNSPECIFIED: Want.Kind
+    LATEST: Want.Kind
+    NUMBER: Want.Kind
+    NONE: Want.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EVERY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    kind: Want.Kind
+    version: int
+    every_seconds: float
+    def __init__(self, kind: _Optional[_Union[Want.Kind, str]] = ..., version: _Optional[int] = ..., every_seconds: _Optional[float] = ...) -> None: ...
+
+class Motion(_message.Message):
+    __slots__ = ("kind", "at_a_time", "max_failures", "canaries", "hold_seconds", "approval", "check")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[Motion.Kind]
+        ALL_AT_ONCE: _ClassVar[Motion.Kind]
+        ROLLING: _ClassVar[Motion.Kind]
+        CANARY: _ClassVar[Motion.Kind]
+        ATOMIC: _ClassVar[Motion.Kind]
+    KIND_UNSPECIFIED: Motion.Kind
+    ALL_AT_ONCE: Motion.Kind
+    ROLLING: Motion.Kind
+    CANARY: Motion.Kind
+    ATOMIC: Motion.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    AT_A_TIME_FIELD_NUMBER: _ClassVar[int]
+    MAX_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    CANARIES_FIELD_NUMBER: _ClassVar[int]
+    HOLD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    APPROVAL_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    kind: Motion.Kind
+    at_a_time: int
+    max_failures: int
+    canaries: int
+    hold_seconds: float
+    approval: bool
+    check: str
+    def __init__(self, kind: _Optional[_Union[Motion.Kind, str]] = ..., at_a_time: _Optional[int] = ..., max_failures: _Optional[int] = ..., canaries: _Optional[int] = ..., hold_seconds: _Optional[float] = ..., approval: bool = ..., check: _Optional[str] = ...) -> None: ...
+
+class Move(_message.Message):
+    __slots__ = ("id", "state", "from_version", "to_version", "reason", "motion", "servers", "failed", "start_time", "end_time")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Move.State]
+        STAGING: _ClassVar[Move.State]
+        APPLYING: _ClassVar[Move.State]
+        TRYING: _ClassVar[Move.State]
+        HOLDING: _ClassVar[Move.State]
+        MOVING: _ClassVar[Move.State]
+        BACK: _ClassVar[Move.State]
+        STOPPED: _ClassVar[Move.State]
+        DONE: _ClassVar[Move.State]
+        FAILED: _ClassVar[Move.State]
+    STATE_UNSPECIFIED: Move.State
+    STAGING: Move.State
+    APPLYING: Move.State
+    TRYING: Move.State
+    HOLDING: Move.State
+    MOVING: Move.State
+    BACK: Move.State
+    STOPPED: Move.State
+    DONE: Move.State
+    FAILED: Move.State
+    class FailedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    FROM_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TO_VERSION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MOTION_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    START_TIME_FIELD_NUMBER: _ClassVar[int]
+    END_TIME_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    state: Move.State
+    from_version: int
+    to_version: int
+    reason: str
+    motion: Motion
+    servers: _containers.RepeatedScalarFieldContainer[str]
+    failed: _containers.ScalarMap[str, str]
+    start_time: _timestamp_pb2.Timestamp
+    end_time: _timestamp_pb2.Timestamp
+    def __init__(self, id: _Optional[int] = ..., state: _Optional[_Union[Move.State, str]] = ..., from_version: _Optional[int] = ..., to_version: _Optional[int] = ..., reason: _Optional[str] = ..., motion: _Optional[_Union[Motion, _Mapping]] = ..., servers: _Optional[_Iterable[str]] = ..., failed: _Optional[_Mapping[str, str]] = ..., start_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("version", "reason")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    reason: str
+    def __init__(self, version: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class Fleet(_message.Message):
-    __slots__ = ("name", "model", "pause_mode", "wanted_version", "servers")
+    __slots__ = ("name", "model", "pause_mode", "wanted_version", "servers", "want", "motion", "max_skew", "settled_version", "move", "refused", "power", "reason")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
     WANTED_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
+    WANT_FIELD_NUMBER: _ClassVar[int]
+    MOTION_FIELD_NUMBER: _ClassVar[int]
+    MAX_SKEW_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    POWER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     pause_mode: PauseMode
     wanted_version: int
     servers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., wanted_version: _Optional[int] = ..., servers: _Optional[_Iterable[str]] = ...) -> None: ...
+    want: Want
+    motion: Motion
+    max_skew: int
+    settled_version: int
+    move: Move
+    refused: _containers.RepeatedCompositeFieldContainer[Refusal]
+    power: Power
+    reason: str
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., wanted_version: _Optional[int] = ..., servers: _Optional[_Iterable[str]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., motion: _Optional[_Union[Motion, _Mapping]] = ..., max_skew: _Optional[int] = ..., settled_version: _Optional[int] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., power: _Optional[_Union[Power, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Worker(_message.Message):
     __slots__ = ("rank", "state", "version", "install", "error", "needed_bytes", "transport", "stage_seconds", "apply_seconds", "proven_tensors", "process", "boxed_bytes", "fingerprint")
@@ -273,7 +413,7 @@ class Install(_message.Message):
     def __init__(self, id: _Optional[str] = ..., version: _Optional[int] = ..., state: _Optional[_Union[Install.State, str]] = ..., error: _Optional[str] = ..., start_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., stage_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
 
 class Server(_message.Message):
-    __slots__ = ("name", "fleet", "model", "state", "reason", "version", "wanted_version", "workers", "install", "lease_expire_time", "address", "world_size", "control_sides")
+    __slots__ = ("name", "fleet", "model", "state", "reason", "version", "wanted_version", "workers", "install", "lease_expire_time", "address", "world_size", "control_sides", "power", "wanted_power", "drained", "in_flight", "passes_kv")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Server.State]
@@ -283,6 +423,9 @@ class Server(_message.Message):
         APPLYING: _ClassVar[Server.State]
         FAILED: _ClassVar[Server.State]
         LOST: _ClassVar[Server.State]
+        ASLEEP: _ClassVar[Server.State]
+        DRAINED: _ClassVar[Server.State]
+        WAITING: _ClassVar[Server.State]
     STATE_UNSPECIFIED: Server.State
     BOOTING: Server.State
     SERVING: Server.State
@@ -290,6 +433,9 @@ class Server(_message.Message):
     APPLYING: Server.State
     FAILED: Server.State
     LOST: Server.State
+    ASLEEP: Server.State
+    DRAINED: Server.State
+    WAITING: Server.State
     NAME_FIELD_NUMBER: _ClassVar[int]
     FLEET_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -303,6 +449,11 @@ class Server(_message.Message):
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     CONTROL_SIDES_FIELD_NUMBER: _ClassVar[int]
+    POWER_FIELD_NUMBER: _ClassVar[int]
+    WANTED_POWER_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    PASSES_KV_FIELD_NUMBER: _ClassVar[int]
     name: str
     fleet: str
     model: str
@@ -316,4 +467,9 @@ class Server(_message.Message):
     address: str
     world_size: int
     control_sides: int
-    def __init__(self, name: _Optional[str] = ..., fleet: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[Server.State, str]] = ..., reason: _Optional[str] = ..., version: _Optional[int] = ..., wanted_version: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., install: _Optional[_Union[Install, _Mapping]] = ..., lease_expire_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., address: _Optional[str] = ..., world_size: _Optional[int] = ..., control_sides: _Optional[int] = ...) -> None: ...
+    power: Power
+    wanted_power: Power
+    drained: bool
+    in_flight: int
+    passes_kv: bool
+    def __init__(self, name: _Optional[str] = ..., fleet: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[Server.State, str]] = ..., reason: _Optional[str] = ..., version: _Optional[int] = ..., wanted_version: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., install: _Optional[_Union[Install, _Mapping]] = ..., lease_expire_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., address: _Optional[str] = ..., world_size: _Optional[int] = ..., control_sides: _Optional[int] = ..., power: _Optional[_Union[Power, str]] = ..., wanted_power: _Optional[_Union[Power, str]] = ..., drained: bool = ..., in_flight: _Optional[int] = ..., passes_kv: bool = ...) -> None: ...

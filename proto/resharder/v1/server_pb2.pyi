@@ -39,7 +39,7 @@ class Claim(_message.Message):
     def __init__(self, server: _Optional[str] = ..., model: _Optional[str] = ..., fleet: _Optional[str] = ..., boot_version: _Optional[int] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
 
 class ControlReport(_message.Message):
-    __slots__ = ("server", "control", "world_size", "address", "install", "done", "ok", "error", "pause_seconds")
+    __slots__ = ("server", "control", "world_size", "address", "install", "done", "ok", "error", "pause_seconds", "power", "in_flight", "passes_kv")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     CONTROL_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,9 @@ class ControlReport(_message.Message):
     OK_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    POWER_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    PASSES_KV_FIELD_NUMBER: _ClassVar[int]
     server: str
     control: str
     world_size: int
@@ -58,10 +61,13 @@ class ControlReport(_message.Message):
     ok: bool
     error: str
     pause_seconds: float
-    def __init__(self, server: _Optional[str] = ..., control: _Optional[str] = ..., world_size: _Optional[int] = ..., address: _Optional[str] = ..., install: _Optional[str] = ..., done: _Optional[_Union[Order.Kind, str]] = ..., ok: bool = ..., error: _Optional[str] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
+    power: _resources_pb2.Power
+    in_flight: int
+    passes_kv: bool
+    def __init__(self, server: _Optional[str] = ..., control: _Optional[str] = ..., world_size: _Optional[int] = ..., address: _Optional[str] = ..., install: _Optional[str] = ..., done: _Optional[_Union[Order.Kind, str]] = ..., ok: bool = ..., error: _Optional[str] = ..., pause_seconds: _Optional[float] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., in_flight: _Optional[int] = ..., passes_kv: bool = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("kind", "install", "version", "pause_mode", "lease_seconds", "reason")
+    __slots__ = ("kind", "install", "version", "pause_mode", "lease_seconds", "reason", "power", "strict_lease")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Order.Kind]
@@ -71,6 +77,9 @@ class Order(_message.Message):
         APPLY: _ClassVar[Order.Kind]
         RESUME: _ClassVar[Order.Kind]
         CLOSE: _ClassVar[Order.Kind]
+        UNSTAGE: _ClassVar[Order.Kind]
+        SLEEP: _ClassVar[Order.Kind]
+        WAKE: _ClassVar[Order.Kind]
     KIND_UNSPECIFIED: Order.Kind
     RENEWED: Order.Kind
     LEAD: Order.Kind
@@ -78,19 +87,26 @@ class Order(_message.Message):
     APPLY: Order.Kind
     RESUME: Order.Kind
     CLOSE: Order.Kind
+    UNSTAGE: Order.Kind
+    SLEEP: Order.Kind
+    WAKE: Order.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     INSTALL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    POWER_FIELD_NUMBER: _ClassVar[int]
+    STRICT_LEASE_FIELD_NUMBER: _ClassVar[int]
     kind: Order.Kind
     install: str
     version: int
     pause_mode: _resources_pb2.PauseMode
     lease_seconds: float
     reason: str
-    def __init__(self, kind: _Optional[_Union[Order.Kind, str]] = ..., install: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[_resources_pb2.PauseMode, str]] = ..., lease_seconds: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+    power: _resources_pb2.Power
+    strict_lease: bool
+    def __init__(self, kind: _Optional[_Union[Order.Kind, str]] = ..., install: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[_resources_pb2.PauseMode, str]] = ..., lease_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., strict_lease: bool = ...) -> None: ...
 
 class ReportWorkerRequest(_message.Message):
     __slots__ = ("server", "worker")
