@@ -1,0 +1,61 @@
+"""When what was asked of a fleet has come to its end: pure questions about what the daemon says of it and its servers."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from resharder.v1 import resources_pb2
+
+Fleet, Server, Move = resources_pb2.Fleet, resources_pb2.Server, resources_pb2.Move
+Progress = Callable[[resources_pb2.Fleet, Sequence[resources_pb2.Server]], None]
+Question = Callable[[resources_pb2.Fleet, Sequence[resources_pb2.Server]], bool]
+
+_ENDED = (Move.STATE_UNSPECIFIED, Move.STOPPED, Move.DONE, Move.FAILED)
+_OUT = (Server.LOST, Server.ASLEEP, Server.DRAINED)
+"""They catch up when they are back: no move waits for them."""
+
+
+def moved(asked: resources_pb2.Fleet) -> Question:
+    """Whether the move that a command began, or found going on, has ended. `asked` is the daemon's answer to that command."""
+
+    def ended(fleet: resources_pb2.Fleet, servers: Sequence[resources_pb2.Server]) -> bool:
+        if fleet.move.state not in _ENDED:
+            return False
+        return not went_well(asked, fleet) or _settled(fleet, servers)
+
+    return ended
+
+
+def went_well(asked: resources_pb2.Fleet, fleet: resources_pb2.Fleet) -> bool:
+    """False if the move of `asked`, or one after it, is FAILED or STOPPED; one that had ended before says nothing."""
+    began = fleet.move.id > asked.move.id or asked.move.state not in _ENDED
+    return not (began and fleet.move.state in (Move.FAILED, Move.STOPPED))
+
+
+def powered(power: resources_pb2.Power, server: str = "") -> Question:
+    """Whether the fleet's servers, or one, are at `power`; AWAKE means that they serve, too."""
+    awake = power == resources_pb2.AWAKE
+    return lambda fleet, servers: all(
+        one.power == power and not (awake and one.state not in (Server.SERVING, Server.DRAINED))
+        for one in _chosen(servers, server)
+    )
+
+
+def drained(server: str = "") -> Question:
+    """Whether those that are to be drained take no request and answer none any more."""
+    shut = (Server.DRAINED, Server.ASLEEP, Server.FAILED)
+    return lambda fleet, servers: all(
+        one.state in shut and not one.in_flight for one in _chosen(servers, server) if one.drained or server
+    )
+
+
+def serving(server: str = "") -> Question:
+    return lambda fleet, servers: all(one.state in (Server.SERVING, Server.ASLEEP) for one in _chosen(servers, server))
+
+
+def _settled(fleet: resources_pb2.Fleet, servers: Sequence[resources_pb2.Server]) -> bool:
+    """With nothing to want yet there is nothing to wait for."""
+    arrived = all(s.state == Server.SERVING and s.version == fleet.wanted_version for s in servers if s.state not in _OUT)
+    return not fleet.wanted_version or (fleet.settled_version == fleet.wanted_version and arrived)
+
+
+def _chosen(servers: Iterable[resources_pb2.Server], name: str) -> list[resources_pb2.Server]:
+    return [server for server in servers if server.state != Server.LOST and name in ("", server.name)]
