@@ -1,0 +1,35 @@
+"""`resharder`: the operator's command, made of the operator SDK.
+
+Commands are in modules along the flow: looking, watching, fleets, power, versions, checking. Exit codes are in `app`.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from resharder.client.cli import checking, fleets, looking, power, versions, watching
+from resharder.client.cli.app import app
+from resharder.client.errors import DaemonUnreachable, ResharderError, UsageError, WaitTimeout
+from resharder.converters.errors import ConversionError
+
+__all__ = ["app", "checking", "fleets", "looking", "main", "power", "versions", "watching"]
+
+_CODES: dict[type[ResharderError], int] = {UsageError: 2, DaemonUnreachable: 3, WaitTimeout: 6}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command and ends the process with one of the exit codes that `app` lists."""
+    try:
+        app(arguments)
+    except ResharderError as error:
+        _end(error, _CODES.get(type(error), 4))
+    except ConversionError as error:
+        _end(error, 4)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except OSError as error:
+        _end(error, 2)
+
+
+def _end(error: Exception, code: int) -> None:
+    print(f"resharder: {error}", file=sys.stderr)
+    sys.exit(code)

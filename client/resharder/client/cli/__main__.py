@@ -1,0 +1,3 @@
+from resharder.client.cli import main
+
+main()

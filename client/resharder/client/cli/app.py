@@ -1,0 +1,80 @@
+"""The Typer application and what its commands share: options, sections of the help, exit codes."""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+from resharder.client.cli import completing
+from typer.core import TyperGroup
+
+EXIT_CODES = """\b
+Exit codes:
+  0    done
+  1    `doctor` found something that must be mended
+  2    the command itself cannot work
+  3    the daemon cannot be reached
+  4    the daemon refuses, or has no such thing; or what `check` was asked about does not fit
+  5    the move ended FAILED or STOPPED
+  6    what was waited for did not come within --timeout
+  130  ended by Ctrl-C (`watch` and `events --follow`: 0)
+
+A fleet's name can be left out where the daemon has one fleet alone. `resharder COMMAND --help` says more;
+`resharder --install-completion` makes the shell complete commands, fleets, servers and versions.
+"""
+WENT_WRONG = 5
+
+
+class Section(str, Enum):
+    LOOK = "Look"
+    MOVE = "Move fleets"
+    MAINTAIN = "Sleep, wake and maintenance"
+    VERSIONS = "Versions"
+    CHECK = "Check"
+
+
+class Sections(TyperGroup):
+    """Plain help, with the commands under the titles of their sections."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [(name, self.commands[name]) for name in self.list_commands(ctx)]
+        for section in Section:
+            rows = [(name, command) for name, command in commands if command.rich_help_panel == section]  # type: ignore[attr-defined]
+            with formatter.section(section.value):
+                formatter.write_dl([(name, command.get_short_help_str(90)) for name, command in rows])
+
+
+app = typer.Typer(
+    cls=Sections,
+    no_args_is_help=True,
+    help="What a Resharder daemon holds and serves: looking at it, moving fleets, copies of versions.",
+    epilog=EXIT_CODES,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+
+
+def command(section: Section, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return app.command(name, rich_help_panel=section)
+
+
+Endpoint = Annotated[str | None, typer.Option("--endpoint", envvar="RESHARDER_ENDPOINT", metavar="HOST:PORT", help="The daemon.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+ModelName = Annotated[
+    str,
+    typer.Option("--model", metavar="NAME", help="Not needed where the daemon has one model.", autocompletion=completing.models),
+]
+FleetName = Annotated[
+    str,
+    typer.Option("--fleet", metavar="NAME", help="Not needed where the daemon has one fleet.", autocompletion=completing.fleets),
+]
+VersionName = Annotated[
+    str,
+    typer.Argument(
+        metavar="VERSION", help="A number, `latest`, or models/MODEL/versions/NUMBER.", autocompletion=completing.versions
+    ),
+]
+Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Kept with the decision, for whoever reads `events`.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Until it is done; progress goes to standard error.")]
+Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Wait no longer, and exit 6. 0: no bound.")]

@@ -1,0 +1,46 @@
+"""What the shell completes: names that the daemon knows. It answers within a second or nothing is completed."""
+
+from collections.abc import Callable, Iterable
+
+import typer
+from resharder.client.errors import ResharderError
+from resharder.client.operator import Operator
+from resharder.v1 import resources_pb2
+
+Question = Callable[[Operator], Iterable[str]]
+
+
+def fleets(context: typer.Context, incomplete: str) -> list[str]:
+    return _known(context, incomplete, lambda operator: (fleet.name for fleet in operator.fleets()))
+
+
+def models(context: typer.Context, incomplete: str) -> list[str]:
+    return _known(context, incomplete, lambda operator: operator.daemon().models)
+
+
+def servers(context: typer.Context, incomplete: str) -> list[str]:
+    """Their ids: shells break words at other characters."""
+    return _known(context, incomplete, lambda operator: (server.name.partition("/")[2] for server in operator.servers()))
+
+
+def versions(context: typer.Context, incomplete: str) -> list[str]:
+    """`latest` and the numbers of READY ones."""
+    ready = resources_pb2.Version.READY
+
+    def numbers(operator: Operator) -> Iterable[str]:
+        return ["latest", *(str(v.number) for v in operator.versions(context.params.get("model") or "") if v.state == ready)]
+
+    return _known(context, incomplete, numbers)
+
+
+def archived(context: typer.Context, incomplete: str) -> list[str]:
+    model = context.params.get("model") or ""
+    return _known(context, incomplete, lambda operator: (one.version.rpartition("/")[2] for one in operator.archived(model)))
+
+
+def _known(context: typer.Context, incomplete: str, question: Question) -> list[str]:
+    try:
+        with Operator(context.params.get("endpoint"), patience=0, timeout=1) as operator:
+            return sorted({name for name in question(operator) if name.startswith(incomplete)})
+    except ResharderError:
+        return []

@@ -1,0 +1,211 @@
+"""Moving fleets: fleet set and show, update, pin, rollback, approve, back."""
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+from resharder.client.cli import completing, words
+from resharder.client.cli.app import AsJson, Endpoint, FleetName, Reason, Section, Timeout, Wait, app, command
+from resharder.client.cli.ending import end_move, show
+from resharder.client.cli.printing import plain, print_json, print_table, time_of
+from resharder.client.cli.wishes import MotionOptions, motion_of, want_of
+from resharder.client.errors import NotFound, UsageError
+from resharder.client.operator import Operator
+from resharder.v1 import resources_pb2
+
+Fleet, Want = resources_pb2.Fleet, resources_pb2.Want
+fleet = typer.Typer(no_args_is_help=True, help="Make, change and show a fleet.", rich_markup_mode=None)
+app.add_typer(fleet, name="fleet", rich_help_panel=Section.MOVE)
+
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="Not needed where the daemon has one fleet.", autocompletion=completing.fleets)
+]
+Number = Annotated[int, typer.Argument(metavar="N", min=0, help="A version's number.", autocompletion=completing.versions)]
+AcceptRefused = Annotated[bool, typer.Option("--accept-refused", help="Also what a failed move or a rollback has refused.")]
+
+
+class PauseMode(str, Enum):
+    KEEP = "keep"
+    WAIT = "wait"
+    ABORT = "abort"
+
+
+@fleet.command("set")
+def set_(
+    name: Name = "",
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="Of a new fleet.", autocompletion=completing.models)
+    ] = "",
+    want: Annotated[str, typer.Option("--want", metavar="latest|N|none", help="Which version; none: no other by itself.")] = "",
+    every: Annotated[float | None, typer.Option("--every", metavar="SECONDS", min=0, help="At most one move in so long.")] = None,
+    all_at_once: Annotated[bool, typer.Option("--all-at-once", help="Each server for itself.")] = False,
+    rolling: Annotated[int | None, typer.Option("--rolling", metavar="N", min=1, help="At most N servers at a time.")] = None,
+    max_failures: Annotated[
+        int | None, typer.Option("--max-failures", metavar="M", min=1, help="Stop when M of them failed; 1 if not given.")
+    ] = None,
+    canary: Annotated[
+        int | None, typer.Option("--canary", metavar="K", min=1, help="K servers first; the rest as --rolling says, or all back.")
+    ] = None,
+    hold: Annotated[float | None, typer.Option("--hold", metavar="SECONDS", min=0, help="Canaries serve so long first.")] = None,
+    approve: Annotated[bool, typer.Option("--approve", help="Canaries wait for `resharder approve`, or `back`.")] = False,
+    check: Annotated[
+        str, typer.Option("--check", metavar="NAME", help="And for this command of the daemon's configuration to end with 0.")
+    ] = "",
+    atomic: Annotated[bool, typer.Option("--atomic", help="All servers switch at once, or none.")] = False,
+    pause_mode: Annotated[
+        PauseMode | None, typer.Option("--pause-mode", help="Requests in flight: freeze and go on, finish first, or end.")
+    ] = None,
+    max_skew: Annotated[
+        int | None, typer.Option("--max-skew", metavar="N", min=0, help="Between versions served at once; 0: no bound.")
+    ] = None,
+    accept_refused: AcceptRefused = False,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say which version a fleet wants and how it moves; what is not given stays as it is. A new NAME with --model is a new fleet.
+
+    \b
+    resharder fleet set --rolling 2 --max-failures 1
+    resharder fleet set --canary 1 --hold 60 --approve --rolling 4
+    resharder fleet set tests --model policy --want 12 --pause-mode wait
+    """
+    wish = want_of(want or "latest", every) if want or every is not None else None
+    motion = motion_of(MotionOptions(all_at_once, rolling, canary, atomic, max_failures, hold, approve, check))
+    mode = resources_pb2.PauseMode.Value(pause_mode.value.upper()) if pause_mode else None
+    if not model and not accept_refused and wish is motion is mode is max_skew is None:
+        raise UsageError("expected something to set: see resharder fleet set --help")
+    with Operator(endpoint) as operator:
+        name = name if model else _known(operator, name)
+        asked = operator.update_fleet(
+            name, want=wish, motion=motion, pause_mode=mode, max_skew=max_skew, model=model, accept_refused=accept_refused
+        )
+    show(asked, as_json)
+
+
+@fleet.command("show")
+def show_(name: Name = "", endpoint: Endpoint = None, as_json: AsJson = False) -> None:
+    """All there is to know of a fleet: want, motion, its last move, what it refuses, its servers."""
+    with Operator(endpoint) as operator:
+        found = operator.fleet(name)
+        servers = operator.servers(found.name)
+    if as_json:
+        return print_json({"fleet": plain(found), "servers": [*map(plain, servers)]})
+    for title, value in _facts(found):
+        print(f"{title:<11} {value}")
+    print()
+    print_table(words.SERVERS, words.server_rows(servers))
+
+
+@command(Section.MOVE)
+def update(
+    version: Annotated[str, typer.Argument(metavar="latest|N", autocompletion=completing.versions)] = "latest",
+    fleet: FleetName = "",
+    accept_refused: AcceptRefused = False,
+    wait: Wait = False,
+    timeout: Timeout = 0,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring a fleet to the latest version, and to later ones as they come; or to version N. It moves as `fleet set` says."""
+    with Operator(endpoint) as operator:
+        found = operator.fleet(fleet)
+        every = found.want.every_seconds if version == "latest" and found.want.kind == Want.LATEST else None
+        asked = operator.update_fleet(found.name, want=want_of(version, every), accept_refused=accept_refused)
+        end_move(operator, asked, wait, timeout, as_json)
+
+
+@command(Section.MOVE)
+def pin(
+    version: Number = 0,
+    fleet: FleetName = "",
+    accept_refused: AcceptRefused = False,
+    wait: Wait = False,
+    timeout: Timeout = 0,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Keep a fleet on version N, or on what it serves now, whatever comes. `update` lets it go on."""
+    with Operator(endpoint) as operator:
+        found = operator.fleet(fleet)
+        number = version or found.settled_version
+        if not number:
+            raise UsageError(f"expected a version's number: fleet {found.name} serves none yet")
+        want = Want(kind=Want.NUMBER, version=number)
+        asked = operator.update_fleet(found.name, want=want, accept_refused=accept_refused)
+        end_move(operator, asked, wait, timeout, as_json)
+
+
+@command(Section.MOVE)
+def rollback(
+    version: Number = 0,
+    fleet: FleetName = "",
+    reason: Reason = "",
+    wait: Wait = False,
+    timeout: Timeout = 0,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring a fleet back to the version before, or to N. What came after it is refused until --accept-refused."""
+    with Operator(endpoint) as operator:
+        asked = operator.roll_back(operator.fleet(fleet).name, version, reason)
+        end_move(operator, asked, wait, timeout, as_json)
+
+
+@command(Section.MOVE)
+def approve(
+    fleet: FleetName = "",
+    reason: Reason = "",
+    wait: Wait = False,
+    timeout: Timeout = 0,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let a move go on to its end: a canary that waits, or one that has STOPPED."""
+    _decide(True, fleet, reason, wait, timeout, endpoint, as_json)
+
+
+@command(Section.MOVE)
+def back(
+    fleet: FleetName = "",
+    reason: Reason = "",
+    wait: Wait = False,
+    timeout: Timeout = 0,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """End a move by going back to where it came from; its version is refused until --accept-refused."""
+    _decide(False, fleet, reason, wait, timeout, endpoint, as_json)
+
+
+def _decide(go_on: bool, fleet: str, reason: str, wait: bool, timeout: float, endpoint: str | None, as_json: bool) -> None:
+    with Operator(endpoint) as operator:
+        found = operator.fleet(fleet)
+        if not found.move.id:
+            raise NotFound(f"expected a move to decide, fleet {found.name} has made none")
+        asked = operator.decide(found.name, go_on, reason, found.move.id)
+        end_move(operator, asked, wait, timeout, as_json, back=not go_on)
+
+
+def _known(operator: Operator, name: str) -> str:
+    """A typing error makes no new fleet. Raises NotFound."""
+    if name in operator.daemon().models:  # its default fleet, whether anyone follows it yet or not
+        return name
+    try:
+        return operator.fleet(name).name
+    except NotFound as error:
+        raise NotFound(f"{error}; with --model MODEL it would be a new one") from error
+
+
+def _facts(fleet: resources_pb2.Fleet) -> list[tuple[str, str]]:
+    """What there is to say of a fleet, with titles."""
+    move, facts = fleet.move, [("fleet", fleet.name), ("model", fleet.model), ("wants", words.want(fleet.want))]
+    facts += [("now", f"version {fleet.wanted_version}" if fleet.wanted_version else "no version yet")]
+    facts += [("at", f"version {fleet.settled_version}" if fleet.settled_version else "no version yet")]
+    facts += [("moves", words.motion(fleet.motion)), ("pause mode", resources_pb2.PauseMode.Name(fleet.pause_mode).lower())]
+    facts += [("max skew", str(fleet.max_skew) if fleet.max_skew else "no bound")]
+    facts += [("power", resources_pb2.Power.Name(fleet.power))]
+    if move.id:
+        facts += [(f"move {move.id}", f"{words.move(move)}, since {time_of(move.start_time)}; {move.reason}".rstrip("; "))]
+        facts += [("failed", f"{server}: {error}") for server, error in sorted(move.failed.items())]
+    facts += [("refused", f"version {refusal.version}: {refusal.reason}") for refusal in fleet.refused]
+    return [*facts, ("reason", fleet.reason)]

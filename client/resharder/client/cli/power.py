@@ -1,0 +1,109 @@
+"""Sleep and wake, drain and resume: of a whole fleet, or of one server."""
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+from resharder.client.cli import completing
+from resharder.client.cli.app import AsJson, Endpoint, FleetName, Section, Timeout, Wait, command
+from resharder.client.cli.ending import end
+from resharder.client.errors import UsageError
+from resharder.client.operator import Operator
+from resharder.v1 import resources_pb2
+
+ServerName = Annotated[
+    str, typer.Option("--server", metavar="ID", help="This one alone, by its id.", autocompletion=completing.servers)
+]
+
+
+class Tag(str, Enum):
+    WEIGHTS = "weights"
+
+
+@command(Section.MAINTAIN)
+def sleep(
+    fleet: FleetName = "",
+    server: ServerName = "",
+    level: Annotated[int, typer.Option("--level", min=1, max=2, help="1: weights go to host memory; 2: they are dropped.")] = 1,
+    wait: Wait = False,
+    timeout: Timeout = 0,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Free the GPUs of servers: they answer 503 until `wake`. Of a fleet: servers that come later sleep too."""
+    power = resources_pb2.ASLEEP_1 if level == 1 else resources_pb2.ASLEEP_2
+    _said(fleet, server)
+    _set_power(power, fleet, server, wait, timeout, endpoint, as_json)
+
+
+@command(Section.MAINTAIN)
+def wake(
+    fleet: FleetName = "",
+    server: ServerName = "",
+    tag: Annotated[Tag | None, typer.Option("--tag", help="Only these; `wake` without it brings the rest.")] = None,
+    wait: Wait = False,
+    timeout: Timeout = 0,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Wake servers. They serve when the version that their fleet wants by now is installed and proven."""
+    power = resources_pb2.WEIGHTS_AWAKE if tag else resources_pb2.AWAKE
+    _set_power(power, fleet, server, wait, timeout, endpoint, as_json)
+
+
+@command(Section.MAINTAIN)
+def drain(
+    fleet: FleetName = "",
+    server: ServerName = "",
+    wait: Wait = False,
+    timeout: Timeout = 0,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Before maintenance: no new requests; those in flight are answered. --wait until the last one is."""
+    _said(fleet, server)
+    with Operator(endpoint) as operator:
+        name, one = _target(operator, fleet, server)
+        asked = operator.set_drained(name, True, one)
+        end(asked, (lambda progress: operator.wait_drained(name, one, progress, timeout)) if wait else None, as_json)
+
+
+@command(Section.MAINTAIN)
+def resume(
+    fleet: FleetName = "",
+    server: ServerName = "",
+    wait: Wait = False,
+    timeout: Timeout = 0,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """After `drain`: take requests again."""
+    with Operator(endpoint) as operator:
+        name, one = _target(operator, fleet, server)
+        asked = operator.set_drained(name, False, one)
+        end(asked, (lambda progress: operator.wait_serving(name, one, progress, timeout)) if wait else None, as_json)
+
+
+def _set_power(
+    power: resources_pb2.Power, fleet: str, server: str, wait: bool, timeout: float, endpoint: str | None, as_json: bool
+) -> None:
+    with Operator(endpoint) as operator:
+        name, one = _target(operator, fleet, server)
+        asked = operator.set_power(name, power, one)
+        end(asked, (lambda progress: operator.wait_power(name, power, one, progress, timeout)) if wait else None, as_json)
+
+
+def _said(fleet: str, server: str) -> None:
+    """What takes servers out of service never means all of them by omission. Raises UsageError."""
+    if not fleet and not server:
+        raise UsageError("expected --server ID, or --fleet NAME for all of its servers: they stop answering")
+
+
+def _target(operator: Operator, fleet: str, server: str) -> tuple[str, str]:
+    """(fleet, servers/{id} or empty). Raises UsageError, NotFound."""
+    if not server:
+        return operator.fleet(fleet).name, ""
+    found = operator.server(server)
+    if fleet and fleet != found.fleet:
+        raise UsageError(f"expected a server of fleet {fleet}, {found.name} is of {found.fleet}")
+    return found.fleet, found.name

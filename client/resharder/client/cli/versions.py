@@ -1,0 +1,151 @@
+"""Versions: copies of them, the archive, and their end."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from resharder.client.cli import completing, words
+from resharder.client.cli.app import AsJson, Endpoint, ModelName, Section, VersionName, command
+from resharder.client.cli.printing import Bar, plain, print_json, print_table, several, size, time_of
+from resharder.client.errors import NotFound, UsageError
+from resharder.client.operator import Operator
+from resharder.v1 import operator_pb2
+
+
+@command(Section.VERSIONS)
+def export(
+    version: VersionName,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty.")],
+    model: ModelName = "",
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a version as a checkpoint that `from_pretrained` opens: whole, checked, or not at all."""
+    with Operator(endpoint) as operator:
+        wanted = operator.find_version(version, model)
+        with Bar(as_json, f"version {wanted.number}", wanted.size_bytes) as progress:
+            done = operator.export(wanted, folder, progress.update)
+    if as_json:
+        return print_json({"version": wanted.name, "folder": str(folder), "files": done.files, "bytes": done.bytes})
+    print(f"{wanted.name} (step {wanted.step}): {done.files} files, {size(done.bytes)} in {folder}")
+
+
+@command(Section.VERSIONS, "fetch-config")
+def fetch_config(
+    arguments: Annotated[list[str], typer.Argument(metavar="[MODEL] DIR", help="MODEL is not needed where the daemon has one.")],
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a model's config and tokenizer into a folder for `vllm serve`."""
+    if len(arguments) > 2:
+        raise UsageError(f"expected [MODEL] DIR, got {len(arguments)} arguments")
+    *models, folder = arguments
+    with Operator(endpoint) as operator:
+        model = models[0] if models else operator.only_model()
+        files = operator.fetch_config(model, Path(folder))
+    if as_json:
+        return print_json({"model": model, "folder": folder, "files": files})
+    print(f"{model}: {', '.join(files)} in {folder}")
+
+
+@command(Section.VERSIONS)
+def archive(version: VersionName, model: ModelName = "", endpoint: Endpoint = None, as_json: AsJson = False) -> None:
+    """Write a version to the daemon's archive now; done when it is verified there."""
+    with Operator(endpoint) as operator:
+        done = operator.archive(operator.find_version(version, model).name)
+    if as_json:
+        return print_json(plain(done))
+    print(f"{done.version}: {size(done.size_bytes)} at {done.url}")
+
+
+@command(Section.VERSIONS)
+def archived(model: ModelName = "", endpoint: Endpoint = None, as_json: AsJson = False) -> None:
+    """What lies in the archive."""
+    with Operator(endpoint) as operator:
+        found = operator.archived(model)
+    if as_json:
+        return print_json({"archived": [*map(plain, found)]})
+    print_table(
+        ("archived version", "size", "archived", "url"),
+        ((a.version, size(a.size_bytes), time_of(a.archive_time), a.url) for a in found),
+    )
+
+
+@command(Section.VERSIONS)
+def restore(
+    version: Annotated[
+        str,
+        typer.Argument(
+            metavar="VERSION", help="A number, `latest`, or models/MODEL/versions/NUMBER.", autocompletion=completing.archived
+        ),
+    ],
+    model: ModelName = "",
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring a version back from the archive, under its own number; on an empty host too."""
+    with Operator(endpoint) as operator:
+        done = operator.restore(_in_archive(operator.archived(model), version).version)
+    if as_json:
+        return print_json(plain(done))
+    print_table(words.VERSIONS, words.version_rows([done]))
+
+
+@command(Section.VERSIONS)
+def gc(
+    versions: Annotated[
+        list[int] | None, typer.Argument(metavar="N…", help="These versions.", autocompletion=completing.versions)
+    ] = None,
+    keep: Annotated[int, typer.Option("--keep", metavar="N", min=0, help="Or all but the N newest READY ones.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and drop nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    model: ModelName = "",
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Drop versions that nothing uses. Says what goes and what is kept by whom, and asks before it drops."""
+    if bool(versions) == bool(keep):
+        raise UsageError("expected the numbers of versions, or --keep N for all but the N newest")
+    with Operator(endpoint) as operator:
+        model = model or operator.only_model()
+        if not (dry_run or yes):
+            foreseen = operator.retire(model, versions or (), keep, dry_run=True)
+            _print_retired(foreseen, "would be dropped")
+            if not foreseen.retired or not _agreed(len(foreseen.retired)):
+                return
+            versions, keep = [version.number for version in foreseen.retired], 0
+        done = operator.retire(model, versions or (), keep, dry_run)
+    if as_json:
+        retired, kept = [*map(plain, done.retired)], [*map(plain, done.kept)]
+        return print_json({"retired": retired, "kept": kept, "freed_bytes": done.freed_bytes, "dry_run": dry_run})
+    _print_retired(done, "would be dropped" if dry_run else "dropped")
+
+
+def _print_retired(answer: operator_pb2.RetireVersionsResponse, what: str) -> None:
+    for version in answer.kept:
+        print(f"{version.name} (step {version.step}) is kept: in use by {', '.join(version.used_by) or 'a fleet'}")
+    for version in answer.retired:
+        print(f"{version.name} (step {version.step}) {what}")
+    print(f"{several(len(answer.retired), 'version')}, {size(answer.freed_bytes)} {what}")
+
+
+def _agreed(count: int) -> bool:
+    """Raises UsageError where nobody can be asked."""
+    if not sys.stdin.isatty():
+        raise UsageError("expected --yes where nobody can be asked, or --dry-run")
+    return typer.confirm(f"Drop {several(count, 'version')}?")
+
+
+def _in_archive(found: list[operator_pb2.ArchivedVersion], wanted: str) -> operator_pb2.ArchivedVersion:
+    """Raises NotFound, and UsageError where several models have it."""
+    if not wanted.startswith("models/") and wanted != "latest" and not wanted.isdigit():
+        raise UsageError(f"expected a version's number, `latest` or models/MODEL/versions/NUMBER, got {wanted!r}")
+    chosen = [one for one in found if wanted in ("latest", one.version, one.version.rpartition("/")[2])]
+    if not chosen:
+        raise NotFound(
+            f"expected a version that is archived, got {wanted}: there are {', '.join(a.version for a in found) or 'none'}"
+        )
+    if len({one.version.split("/")[1] for one in chosen}) > 1:
+        raise UsageError(f"expected one model's version, the archive has {', '.join(a.version for a in chosen)}: pass --model")
+    return max(chosen, key=lambda one: int(one.version.rpartition("/")[2]))

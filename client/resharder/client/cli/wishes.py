@@ -1,0 +1,56 @@
+"""What an operator types, as the Want and the Motion of a fleet. Pure; raises UsageError for what does not go together."""
+
+from dataclasses import dataclass
+
+from resharder.client.errors import UsageError
+from resharder.v1 import resources_pb2
+
+Motion, Want = resources_pb2.Motion, resources_pb2.Want
+
+
+@dataclass(frozen=True)
+class MotionOptions:
+    all_at_once: bool = False
+    rolling: int | None = None
+    canary: int | None = None
+    atomic: bool = False
+    max_failures: int | None = None
+    hold: float | None = None
+    approve: bool = False
+    check: str = ""
+
+
+def want_of(text: str, every: float | None = None) -> resources_pb2.Want:
+    """`latest`, a version's number, or `none`; `every`: seconds, at most one move in so many."""
+    if every is not None and text != "latest":
+        raise UsageError(f"expected --every with `latest` alone, got it with {text!r}")
+    if text.isdigit() and int(text):
+        return Want(kind=Want.NUMBER, version=int(text))
+    kinds = {"latest": Want.LATEST, "none": Want.NONE}
+    if text not in kinds:
+        raise UsageError(f"expected `latest`, a version's number or `none`, got {text!r}")
+    return Want(kind=kinds[text], every_seconds=every or 0)
+
+
+def motion_of(options: MotionOptions) -> resources_pb2.Motion | None:
+    """None where no option says how to move."""
+    o = options
+    ways = [o.all_at_once, o.rolling is not None or o.canary is not None, o.atomic]
+    if sum(ways) > 1:
+        raise UsageError(
+            "expected one of --all-at-once, --rolling N, --canary K and --atomic (--canary K --rolling N go together)"
+        )
+    if o.canary is None and (o.hold is not None or o.approve or o.check):
+        raise UsageError("expected --hold, --approve and --check with --canary K: they say when the rest follows it")
+    if o.max_failures is not None and not ways[1]:
+        raise UsageError("expected --max-failures with --rolling N or --canary K")
+    if not any(ways):
+        return None
+    if o.canary is not None:
+        return Motion(
+            kind=Motion.CANARY, canaries=o.canary, at_a_time=o.rolling or 0, max_failures=o.max_failures or 0,
+            hold_seconds=o.hold or 0, approval=o.approve, check=o.check,
+        )  # fmt: skip
+    if o.rolling is not None:
+        return Motion(kind=Motion.ROLLING, at_a_time=o.rolling, max_failures=o.max_failures or 0)
+    return Motion(kind=Motion.ATOMIC if o.atomic else Motion.ALL_AT_ONCE)
