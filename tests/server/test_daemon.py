@@ -278,7 +278,7 @@ def test_where_the_kernel_gives_no_leases_the_daemon_refuses_to_share_the_store_
 
 OPTIONS = {  # every option, with a value that is not its default
     "listen": "127.0.0.1:9", "store": "/elsewhere", "store_limit_bytes": 1 << 40, "keep_count": 9, "keep_bytes": 10,
-    "shared_memory": False, "lease_seconds": 7.5, "chunk_bytes": 4096, "max_message_bytes": 3 << 20, "threads": 9,
+    "shared_memory": False, "lease_seconds": 7.5, "chunk_bytes": 4096, "max_message_bytes": 3 << 20, "threads": 9, "transfers": 8,
     "digest_threads": 99, "drain_seconds": 1.5, "pause_mode": "wait", "log_format": "json", "log_level": "debug",
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import grpc
-from resharder.client.errors import NO_VERSION, ResharderError, UsageError, error_of, reason_of
+from resharder.client.errors import NO_VERSION, TOO_MANY_CALLS, ResharderError, UsageError, error_of, reason_of
 
 Answer = TypeVar("Answer")
 
@@ -100,5 +100,7 @@ def unreachable(error: grpc.RpcError) -> bool:
         return not reason_of(error)
     if code is grpc.StatusCode.UNAVAILABLE:
         return reason_of(error) != NO_VERSION
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return reason_of(error) == TOO_MANY_CALLS
     # A connection cut in the middle of a message can look like a reset stream.
     return code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL) and "RST_STREAM" in (error.details() or "")

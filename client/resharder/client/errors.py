@@ -87,6 +87,7 @@ class StaleParameters(ResharderError):
     reason = "STALE_PARAMETERS"
 
 
+TOO_MANY_CALLS = "TOO_MANY_CALLS"
 TOO_MANY_STAGING = "TOO_MANY_STAGING"
 NO_VERSION = "NO_VERSION"
 UNREGISTERED = ("PUBLISHER_UNKNOWN", "NOT_REGISTERED")
@@ -98,6 +99,7 @@ _BY_REASON: dict[str, type[ResharderError]] = {
     "NOT_REGISTERED": WaitTimeout,
     "NO_ROOM": OutOfRoom,
     NO_VERSION: WaitTimeout,
+    TOO_MANY_CALLS: WaitTimeout,
     "VERSION_ABORTED": VersionAborted,
 }
 _BY_CODE: dict[grpc.StatusCode, type[ResharderError]] = {

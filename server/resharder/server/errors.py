@@ -5,7 +5,7 @@ DaemonError
 ├── NotFound
 ├── AlreadyExists        the same key with other content
 ├── FailedPrecondition   right call, wrong time: fenced epoch, missing chunks, layouts that do not tile
-├── ResourceExhausted    no room, too many versions STAGING
+├── ResourceExhausted    no room, too many versions STAGING, too many calls of one model
 ├── DataLoss             bytes that are not the bytes that were sent
 ├── Unavailable          not now: no version yet, draining
 └── DeadlineExceeded     waited as long as asked
@@ -28,7 +28,7 @@ Reason = Literal[
     "JOB", "LAYOUT_MISMATCH", "MISSING_CHUNKS", "MODEL_AMBIGUOUS", "MODEL_FILE", "MODEL_NAME", "MODEL_UNKNOWN", "NAME",
     "NOT_REGISTERED", "NO_ROOM", "NO_VERSION", "ORDER", "PAGE_SIZE", "PAGE_TOKEN", "PUBLISHER_UNKNOWN", "RANK",
     "REGISTRATION_FAILED", "RESOURCE_NAME", "SERVER_ELSEWHERE", "SERVER_UNKNOWN", "SLOT_DIFFERS", "STALE_EPOCH", "STEP",
-    "TENSORS", "TENSOR_MISMATCH", "TOO_MANY_BOXES", "TOO_MANY_STAGING", "UNKNOWN_TENSOR", "VERSION_ABORTED", "VERSION_CLOSED",
+    "TENSORS", "TENSOR_MISMATCH", "TOO_MANY_BOXES", "TOO_MANY_CALLS", "TOO_MANY_STAGING", "UNKNOWN_TENSOR", "VERSION_ABORTED", "VERSION_CLOSED",
     "VERSION_GONE", "VERSION_READY", "VERSION_RETIRED", "VERSION_UNKNOWN", "WAIT_SECONDS", "WORKER", "WORLD_SIZE",
     "STORE_FILESYSTEM", "STORE_LOCKED", "STORE_OWNER",
 ]  # fmt: skip
@@ -77,7 +77,7 @@ class DeadlineExceeded(DaemonError):
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def _abort(context: grpc.ServicerContext, error: Exception) -> None:
+def abort(context: grpc.ServicerContext, error: Exception) -> None:
     """Ends the call with the status of `error`. Always raises."""
     reason: str
     if isinstance(error, DaemonError):
@@ -118,7 +118,7 @@ def _wrap_unary(behavior: Callable[..., Any]) -> Callable[..., Any]:
         except grpc.RpcError:  # the peer is gone
             raise
         except Exception as error:
-            return _abort(context, error)
+            return abort(context, error)
 
     return call
 
@@ -130,6 +130,6 @@ def _wrap_stream(behavior: Callable[..., Iterator[Any]]) -> Callable[..., Iterat
         except grpc.RpcError:
             raise
         except Exception as error:
-            _abort(context, error)
+            abort(context, error)
 
     return call

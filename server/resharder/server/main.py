@@ -22,6 +22,7 @@ from resharder.server.errors import DaemonError, ErrorInterceptor
 from resharder.server.fleet import Fleets
 from resharder.server.intake import Intake
 from resharder.server.kernel import raise_malloc_thresholds
+from resharder.server.lanes import SHORT_THREADS, LaneInterceptor
 from resharder.server.logs import configure_logs
 from resharder.server.reconciler import Settings
 from resharder.server.server_service import ServerConfig, ServerService, add_server_service
@@ -60,8 +61,8 @@ class Daemon:
     def _server(self) -> grpc.Server:
         size = self.config.max_message_bytes
         server = grpc.server(
-            ThreadPoolExecutor(self.config.threads, thread_name_prefix="rpc"),
-            interceptors=[ErrorInterceptor()],
+            ThreadPoolExecutor(SHORT_THREADS, thread_name_prefix="rpc"),
+            interceptors=[LaneInterceptor(self.config.threads, self.config.transfers, self._model_of), ErrorInterceptor()],
             options=[
                 ("grpc.so_reuseport", 0),  # else two daemons share one port
                 ("grpc.max_receive_message_length", size),
@@ -81,6 +82,9 @@ class Daemon:
         except RuntimeError as error:
             raise SystemExit(f"resharderd: cannot listen on {self.config.listen}: {error}") from error
         return server
+
+    def _model_of(self, server: str) -> str:
+        return next((view.server.model for view in self.fleets.servers() if view.server.id == server), "")
 
     def start(self) -> None:
         self.server.start()
@@ -140,7 +144,8 @@ def run(
     lease_seconds: Annotated[float | None, typer.Option(help="how long a rank or server may be silent")] = None,
     chunk_bytes: Annotated[int | None, typer.Option(help="largest chunk")] = None,
     max_message_bytes: Annotated[int | None, typer.Option(help="largest message")] = None,
-    threads: Annotated[int | None, typer.Option(help="calls served at once; every attached server holds one")] = None,
+    threads: Annotated[int | None, typer.Option(help="control sides attached at once, and calls that wait")] = None,
+    transfers: Annotated[int | None, typer.Option(help="uploads at once, downloads, and calls that compute")] = None,
     digest_threads: Annotated[int | None, typer.Option(help="threads that prove a version")] = None,
     drain_seconds: Annotated[float | None, typer.Option(help="how long arriving versions may take after SIGTERM")] = None,
     pause_mode: Annotated[str | None, typer.Option(help="keep, wait or abort")] = None,

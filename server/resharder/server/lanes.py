@@ -1,0 +1,158 @@
+"""Keeps models apart: each has a lane of its own among the calls that hold a thread for long, and a full lane stops no other.
+
+A call takes a place of its kind, in the lane of the model that it names, while it runs. A lane may take another place as long as
+it holds fewer than are free: one model alone gets half of a kind's places, two get a third each, and whoever comes later finds
+room. What finds none is refused at once (TOO_MANY_CALLS), never queued: a queue would hold its bytes, and be everybody's.
+
+Calls that end at once need no place. Renewals among them have threads of their own.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import chain, islice
+from typing import Any
+
+import grpc
+from resharder.converters.chunks import unframe
+from resharder.server.errors import ResourceExhausted, abort
+
+SHORT_THREADS = 16
+_LEASE_THREADS = 4
+_SPARE = 4  # threads of a kind that look whether there is a place
+
+_LEASES = {"RenewLease", "ReportWorker", "Check"}
+_KINDS = {
+    "Attend": "attend",
+    "UploadChunks": "upload",
+    "DownloadChunks": "download",
+    "ExportVersion": "download",
+    "RegisterSlot": "work",
+    "GetManifest": "work",
+    "DigestBoxes": "work",
+    "ArchiveVersion": "work",
+    "RestoreVersion": "work",
+    "GetAssignment": "wait",
+    "ClaimServer": "wait",
+    "CreateVersion": "wait",
+    "WaitVersion": "wait",
+    "ListEvents": "wait",
+    "ServerReflectionInfo": "wait",
+    "Watch": "wait",
+}
+
+
+class Lanes:
+    """The places of one kind of calls, and their threads."""
+
+    def __init__(self, kind: str, places: int) -> None:
+        self.kind, self._places = kind, places
+        self.threads = ThreadPoolExecutor(places + _SPARE, thread_name_prefix=kind)
+        self._lock = threading.Lock()
+        self._held: Counter[str] = Counter()
+
+    @contextmanager
+    def place(self, lane: str) -> Iterator[None]:
+        """Raises ResourceExhausted (TOO_MANY_CALLS)."""
+        with self._lock:
+            held, free = self._held[lane], self._places - self._held.total()
+            if held >= free:
+                raise ResourceExhausted(
+                    "TOO_MANY_CALLS",
+                    f"{lane} has {held} {self.kind} calls open, of {self._places} places {free} are free: try again later",
+                )
+            self._held[lane] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held[lane] -= 1
+                if not self._held[lane]:
+                    del self._held[lane]
+
+
+class LaneInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
+    """The outermost one: threads are chosen by what it returns, so it answers its refusals itself.
+
+    `waits` is how many control sides may be attached, and how many calls may wait; `transfers` how many uploads, downloads and
+    calls that compute. `model_of` says which model a server has, if any.
+    """
+
+    def __init__(self, waits: int, transfers: int, model_of: Callable[[str], str]) -> None:
+        self._kinds = {
+            kind: Lanes(kind, waits if kind in ("attend", "wait") else transfers) for kind in sorted(set(_KINDS.values()))
+        }
+        self._leases = ThreadPoolExecutor(_LEASE_THREADS, thread_name_prefix="lease")
+        self._model_of = model_of
+
+    def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler | None], details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler | None:
+        handler, method = continuation(details), details.method.rpartition("/")[2]
+        if handler is None or not (method in _LEASES or method in _KINDS):
+            return handler
+        shape = ("stream" if handler.request_streaming else "unary") + "_" + ("stream" if handler.response_streaming else "unary")
+        behavior, threads = getattr(handler, shape), self._leases
+        if method in _KINDS:
+            lanes = self._kinds[_KINDS[method]]
+            wrap = self._stream if handler.response_streaming else self._unary
+            behavior, threads = wrap(lanes, behavior, handler.request_streaming), lanes.threads
+        behavior.experimental_thread_pool = threads
+        make = getattr(grpc, f"{shape}_rpc_method_handler")
+        return make(behavior, handler.request_deserializer, handler.response_serializer)
+
+    def _unary(self, lanes: Lanes, behavior: Callable[..., Any], streamed: bool) -> Callable[..., Any]:
+        def call(request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                lane, request = self._lane(lanes, request, context, streamed)
+                with lanes.place(lane):
+                    return behavior(request, context)
+            except ResourceExhausted as error:
+                return abort(context, error)
+
+        return call
+
+    def _stream(self, lanes: Lanes, behavior: Callable[..., Iterator[Any]], streamed: bool) -> Callable[..., Iterator[Any]]:
+        def call(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            try:
+                lane, request = self._lane(lanes, request, context, streamed)
+                with lanes.place(lane):
+                    yield from behavior(request, context)
+            except ResourceExhausted as error:
+                abort(context, error)
+
+        return call
+
+    def _lane(self, lanes: Lanes, request: Any, context: grpc.ServicerContext, streamed: bool) -> tuple[str, Any]:
+        """A connection is the lane of what names no model, and of a stream until its first message does."""
+        connection = context.peer()
+        if not streamed:
+            return self._named(request) or connection, request
+        with lanes.place(connection):
+            first = list(islice(request, 1))
+        return "".join(map(self._named, first)) or connection, chain(first, request)
+
+    def _named(self, request: Any) -> str:
+        """The model of a request, of a chunk, or of a control side's report."""
+        if isinstance(request, bytes):
+            return _model_of_chunk(request)
+        server = getattr(request, "control", "") and request.server.removeprefix("servers/")
+        return self._model_of(server) if server else model_of_request(request)
+
+
+def model_of_request(request: Any) -> str:
+    """The model that a request names, by itself or in a resource's name; empty where it names none."""
+    names = [getattr(request, field, "") for field in ("version", "publisher", "subject")]
+    for _, slash, rest in (name.partition("models/") for name in names):
+        if slash:
+            return str(rest.partition("/")[0])
+    return str(getattr(request, "model", "")).removeprefix("models/")
+
+
+def _model_of_chunk(message: bytes) -> str:
+    try:
+        return unframe(message)[2]
+    except ValueError:  # the servicer says so
+        return ""
