@@ -19,15 +19,17 @@ def moved(asked: resources_pb2.Fleet) -> Question:
     def ended(fleet: resources_pb2.Fleet, servers: Sequence[resources_pb2.Server]) -> bool:
         if fleet.move.state not in _ENDED:
             return False
-        return not went_well(asked, fleet) or _settled(fleet, servers)
+        stuck = fleet.move.state in (Move.FAILED, Move.STOPPED) and not went_well(asked, fleet)
+        return stuck or _settled(fleet, servers)
 
     return ended
 
 
 def went_well(asked: resources_pb2.Fleet, fleet: resources_pb2.Fleet) -> bool:
-    """False if the move of `asked`, or one after it, is FAILED or STOPPED; one that had ended before says nothing."""
+    """False if the move of `asked`, or one after it, is FAILED or STOPPED, or left servers behind that failed; one that had ended
+    before says nothing."""
     began = fleet.move.id > asked.move.id or asked.move.state not in _ENDED
-    return not (began and fleet.move.state in (Move.FAILED, Move.STOPPED))
+    return not (began and (fleet.move.failed or fleet.move.state in (Move.FAILED, Move.STOPPED)))
 
 
 def powered(power: resources_pb2.Power, server: str = "") -> Question:
@@ -53,7 +55,8 @@ def serving(server: str = "") -> Question:
 
 def _settled(fleet: resources_pb2.Fleet, servers: Sequence[resources_pb2.Server]) -> bool:
     """With nothing to want yet there is nothing to wait for."""
-    arrived = all(s.state == Server.SERVING and s.version == fleet.wanted_version for s in servers if s.state not in _OUT)
+    awaited = (s for s in servers if s.state not in _OUT and s.name.removeprefix("servers/") not in fleet.move.failed)
+    arrived = all(s.state == Server.SERVING and s.version == fleet.wanted_version for s in awaited)
     return not fleet.wanted_version or (fleet.settled_version == fleet.wanted_version and arrived)
 
 

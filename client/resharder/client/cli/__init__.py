@@ -19,7 +19,7 @@ _CODES: dict[type[ResharderError], int] = {UsageError: 2, DaemonUnreachable: 3, 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command and ends the process with one of the exit codes that `app` lists."""
     try:
-        app(arguments)
+        app(arguments, prog_name="resharder")
     except ResharderError as error:
         _end(error, _CODES.get(type(error), 4))
     except ConversionError as error:
