@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from resharder.converters.digest import digest
 from resharder.converters.files import MappedFiles, lay_out
 from resharder.converters.layout import TensorSpec, full_box
-from resharder.server.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from resharder.server.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from resharder.server.manifest import READY, VersionRecord
 from resharder.server.room import peak, surplus, wanted_sets
 from resharder.server.store import Store
@@ -291,3 +291,80 @@ def test_a_reader_sees_read_only_arrays(store: Store) -> None:
         assert store.holders("policy", 1)
         del array
     assert not store.holders("policy", 1)
+
+
+def test_an_operator_drops_what_nobody_uses_and_never_the_newest(root: Path) -> None:
+    store = Store(root / "store", keep_count=5)
+    epoch = claim(store)
+    made = [publish(store, epoch, step) for step in range(4)]
+    arriving = store.begin("policy", epoch, 4, "job")
+    store.hold("policy", 2, "servers/s")
+    wanted = store.retire("policy", keep=1, dry_run=True)
+    assert (wanted.retired, wanted.kept, wanted.freed_bytes) == ((made[0], made[2]), (made[1],), 2 * SIZE)
+    assert numbers(store) == [1, 2, 3, 4]
+    heard: list[VersionRecord] = []
+    store.subscribe(heard.append)
+    done = store.retire("policy", [1, 2, 4, 5])
+    assert [(r.number, r.state, r.reason) for r in done.retired] == [(1, "RETIRED", "retired by an operator")]
+    assert done.kept == (made[1], made[3], arriving)
+    assert (numbers(store), heard) == ([2, 3, 4], list(done.retired))
+    assert store.retire("policy", [1]).retired == ()
+    with pytest.raises(NotFound, match="versions/9"):
+        store.retire("policy", [9])
+    with pytest.raises(InvalidArgument, match="keep the newest 1 at least"):
+        store.retire("policy")
+    store.close()
+
+
+def copy_of(store: Store, record: VersionRecord, root: Path) -> Path:
+    return Path(shutil.copytree(store.folder(record), root / f"copy-{record.number}"))
+
+
+def adopt(store: Store, record: VersionRecord, copy: Path) -> VersionRecord:
+    write = lambda folder: shutil.copytree(copy, folder, dirs_exist_ok=True)  # noqa: E731
+    return store.adopt("policy", record.number, record.fingerprint, record.size_bytes, write)
+
+
+def test_an_old_version_comes_back_and_stays_until_the_room_is_needed(root: Path) -> None:
+    store = Store(root / "store", keep_count=2, limit_bytes=int(SIZE * 4.5))
+    epoch = claim(store)
+    old = publish(store, epoch, 0)
+    copy = copy_of(store, old, root)
+    for step in (1, 2):
+        publish(store, epoch, step)
+    settle(store)
+    assert adopt(store, old, copy) == old
+    assert adopt(store, old, root / "nowhere") == old, "the same again is no change"
+    store.manifest("policy", 1)  # holds and releases it
+    assert numbers(store) == [1, 2, 3]
+    publish(store, epoch, 3)
+    settle(store)
+    assert numbers(store) == [1, 3, 4]
+    assert store.begin("policy", epoch, 4, "job").number == 5
+    assert store.begin("policy", epoch, 5, "job").number == 6
+    assert numbers(store) == [3, 4]
+    assert store.get("policy", 1).state == "RETIRED"
+    store.close()
+
+
+def test_a_version_that_cannot_come_back_leaves_everything_as_it_was(root: Path) -> None:
+    store = Store(root / "store", keep_count=2)
+    epoch = claim(store)
+    old, other = publish(store, epoch, 0), publish(store, epoch, 1)
+    copy = copy_of(store, old, root)
+    with pytest.raises(AlreadyExists, match="READY here"):
+        store.adopt("policy", other.number, old.fingerprint, SIZE, lambda folder: None)
+    publish(store, epoch, 2)
+    settle(store)
+    changed = bytearray((copy / LAYOUTS[0].path).read_bytes())
+    changed[-1] ^= 1
+    (copy / LAYOUTS[0].path).write_bytes(changed)
+    before = store.used_bytes()
+    with pytest.raises(DataLoss, match="1 tensors are not what was published: a"):
+        adopt(store, old, copy)
+    with pytest.raises(ResourceExhausted, match="no room for a version of"):
+        store.adopt("policy", 9, "", store.limit_bytes, lambda folder: None)
+    assert (numbers(store), store.used_bytes()) == ([2, 3], before)
+    assert not list((store.root / "models/policy/staging").iterdir())
+    assert publish(store, epoch, 3).number == 10
+    store.close()

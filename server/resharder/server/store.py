@@ -20,17 +20,28 @@ import shutil
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
+from resharder.converters.digest import digest
 from resharder.converters.files import INDEX_FILE, FileLayout, MappedFiles, index_json
+from resharder.converters.layout import full_box
 from resharder.server import manifest
-from resharder.server.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from resharder.server.errors import (
+    AlreadyExists,
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
 from resharder.server.failpoints import failpoint
 from resharder.server.kernel import make_folder, sync, unused_elsewhere, write_file, write_zeros
 from resharder.server.manifest import ABORTED, MANIFEST_FILE, READY, RETIRED, STAGING, Manifest, VersionRecord
@@ -39,6 +50,7 @@ from resharder.server.room import peak, surplus, wanted_sets
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HISTORY = 1000  # RETIRED and ABORTED versions remembered of a model
 _JOURNAL_BYTES = 8 << 20
+_RESTORED = "restored"  # the holder of a version that came back and that retention would drop again at once
 _log = structlog.get_logger("resharder.store")
 
 
@@ -49,6 +61,14 @@ class Claim:
     job: str
     epoch: int
     world_size: int
+
+
+class Retirement(NamedTuple):
+    """What an operator's wish to drop versions came to. With a dry run `retired` are those that would be."""
+
+    retired: tuple[VersionRecord, ...]
+    kept: tuple[VersionRecord, ...]  # in use, STAGING, or the newest READY one
+    freed_bytes: int
 
 
 @dataclass
@@ -76,7 +96,10 @@ class _Model:
     records: dict[int, VersionRecord] = field(default_factory=dict)
     holders: dict[int, set[str]] = field(default_factory=dict)
     room: _Room | None = None
+    yielding: set[tuple[int, str]] = field(default_factory=set)  # (number, holder) that let go when room is needed
     leaving: int = 0  # bytes of retired sets that are still there
+    arriving: int = 0  # bytes of versions that come back
+    expected: bool = False  # versions of it are about to come back
 
     def of(self, state: str) -> list[VersionRecord]:
         return [record for record in self.records.values() if record.state == state]
@@ -87,7 +110,8 @@ class _Model:
 
     def used(self) -> int:
         live = sum(r.size_bytes for r in self.records.values() if r.state in (READY, STAGING))
-        return live + self.leaving + (self.room.size * (len(self.room.pool) + self.room.pending) if self.room else 0)
+        ahead = self.room.size * (len(self.room.pool) + self.room.pending) if self.room else 0
+        return live + ahead + self.leaving + self.arriving
 
     def committed(self) -> int:
         return max(self.used(), self.room.size * self.room.sets if self.room else 0)
@@ -230,8 +254,7 @@ class Store:
         """The next epoch of the model, on its medium before it is used. The pool of earlier epochs goes."""
         check_model_name(name)
         with self._lock:
-            model = self._models.get(name) or _Model(name, make_folder(self.root / "models" / name))
-            self._models[name] = model
+            model = self._make_model(name)
             model.epoch += 1
             model.claim = Claim(job, model.epoch, world_size)
             model.jobs[job] = model.epoch
@@ -239,6 +262,10 @@ class Store:
             self._write_claim(model)
             self._drop_room(model)
             return model.claim
+
+    def _make_model(self, name: str) -> _Model:
+        made = self._models.get(name) or _Model(check_model_name(name), make_folder(self.root / "models" / name))
+        return self._models.setdefault(name, made)
 
     def _write_claim(self, model: _Model) -> None:
         claim = asdict(model.claim) if model.claim else None
@@ -361,16 +388,20 @@ class Store:
 
     def begin(self, name: str, epoch: int, step: int, job: str) -> VersionRecord:
         """A new STAGING version in files of the pool. Raises FailedPrecondition (STALE_EPOCH), ResourceExhausted (NO_ROOM)."""
-        with self._changed:
-            model = self._model(name)
-            room = self._room_of(model, epoch)
-            path = self._take_set(model, room)
-            try:
-                record = self._start(model, room, path, step, job)
-            except BaseException:
-                self._discard(model, path, room.size)
-                raise
-            self._top_up(model)
+        retired: list[VersionRecord] = []
+        try:
+            with self._changed:
+                model = self._model(name)
+                room = self._room_of(model, epoch)
+                path = self._take_set(model, room, retired)
+                try:
+                    record = self._start(model, room, path, step, job)
+                except BaseException:
+                    self._discard(model, path, room.size)
+                    raise
+                self._top_up(model)
+        finally:
+            self._tell(retired)
         return record
 
     def _start(self, model: _Model, room: _Room, path: Path, step: int, job: str) -> VersionRecord:
@@ -392,19 +423,25 @@ class Store:
             raise FailedPrecondition("STALE_EPOCH", f"{model.name}: epoch {epoch} has no room, the newest epoch is {model.epoch}")
         return model.room
 
-    def _take_set(self, model: _Model, room: _Room) -> Path:
+    def _take_set(self, model: _Model, room: _Room, retired: list[VersionRecord]) -> Path:
+        """`retired` gets the versions that gave way."""
         while not room.pool:
-            if not room.pending:
-                if room.failure or not self._has_room(model, room):
-                    failure, room.failure = room.failure, ""
+            if not room.pending and (room.failure or not self._has_room(model, room)):
+                failure, room.failure = room.failure, ""
+                if failure or not self._give_way(retired):
                     why = failure or f"no room for another version of {room.size} bytes"
                     raise ResourceExhausted("NO_ROOM", f"{model.name}: {why}; {self._holdings()}")
+            elif not room.pending:
                 self._make_set(model, room)
-            self._changed.wait()
-            if self._closed:
-                raise Unavailable("DRAINING", "the daemon is going down and takes no new versions")
+            self._wait()
             self._room_of(model, room.epoch)
         return room.pool.pop()
+
+    def _wait(self) -> None:
+        """Until something has changed. Raises Unavailable (DRAINING)."""
+        self._changed.wait()
+        if self._closed:
+            raise Unavailable("DRAINING", "the daemon is going down and takes no new versions")
 
     def folder(self, record: VersionRecord) -> Path:
         """Where the version's files are; they are there while it is STAGING or READY."""
@@ -463,9 +500,10 @@ class Store:
         self._tell([done])
         return done
 
-    def _retain(self, model: _Model) -> list[VersionRecord]:
+    def _retain(self, model: _Model, *, all_that_yield: bool = False) -> list[VersionRecord]:
         ready = sorted(model.of(READY), key=lambda r: r.number)
-        held = {number for number, holders in model.holders.items() if holders}
+        holds = {(number, holder) for number, holders in model.holders.items() for holder in holders}
+        held = {number for number, _ in (holds - model.yielding if all_that_yield else holds)}
         retired = []
         for record in surplus(ready, held, self.keep_count, self.keep_bytes):
             done = replace(record, state=RETIRED, reason="newer versions took its place")
@@ -479,6 +517,7 @@ class Store:
         self.folder(record).rename(path)
         failpoint("leave.after-rename")
         model.records[done.number] = done
+        model.yielding -= {(record.number, holder) for holder in model.holders.pop(record.number, ())}
         self._manifests.pop((model.name, done.number), None)
         self._write_history(done)
         _forget_old(model)
@@ -516,12 +555,127 @@ class Store:
                 self._top_up(model)
             self._changed.notify_all()
 
+    def _give_way(self, retired: list[VersionRecord]) -> bool:
+        """Whether room becomes free that was not: versions that only yielding holders keep go, or others are on their way out."""
+        for model in self._models.values():
+            if gone := self._retain(model, all_that_yield=True):
+                retired += gone
+                return True
+        return any(model.leaving for model in self._models.values())
+
+    # Versions that an operator drops, and those that come back
+
+    def retire(self, name: str, numbers: Collection[int] = (), keep: int = 0, dry_run: bool = False) -> Retirement:
+        """Drops READY versions that nobody uses: `numbers`, or without them all but the newest `keep`.
+
+        Raises InvalidArgument (KEEP), NotFound (MODEL_UNKNOWN, VERSION_UNKNOWN).
+        """
+        if not numbers and keep < 1:
+            raise InvalidArgument("KEEP", f"expected the numbers of versions, or to keep the newest 1 at least, got {keep}")
+        with self._changed:
+            model = self._model(name)
+            ready = sorted(r.number for r in model.of(READY))
+            records = [self.get(name, number) for number in sorted(numbers or ready[:-keep])]
+            asked = [record for record in records if record.state in (READY, STAGING)]
+            free = [r for r in asked if r.state == READY and r.number != ready[-1] and not self._used(model, r.number)]
+            retired = tuple(free)
+            if not dry_run:
+                retired = tuple(replace(record, state=RETIRED, reason="retired by an operator") for record in free)
+                for record, done in zip(free, retired, strict=True):
+                    self._leave(model, record, done)
+                self._changed.notify_all()
+        if not dry_run:
+            self._tell(list(retired))
+        kept = tuple(record for record in asked if record not in free)
+        return Retirement(retired, kept, sum(record.size_bytes for record in free))
+
+    def _used(self, model: _Model, number: int) -> bool:
+        return bool(model.holders.get(number, set()) - {_RESTORED})
+
+    def expect(self, name: str, number: int, epoch: int, *, coming: bool) -> None:
+        """The model has had these numbers elsewhere: later ones are greater. `coming`: versions of it are about to come back."""
+        with self._lock:
+            model = self._make_model(name)
+            model.number, model.epoch = max(model.number, number), max(model.epoch, epoch)
+            model.expected = coming
+            self._write_claim(model)
+
+    def adopt(self, name: str, number: int, fingerprint: str, size: int, write: Callable[[Path], None]) -> VersionRecord:
+        """A version of an earlier time becomes READY under its own number. `write(folder)` puts its files there, `size` bytes of
+        safetensors, and the manifest; sizes, headers, small files and the digest of every tensor are proven afterwards.
+
+        The same version, READY already, is returned as it is. Raises AlreadyExists (VERSION_DIFFERS), ResourceExhausted
+        (NO_ROOM), DataLoss (CHECKSUM), and what `write` raises; nothing is left behind then.
+        """
+        retired: list[VersionRecord] = []
+        with self._changed:
+            model = self._make_model(name)
+            part, past = (model.folder / kind for kind in (f"staging/{number:08}.back", f"retired/{number:08}"))
+            while part.exists() or past.exists():
+                self._wait()
+            known = model.records.get(number)
+            if known is not None and known.fingerprint != fingerprint:
+                raise AlreadyExists(
+                    "VERSION_DIFFERS", f"{known.name} is {known.state} here, with fingerprint {known.fingerprint!r}"
+                )
+            if known is not None and known.state == READY:
+                return known
+            model.number = max(model.number, number)
+            self._write_claim(model)
+            self._make_room(model, size, retired)
+            model.arriving += size
+            make_folder(part)
+        self._tell(retired)
+        try:
+            write(part)
+            failpoint("adopt.before-proof")
+            found = _proven(part, name, number, fingerprint)
+            failpoint("adopt.before-rename")
+            with self._changed:
+                self._come_back(model, part, found)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+            with self._changed:
+                model.arriving -= size
+                self._changed.notify_all()
+        self._tell([found.record])
+        return found.record
+
+    def _make_room(self, model: _Model, size: int, retired: list[VersionRecord]) -> None:
+        while not self._fits(model, size):
+            if not self._give_way(retired):
+                raise ResourceExhausted("NO_ROOM", f"{model.name}: no room for a version of {size} bytes; {self._holdings()}")
+            self._wait()
+
+    def _fits(self, model: _Model, size: int) -> bool:
+        others = sum(other.committed() for other in self._models.values() if other is not model)
+        there = os.statvfs(self.root)
+        return model.used() + size <= self.limit_bytes - others and size <= there.f_bavail * there.f_frsize
+
+    def _come_back(self, model: _Model, part: Path, found: Manifest) -> None:
+        record = found.record
+        ready = [*model.of(READY), record]
+        model.epoch = max(model.epoch, record.epoch)
+        self._write_claim(model)
+        if not _model_files(model):
+            names = [path for path in found.other_files if path != INDEX_FILE]
+            self._write_model_files(model, record.epoch, {name: (part / name).read_bytes() for name in names})
+        parent = make_folder(model.folder / "versions")
+        part.rename(self.folder(record))
+        failpoint("adopt.after-rename")
+        sync(parent)
+        model.records[record.number] = record
+        model.expected = False
+        self._write_history(record)
+        if record in surplus(sorted(ready, key=lambda r: r.number), (), self.keep_count, self.keep_bytes):
+            self.hold(model.name, record.number, _RESTORED, yielding=True)
+
     # What others ask
 
     def models(self) -> list[str]:
-        """Those that have ever had an ACTIVE publisher."""
+        """Those that have ever had an ACTIVE publisher, and those of which versions are about to come back."""
         with self._lock:
-            return sorted(m.name for m in self._models.values() if _model_files(m) or m.of(READY))
+            return sorted(m.name for m in self._models.values() if _model_files(m) or m.of(READY) or m.expected)
 
     def model_files(self, name: str) -> dict[str, bytes]:
         """config.json, tokenizer files: those of the newest ACTIVE publisher. Raises NotFound (MODEL_UNKNOWN)."""
@@ -550,13 +704,17 @@ class Store:
             model = self._models.get(name)
             return max(model.of(READY), key=lambda r: r.number, default=None) if model else None
 
-    def hold(self, name: str, number: int, holder: str) -> VersionRecord:
-        """Keeps a READY version from being dropped until `release` with the same holder. Raises NotFound (VERSION_GONE)."""
+    def hold(self, name: str, number: int, holder: str, *, yielding: bool = False) -> VersionRecord:
+        """Keeps a READY version from being dropped until `release` with the same holder; `yielding`: or until the store needs its
+        room. Raises NotFound (VERSION_GONE)."""
         with self._lock:
             record = self.get(name, number)
             if record.state != READY:
                 raise NotFound("VERSION_GONE", f"{record.name} is {record.state}, not READY")
-            self._model(name).holders.setdefault(number, set()).add(holder)
+            model = self._model(name)
+            model.holders.setdefault(number, set()).add(holder)
+            if yielding:
+                model.yielding.add((number, holder))
             return record
 
     def release(self, name: str, number: int, holder: str) -> None:
@@ -567,6 +725,7 @@ class Store:
                 return
             holders = model.holders.get(number, set())
             holders.discard(holder)
+            model.yielding.discard((number, holder))
             if holders:
                 return
             model.holders.pop(number, None)
@@ -635,6 +794,32 @@ class Store:
             long = file.tell() > _JOURNAL_BYTES
         if long:
             path.replace(path.with_suffix(".1.jsonl"))
+
+
+def _proven(folder: Path, name: str, number: int, fingerprint: str) -> Manifest:
+    """The manifest of a folder whose files are all that it says, on their medium. Raises DataLoss (CHECKSUM)."""
+    what = f"models/{name}/versions/{number}"
+    try:
+        found = manifest.read(folder)
+    except manifest.BadManifest as error:
+        raise DataLoss("CHECKSUM", f"{what}: {error}") from error
+    record = found.record
+    if (record.model, record.number, record.fingerprint) != (name, number, fingerprint):
+        raise DataLoss("CHECKSUM", f"{what}: expected {fingerprint}, its manifest is that of {record.name}, {record.fingerprint}")
+    with MappedFiles(folder, found.files) as files, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        names = sorted(files.specs, key=lambda n: -files.specs[n].size)
+        digests = dict(zip(names, threads.map(partial(_whole_digest, files), names), strict=True))
+    wrong = sorted(n for n in names if digests[n] != found.digests.get(n))
+    if wrong:
+        raise DataLoss("CHECKSUM", f"{what}: {len(wrong)} tensors are not what was published: {', '.join(wrong[:8])}")
+    for path in (*folder.iterdir(), folder):
+        sync(path)
+    return found
+
+
+def _whole_digest(files: MappedFiles, name: str) -> int:
+    shape = files.specs[name].shape
+    return digest(files.arrays[name], full_box(shape), shape)
 
 
 def _sweep(folder: Path) -> None:

@@ -1,0 +1,351 @@
+"""The archive: written behind publishes, verified, never in their way; and back into a store, whole or not at all."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from resharder.converters.digest import digest
+from resharder.converters.files import MappedFiles, lay_out
+from resharder.converters.layout import TensorSpec, full_box
+from resharder.converters.local import DTYPES
+from resharder.server.archive import Archive, needed
+from resharder.server.errors import AlreadyExists, DataLoss, FailedPrecondition, NotFound, Unavailable
+from resharder.server.store import Store
+from transformers import AutoModelForCausalLM
+
+from tests.server.test_store import FILES, LAYOUTS, SIZE, claim, numbers, publish
+from tests.support.tiny_hf import tiny_config
+from tests.support.weights import random_weights
+
+PLACE = "policy/00000001"
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="resharder-test-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def store(root: Path) -> Iterator[Store]:
+    made = Store(root / "store", keep_count=2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def opened(root: Path) -> Iterator[Callable[..., Archive]]:
+    """Starts archives, in a folder if no URL is given."""
+    started: list[Archive] = []
+
+    def open_(store: Store, every: int = 0, url: str = "", restore: bool = True) -> Archive:
+        archive, told = Archive(store, url or str(root / "archive"), every, pause=0.01), []
+        archive.heard = lambda name, what, reason: told.append((name.rpartition("/")[2], what))
+        archive.told = told
+        started.append(archive)
+        archive.start(restore)
+        return archive
+
+    yield open_
+    for archive in started:
+        archive.close()
+
+
+class Gate:
+    """Lets an archive write only while it is open; `reached` says that it wants to."""
+
+    def __init__(self, archive: Archive) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        write = archive._checkpoints._remote.write
+
+        def wait_and_write(path: str, chunks: object) -> None:
+            self.reached.set()
+            assert self.open.wait(60)
+            write(path, chunks)
+
+        archive._checkpoints._remote.write = wait_and_write
+
+
+def archived(archive: Archive) -> list[int]:
+    return [found.number for found in archive.archived("policy")]
+
+
+def is_archived(archive: Archive, number: int) -> bool:
+    return number in archived(archive)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen in 60 s"
+        time.sleep(0.01)
+
+
+def new_store(root: Path, **options: int) -> Store:
+    return Store(root / "other", keep_count=2, **options)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("url", ["", "memory://archive"])
+def test_an_archived_version_is_every_file_of_its_folder_and_comes_back_as_it_was(
+    store: Store, root: Path, opened: Callable[..., Archive], url: str
+) -> None:
+    record = publish(store, claim(store), 7)
+    archive = opened(store, url=url)
+    found = archive.archive_now("policy", 1)
+    assert (found.name, found.size_bytes, found.fingerprint) == (record.name, SIZE, record.fingerprint)
+    folder = store.folder(record)
+    files = fsspec.filesystem("memory" if url else "file")
+    kept = {path.name: files.cat_file(f"{found.url}/{path.name}") for path in folder.iterdir()}
+    assert kept == {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert archive.archived() == [found]
+    other = new_store(root)
+    assert opened(other, url=url, restore=False).restore("policy", 1) == record
+    assert {path.name: path.read_bytes() for path in other.folder(record).iterdir()} == kept
+    assert {path.stat().st_mode & 0o777 for path in other.folder(record).iterdir()} == {0o600}
+    other.close()
+
+
+def test_an_archived_folder_opens_as_a_pretrained_model(store: Store, opened: Callable[..., Archive]) -> None:
+    config = tiny_config("qwen3_tied")
+    weights = random_weights(config, 1)
+    layouts = lay_out([TensorSpec(name, DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in weights.items()], 1 << 20)
+    epoch = store.new_claim("policy", "job", 1).epoch
+    store.reserve("policy", epoch, layouts, {"config.json": json.dumps(config).encode()})
+    record = store.begin("policy", epoch, 1, "job")
+    digests = {}
+    with MappedFiles(store.folder(record), layouts, writable=True) as files:
+        for name, tensor in weights.items():
+            files.arrays[name][...] = tensor.view(torch.int32).numpy().view(np.uint32)
+            digests[name] = digest(files.arrays[name], full_box(tuple(tensor.shape)), tuple(tensor.shape))
+    store.commit(record, digests, ())
+    found = opened(store).archive_now("policy", 1)
+    model = AutoModelForCausalLM.from_pretrained(found.url.removeprefix("file://"), dtype=torch.float32)
+    state = model.state_dict()
+    assert len(found.files) > 4
+    assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
+
+
+def test_every_nth_version_is_archived_also_over_restarts(store: Store, opened: Callable[..., Archive]) -> None:
+    epoch, archive = claim(store), opened(store, every=2)
+    for step in range(3):
+        publish(store, epoch, step)
+    wait_until(lambda: archived(archive) == [2])
+    archive.close()
+    again = opened(store, every=2)
+    publish(store, epoch, 3)
+    wait_until(lambda: archived(again) == [4, 2])
+    assert store.holders("policy", 4) == []
+
+
+def test_versions_that_are_overtaken_while_they_wait_are_skipped(store: Store, opened: Callable[..., Archive]) -> None:
+    epoch, archive = claim(store), opened(store, every=1)
+    gate = Gate(archive)
+    publish(store, epoch, 0)
+    assert gate.reached.wait(60)
+    for step in range(1, 6):
+        publish(store, epoch, step)
+    assert numbers(store) == [1, 5, 6], "the one that is being written is kept, those that were overtaken are not"
+    gate.open.set()
+    wait_until(lambda: archived(archive) == [6, 1])
+    wait_until(lambda: numbers(store) == [5, 6])
+
+
+def test_a_slow_archive_gives_way_to_a_publish_that_needs_the_room(root: Path, opened: Callable[..., Archive]) -> None:
+    store = Store(root / "store", keep_count=2, limit_bytes=int(SIZE * 3.5))
+    epoch, archive = claim(store), opened(store, every=1)
+    gate = Gate(archive)
+    publish(store, epoch, 0)
+    assert gate.reached.wait(60)
+    for step in range(1, 4):
+        publish(store, epoch, step)
+    assert numbers(store) == [3, 4]
+    gate.open.set()
+    wait_until(lambda: 4 in archived(archive))
+    archive.close()
+    store.close()
+
+
+def test_what_the_archive_fails_at_is_tried_again_and_then_said(store: Store, opened: Callable[..., Archive]) -> None:
+    epoch, archive = claim(store), opened(store, every=1)
+    files, failures = archive._checkpoints._remote._files, [2]
+    makedirs = files.makedirs
+
+    def fail(*args: object, **kwargs: object) -> None:
+        failures[0] -= 1
+        if failures[0] >= 0:
+            raise ConnectionResetError("cut")
+        makedirs(*args, **kwargs)
+
+    files.makedirs = fail
+    try:
+        publish(store, epoch, 0)
+        wait_until(lambda: archived(archive) == [1])
+        failures[0] = 1000
+        publish(store, epoch, 1)
+        wait_until(lambda: ("2", "failed") in archive.told)
+        with pytest.raises(Unavailable, match="ConnectionResetError: cut"):
+            archive.archive_now("policy", 2)
+        assert numbers(store) == [1, 2]
+    finally:
+        files.makedirs = makedirs
+
+
+@pytest.mark.parametrize("name", [LAYOUTS[0].path, "config.json", "resharder.json"])
+@pytest.mark.parametrize("harm", [flip, Path.unlink], ids=["flip", "unlink"])
+def test_a_damaged_file_is_refused_and_leaves_nothing_behind(
+    store: Store, root: Path, opened: Callable[..., Archive], name: str, harm: Callable[[Path], None]
+) -> None:
+    publish(store, claim(store), 0)
+    archive = opened(store)
+    archive.archive_now("policy", 1)
+    harm(root / "archive" / PLACE / name)
+    other = new_store(root)
+    with pytest.raises(DataLoss, match=name):
+        opened(other, restore=False).restore("policy", 1)
+    assert numbers(other) == []
+    assert not list(other.root.rglob("*.safetensors"))
+    other.close()
+    archive.archive_now("policy", 1)  # mends it
+    assert archive.restore("policy", 1).number == 1
+
+
+def test_a_folder_without_a_whole_archived_json_does_not_count(store: Store, root: Path, opened: Callable[..., Archive]) -> None:
+    publish(store, claim(store), 0)
+    archive = opened(store)
+    archive.archive_now("policy", 1)
+    flip(root / "archive" / PLACE / "archived.json")
+    assert archive.archived() == []
+    with pytest.raises(NotFound, match="no complete models/policy/versions/1"):
+        archive.restore("policy", 1)
+    assert archive.archive_now("policy", 1).number == 1
+
+
+def test_another_version_of_the_same_number_is_never_overwritten(
+    store: Store, root: Path, opened: Callable[..., Archive]
+) -> None:
+    publish(store, claim(store), 0)
+    opened(store).archive_now("policy", 1)
+    other = new_store(root)
+    publish(other, claim(other), 5)
+    archive = opened(other, every=1)
+    with pytest.raises(AlreadyExists, match="another models/policy/versions/1"):
+        archive.archive_now("policy", 1)
+    with pytest.raises(AlreadyExists, match="READY here"):
+        archive.restore("policy", 1)
+    publish(other, 1, 6)
+    wait_until(lambda: archived(archive) == [2, 1])
+    other.close()
+
+
+def test_an_empty_store_gets_the_newest_whole_version_and_counts_on_from_there(
+    store: Store, root: Path, opened: Callable[..., Archive]
+) -> None:
+    claim(store, "one")
+    epoch, archive = claim(store, "two"), opened(store, every=1)
+    for step in range(3):
+        record = publish(store, epoch, step)
+        wait_until(partial(is_archived, archive, record.number))
+    flip(root / "archive" / "policy" / "00000003" / LAYOUTS[0].path)
+    other = new_store(root)
+    heard: list[int] = []
+    other.subscribe(lambda record: heard.append(record.number))
+    restored = opened(other)
+    wait_until(lambda: restored.told == [("3", "failed"), ("2", "restored")])
+    assert (other.models(), numbers(other), heard) == (["policy"], [2], [2])
+    assert other.newest("policy") == store.get("policy", 2)
+    assert other.model_files("policy") == FILES
+    with other.open("policy", 2) as files:
+        assert int(files.arrays["a"][0, 0]) == 2
+    later = claim(other, "three")
+    assert later == 3
+    assert publish(other, later, 0).number == 4
+    other.close()
+    again = new_store(root)
+    assert numbers(again) == [2, 4]
+    again.close()
+
+
+def test_numbers_and_epochs_go_on_where_the_archive_ends_even_if_nothing_is_restored(
+    store: Store, root: Path, opened: Callable[..., Archive]
+) -> None:
+    publish(store, claim(store), 0)
+    opened(store).archive_now("policy", 1)
+    other = new_store(root)
+    opened(other, restore=False)
+    assert (other.models(), other.newest("policy")) == ([], None)
+    epoch = claim(other)
+    assert (epoch, publish(other, epoch, 0).number) == (2, 2)
+    other.close()
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from resharder.server.archive import Archive
+from resharder.server.store import Store
+from tests.server.test_store import claim, publish
+store = Store(Path(sys.argv[1]), keep_count=2)
+archive = Archive(store, sys.argv[2], 1)
+if sys.argv[3] == "publish":
+    publish(store, claim(store), 0)
+archive.start()
+archive.archive_now("policy", 1) if sys.argv[3] == "publish" else archive.restore("policy", 1)
+"""
+
+
+def die(failpoint: str, *arguments: str | Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *map(str, arguments)],
+        env=os.environ | {"RESHARDERD_FAILPOINT": failpoint},
+        cwd=Path(__file__).parents[2],
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 77
+
+
+def test_a_daemon_killed_in_mid_archive_leaves_nothing_that_counts_and_the_next_one_goes_on(
+    root: Path, opened: Callable[..., Archive]
+) -> None:
+    die("archive.before-marker", root / "store", root / "archive", "publish")
+    assert (root / "archive" / PLACE / LAYOUTS[0].path).stat().st_size == LAYOUTS[0].size
+    store = Store(root / "store")
+    archive = opened(store)
+    assert archived(archive) == []
+    archive.close()
+    archive = opened(store, every=1)
+    wait_until(lambda: archived(archive) == [1])
+    archive.close()
+    store.close()
+    for failpoint, left in (("adopt.before-proof", []), ("adopt.before-rename", []), ("adopt.after-rename", [1])):
+        die(failpoint, root / "other", root / "archive", "restore")
+        other = new_store(root)
+        assert [record.number for record in other.versions("policy") if record.state == "READY"] == left, failpoint
+        assert not list((other.root / "models" / "policy" / "staging").glob("*"))
+        other.close()
+
+
+def test_a_url_that_nobody_knows_and_a_daemon_without_an_archive_are_told_what_is_missing(store: Store) -> None:
+    with pytest.raises(FailedPrecondition, match="expected a folder or a URL that fsspec knows"):
+        Archive(store, "nothing://there")
+    with pytest.raises(FailedPrecondition, match="archive_url"):
+        needed(None)
