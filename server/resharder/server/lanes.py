@@ -1,8 +1,9 @@
 """Keeps models apart: each has a lane of its own among the calls that hold a thread for long, and a full lane stops no other.
 
-A call takes a place of its kind, in the lane of the model that it names, while it runs. A lane may take another place as long as
-it holds fewer than are free: one model alone gets half of a kind's places, two get a third each, and whoever comes later finds
-room. What finds none is refused at once (TOO_MANY_CALLS), never queued: a queue would hold its bytes, and be everybody's.
+A call takes one of its method's places, in the lane of the model that it names, while it runs. A lane may take another as long as
+it holds fewer than are free: one model alone gets half of a method's places, the next half of the rest, and as calls end their
+shares become equal, with as much left for whoever comes later. What finds no place is refused at once (TOO_MANY_CALLS), never
+queued: a queue would hold its bytes, and be everybody's.
 
 Calls that end at once need no place. Renewals among them have threads of their own.
 """
@@ -21,35 +22,28 @@ from resharder.server.errors import ResourceExhausted, abort
 
 SHORT_THREADS = 16
 _LEASE_THREADS = 4
-_SPARE = 4  # threads of a kind that look whether there is a place
+_SPARE = 4  # threads of a method that look whether there is a place
 
 _LEASES = {"RenewLease", "ReportWorker", "Check"}
-_KINDS = {
-    "Attend": "attend",
-    "UploadChunks": "upload",
-    "DownloadChunks": "download",
-    "ExportVersion": "download",
-    "RegisterSlot": "work",
-    "GetManifest": "work",
-    "DigestBoxes": "work",
-    "ArchiveVersion": "work",
-    "RestoreVersion": "work",
-    "GetAssignment": "wait",
-    "ClaimServer": "wait",
-    "CreateVersion": "wait",
-    "WaitVersion": "wait",
-    "ListEvents": "wait",
-    "ServerReflectionInfo": "wait",
-    "Watch": "wait",
+_WAITS = {"Attend", "ClaimServer", "CreateVersion", "GetAssignment", "ListEvents", "ServerReflectionInfo", "WaitVersion", "Watch"}
+_TRANSFERS = {
+    "ArchiveVersion",
+    "DigestBoxes",
+    "DownloadChunks",
+    "ExportVersion",
+    "GetManifest",
+    "RegisterSlot",
+    "RestoreVersion",
+    "UploadChunks",
 }
 
 
 class Lanes:
-    """The places of one kind of calls, and their threads."""
+    """The places of one method's calls, and their threads."""
 
-    def __init__(self, kind: str, places: int) -> None:
-        self.kind, self._places = kind, places
-        self.threads = ThreadPoolExecutor(places + _SPARE, thread_name_prefix=kind)
+    def __init__(self, method: str, places: int) -> None:
+        self._method, self._places = method, places
+        self.threads = ThreadPoolExecutor(places + _SPARE, thread_name_prefix=method)
         self._lock = threading.Lock()
         self._held: Counter[str] = Counter()
 
@@ -61,7 +55,7 @@ class Lanes:
             if held >= free:
                 raise ResourceExhausted(
                     "TOO_MANY_CALLS",
-                    f"{lane} has {held} {self.kind} calls open, of {self._places} places {free} are free: try again later",
+                    f"{lane} has {held} {self._method} calls open, of {self._places} places {free} are free: try again later",
                 )
             self._held[lane] += 1
         try:
@@ -76,14 +70,13 @@ class Lanes:
 class LaneInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
     """The outermost one: threads are chosen by what it returns, so it answers its refusals itself.
 
-    `waits` is how many control sides may be attached, and how many calls may wait; `transfers` how many uploads, downloads and
-    calls that compute. `model_of` says which model a server has, if any.
+    `waits`: places of each method that waits for something, `transfers`: of each that moves or computes much. `model_of` says
+    which model a server has, if any.
     """
 
     def __init__(self, waits: int, transfers: int, model_of: Callable[[str], str]) -> None:
-        self._kinds = {
-            kind: Lanes(kind, waits if kind in ("attend", "wait") else transfers) for kind in sorted(set(_KINDS.values()))
-        }
+        places = dict.fromkeys(_WAITS, waits) | dict.fromkeys(_TRANSFERS, transfers)
+        self._long = {method: Lanes(method, count) for method, count in places.items()}
         self._leases = ThreadPoolExecutor(_LEASE_THREADS, thread_name_prefix="lease")
         self._model_of = model_of
 
@@ -91,12 +84,11 @@ class LaneInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
         self, continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler | None], details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler | None:
         handler, method = continuation(details), details.method.rpartition("/")[2]
-        if handler is None or not (method in _LEASES or method in _KINDS):
+        if handler is None or not (method in _LEASES or method in self._long):
             return handler
         shape = ("stream" if handler.request_streaming else "unary") + "_" + ("stream" if handler.response_streaming else "unary")
         behavior, threads = getattr(handler, shape), self._leases
-        if method in _KINDS:
-            lanes = self._kinds[_KINDS[method]]
+        if lanes := self._long.get(method):
             wrap = self._stream if handler.response_streaming else self._unary
             behavior, threads = wrap(lanes, behavior, handler.request_streaming), lanes.threads
         behavior.experimental_thread_pool = threads

@@ -1,0 +1,214 @@
+"""Models apart from each other: one's flood of calls is refused, and another's publish and renewals go on."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from resharder.client import errors
+from resharder.client.channel import Channel
+from resharder.converters.layout import TensorSpec, full_box
+from resharder.converters.messages import boxes_to_proto
+from resharder.server.errors import ResourceExhausted
+from resharder.server.lanes import Lanes, model_of_request
+from resharder.v1 import operator_pb2, publisher_pb2, publisher_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
+
+from tests.support.daemon import Daemon
+from tests.support.publishing import Job, random_weights, reason_of, whole
+
+READY = resources_pb2.Version.READY
+SPECS = [TensorSpec(f"layer{i}", "BF16", (2048, 1024)) for i in range(4)]  # 4 MiB each
+FLOOD = 150
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=60), st.integers(1, 24))
+def test_who_comes_later_finds_a_place_and_one_alone_gets_half(callers: list[str], places: int) -> None:
+    lanes, held = Lanes("WaitVersion", places), Counter[str]()
+    with ExitStack() as open_calls:
+        for caller in callers:
+            free = places - held.total()
+            if held[caller] < free:
+                open_calls.enter_context(lanes.place(caller))
+                held[caller] += 1
+            else:
+                with pytest.raises(ResourceExhausted, match=f"{caller} has {held[caller]} WaitVersion calls open"):
+                    open_calls.enter_context(lanes.place(caller))
+        others = len(+held)
+        assert all(count <= -(-places // 2) for count in held.values())
+        if places >= 2**others:
+            open_calls.enter_context(lanes.place("newcomer"))
+    with lanes.place("a"):  # what was open has left its places
+        pass
+
+
+@pytest.mark.parametrize(
+    ("request_", "model"),
+    [
+        (publisher_pb2.WaitVersionRequest(version="models/policy/versions/3"), "policy"),
+        (publisher_pb2.GetAssignmentRequest(publisher="models/policy/publishers/1"), "policy"),
+        (operator_pb2.ListEventsRequest(subject="models/policy"), "policy"),
+        (operator_pb2.ListEventsRequest(subject="servers/a"), ""),
+        (server_pb2.ClaimServerRequest(server="a", model="models/policy"), "policy"),
+        (server_pb2.ClaimServerRequest(server="a", model="policy"), "policy"),
+        (server_pb2.ClaimServerRequest(server="a"), ""),
+    ],
+)
+def test_a_call_belongs_to_the_model_that_its_request_names(request_: object, model: str) -> None:
+    assert model_of_request(request_) == model
+
+
+@contextmanager
+def connection(daemon: Daemon) -> Iterator[grpc.Channel]:
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+    with closing(grpc.insecure_channel(daemon.endpoint, options=options)) as channel:
+        yield channel
+
+
+class Flood:
+    """Calls of one model that stay open: each of `kinds` many times."""
+
+    def __init__(self, job: Job, channel: grpc.Channel, ready: resources_pb2.Version, staging: resources_pb2.Version) -> None:
+        self._job, self._channel, self._ready, self._staging = job, channel, ready, staging
+        self._servers = server_pb2_grpc.ServerServiceStub(channel)
+        self._ended = threading.Event()
+        self.calls: dict[str, list[grpc.Call]] = {}
+
+    def open(self) -> None:
+        first = self._job.chunks(self._staging.number, 0, random_weights(SPECS, 0), only=[0])
+        kinds: dict[str, Callable[[int], grpc.Call]] = {
+            "uploads": lambda i: self._job.upload_raw.future(self._idle(*first)),
+            "unnamed uploads": lambda i: self._job.upload_raw.future(self._idle()),
+            "downloads": self._download,
+            "exports": lambda i: self._job.operator.ExportVersion(operator_pb2.ExportVersionRequest(version=self._ready.name)),
+            "waits": self._wait,
+            "control sides": self._attend,
+        }
+        self.calls = {kind: [call(i) for i in range(FLOOD)] for kind, call in kinds.items()}
+
+    def _idle(self, *messages: object) -> Iterator[object]:
+        yield from messages
+        self._ended.wait()
+
+    def _download(self, i: int) -> grpc.Call:
+        names = [spec.name for spec in SPECS]
+        boxes = list(boxes_to_proto((n, full_box(spec.shape), False) for n, spec in enumerate(SPECS)))
+        ask = self._channel.unary_stream(
+            "/resharder.v1.ServerService/DownloadChunks", request_serializer=server_pb2.BoxesRequest.SerializeToString
+        )
+        return ask(server_pb2.BoxesRequest(version=self._ready.name, tensors=names, boxes=boxes))
+
+    def _wait(self, i: int) -> grpc.Call:
+        request = publisher_pb2.WaitVersionRequest(version=self._staging.name, wait_seconds=600)
+        return self._job.stub.WaitVersion.future(request)
+
+    def _attend(self, i: int) -> grpc.Call:
+        self._servers.ClaimServer(server_pb2.ClaimServerRequest(server=f"s{i}", model=self._job.model, boot=False))
+        return self._servers.Attend(self._idle(server_pb2.ControlReport(server=f"s{i}", control=f"c{i}", world_size=1)))
+
+    def refused(self) -> dict[str, int]:
+        """How many of each kind were, so far; any other end is an error."""
+        ended = {kind: [call for call in calls if call.done()] for kind, calls in self.calls.items()}
+        assert {reason_of(call) for calls in ended.values() for call in calls} <= {"TOO_MANY_CALLS"}
+        return {kind: len(calls) for kind, calls in ended.items()}
+
+    def close(self) -> None:
+        self._ended.set()
+        for call in (call for calls in self.calls.values() for call in calls):
+            call.cancel()
+
+
+class Renewals:
+    """Of one rank, all the time; `longest` is how long an answer took."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._ended = job, threading.Event()
+        self.longest, self.count = 0.0, 0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(0.02):
+            asked = time.monotonic()
+            self._job.stub.RenewLease(publisher_pb2.RenewLeaseRequest(publisher=self._job.name, rank=0), timeout=60)
+            self.longest, self.count = max(self.longest, time.monotonic() - asked), self.count + 1
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def test_one_models_flood_stalls_no_other_models_publish_renewals_or_servers() -> None:
+    with Daemon(threads=64) as daemon, connection(daemon) as noisy, connection(daemon) as calm, ExitStack() as ended:
+        weights = random_weights(SPECS, 1)
+        flooding = Job(noisy, SPECS, [whole(SPECS)], model="noisy").connect()
+        ready, staging = flooding.publish(1, weights), flooding.begin(2)
+        keeping = ended.enter_context(closing(Renewals(flooding)))
+        flood = ended.enter_context(closing(Flood(flooding, noisy, ready, staging)))
+        flood.open()
+        places = {"uploads": 24, "downloads": 24, "waits": 64, "control sides": 64}
+        enough = {kind: FLOOD - most // 2 for kind, most in places.items()}
+        until(lambda: all(flood.refused()[kind] >= least for kind, least in enough.items()))
+
+        job = Job(calm, SPECS, [whole(SPECS)], model="calm").connect()
+        renewals = ended.enter_context(closing(Renewals(job)))
+        for step in (1, 2):
+            assert job.publish(step, weights).state == READY
+        assert_served(calm, job)
+        until(lambda: renewals.count >= 20)
+        assert max(renewals.longest, keeping.longest) < 5, "of a lease of 15 s"
+        assert flood.refused()["waits"] < FLOOD, "the flood is still there"
+        assert anonymous_bytes(daemon.pid) < 300 << 20
+
+
+def assert_served(channel: grpc.Channel, job: Job) -> None:
+    """A server of the job's model claims, attaches and has its reports answered."""
+    servers, reports = server_pb2_grpc.ServerServiceStub(channel), threading.Event()
+    servers.ClaimServer(server_pb2.ClaimServerRequest(server="calm-1", model=job.model, boot=True), timeout=20)
+
+    def said() -> Iterator[server_pb2.ControlReport]:
+        yield server_pb2.ControlReport(server="calm-1", control="control", world_size=1)
+        yield server_pb2.ControlReport(server="calm-1", control="control", world_size=1)
+        reports.wait()
+
+    orders = servers.Attend(said(), timeout=60)
+    assert any(order.kind == server_pb2.Order.RENEWED for order in orders)
+    reports.set()
+    orders.cancel()
+
+
+def test_a_client_whose_model_has_too_many_calls_open_tries_again_and_says_so_when_its_patience_ends() -> None:
+    """Of 8 calls that wait, one model may hold 4."""
+    with Daemon(threads=8) as daemon, connection(daemon) as wire, Channel(daemon.endpoint) as channel:
+        job = Job(wire, SPECS, [whole(SPECS)]).connect()
+        version = job.publish(1, random_weights(SPECS, 1))
+        staging = publisher_pb2.WaitVersionRequest(version=job.begin(2).name, wait_seconds=600)
+        held = [job.stub.WaitVersion.future(staging) for _ in range(5)]
+        until(lambda: any(call.done() for call in held))
+        stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
+        request = publisher_pb2.WaitVersionRequest(version=version.name)
+        with pytest.raises(errors.WaitTimeout, match=r"policy has 4 WaitVersion calls open.*TOO_MANY_CALLS"):
+            channel.call(stub.WaitVersion, request, patience=0.2)
+        with ThreadPoolExecutor(1) as pool:
+            again = pool.submit(channel.call, stub.WaitVersion, request, patience=60)
+            for call in held:
+                call.cancel()
+            assert again.result(60).state == READY
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def anonymous_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
