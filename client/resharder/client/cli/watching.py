@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
@@ -46,7 +47,7 @@ def _changes(look: Callable[[], Group], every: float) -> None:
         with (to := console()).capture() as captured:
             to.print(look())
         if (now := captured.get()) != before:
-            print(f"{now}\n", flush=True, end="")
+            print(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%SZ}\n{now}", flush=True)
             before = now
         time.sleep(every)
 

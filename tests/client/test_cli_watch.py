@@ -1,0 +1,72 @@
+"""`watch` and `events --follow`, as processes: they go on until Ctrl-C."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from resharder.v1 import resources_pb2
+
+from tests.support.fake_operator import FakeOperator
+from tests.support.operating import wait_until
+
+COMMAND = [sys.executable, "-m", "resharder.client.cli"]
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeOperator]:
+    server = resources_pb2.Server(name="servers/a", fleet="policy", state=resources_pb2.Server.SERVING, version=1)
+    with FakeOperator(resources_pb2.Fleet(name="policy", model="policy", servers=["servers/a"]), servers=[server]) as running:
+        yield running
+
+
+def test_into_a_pipe_watch_prints_a_picture_for_every_change_and_ctrl_c_is_its_normal_end(fake: FakeOperator) -> None:
+    arguments = [*COMMAND, "watch", "--every", "0.1", "--endpoint", fake.endpoint]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        servers = (line.rstrip() for line in watching.stdout if line.startswith("servers/a"))
+        assert next(servers).split()[:4] == ["servers/a", "policy", "SERVING", "1"]
+        fake.servers[0].state = resources_pb2.Server.FAILED
+        fake.servers[0].reason = "a worker says no"
+        changed = next(line for line in servers if "FAILED" in line)  # between the two assignments it may have looked
+        assert changed.endswith("a worker says no") or next(servers).endswith("a worker says no")
+        watching.send_signal(signal.SIGINT)
+        rest, errors = watching.communicate(timeout=60)
+        assert (watching.returncode, rest.strip(), errors) == (0, "", "")
+
+
+def test_on_a_terminal_watch_draws_the_picture_and_ctrl_c_gives_the_screen_back(fake: FakeOperator) -> None:
+    ours, theirs = pty.openpty()
+    arguments = [*COMMAND, "watch", "--every", "0.1", "--endpoint", fake.endpoint]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "200", "LINES": "40"}
+    with subprocess.Popen(arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as watching:
+        os.close(theirs)
+        seen = bytearray()
+
+        def shows(text: bytes) -> bool:
+            seen.extend(os.read(ours, 1 << 16))
+            return text in seen
+
+        wait_until(lambda: shows(b"SERVING"), "the server's state")
+        fake.servers[0].reason = "a worker says no"
+        wait_until(lambda: shows(b"a worker says no"), "the change")
+        watching.send_signal(signal.SIGINT)
+        wait_until(lambda: shows(b"\x1b[?1049l"), "the old screen")
+        assert watching.wait(60) == 0
+    os.close(ours)
+
+
+def test_events_follow_goes_on_after_what_it_has_told_and_ends_by_ctrl_c(fake: FakeOperator) -> None:
+    arguments = [*COMMAND, "events", "--follow", "--endpoint", fake.endpoint]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        for _ in range(2):  # the fake ends its stream after one event, as a daemon does that restarts
+            assert following.stdout.readline() == "1970-01-01 00:00:00Z  models/policy/versions/1  ready\n"
+        following.send_signal(signal.SIGINT)
+        following.communicate(timeout=60)
+        assert following.returncode == 0
+    first, second, *_ = fake.asked
+    assert [(first.last, first.after), (second.last, second.after)] == [(20, 0), (0, 7)]  # type: ignore[attr-defined]
