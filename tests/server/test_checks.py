@@ -1,0 +1,127 @@
+"""Checks: real commands, in process groups of their own."""
+
+import os
+import queue
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from resharder.server.checks import Checks, environment
+
+Ended = queue.SimpleQueue[tuple[bool, str]]
+
+
+@pytest.fixture
+def run() -> Iterator[Callable[..., Ended]]:
+    """Starts one command and gives what it will be told of; `checks` are what it runs in."""
+    made: list[Checks] = []
+
+    def start(*command: str, timeout: float = 60, said: dict[str, str] | None = None) -> Ended:
+        ended: Ended = queue.SimpleQueue()
+        checks = Checks({"check": command}, timeout)
+        made.append(checks)
+        checks.start("check", "key", said or {}, lambda ok, message: ended.put((ok, message)))
+        return ended
+
+    yield start
+    for checks in made:
+        checks.close()
+
+
+def test_the_exit_code_decides_and_the_last_lines_are_told(run: Callable[..., Ended]) -> None:
+    assert run("true").get(timeout=30) == (True, "ended with 0")
+    script = "for i in 1 2 3 4 5 6 7; do echo line $i; done; echo it is wrong >&2; exit 3"
+    ok, message = run("sh", "-c", script).get(timeout=30)
+    assert (ok, message) == (False, "ended with 3: line 4\nline 5\nline 6\nline 7\nit is wrong")
+    assert run("sh", "-c", "kill -SEGV $$").get(timeout=30) == (False, "was killed by SIGSEGV")
+
+
+def test_a_command_is_told_of_its_move_and_gets_nothing_else_of_the_daemon(
+    run: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RESHARDERD_SECRET", "no")
+    said = environment("policy", 7, 12, 11, ["10.0.0.1:8000", "10.0.0.2:8000"])
+    ok, message = run("sh", "-c", "unset PWD SHLVL _ OLDPWD; env | sort | tail -n 5; env | wc -l", said=said).get(timeout=30)
+    assert ok
+    assert message.removeprefix("ended with 0: ").splitlines()[:4] == [
+        "RESHARDER_FROM_VERSION=11",
+        "RESHARDER_MOVE=7",
+        "RESHARDER_SERVERS=10.0.0.1:8000,10.0.0.2:8000",
+        "RESHARDER_VERSION=12",
+    ]
+    inherited = {"PATH", "HOME"} & os.environ.keys()
+    assert int(message.splitlines()[-1]) == len(said) + len(inherited)
+
+
+def test_no_shell_reads_the_arguments(run: Callable[..., Ended]) -> None:
+    assert run("echo", "$HOME", "; false").get(timeout=30) == (True, "ended with 0: $HOME ; false")
+
+
+def test_a_command_that_takes_too_long_ends_with_all_that_it_started(run: Callable[..., Ended], tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    ended = run("sh", "-c", f"echo begun; sleep 1000 & echo $! > {started}; wait", timeout=2)
+    ok, message = ended.get(timeout=60)
+    assert (ok, message) == (False, "did not end within 2 s: begun")
+    until(lambda: gone(int(started.read_text())))
+
+
+def test_what_a_command_leaves_behind_ends_with_it_and_keeps_nobody_waiting(run: Callable[..., Ended], tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    assert run("sh", "-c", f"sleep 1000 & echo $! > {left}").get(timeout=30) == (True, "ended with 0")
+    until(lambda: gone(int(left.read_text())))
+
+
+def test_a_cancelled_command_is_killed_and_not_told_of(tmp_path: Path) -> None:
+    checks, ended = Checks({"slow": ["sh", "-c", f"echo $$ > {tmp_path}/own; exec sleep 1000"]}, 60), Ended()
+    for _ in range(2):
+        checks.start("slow", "fleets/policy/1", {}, lambda ok, message: ended.put((ok, message)))
+        until(lambda: (tmp_path / "own").exists() and (tmp_path / "own").read_text().endswith("\n"))
+        process = int((tmp_path / "own").read_text())
+        (tmp_path / "own").unlink()
+        checks.cancel("fleets/policy/1")
+        until(lambda process=process: gone(process))
+    checks.close()
+    checks.start("slow", "fleets/policy/2", {}, lambda ok, message: ended.put((ok, message)))
+    assert ended.empty()
+    assert not (tmp_path / "own").exists()
+
+
+def test_a_key_is_run_once_however_often_it_is_started(tmp_path: Path) -> None:
+    checks, ended = Checks({"count": ["sh", "-c", f"echo run >> {tmp_path}/runs"]}, 60), Ended()
+    for _ in range(3):
+        checks.start("count", "fleets/policy/1", {}, lambda ok, message: ended.put((ok, message)))
+    assert ended.get(timeout=30)[0]
+    checks.start("count", "fleets/policy/1", {}, lambda ok, message: ended.put((ok, message)))
+    checks.start("count", "fleets/policy/2", {}, lambda ok, message: ended.put((ok, message)))
+    assert ended.get(timeout=30)[0]
+    assert (tmp_path / "runs").read_text() == "run\nrun\n"
+
+
+def test_endless_output_is_read_and_forgotten(run: Callable[..., Ended]) -> None:
+    ok, message = run("sh", "-c", "head -c 50000000 /dev/zero; echo; echo the end").get(timeout=60)
+    assert ok
+    assert len(message) < 1100
+    assert message.endswith("the end")
+
+
+def test_what_is_no_command_fails_with_a_sentence(run: Callable[..., Ended]) -> None:
+    assert run("/no/such/program").get(timeout=30) == (False, "/no/such/program cannot be run: No such file or directory")
+    checks, ended = Checks({"one": ["true"], "two": ["true"]}, 60), Ended()
+    checks.start("three", "key", {}, lambda ok, message: ended.put((ok, message)))
+    assert ended.get(timeout=30) == (False, "the daemon's configuration has no such check any more")
+
+
+def gone(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
