@@ -14,10 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resharder.client import errors
 from resharder.client.channel import Channel
-from resharder.converters.layout import TensorSpec, full_box
+from resharder.converters.digest import digest
+from resharder.converters.files import Array
+from resharder.converters.layout import Box, TensorSpec, full_box
 from resharder.converters.messages import boxes_to_proto
 from resharder.server.errors import ResourceExhausted
+from resharder.server.intake import Intake
 from resharder.server.lanes import Lanes, model_of_request
+from resharder.server.slots import pack
+from resharder.server.store import Store
 from resharder.v1 import operator_pb2, publisher_pb2, publisher_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
 
 from tests.support.daemon import Daemon
@@ -200,6 +205,33 @@ def test_a_client_whose_model_has_too_many_calls_open_tries_again_and_says_so_wh
             for call in held:
                 call.cancel()
             assert again.result(60).state == READY
+
+
+def test_proofs_of_one_model_that_take_long_do_not_hold_up_anothers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, ended = {"noisy": (64, 64), "calm": (32, 32)}, threading.Event()
+
+    def held_up(array: Array, box: Box, shape: tuple[int, ...]) -> int:
+        assert shape != shapes["noisy"] or ended.wait(60)
+        return digest(array, box, shape)
+
+    monkeypatch.setattr("resharder.server.staged.digest", held_up)
+    with closing(Store(tmp_path / "store", shared=False)) as store, ExitStack() as at_last:
+        intake = Intake(store, threads=1)
+        at_last.callback(ended.set)
+        first, second = (sealed(intake, "noisy", shapes["noisy"], step) for step in (1, 2))
+        calm = sealed(intake, "calm", shapes["calm"], 1)
+        assert intake.wait("calm", calm, 30, False, lambda: True).state == "READY"
+        assert [store.get("noisy", number).state for number in (first, second)] == ["STAGING", "STAGING"]
+        ended.set()
+        assert [intake.wait("noisy", number, 30, False, lambda: True).state for number in (first, second)] == ["READY", "READY"]
+
+
+def sealed(intake: Intake, model: str, shape: tuple[int, ...], step: int) -> int:
+    """A version of zeros, which new files hold already, as a rank in shared memory delivers it: its number."""
+    publisher = intake.create_publisher(model, "job", 1, {})
+    intake.register(publisher.name, 0, "same", [TensorSpec("a", "BF16", shape)], pack([(0, full_box(shape), False)]))
+    version = intake.create_version(publisher.name, 0, step)
+    return intake.seal(model, version.number, version.epoch, 0, [0], mapped=True).number
 
 
 def until(true: Callable[[], bool]) -> None:

@@ -69,8 +69,7 @@ class Intake:
         self._draining = False
         self._news = threading.Condition()
         self._changes = 0
-        self._commits = ThreadPoolExecutor(MAX_STAGING, thread_name_prefix="commit")
-        self._digests = ThreadPoolExecutor(threads, thread_name_prefix="digest")
+        self._threads = threads
         store.subscribe(lambda record: self.wake())
 
     def wake(self) -> None:
@@ -291,7 +290,7 @@ class Intake:
         staged.publisher.seen[rank] = self._clock()
         failpoint("seal.after-slot")
         if last:
-            self._commits.submit(self._commit, staged)
+            threading.Thread(target=self._commit, args=(staged,), name="commit").start()
         return self.store.get(model, number)
 
     def _compare(self, record: VersionRecord, rank: int, digests: Sequence[int]) -> VersionRecord:
@@ -307,7 +306,8 @@ class Intake:
         record = staged.record
         try:
             failpoint("commit.before-proof")
-            digests = staged.prove(self._digests, self._patience)
+            with ThreadPoolExecutor(self._threads, thread_name_prefix="digest") as threads:  # no other model waits for them
+                digests = staged.prove(threads, self._patience)
             failpoint("commit.after-proof")
             done = self.store.commit(record, digests, staged.slot_digests())
             _log.info("version_ready", version=done.name, step=done.step, fingerprint=done.fingerprint)
@@ -382,7 +382,6 @@ class Intake:
         with self._changed:
             self._draining = True
             self._changed.wait_for(lambda: not self._staged and not self._creating, seconds)
-        self._commits.shutdown(wait=False, cancel_futures=True)
 
     def _check_not_draining(self) -> None:
         if self._draining:
