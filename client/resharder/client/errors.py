@@ -13,7 +13,9 @@ ResharderError
 │   ├── NotFound          no such model, version, publisher or server
 │   └── CorruptData       bytes arrived other than they were sent
 ├── VersionAborted        the version will never be READY
-└── StaleParameters       this rank holds parameters of which other ranks have newer values
+├── StaleParameters       this rank holds parameters of which other ranks have newer values
+├── ServersNotAsleep      a generation has ended, and servers may still hold the GPUs: parameters were not brought back
+└── GenerationEnded       another rank has left the generation with an error
 """
 
 import re
@@ -85,6 +87,14 @@ class VersionAborted(ResharderError):
 
 class StaleParameters(ResharderError):
     reason = "STALE_PARAMETERS"
+
+
+class ServersNotAsleep(ResharderError):
+    reason = "NOT_ASLEEP"
+
+
+class GenerationEnded(ResharderError):
+    reason = "GENERATION_ENDED"
 
 
 TOO_MANY_CALLS = "TOO_MANY_CALLS"

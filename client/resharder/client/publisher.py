@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from resharder.client.errors import (
     VersionAborted,
     WaitTimeout,
 )
+from resharder.client.generation import Fleet, Generation, Part
 from resharder.client.handle import Handle, State
 from resharder.client.holding import (
     DeclaredTensor,
@@ -36,8 +38,11 @@ from resharder.client.holding import (
     numbered,
 )
 from resharder.client.identity import Identity
+from resharder.client.keeping import eval_mode, keep_rng
 from resharder.client.lease import Lease
 from resharder.client.model_files import Config, Tokenizer, config_file, plain_config, tokenizer_files
+from resharder.client.operator import Operator
+from resharder.client.ranks import meet
 from resharder.client.registration import Registration, register
 from resharder.client.transport.base import Slot, Transport
 from resharder.client.transport.grpc_chunks import GrpcChunks
@@ -51,6 +56,7 @@ from resharder.v1 import operator_pb2, operator_pb2_grpc, publisher_pb2, publish
 
 if TYPE_CHECKING:
     import torch
+    from resharder.client.offload import Aside
     from resharder.client.transport.base import Item
     from resharder.converters.in_memory import Model, Rename
     from resharder.converters.layout import Layout
@@ -87,6 +93,9 @@ class Publisher:
         self._registration: Registration | None = None
         self._live: LiveTensors | None = None
         self._chunks: Sequence[torch.nn.Module] = ()
+        self._model: Model | None = None
+        self._aside: Aside | None = None
+        self._sharing = threading.Lock()
         self._ahead: deque[Handle] = deque()
         self._newest: Handle | None = None
         self._lost = ""  # the newest version's name, if a daemon took it with it
@@ -127,7 +136,7 @@ class Publisher:
             if check_replicas:
                 self._check_replicas(layout, tensors)
             self._live = LiveTensors(layout, tensors)
-            self._chunks = megatron_chunks(model)
+            self._model, self._chunks = model, megatron_chunks(model)
             self._register(holding_of_layout(layout), wait)
 
     def attach_config(self, hf_config: Config, tokenizer: Tokenizer | None = None) -> None:
@@ -141,7 +150,7 @@ class Publisher:
         Raises LayoutRejected, OutOfRoom, StaleEpoch, UsageError.
         """
         with self._alone():
-            self._live, self._chunks = None, ()
+            self._live, self._model, self._chunks = None, None, ()
             self._register(holding_of_declared(declared), wait)
 
     def publish(self, step: int, *, sync: bool = False) -> Handle:
@@ -177,6 +186,63 @@ class Publisher:
                 raise UsageError("expected registered tensors")
             return self._publish(step, lambda positions: numbered(holding, positions, _opened(items)), once=once)
 
+    @contextmanager
+    def generation(
+        self,
+        step: int,
+        *,
+        fleet: str = "",
+        level: int = 2,
+        offload: bool = False,
+        timeout: float = 600.0,
+        publish: bool = True,
+    ) -> Iterator[Generation]:
+        """Gives the GPUs to the servers that share them, for as long as the block lasts; every rank enters and leaves.
+
+        At entry: `publish(step)` unless it is published (`publish=False`: nothing is); models in eval mode; with `offload`
+        parameters, gradients and buffers in host memory; every live server of `fleet` (the model's default one) awake, with
+        this version or a newer one. At exit, however the block ends: servers asleep at `level`, memory back, and every
+        module's train mode and all RNG states as they were. `timeout`: seconds for each wait but that for other ranks to leave.
+
+        Raises as `publish`, WaitTimeout, which names the servers that lag, GenerationEnded, where another rank failed, and
+        UsageError; at exit ServersNotAsleep: what is aside stays there until `bring_back`.
+        """
+        from resharder.client.offload import roots_of, set_aside
+
+        with self._alone():
+            model = self._model
+            if offload and model is None:
+                raise UsageError("expected an attached model to move aside: call attach, or move your own tensors")
+        if not self._sharing.acquire(blocking=False):
+            raise UsageError("expected the end of this publisher's generation before another one")
+        roots = roots_of(model) if model is not None else []
+
+        def aside() -> None:
+            self._aside = set_aside(model) if offload and model is not None else None
+
+        try:
+            with Operator(self._channel.endpoint, self._channel.patience) as operator:
+                part = Part(
+                    meet(self.identity, self.model),
+                    Fleet(operator, fleet or self.model),
+                    level=level,
+                    timeout=timeout,
+                    set_aside=aside,
+                    bring_back=self.bring_back,
+                )
+                wanted = partial(self._published, step) if publish else lambda: self._newest
+                with part.held(wanted, (keep_rng, partial(eval_mode, roots))) as generation:
+                    self._ahead.clear()
+                    yield generation
+        finally:
+            self._sharing.release()
+
+    def bring_back(self) -> None:
+        """What a generation has left aside, after ServersNotAsleep or an interrupt. The servers must be asleep or gone."""
+        if self._aside is not None:
+            self._aside.bring_back()
+            self._aside = None
+
     def abort(self, reason: str = "the trainer asked for it") -> None:
         """Gives up the newest version that this rank has published, unless it is READY."""
         if self._newest is not None:
@@ -201,7 +267,20 @@ class Publisher:
         with self._lock:
             if self._lease is not None and self._lease.lost is not None:
                 raise self._lease.lost
+            if self._aside is not None:
+                raise UsageError(
+                    "expected parameters in their place, a generation has moved them aside: leave it, or bring_back()"
+                )
             yield
+
+    def _published(self, step: int) -> Handle:
+        """The newest version, if it is of this step, else a new one."""
+        newest = self._newest
+        if newest is not None and newest.step == step and not newest.is_gone():
+            return newest
+        if self._live is None:
+            raise UsageError(f"expected publish_tensors({step}, …) before generation({step}), or an attached model")
+        return self.publish(step)
 
     def _register(self, holding: Holding, wait: bool) -> None:
         if not self._files:
