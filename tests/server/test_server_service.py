@@ -200,7 +200,8 @@ def test_a_new_version_is_staged_applied_and_served(site: Site) -> None:
         site.report(rank, resources_pb2.Worker.STAGED, second, stage.install)
     order = control.next(server_pb2.Order.APPLY)
     assert (order.install, order.pause_mode) == (stage.install, resources_pb2.KEEP)
-    assert set(site.store.holders("policy", first)) == set(site.store.holders("policy", second)) == {"servers/s"}
+    assert "servers/s" in site.store.holders("policy", first)
+    assert "servers/s" in site.store.holders("policy", second)
     control.done(order)
     site.report(0, resources_pb2.Worker.APPLIED, second, stage.install)
     assert site.fleets.serving("policy", second) == (0, 1)
@@ -248,12 +249,12 @@ def test_a_silent_server_is_lost_lets_its_version_go_and_comes_back(site: Site) 
     version, _ = site.publish()
     boot(site, version).vanish()
     site.until(lambda: site.state() == resources_pb2.Server.LOST)
-    site.until(lambda: site.store.holders("policy", version) == [])
+    site.until(lambda: "servers/s" not in site.store.holders("policy", version))
     assert site.fleets.serving("policy", version) == (0, 0)
     control = Control(site, "later")
     control.next(server_pb2.Order.LEAD)
     assert control.next(server_pb2.Order.RESUME).version == version
-    assert site.store.holders("policy", version) == ["servers/s"]
+    assert "servers/s" in site.store.holders("policy", version)
 
 
 def test_after_a_restart_of_the_daemon_a_server_claims_again_and_goes_on(site: Site) -> None:

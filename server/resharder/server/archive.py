@@ -36,7 +36,7 @@ class Archive:
         """`every`: how many READY versions of a model make one that is archived; 0: only on command. `options` go to fsspec.
         `pause`: seconds before something that failed is tried again, doubling. Raises FailedPrecondition (NO_ARCHIVE)."""
         self.store, self.every = store, every
-        self.heard: Callable[[str, str, str], None] = lambda name, what, reason: None
+        self.heard: Callable[[str, str, str], object] = lambda name, what, reason: None
         self._pause = pause
         self._closed, self._looked = threading.Event(), threading.Event()
         self._checkpoints = Checkpoints(Remote(url, options or {}), self._closed)

@@ -1,10 +1,11 @@
 """The daemon's options: flags before environment (RESHARDERD_*) before a YAML file before what stands here."""
 
 import os
+import shlex
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
 DEFAULT_STORE = Path(f"/dev/shm/resharder-{os.getuid()}")
@@ -26,9 +27,22 @@ class Config(BaseSettings):
     transfers: int = Field(24, ge=4, description="uploads at once, downloads, and calls that compute; a model may hold half")
     digest_threads: int = Field(min(8, os.cpu_count() or 1), ge=1, description="threads that prove a version")
     drain_seconds: float = Field(30.0, ge=0, description="how long versions that are arriving may still take after SIGTERM")
-    pause_mode: Literal["keep", "wait", "abort"] = Field("keep", description="what an install does to requests in flight")
+    pause_mode: Literal["keep", "wait", "abort"] = Field("keep", description="what installs do to requests, in new fleets")
+    archive_url: str = Field("", description="folder or fsspec URL that versions are archived in; empty: none")
+    archive_every: int = Field(0, ge=0, description="every how many READY versions of a model one is archived; 0: on command")
+    archive_restore: bool = Field(True, description="at start, fetch the newest archived version of models without one")
+    check_seconds: float = Field(600.0, gt=0, description="how long a check may take")
+    checks: dict[str, Annotated[list[str], Field(min_length=1)]] = Field({}, description="what canaries may wait for (file only)")
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("checks", mode="before")
+    @classmethod
+    def _split(cls, checks: object) -> object:
+        """A command may be one line, as for a shell without expansions."""
+        if isinstance(checks, dict):
+            return {name: shlex.split(command) if isinstance(command, str) else command for name, command in checks.items()}
+        return checks
 
 
 def load(file: Path | None, flags: dict[str, Any]) -> Config:

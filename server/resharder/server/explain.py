@@ -1,6 +1,9 @@
-"""Why a server is in the state it is in: one sentence for every state."""
+"""Why a server, or a fleet, is in the state it is in: one sentence for every state."""
 
-from resharder.server.reconciler import InstallState, Server, Settings, WorkerState, target
+from datetime import UTC, datetime
+
+from resharder.server.moves import Fleet, Move, MoveState, View, WantKind, wanted
+from resharder.server.reconciler import InstallState, Power, Server, Settings, WorkerState, target
 from resharder.v1 import resources_pb2
 
 
@@ -12,6 +15,13 @@ def state_of(server: Server) -> int:
     if install is not None and install.state == InstallState.APPLYING:
         return resources_pb2.Server.APPLYING
     staging = install is not None and install.state == InstallState.STAGING
+    if server.controls and (server.power not in (Power.AWAKE, Power.UNKNOWN) or _goes_to_sleep(server)):
+        return resources_pb2.Server.ASLEEP
+    if server.agreed and not server.opened and not server.goal.open:
+        return resources_pb2.Server.DRAINED
+    waits = server.agreed and not server.opened and not server.goal.permits(server.agreed)
+    if waits or (server.staged and not server.goal.apply):
+        return resources_pb2.Server.WAITING
     if server.opened and server.resumed:
         return resources_pb2.Server.STAGING if staging else resources_pb2.Server.SERVING
     if server.torn:
@@ -22,6 +32,10 @@ def state_of(server: Server) -> int:
     if not staging and (broken or (server.complete and server.failures)):
         return resources_pb2.Server.FAILED
     return resources_pb2.Server.BOOTING
+
+
+def _goes_to_sleep(server: Server) -> bool:
+    return server.change is not None and server.change.power.asleep
 
 
 def explain(server: Server, now: float, settings: Settings) -> str:
@@ -36,6 +50,15 @@ def explain(server: Server, now: float, settings: Settings) -> str:
 
 
 def _serving(server: Server) -> str:
+    if server.controls and server.power not in (Power.AWAKE, Power.UNKNOWN):
+        return {
+            Power.ASLEEP_1: "asleep at level 1; ",
+            Power.ASLEEP_2: "asleep at level 2, its weights are dropped; ",
+            Power.WEIGHTS_AWAKE: "its weights are awake, its KV cache is not; ",
+        }[server.power]
+    if not server.opened and server.controls and not server.goal.open:
+        left = sum(control.in_flight for control in server.controls)
+        return "drained for maintenance; " + (f"{left} requests are still being answered; " if left else "")
     if server.opened:
         return f"serving version {server.opened}; " if server.resumed else f"opening the gate on version {server.opened}; "
     return ("closed, the last install went wrong half-way; " if _half_way(server) else "closed; ") + _stranger(server)
@@ -61,6 +84,14 @@ def _doing(server: Server, now: float, settings: Settings) -> str:
     if missing:
         return f"waits for workers {_few(missing)} of {server.world_size}"
     install = server.install
+    if server.change is not None:
+        return f"going {server.change.power.name}"
+    if server.change_failed is not None and now < server.change_failed.retry_at:
+        return f"{server.change_failed.error}; tries again in {server.change_failed.retry_at - now:.0f} s"
+    if server.power.asleep and server.goal.power.asleep:
+        return "sleeps as wanted" + (f"; version {server.wanted} is installed at wake" if target(server, settings) else "")
+    if server.staged and not server.goal.apply:
+        return f"version {server.staged} is staged; {server.goal.why}"
     if install is not None and install.active:
         done = WorkerState.STAGED if install.state == InstallState.STAGING else WorkerState.APPLIED
         ready = [w for w in server.workers.values() if w.install == install.id and w.state in (done, WorkerState.APPLIED)]
@@ -75,14 +106,18 @@ def _idle(server: Server, now: float, settings: Settings) -> str:
         return f"its control side is still at install {busy}"
     if not server.ready:
         return f"model {server.model} has no READY version"
+    if not server.opened and server.agreed and server.goal.open and not server.goal.permits(server.agreed):
+        return f"holds version {server.agreed} and may not serve it yet; {server.goal.why or 'the fleet serves another'}"
     if server.opened and server.opened == server.newest:
         return "it is the newest"
     version = target(server, settings)
+    if server.opened and not version and not server.failures:
+        return server.goal.why or "it is the one that the fleet wants"
     if version and version in server.failures:
         return f"{_last_failure(server)}; tries again in {max(0.0, server.failures[version].retry_at - now):.0f} s"
     if server.failures:
         return f"{_last_failure(server)}; waits for a newer version"
-    return f"version {server.newest} is next"
+    return f"version {version} is next" if version else server.goal.why or "no version is wanted"
 
 
 def _last_failure(server: Server) -> str:
@@ -92,3 +127,60 @@ def _last_failure(server: Server) -> str:
 
 def _few(ranks: list[int]) -> str:
     return ", ".join(str(rank) for rank in ranks[:8]) + (", …" if len(ranks) > 8 else "")
+
+
+def explain_fleet(fleet: Fleet, view: View) -> str:
+    """Why the fleet is at the version where it is."""
+    move = fleet.moving
+    if view.settling:
+        return "the daemon has just started; it waits for its servers to come back"
+    if move is not None:
+        return _explain_move(move, view)
+    refused = "".join(f"; version {version} is refused: {why}" for version, why in sorted(fleet.refused.items()))
+    match fleet.want.kind:
+        case WantKind.NONE:
+            return f"wants no other version than {fleet.settled}" if fleet.settled else "wants no version"
+        case WantKind.NUMBER if fleet.want.version != fleet.settled:
+            why = "is refused" if fleet.want.version in fleet.refused else "is not READY"
+            return f"wants version {fleet.want.version}, which {why}{refused}"
+        case WantKind.NUMBER:
+            return f"pinned to version {fleet.want.version}{refused}"
+    if not view.ready:
+        return f"model {fleet.model} has no READY version"
+    newest = max(view.ready)
+    if newest not in fleet.refused and newest != fleet.settled and wanted(fleet, view) == fleet.settled:
+        due = (fleet.move.started if fleet.move else 0.0) + fleet.want.every_seconds
+        return f"version {newest} is READY and due at {_clock(due)}: at most one move in {fleet.want.every_seconds:g} s{refused}"
+    return f"at the version it wants{refused}"
+
+
+def _explain_move(move: Move, view: View) -> str:
+    there = sum(server.serving == move.to for server in view.servers.values())
+    way = f"from version {move.back_to or '–'} to {move.to}, {there} of {len(view.servers)} servers there"
+    why = f" ({move.reason})" if move.reason else ""
+    match move.state:
+        case MoveState.HOLDING:
+            until = _clock(move.held_since + move.motion.hold_seconds)
+            waits = [
+                f"until {until}" if view.now < move.held_since + move.motion.hold_seconds else "",
+                "for an operator's word" if move.motion.approval and not move.approved else "",
+                f"for check {move.motion.check}" if move.checking else "",
+            ]
+            canaries = ", ".join(move.canaries)
+            return f"{way}; canaries {canaries} serve it and the rest waits {' and '.join(filter(None, waits)) or 'a moment'}"
+        case MoveState.TRYING:
+            return f"{way}; canaries {', '.join(move.canaries) or '(none is in service)'} go first"
+        case MoveState.STAGING:
+            return f"{way}; all servers stage it before any applies{why}"
+        case MoveState.APPLYING:
+            return f"{way}; all servers apply it before any serves it{why}"
+        case MoveState.BACK:
+            return f"going back to version {move.back_to}: {move.reason}"
+        case MoveState.STOPPED:
+            return f"{way}; stopped: {move.reason}; `approve` goes on, `back` goes back"
+    failed = "".join(f"; {id} failed: {error}" for id, error in sorted(move.failed.items()))
+    return f"{way}{why}{failed}"
+
+
+def _clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%H:%M:%SZ")

@@ -1,8 +1,9 @@
-"""Servers and the fleets they form: the thread-safe shell around the reconciler.
+"""Servers and the fleets they form: the thread-safe shell around the reconciler and the moves.
 
-Everything that happens to a server goes through `_happen`: one step of the reconciler, then the versions it now needs are held in
-the store, then its orders go to the control sides' queues. A version that is gone by then changes the step, not the
-promise: what is in use is held before anyone is told to use it.
+Everything that happens to a server goes through `_step`: one step of its reconciler, then the versions it now needs are held in
+the store, then its orders go to the control sides' queues. Then `_steer` brings its fleet forward and tells every server of it
+what it is to do now, until nothing changes. A fleet is on its medium before anything follows from it. A version that is gone by
+then changes the step, not the promise: what is in use is held before anyone is told to use it.
 """
 
 import queue
@@ -11,13 +12,17 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import structlog
+from resharder.server import moves
 from resharder.server.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
-from resharder.server.explain import explain, state_of
+from resharder.server.events import Kind
+from resharder.server.explain import explain, explain_fleet, state_of
+from resharder.server.fleet_files import FleetFiles
 from resharder.server.manifest import READY, VersionRecord
+from resharder.server.moves import Fleet, MotionKind, MoveState, PauseMode, View
 from resharder.server.reconciler import (
     Attached,
     Claimed,
@@ -29,17 +34,21 @@ from resharder.server.reconciler import (
     Settings,
     Ticked,
     VersionsChanged,
+    Wanted,
     Worker,
     WorkerReported,
     in_use,
     step,
 )
+from resharder.v1 import resources_pb2
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_WORLD_SIZE = 65536
 MAX_WAIT = 3600.0
 _TICK = 0.5
 _FORGET = 3600.0  # a LOST server stays in lists for so long
+_SETTLE = 2.0  # beyond a lease: how long servers may take to come back to a daemon that was started again
+_ROUNDS = 1000  # of steering: a bound against what must not be, a loop
 _log = structlog.get_logger("resharder.fleet")
 
 
@@ -66,10 +75,20 @@ class ServerView:
 
 @dataclass(frozen=True)
 class FleetView:
-    name: str
-    model: str
+    fleet: Fleet
     wanted_version: int
     servers: tuple[str, ...]
+    reason: str
+
+
+class Note(Protocol):
+    """Where events go."""
+
+    def __call__(self, kind: Kind, subject: str, what: str, reason: str = "", **details: object) -> object: ...
+
+
+def _no_note(kind: Kind, subject: str, what: str, reason: str = "", **details: object) -> None:
+    pass
 
 
 class Attachment:
@@ -91,7 +110,8 @@ class Attachment:
 class Fleets:
     """Thread-safe. Its lock comes before the intake's and the store's: a subscriber of the store must not wait for it.
 
-    `serving_changed` is called, with the lock held, when `serving` may answer otherwise; the intake sets it.
+    `serving_changed` is called, with the lock held, when `serving` may answer otherwise; the intake sets it. `check` is called,
+    with the lock held too, when a canary's check has to run: `checked` says how it ended.
     """
 
     def __init__(
@@ -100,17 +120,28 @@ class Fleets:
         *,
         settings: Settings | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        files: FleetFiles | None = None,
+        pause_mode: PauseMode = PauseMode.KEEP,
+        note: Note | None = None,
     ) -> None:
         self.settings = settings or Settings()
-        self._store, self._clock = store, clock
-        self._life = secrets.token_hex(4)
+        self._store, self._clock, self._wall, self._files, self._pause_mode = store, clock, wall, files, pause_mode
+        self._life, self._started = secrets.token_hex(4), clock()
         self.serving_changed: Callable[[], None] = lambda: None
+        self.check: Callable[[Fleet], None] = lambda fleet: None
+        self._note = note or _no_note
+        self._fleets = files.load() if files else {}
+        self._fleets_held: dict[str, frozenset[int]] = {}
+        self._ready: dict[str, dict[int, str]] = {}  # of each model, as of the last look
         self._changed = threading.Condition(threading.RLock())
         self._servers: dict[str, Server] = {}
         self._held: dict[str, frozenset[int]] = {}
         self._attachments: dict[tuple[str, str], Attachment] = {}
         self._wake = threading.Event()
         self._closed = False
+        for fleet in self._fleets.values():
+            self._hold_versions(fleet)
         store.subscribe(lambda _: self._wake.set())
         self._thread = threading.Thread(target=self._run, name="fleets", daemon=True)
         self._thread.start()
@@ -136,25 +167,44 @@ class Fleets:
 
     def tick(self) -> None:
         """Brings in what has changed in the store, and the time."""
-        ready = {name: self._ready(name) for name in self._store.models()}
+        for model in self._store.models():
+            self._look(model)
         with self._changed:
             now = self._clock()
             for server in list(self._servers.values()):
-                versions = ready.get(server.model, {}) | self._held_of(server)
-                if versions != server.ready:
-                    self._happen(server.id, VersionsChanged(versions))
-                self._happen(server.id, Ticked())
+                self._see_versions(server.id)
+                if self._fleets[server.fleet].strict:  # a step may open a gate that the next goals must know of
+                    self._happen(server.id, Ticked())
+                else:
+                    self._step(server.id, Ticked())
                 server = self._servers[server.id]
                 if server.lost_at is not None and now > server.lost_at + max(_FORGET, self.settings.grace):
-                    del self._servers[server.id], self._held[server.id]
+                    self._forget(server)
+            for name in list(self._fleets):
+                self._steer(name)
             self._changed.notify_all()
 
-    def _ready(self, model: str) -> dict[int, str]:
-        """READY versions and their fingerprints."""
+    def _forget(self, server: Server) -> None:
+        del self._servers[server.id], self._held[server.id]
+        fleet = self._fleets[server.fleet]
+        gone = frozenset({server.id})
+        self._keep(replace(fleet, members=fleet.members - gone, drained=fleet.drained - gone))
+
+    def _look(self, model: str) -> dict[int, str]:
+        """READY versions and their fingerprints. Called without the lock: what it finds may be older than a hold."""
         try:
-            return {record.number: record.fingerprint for record in self._store.versions(model) if record.state == READY}
+            found = {record.number: record.fingerprint for record in self._store.versions(model) if record.state == READY}
         except NotFound:
-            return {}
+            found = {}
+        with self._changed:
+            self._ready[model] = found
+        return found
+
+    def _see_versions(self, id: str) -> None:
+        server = self._servers[id]
+        versions = self._ready.get(server.model, {}) | self._held_of(server)
+        if versions != server.ready:
+            self._step(id, VersionsChanged(versions))
 
     def _held_of(self, server: Server) -> dict[int, str]:
         """Versions only ever leave READY when nobody holds them; a view of the store may be older than a hold."""
@@ -176,10 +226,10 @@ class Fleets:
         deadline = time.monotonic() + wait_seconds
         while True:
             name = model or self.only_model()
-            ready = self._ready(name) if name else {}
+            ready = self._look(name) if name else {}
             with self._changed:
                 if name and (ready or not boot):
-                    self._enter(server, name, fleet or name, ready)
+                    self._enter(server, name, fleet or name)
                     self._happen(server, Claimed(boot))
                     if not boot or self._servers[server].boot_version:
                         return self._servers[server]
@@ -188,6 +238,8 @@ class Fleets:
                     raise Unavailable("DRAINING", "the daemon is going down and gives out no versions")
                 if left <= 0:
                     what = f"model {name} has no READY version" if name else "no model has been published"
+                    if ready:
+                        what = f"fleet {fleet or name} wants no version yet"
                     raise Unavailable("NO_VERSION", f"{what} after {wait_seconds:g} s")
                 self._changed.wait(min(left, _TICK))
 
@@ -198,22 +250,26 @@ class Fleets:
             raise InvalidArgument("MODEL_AMBIGUOUS", f"expected the name of one of the models {models}, got none")
         return models[0] if models else ""
 
-    def _enter(self, id: str, model: str, fleet: str, ready: dict[int, str]) -> None:
+    def _enter(self, id: str, model: str, fleet: str) -> None:
         known = self._servers.get(id)
         if known is not None and (known.model, known.fleet) != (model, fleet):
             raise FailedPrecondition(
                 "SERVER_ELSEWHERE", f"server {id} follows {known.model} in fleet {known.fleet}, not {model} in {fleet}"
             )
-        other = next((s for s in self._servers.values() if s.fleet == fleet and s.model != model), None)
-        if other is not None:
-            raise FailedPrecondition("FLEET_MODEL", f"fleet {fleet} follows model {other.model}, not {model}")
+        found = self._fleets.get(fleet) or Fleet(fleet, model, self._pause_mode)
+        if found.model != model:
+            raise FailedPrecondition("FLEET_MODEL", f"fleet {fleet} follows model {found.model}, not {model}")
+        if id not in found.members:
+            self._keep(replace(found, members=found.members | {id}))
         if known is None:
-            self._servers[id] = Server(id, model, fleet, f"{self._life}-{secrets.token_hex(2)}", self._clock(), ready)
-        elif ready.keys() - known.ready.keys():
-            self._happen(id, VersionsChanged(ready | self._held_of(known)))
+            life = f"{self._life}-{secrets.token_hex(2)}"
+            self._servers[id] = Server(id, model, fleet, life, self._clock(), self._ready.get(model, {}))
+        else:
+            self._see_versions(id)
+        self._steer(fleet)
 
     def attach(self, server: str, first: Attached) -> Attachment:
-        """Raises NotFound (SERVER_UNKNOWN): claim first; InvalidArgument or FailedPrecondition (WORLD_SIZE)."""
+        """Raises NotFound (SERVER_UNKNOWN): claim first; InvalidArgument or FailedPrecondition (WORLD_SIZE, KV_FLEET)."""
         if not first.control:
             raise InvalidArgument("CONTROL", "expected a nonce of the control side in its first report, got none")
         if not 1 <= first.world_size <= MAX_WORLD_SIZE:
@@ -226,6 +282,12 @@ class Fleets:
                 raise FailedPrecondition(
                     "WORLD_SIZE",
                     f"server {server} has {known.world_size} workers by its other control sides, got {first.world_size}",
+                )
+            if first.passes_kv and self._fleets[known.fleet].motion.kind != MotionKind.ATOMIC:
+                raise FailedPrecondition(
+                    "KV_FLEET",
+                    f"server {server} passes its KV cache on or takes that of others: fleet {known.fleet} must move atomically "
+                    f"(`fleet set --atomic`); it moves {self._fleets[known.fleet].motion.kind.name}",
                 )
             self._take_over(attachment)
             self._happen(server, first)
@@ -293,12 +355,68 @@ class Fleets:
     def fleets(self) -> list[FleetView]:
         """A model's default fleet, of the model's name, is there even before any server."""
         models = self._store.models()
+        for model in models:
+            self._look(model)
         with self._changed:
-            named = {name: name for name in models} | {server.fleet: server.model for server in self._servers.values()}
-            members = {name: tuple(sorted(s.id for s in self._servers.values() if s.fleet == name)) for name in named}
-        return [
-            FleetView(name, model, max(self._ready(model), default=0), members[name]) for name, model in sorted(named.items())
-        ]
+            missing = [Fleet(model, model, self._pause_mode) for model in models if model not in self._fleets]
+            return sorted(map(self._fleet_view, [*self._fleets.values(), *missing]), key=lambda view: view.fleet.name)
+
+    def fleet(self, name: str) -> FleetView:
+        """Raises NotFound (FLEET_UNKNOWN)."""
+        found = [view for view in self.fleets() if view.fleet.name == name]
+        if not found:
+            raise NotFound("FLEET_UNKNOWN", f"fleet {name!r} is not known; there are {[v.fleet.name for v in self.fleets()]}")
+        return found[0]
+
+    def _fleet_view(self, fleet: Fleet) -> FleetView:
+        view = self._see(fleet)
+        return FleetView(fleet, moves.wanted(fleet, view), tuple(sorted(view.servers)), explain_fleet(fleet, view))
+
+    def model_of(self, server: str) -> str:
+        """Empty for a server that is not known."""
+        with self._changed:
+            return self._servers[server].model if server in self._servers else ""
+
+    def policy(self, server: str) -> tuple[PauseMode, bool]:
+        """What an install does to requests, and whether leases are strict. Raises NotFound (SERVER_UNKNOWN)."""
+        with self._changed:
+            fleet = self._fleets[self.server(server).fleet]
+            return fleet.pause_mode, fleet.strict
+
+    def change(self, name: str, act: Callable[[Fleet, View], Fleet], model: str = "") -> FleetView:
+        """What an operator wants of a fleet: on its medium, and begun, when this returns. `model`: of a fleet that is new.
+
+        Raises NotFound (FLEET_UNKNOWN, MODEL_UNKNOWN), InvalidArgument (NAME), what `act` raises.
+        """
+        if not NAME.fullmatch(name):
+            raise InvalidArgument("NAME", f"expected a fleet of at most 64 letters, digits, '.', '_' and '-', got {name!r}")
+        models = self._store.models()
+        for known in models:
+            self._look(known)
+        with self._changed:
+            fleet = self._fleets.get(name)
+            if fleet is None:
+                model = model or (name if name in models else "")
+                if not model:
+                    there = sorted({*self._fleets, *models})
+                    raise NotFound("FLEET_UNKNOWN", f"fleet {name!r} is not known, there are {there}; a new one needs a model")
+                if model not in models:
+                    raise NotFound("MODEL_UNKNOWN", f"model {model!r} is not known; there are {models}")
+                fleet = Fleet(name, model, self._pause_mode)
+            self._keep(act(fleet, self._see(fleet)))
+            for server in [server for server in self._servers.values() if server.fleet == name]:
+                self._see_versions(server.id)
+            self._steer(name)
+            self._changed.notify_all()
+            return self._fleet_view(self._fleets[name])
+
+    def checked(self, name: str, move: int, passed: bool, message: str) -> None:
+        """How the check of a canary ended."""
+        with self._changed:
+            if name in self._fleets:
+                fleet = self._fleets[name]
+                self._keep(moves.checked(fleet, move, passed, message, self._see(fleet)))
+                self._steer(name)
 
     def serving(self, model: str, number: int) -> tuple[int, int]:
         """(live servers that serve this version or a newer one, live servers that follow the model)."""
@@ -314,6 +432,10 @@ class Fleets:
     # One step
 
     def _happen(self, id: str, event: Event) -> None:
+        self._step(id, event)
+        self._steer(self._servers[id].fleet)
+
+    def _step(self, id: str, event: Event) -> None:
         now, before = self._clock(), self._servers[id]
         after, orders = step(before, event, now, self.settings)
         while gone := self._hold(id, after.model, in_use(after, now, self.settings) - self._held.get(id, frozenset())):
@@ -331,6 +453,65 @@ class Fleets:
         self._changed.notify_all()
         if (before.serving, before.lost_at is None) != (after.serving, after.lost_at is None):
             self.serving_changed()
+
+    def _see(self, fleet: Fleet) -> View:
+        servers = {server.id: server for server in self._servers.values() if server.fleet == fleet.name}
+        held = self._fleets_held.get(fleet.name, frozenset())
+        ready = self._ready.get(fleet.model, {}).keys() | held
+        here = {id for id, server in servers.items() if server.lost_at is not None or server.complete}
+        settling = self._clock() < self._started + self.settings.lease + _SETTLE and not fleet.members <= here
+        return View(servers, ready, self._wall(), self.settings, settling)
+
+    def _steer(self, name: str) -> None:
+        """Moves the fleet on, and its servers with it, until nothing follows."""
+        for _ in range(_ROUNDS):
+            fleet = self._fleets[name]
+            view = self._see(fleet)
+            after = moves.advance(fleet, view)
+            if after != fleet:
+                self._keep(after)
+                continue
+            changed = [(id, goal) for id, goal in moves.goals(fleet, view).items() if goal != view.servers[id].goal]
+            if not changed:
+                break
+            for id, goal in changed[:1] if fleet.strict else changed:  # which gates are open counts for the next
+                self._step(id, Wanted(goal))
+        else:
+            _log.error("fleet_unsteady", fleet=name)
+        if fleet.moving is not None and fleet.moving.checking:
+            self.check(fleet)
+
+    def _keep(self, fleet: Fleet) -> None:
+        """On its medium first; then its versions are held."""
+        before = self._fleets.get(fleet.name)
+        if fleet == before:
+            return
+        if self._files is not None:
+            self._files.save(fleet)
+        self._fleets[fleet.name] = fleet
+        self._hold_versions(fleet)
+        self._log_move(before, fleet)
+
+    def _hold_versions(self, fleet: Fleet) -> None:
+        needed, held = fleet.needs(), self._fleets_held.get(fleet.name, frozenset())
+        for number in needed - held:
+            try:
+                self._store.hold(fleet.model, number, f"fleets/{fleet.name}")
+            except NotFound:
+                needed -= {number}
+        for number in held - needed:
+            self._store.release(fleet.model, number, f"fleets/{fleet.name}")
+        self._fleets_held[fleet.name] = needed
+
+    def _log_move(self, before: Fleet | None, after: Fleet) -> None:
+        move = after.move
+        known = before.move if before is not None else None
+        if move is None or (known is not None and (known.id, known.state) == (move.id, move.state)):
+            return
+        if move.motion.kind != MotionKind.ALL_AT_ONCE or move.state in (MoveState.STOPPED, MoveState.BACK, MoveState.FAILED):
+            _log.info("move", fleet=after.name, state=move.state.name, to=move.to, back_to=move.back_to, reason=move.reason)
+        what, subject = move.state.name.lower(), f"fleets/{after.name}"
+        self._note("move", subject, what, move.reason, to=move.to, back_to=move.back_to, motion=move.motion.kind.name)
 
     def _hold(self, id: str, model: str, numbers: Iterable[int]) -> frozenset[int]:
         """Holds them in the store; those that are no longer READY are returned."""
@@ -351,4 +532,6 @@ class Fleets:
     def _log_change(self, before: Server, after: Server) -> None:
         if state_of(before) != state_of(after) or before.opened != after.opened:
             reason = explain(after, self._clock(), self.settings)
-            _log.info("server", server=after.id, state=state_of(after), version=after.opened, reason=reason)
+            state = resources_pb2.Server.State.Name(state_of(after))
+            _log.info("server", server=after.id, state=state, version=after.opened, reason=reason)
+            self._note("server", f"servers/{after.id}", state.lower(), reason, version=after.opened, fleet=after.fleet)

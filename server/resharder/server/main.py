@@ -13,22 +13,27 @@ from typing import Annotated, Any
 import grpc
 import structlog
 import typer
-from google.protobuf.timestamp_pb2 import Timestamp
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from pydantic import ValidationError
+from resharder.server.archive import Archive
 from resharder.server.config import Config, load
 from resharder.server.errors import DaemonError, ErrorInterceptor
+from resharder.server.events import Events
 from resharder.server.fleet import Fleets
+from resharder.server.fleet_files import FleetFiles
 from resharder.server.intake import Intake
 from resharder.server.kernel import raise_malloc_thresholds
 from resharder.server.lanes import SHORT_THREADS, LaneInterceptor
 from resharder.server.logs import configure_logs
+from resharder.server.manifest import VersionRecord
+from resharder.server.moves import PauseMode
+from resharder.server.operations import Operations
 from resharder.server.reconciler import Settings
-from resharder.server.server_service import ServerConfig, ServerService, add_server_service
+from resharder.server.server_service import ServerService, add_server_service
 from resharder.server.service import OperatorService, PublisherService, Views, add_publisher_service
 from resharder.server.store import Store
-from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
+from resharder.v1 import operator_pb2, operator_pb2_grpc
 from yaml import YAMLError
 
 SERVICES = ("resharder.v1.PublisherService", "resharder.v1.ServerService", "resharder.v1.OperatorService")
@@ -50,7 +55,18 @@ class Daemon:
         self.intake = Intake(
             self.store, lease_seconds=config.lease_seconds, chunk_bytes=config.chunk_bytes, threads=config.digest_threads
         )
-        self.fleets = Fleets(self.store, settings=replace(Settings(), lease=config.lease_seconds))
+        self.events = Events(config.store)
+        self.fleets = Fleets(
+            self.store,
+            settings=replace(Settings(), lease=config.lease_seconds),
+            files=FleetFiles(config.store / "fleets"),
+            pause_mode=PauseMode[config.pause_mode.upper()],
+            note=self.events.add,
+        )
+        self.store.subscribe(self._note_version)
+        self.archive = Archive(self.store, config.archive_url, config.archive_every) if config.archive_url else None
+        if self.archive is not None:
+            self.archive.heard = lambda name, what, reason: self.events.add("archive", name, what, reason)
         self.intake.audience = lambda record: self.fleets.serving(record.model, record.number)
         self.fleets.serving_changed = self.intake.wake
         self.health = health.HealthServicer()
@@ -62,7 +78,7 @@ class Daemon:
         size = self.config.max_message_bytes
         server = grpc.server(
             ThreadPoolExecutor(SHORT_THREADS, thread_name_prefix="rpc"),
-            interceptors=[LaneInterceptor(self.config.threads, self.config.transfers, self._model_of), ErrorInterceptor()],
+            interceptors=[LaneInterceptor(self.config.threads, self.config.transfers, self.fleets.model_of), ErrorInterceptor()],
             options=[
                 ("grpc.so_reuseport", 0),  # else two daemons share one port
                 ("grpc.max_receive_message_length", size),
@@ -74,7 +90,7 @@ class Daemon:
                 ("grpc.http2.min_ping_interval_without_data_ms", 5000),
             ],
         )
-        build_services(self.config, server, self.intake, self.fleets)
+        self._add_services(server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         try:
@@ -83,10 +99,26 @@ class Daemon:
             raise SystemExit(f"resharderd: cannot listen on {self.config.listen}: {error}") from error
         return server
 
-    def _model_of(self, server: str) -> str:
-        return next((view.server.model for view in self.fleets.servers() if view.server.id == server), "")
+    def _add_services(self, server: grpc.Server) -> None:
+        views = Views(self.intake, self.fleets)
+        daemon = operator_pb2.Daemon(
+            release=importlib.metadata.version("resharder"),
+            store_folder=str(self.config.store),
+            store_limit_bytes=self.store.limit_bytes,
+        )
+        daemon.start_time.GetCurrentTime()
+        operator = OperatorService(views, Operations(self.fleets, self.config.checks), self.events, self.archive, daemon)
+        add_publisher_service(PublisherService(self.intake, views), server)
+        add_server_service(ServerService(self.fleets, self.store), server)
+        operator_pb2_grpc.add_OperatorServiceServicer_to_server(operator, server)
+
+    def _note_version(self, record: VersionRecord) -> None:
+        self.events.add("version", record.name, record.state.lower(), record.reason, step=record.step, epoch=record.epoch)
 
     def start(self) -> None:
+        if self.archive is not None:
+            self.archive.start(self.config.archive_restore)
+        self.events.add("daemon", "daemon", "started", release=importlib.metadata.version("resharder"))
         self.server.start()
         self._ticker.start()
         for name in ("", *SERVICES):
@@ -107,26 +139,13 @@ class Daemon:
         self.intake.drain(self.config.drain_seconds)
         self._ended.set()
         self.fleets.close()
+        self.events.close()
         self.server.stop(grace=2).wait()
         self.intake.wake()  # whoever still waits sees that its caller is gone
+        if self.archive is not None:
+            self.archive.close()
         self.store.close()
         _log.info("daemon_stopped")
-
-
-def build_services(config: Config, server: grpc.Server, intake: Intake, fleets: Fleets) -> None:
-    pause_mode: resources_pb2.PauseMode = resources_pb2.PauseMode.Value(config.pause_mode.upper())
-    views = Views(intake, fleets)
-    started = Timestamp()
-    started.GetCurrentTime()
-    daemon = operator_pb2.Daemon(
-        release=importlib.metadata.version("resharder"),
-        start_time=started,
-        store_folder=str(config.store),
-        store_limit_bytes=intake.store.limit_bytes,
-    )
-    add_publisher_service(PublisherService(intake, views), server)
-    add_server_service(ServerService(fleets, intake.store, ServerConfig(pause_mode)), server)
-    operator_pb2_grpc.add_OperatorServiceServicer_to_server(OperatorService(intake, views, fleets, daemon, pause_mode), server)
 
 
 app = typer.Typer(add_completion=False)
@@ -149,6 +168,10 @@ def run(
     digest_threads: Annotated[int | None, typer.Option(help="threads that prove a version")] = None,
     drain_seconds: Annotated[float | None, typer.Option(help="how long arriving versions may take after SIGTERM")] = None,
     pause_mode: Annotated[str | None, typer.Option(help="keep, wait or abort")] = None,
+    archive_url: Annotated[str | None, typer.Option(help="folder or fsspec URL that versions are archived in")] = None,
+    archive_every: Annotated[int | None, typer.Option(help="every how many versions one is archived; 0: on command")] = None,
+    archive_restore: Annotated[bool | None, typer.Option(help="fetch the newest archived version where there is none")] = None,
+    check_seconds: Annotated[float | None, typer.Option(help="how long a check may take")] = None,
     log_format: Annotated[str | None, typer.Option(help="console or json")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error")] = None,
 ) -> None:

@@ -12,6 +12,14 @@ told by the install id, which is new for every attempt and every life of the dae
 Numbers start again with a new store, while servers live on. So a worker says the fingerprint of what it holds too, and one whose
 fingerprint is not that of the READY version of that number counts as EMPTY.
 
+What its fleet wants of a server is its `Goal`: which version, whether it may go on from staged to applied, which versions it may
+open its gate on, whether it may open it at all (drained), and how awake it is. Power changes go
+
+    asleep  <- SLEEP -  awake          gate closed first; at level 2 the workers count as torn from the order on
+    asleep  - WAKE weights ->  weights awake  - [an install, if one is wanted or the weights were dropped] - WAKE all ->  awake
+
+so that an install wanted while asleep happens at wake, and nothing is served from weights that were dropped.
+
 What the plugin has to keep to: it carries out one order at a time and drops what it has not begun when its stream breaks; a
 control side that attaches in the middle of an order names that order's install in its first report, and gets no others until it
 has reported how that one went; an order repeated is answered without harm; a worker that failed to apply says FAILED until it
@@ -21,6 +29,7 @@ succeeds.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from typing import Any
 
 from resharder.v1 import resources_pb2, server_pb2
 
@@ -40,6 +49,21 @@ class OrderKind(IntEnum):
     APPLY = server_pb2.Order.APPLY
     RESUME = server_pb2.Order.RESUME
     CLOSE = server_pb2.Order.CLOSE
+    UNSTAGE = server_pb2.Order.UNSTAGE
+    SLEEP = server_pb2.Order.SLEEP
+    WAKE = server_pb2.Order.WAKE
+
+
+class Power(IntEnum):
+    UNKNOWN = resources_pb2.POWER_UNSPECIFIED
+    AWAKE = resources_pb2.AWAKE
+    WEIGHTS_AWAKE = resources_pb2.WEIGHTS_AWAKE
+    ASLEEP_1 = resources_pb2.ASLEEP_1
+    ASLEEP_2 = resources_pb2.ASLEEP_2
+
+    @property
+    def asleep(self) -> bool:
+        return self in (Power.ASLEEP_1, Power.ASLEEP_2)
 
 
 class InstallState(IntEnum):
@@ -86,12 +110,42 @@ class Worker:
 
 @dataclass(frozen=True)
 class Control:
-    """One API server; `busy` is an install that it was at when it attached."""
+    """One API server; `busy` is an install, or a change of power, that it was at when it attached."""
 
     nonce: str
     address: str
     seen: float
     busy: str = ""
+    in_flight: int = 0  # requests that it is answering
+    closing: bool = False  # it was told to close, and has not said that it did
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the fleet wants of a server; `why` is a part of a sentence."""
+
+    version: int | None = None  # None: the newest READY one; 0: what it has
+    boot: int | None = None  # for processes that start; None: the newest READY one; 0: none
+    apply: bool = True  # False: stay staged
+    serves: tuple[int, int] | None = None  # the lowest and highest version that the gate may be opened on; None: any
+    open: bool = True  # False: drained
+    power: Power = Power.AWAKE
+    strict: bool = False  # gates shut when leases end
+    retry: tuple[int, int] = (0, 0)  # when it changes, failures are forgotten
+    why: str = ""
+
+    def permits(self, version: int) -> bool:
+        """Whether the gate may be opened on it."""
+        return self.open and self.power == Power.AWAKE and (self.serves is None or self.serves[0] <= version <= self.serves[1])
+
+
+@dataclass(frozen=True)
+class Change:
+    """An order to sleep or to wake that was given and not answered."""
+
+    id: str
+    power: Power
+    began: float
 
 
 @dataclass(frozen=True)
@@ -143,6 +197,23 @@ class Server:
     installs: int = 0
     failures: Mapping[int, Failure] = field(default_factory=dict)
     lost_at: float | None = None
+    goal: Goal = Goal()
+    power: Power = Power.AWAKE  # as the leader said last
+    change: Change | None = None
+    changes: int = 0  # orders about power so far
+    change_failed: Failure | None = None
+    lingers: int = 0  # the version that clients may still get though the gate was ordered to close
+    passes_kv: bool = False
+
+    @property
+    def wanted(self) -> int:
+        """The version that it should hold; 0: what it has."""
+        return self.newest if self.goal.version is None else self.goal.version
+
+    @property
+    def boots(self) -> int:
+        """The version that its processes should start from; 0: none."""
+        return self.newest if self.goal.boot is None else self.goal.boot
 
     @property
     def newest(self) -> int:
@@ -163,6 +234,20 @@ class Server:
     def serving(self) -> int:
         """The version that clients get; 0 while none."""
         return self.opened if self.resumed and self.lost_at is None else 0
+
+    @property
+    def shown(self) -> frozenset[int]:
+        """Every version that clients may get, by what has been ordered and answered."""
+        return frozenset({self.opened, self.lingers} - {0})
+
+    @property
+    def staged(self) -> int:
+        """The version that every worker has staged; 0: none."""
+        install = self.install
+        if install is None or install.state != InstallState.STAGING:
+            return 0
+        done = [w for w in self.workers.values() if w.install == install.id and w.state == WorkerState.STAGED]
+        return install.version if self.complete and len(done) == self.world_size else 0
 
 
 def in_use(server: Server, now: float, settings: Settings) -> frozenset[int]:
@@ -190,6 +275,9 @@ class Attached:
     world_size: int
     address: str = ""
     busy: str = ""
+    power: Power = Power.UNKNOWN
+    in_flight: int = 0
+    passes_kv: bool = False
 
 
 @dataclass(frozen=True)
@@ -202,6 +290,8 @@ class Reported:
     ok: bool = True
     error: str = ""
     pause_seconds: float = 0.0
+    power: Power = Power.UNKNOWN
+    in_flight: int = 0
 
 
 @dataclass(frozen=True)
@@ -224,7 +314,12 @@ class Ticked:
     pass
 
 
-Event = Claimed | Attached | Reported | Detached | WorkerReported | VersionsChanged | Ticked
+@dataclass(frozen=True)
+class Wanted:
+    goal: Goal
+
+
+Event = Claimed | Attached | Reported | Detached | WorkerReported | VersionsChanged | Ticked | Wanted
 
 
 @dataclass(frozen=True)
@@ -234,6 +329,7 @@ class Order:
     install: str = ""
     version: int = 0
     reason: str = ""
+    power: Power = Power.UNKNOWN
 
 
 def step(server: Server, event: Event, now: float, settings: Settings) -> tuple[Server, tuple[Order, ...]]:
@@ -255,9 +351,13 @@ def step(server: Server, event: Event, now: float, settings: Settings) -> tuple[
             server = replace(server, ready=event.ready, failures=kept)
         case Ticked():
             server = _ticked(server, now, settings, orders)
+        case Wanted():
+            again = event.goal.retry != server.goal.retry
+            server = replace(server, goal=event.goal, failures={} if again else server.failures)
     if server.lost_at is None and server.controls and server.complete and not _busy_elsewhere(server, server.controls[0]):
-        server = _move_install_on(replace(server, booting=False), now, settings, orders)
-        server = _open_gate(_close_gate(server, orders), orders)
+        server = _move_install_on(_drop_unwanted(replace(server, booting=False), now, orders), now, settings, orders)
+        server = _change_power(_close_gate(server, orders), now, settings, orders)
+        server = _open_gate(server, orders)
         server = _begin_install(server, now, settings, orders)
     return _close_gate(server, orders), tuple(orders)
 
@@ -268,7 +368,7 @@ def _claimed(server: Server, event: Claimed, now: float) -> Server:
     if not event.boot or (server.boot_version in server.ready and (server.booting or server.controls)):
         return server
     if server.controls or (server.booting and not server.boot_version):
-        return replace(server, boot_version=server.newest)
+        return replace(server, boot_version=server.boots)
     # Booted before, and nobody is there: the same id starts again, with new processes.
     return Server(
         id=server.id,
@@ -277,14 +377,16 @@ def _claimed(server: Server, event: Claimed, now: float) -> Server:
         life=server.life,
         seen=now,
         ready=server.ready,
-        boot_version=server.newest,
+        boot_version=server.boots,
         gone=server.gone,
         installs=server.installs,
+        goal=server.goal,
+        changes=server.changes,
     )
 
 
 def _attached(server: Server, event: Attached, now: float, orders: list[Order]) -> Server:
-    control = Control(event.control, event.address, now, event.busy)
+    control = Control(event.control, event.address, now, event.busy, event.in_flight)
     leader = server.controls[0].nonce if server.controls else event.control
     if any(c.nonce == event.control for c in server.controls):
         controls = tuple(control if c.nonce == event.control else c for c in server.controls)
@@ -292,9 +394,22 @@ def _attached(server: Server, event: Attached, now: float, orders: list[Order]) 
         controls = (*server.controls, control)
     if event.world_size != server.world_size:
         server = _resized(server, event.world_size, now, orders)
-    server = replace(server, controls=controls, seen=now, attached=True, lost_at=None)
+    server = replace(server, controls=controls, seen=now, attached=True, lost_at=None, passes_kv=event.passes_kv)
+    server = _powered(server, event.control, event.power)
     orders.append(Order(event.control, OrderKind.RENEWED))
     return _greet(server, control, orders, leads=event.control == leader)
+
+
+def _powered(server: Server, control: str, power: Power) -> Server:
+    """What the leader says of its engine, but for while it changes. Weights that were dropped are nobody's."""
+    if control != server.controls[0].nonce or not power or server.change is not None:
+        return server
+    dropped = power == Power.ASLEEP_2 and server.power != Power.ASLEEP_2
+    return replace(server, power=power, torn=_all_ranks(server) if dropped else server.torn)
+
+
+def _all_ranks(server: Server) -> frozenset[int]:
+    return frozenset(range(server.world_size))
 
 
 def _resized(server: Server, world_size: int, now: float, orders: list[Order]) -> Server:
@@ -311,7 +426,9 @@ def _greet(server: Server, control: Control, orders: list[Order], *, leads: bool
         orders.append(Order(control.nonce, OrderKind.LEAD))
     if _busy_elsewhere(server, control):
         return server
-    install = server.install
+    install, change = server.install, server.change
+    if leads and change is not None and control.busy != change.id:
+        orders.append(_power_order(server, control))
     if server.opened:
         orders.append(_resume(server, control))
     elif install is not None and install.state == InstallState.APPLYING:
@@ -319,6 +436,8 @@ def _greet(server: Server, control: Control, orders: list[Order], *, leads: bool
             orders.append(_hold(install, control))
     elif server.torn:
         orders.append(Order(control.nonce, OrderKind.CLOSE, reason="the last install went wrong half-way"))
+    elif server.goal.strict or not (server.goal.open and server.goal.power == Power.AWAKE):
+        orders.append(Order(control.nonce, OrderKind.CLOSE, reason=_closed_because(server)))
     if not leads or install is None or not install.active or control.busy == install.id:
         return server
     kind = OrderKind.STAGE if install.state == InstallState.STAGING else OrderKind.APPLY
@@ -328,8 +447,8 @@ def _greet(server: Server, control: Control, orders: list[Order], *, leads: bool
 
 def _busy_elsewhere(server: Server, control: Control) -> bool:
     """It is still at an order that is not the server's current one."""
-    current = server.install.id if server.install is not None and server.install.active else ""
-    return bool(control.busy) and control.busy != current
+    current = {server.install.id} if server.install is not None and server.install.active else set()
+    return bool(control.busy) and control.busy not in current | ({server.change.id} if server.change else set())
 
 
 def _reported(server: Server, event: Reported, now: float, settings: Settings, orders: list[Order]) -> Server:
@@ -338,9 +457,17 @@ def _reported(server: Server, event: Reported, now: float, settings: Settings, o
         return server
     was_busy = _busy_elsewhere(server, control)
     idle = event.done is not None and event.install == control.busy
-    control = replace(control, seen=now, busy="" if idle else control.busy)
+    closed = event.done in (OrderKind.CLOSE, OrderKind.APPLY, OrderKind.SLEEP)
+    control = replace(
+        control,
+        seen=now,
+        busy="" if idle else control.busy,
+        in_flight=event.in_flight,
+        closing=control.closing and not closed,
+    )
     controls = tuple(control if c.nonce == control.nonce else c for c in server.controls)
     server = replace(server, controls=controls, seen=now)
+    server = replace(_powered(server, control.nonce, event.power), lingers=_lingering(server))
     orders.append(Order(control.nonce, OrderKind.RENEWED))
     leads = control.nonce == server.controls[0].nonce
     if was_busy and idle:
@@ -350,14 +477,16 @@ def _reported(server: Server, event: Reported, now: float, settings: Settings, o
 
 def _order_done(server: Server, event: Reported, now: float, settings: Settings, orders: list[Order]) -> Server:
     """The leader said how an order went."""
-    install = server.install
+    install, change = server.install, server.change
+    if change is not None and event.install == change.id and event.done in (OrderKind.SLEEP, OrderKind.WAKE):
+        return _power_changed(server, change, event, now, settings)
     if event.done == OrderKind.RESUME and server.opened and event.install == _opening(server):
         if not event.ok:
             # Workers are proven, but the engine would not go on: whatever state it is in, it is not one to serve from.
             error = f"could not resume on version {server.opened}: {event.error}"
             server = _note_failure(server, server.opened, error, now, settings)
-            return _close_gate(replace(server, torn=frozenset(range(server.world_size))), orders)
-        if install is not None and install.id == event.install:
+            return _close_gate(replace(server, torn=_all_ranks(server)), orders)
+        if install is not None and install.id == event.install and not install.pause_seconds:
             server = replace(server, install=replace(install, pause_seconds=event.pause_seconds))
         return replace(server, resumed=True)
     if install is None or not install.active or event.install != install.id:
@@ -373,7 +502,12 @@ def _let_go(server: Server, gone: set[str], orders: list[Order]) -> Server:
     leader = server.controls[0].nonce if server.controls else ""
     controls = tuple(control for control in server.controls if control.nonce not in gone)
     server = replace(server, controls=controls)
+    server = replace(server, lingers=_lingering(server) if controls else server.lingers)
     return _greet(server, controls[0], orders, leads=True) if controls and leader in gone else server
+
+
+def _lingering(server: Server) -> int:
+    return server.lingers if any(control.closing for control in server.controls) else 0
 
 
 def _worker_reported(server: Server, report: Worker, now: float, settings: Settings) -> Server:
@@ -437,7 +571,7 @@ def _ticked(server: Server, now: float, settings: Settings, orders: list[Order])
         return server
     if server.install is not None and server.install.active:
         server = _end_install(server, server.install, "the server's lease ended", now)
-    return replace(server, lost_at=now, opened=0, resumed=False)
+    return replace(server, lost_at=now, opened=0, resumed=False, lingers=0, change=None)
 
 
 def _end_install(server: Server, install: Install, error: str, now: float) -> Server:
@@ -466,7 +600,7 @@ def _move_install_on(server: Server, now: float, settings: Settings, orders: lis
         if worker.state == WorkerState.APPLIED and worker.version != install.version:
             return _fail(server, install, f"worker {rank} applied version {worker.version} instead", now, settings)
     if install.state == InstallState.STAGING and len(about) == server.world_size:
-        return _apply(server, install, now, orders)
+        return _apply(server, install, now, orders) if server.goal.apply else server
     applied = len(about) == server.world_size and all(w.state == WorkerState.APPLIED for w in about.values())
     if install.state == InstallState.APPLYING and applied and install.control_done:
         return _commit(server, install, now)
@@ -487,10 +621,15 @@ def _apply(server: Server, install: Install, now: float, orders: list[Order]) ->
         server,
         install=replace(install, state=InstallState.APPLYING, step_started=now),
         workers={rank: replace(worker, ordered=True) for rank, worker in server.workers.items()},
-        torn=frozenset(range(server.world_size)),
-        opened=0,
-        resumed=False,
+        torn=_all_ranks(server),
+        **_closing(server),
     )
+
+
+def _closing(server: Server) -> dict[str, Any]:
+    """What becomes of the gate when control sides are told to close it."""
+    controls = tuple(replace(control, closing=True) for control in server.controls)
+    return {"opened": 0, "resumed": False, "lingers": server.opened or server.lingers, "controls": controls}
 
 
 def _hold(install: Install, control: Control) -> Order:
@@ -509,19 +648,29 @@ def _commit(server: Server, install: Install, now: float) -> Server:
 
 
 def _close_gate(server: Server, orders: list[Order]) -> Server:
-    """Closed, unless it is open on what every worker is proven to hold."""
-    if not server.opened or server.agreed == server.opened:
+    """Closed, unless it is open on what every worker is proven to hold, awake and not to be drained."""
+    kept = server.agreed == server.opened and server.power == Power.AWAKE and server.change is None
+    if not server.opened or (kept and server.goal.open and server.goal.power == Power.AWAKE):
         return server
-    reason = f"not every worker holds version {server.opened}"
+    reason = _closed_because(server) if kept else f"not every worker holds version {server.opened}"
     orders += [Order(control.nonce, OrderKind.CLOSE, reason=reason) for control in server.controls]
-    return replace(server, opened=0, resumed=False)
+    return replace(server, **_closing(server))
+
+
+def _closed_because(server: Server) -> str:
+    if server.goal.power != Power.AWAKE:
+        return "an operator put it to sleep"
+    return "drained for maintenance" if not server.goal.open else "its version is not confirmed yet"
 
 
 def _open_gate(server: Server, orders: list[Order]) -> Server:
     held = server.agreed
-    if server.opened or held not in server.ready:
+    if server.opened or held not in server.ready or not server.goal.permits(held):
         return server
-    server = replace(server, opened=held, confirmed=held, resumed=False)
+    if server.power not in (Power.AWAKE, Power.UNKNOWN) or server.change is not None:
+        return server
+    controls = tuple(replace(control, closing=False) for control in server.controls)
+    server = replace(server, opened=held, confirmed=held, resumed=False, controls=controls)
     orders += [_resume(server, control) for control in server.controls if not _busy_elsewhere(server, control)]
     return server
 
@@ -539,12 +688,8 @@ def _resume(server: Server, control: Control) -> Order:
 
 def target(server: Server, settings: Settings) -> int:
     """The version to install next, now or when its time for a retry has come; 0 where there is nothing to do, or no hope."""
-    if server.opened:
-        choices = [server.newest] if server.newest != server.opened else []
-    elif server.torn:
-        choices = [server.confirmed, server.newest]
-    else:
-        choices = [server.newest, server.confirmed]
+    held = server.opened or server.agreed
+    choices = [version for version in (server.wanted, 0 if held else server.confirmed) if version != held]
     counts = {version: _failed(server, version) for version in choices if version in server.ready}
     best = min(counts, key=lambda version: counts[version], default=0)
     return best if best and counts[best] < settings.attempts else 0
@@ -555,7 +700,9 @@ def _failed(server: Server, version: int) -> int:
 
 
 def _begin_install(server: Server, now: float, settings: Settings, orders: list[Order]) -> Server:
-    if server.install is not None and server.install.active:
+    if (server.install is not None and server.install.active) or server.change is not None:
+        return server
+    if server.power.asleep or server.goal.power.asleep:
         return server
     version = target(server, settings)
     if not version or (version in server.failures and now < server.failures[version].retry_at):
@@ -564,3 +711,66 @@ def _begin_install(server: Server, now: float, settings: Settings, orders: list[
     install = Install(f"{server.life}-{number}", version, InstallState.STAGING, now, now)
     orders.append(Order(server.controls[0].nonce, OrderKind.STAGE, install.id, version))
     return replace(server, install=install, installs=number)
+
+
+def _drop_unwanted(server: Server, now: float, orders: list[Order]) -> Server:
+    """A version that is being staged, and that the fleet wants no more, or not before the server wakes."""
+    install = server.install
+    if install is None or install.state != InstallState.STAGING:
+        return server
+    recovers = not server.opened and install.version == server.confirmed
+    wanted = server.goal.version is None or install.version == server.wanted or recovers
+    if wanted and not server.goal.power.asleep:
+        return server
+    orders.append(Order(server.controls[0].nonce, OrderKind.UNSTAGE, install.id, install.version))
+    return _end_install(server, install, f"version {install.version} is not wanted any more", now)
+
+
+def _change_power(server: Server, now: float, settings: Settings, orders: list[Order]) -> Server:
+    """The next order towards the power that the fleet wants, one at a time, with the gate closed and no install under way."""
+    if server.change is not None:
+        if now <= server.change.began + settings.install_step:
+            return server
+        late = Reported("", server.change.id, ok=False, error=f"no answer in {settings.install_step:g} s")
+        server = _power_changed(server, server.change, late, now, settings)
+    power = _next_power(server, now, settings)
+    if power is None or server.opened or (server.install is not None and server.install.active):
+        return server
+    number = server.changes + 1
+    server = replace(server, change=Change(f"{server.life}-p{number}", power, now), changes=number)
+    if power == Power.ASLEEP_2:
+        server = replace(server, torn=_all_ranks(server))
+    orders.append(_power_order(server, server.controls[0]))
+    return server
+
+
+def _next_power(server: Server, now: float, settings: Settings) -> Power | None:
+    have, goal = server.power, server.goal.power
+    if have == Power.UNKNOWN or (server.change_failed is not None and now < server.change_failed.retry_at):
+        return None
+    if goal.asleep:
+        return None if have.asleep else goal
+    if have.asleep:
+        return Power.WEIGHTS_AWAKE
+    if have == Power.WEIGHTS_AWAKE and goal == Power.AWAKE and server.agreed in server.ready:
+        version = target(server, settings)
+        waits = version in server.failures and now < server.failures[version].retry_at
+        return Power.AWAKE if not version or waits else None
+    return None
+
+
+def _power_order(server: Server, leader: Control) -> Order:
+    """Raises AssertionError where no change is under way."""
+    assert server.change is not None
+    kind = OrderKind.SLEEP if server.change.power.asleep else OrderKind.WAKE
+    return Order(leader.nonce, kind, server.change.id, power=server.change.power, reason="the fleet wants it so")
+
+
+def _power_changed(server: Server, change: Change, event: Reported, now: float, settings: Settings) -> Server:
+    if event.ok:
+        return replace(server, change=None, change_failed=None, power=change.power)
+    count = server.change_failed.count + 1 if server.change_failed else 1
+    wait = min(settings.last_retry, settings.first_retry * 2 ** (count - 1))
+    failed = Failure(count, f"could not go {change.power.name}: {event.error}", now + wait)
+    server = replace(server, change=None, change_failed=failed)
+    return replace(server, power=event.power) if event.power else server

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import grpc
 from google.protobuf.message import Message
@@ -10,10 +9,12 @@ from resharder.server.boxes import Digester, check_boxes, chunks
 from resharder.server.errors import DaemonError, InvalidArgument
 from resharder.server.fleet import Attachment, Fleets
 from resharder.server.intake import parse_name
-from resharder.server.reconciler import Attached, Order
+from resharder.server.reconciler import Order
 from resharder.server.store import Store
 from resharder.server.views import (
+    attached_from_proto,
     manifest_to_proto,
+    power_to_proto,
     report_from_proto,
     server_to_proto,
     store_access,
@@ -25,16 +26,11 @@ from resharder.v1 import resources_pb2, server_pb2
 SERVICE = "resharder.v1.ServerService"
 
 
-@dataclass(frozen=True)
-class ServerConfig:
-    pause_mode: resources_pb2.PauseMode = resources_pb2.KEEP
-
-
 class ServerService:
     """One thread of the gRPC server for every attached control side, every download and every claim that waits."""
 
-    def __init__(self, fleets: Fleets, store: Store, config: ServerConfig | None = None) -> None:
-        self._fleets, self._store, self._config = fleets, store, config or ServerConfig()
+    def __init__(self, fleets: Fleets, store: Store) -> None:
+        self._fleets, self._store = fleets, store
         self._digester = Digester(store)
 
     def ClaimServer(self, request: server_pb2.ClaimServerRequest, context: grpc.ServicerContext) -> server_pb2.Claim:
@@ -58,25 +54,27 @@ class ServerService:
         first = next(reports, None)
         if first is None:
             return
-        attached = Attached(first.control, first.world_size, first.address, first.install)
-        attachment = self._fleets.attach(first.server.removeprefix("servers/"), attached)
+        attachment = self._fleets.attach(first.server.removeprefix("servers/"), attached_from_proto(first))
         errors: list[DaemonError] = []
         reader = threading.Thread(target=_read, args=(first, reports, attachment, errors), name="attend", daemon=True)
         try:
             reader.start()
             for order in iter(attachment.orders.get, None):
-                yield self._order_to_proto(order)
+                yield self._order_to_proto(attachment.server, order)
             if errors:
                 raise errors[0]
         finally:
             attachment.close()
 
-    def _order_to_proto(self, order: Order) -> server_pb2.Order:
+    def _order_to_proto(self, server: str, order: Order) -> server_pb2.Order:
+        pause_mode, strict = self._fleets.policy(server)
         return server_pb2.Order(
             kind=order.kind.name,
             install=order.install,
             version=order.version,
-            pause_mode=self._config.pause_mode,
+            pause_mode=resources_pb2.PauseMode.Value(pause_mode.name),
+            strict_lease=strict,
+            power=power_to_proto(order.power),
             lease_seconds=self._fleets.settings.lease,
             reason=order.reason,
         )

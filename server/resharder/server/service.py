@@ -7,17 +7,22 @@ from typing import Any
 import grpc
 import xxhash
 from blake3 import blake3
+from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
 from resharder.converters.chunks import unframe
 from resharder.converters.messages import spec_from_proto
+from resharder.server.archive import Archive, needed
+from resharder.server.checkpoints import Archived
 from resharder.server.errors import InvalidArgument
-from resharder.server.fleet import Fleets
+from resharder.server.events import Events, event_to_proto
+from resharder.server.fleet import Fleets, FleetView
 from resharder.server.intake import Intake, parse_name
 from resharder.server.manifest import MANIFEST_FILE, STAGING, VersionRecord
+from resharder.server.operations import Operations
 from resharder.server.publisher import Publisher
 from resharder.server.slots import read_boxes
 from resharder.server.store import Store
-from resharder.server.views import fleet_to_proto, server_to_proto, store_access, version_to_proto
+from resharder.server.views import fleet_to_proto, server_to_proto, store_access, timestamp, version_to_proto
 from resharder.v1 import operator_pb2, publisher_pb2, resources_pb2
 
 _MAX_WAIT = 3600.0
@@ -120,10 +125,15 @@ class PublisherService:
 
 class OperatorService:
     def __init__(
-        self, intake: Intake, views: Views, fleets: Fleets, daemon: operator_pb2.Daemon, pause_mode: resources_pb2.PauseMode
+        self,
+        views: Views,
+        operations: Operations,
+        events: Events,
+        archive: Archive | None,
+        daemon: operator_pb2.Daemon,
     ) -> None:
-        self._intake, self._store, self._views, self._fleets = intake, intake.store, views, fleets
-        self._daemon, self._pause_mode = daemon, pause_mode
+        self._intake, self._store, self._views, self._fleets = views.intake, views.store, views, views.fleets
+        self._operations, self._events, self._archive, self._daemon = operations, events, archive, daemon
 
     def GetDaemon(self, request: operator_pb2.GetDaemonRequest, context: grpc.ServicerContext) -> Message:
         answer = operator_pb2.Daemon()
@@ -152,10 +162,8 @@ class OperatorService:
         return operator_pb2.ListServersResponse(servers=[server_to_proto(view) for view in page], next_page_token=token)
 
     def ListFleets(self, request: operator_pb2.ListFleetsRequest, context: grpc.ServicerContext) -> Message:
-        page, token = _page([(view.name, view) for view in self._fleets.fleets()], request.page_size, request.page_token)
-        return operator_pb2.ListFleetsResponse(
-            fleets=[fleet_to_proto(view, self._pause_mode) for view in page], next_page_token=token
-        )
+        page, token = _page([(view.fleet.name, view) for view in self._fleets.fleets()], request.page_size, request.page_token)
+        return operator_pb2.ListFleetsResponse(fleets=[fleet_to_proto(view) for view in page], next_page_token=token)
 
     def ExportVersion(self, request: operator_pb2.ExportVersionRequest, context: grpc.ServicerContext) -> Iterator[Message]:
         model, number = parse_name(request.version, "versions")
@@ -165,6 +173,62 @@ class OperatorService:
             yield from _export(self._store, record)
         finally:
             self._store.release(model, number, holder)
+
+    def UpdateFleet(self, request: operator_pb2.UpdateFleetRequest, context: grpc.ServicerContext) -> Message:
+        return self._did(request.fleet.name, "update", request, self._operations.update)
+
+    def RollBackFleet(self, request: operator_pb2.RollBackFleetRequest, context: grpc.ServicerContext) -> Message:
+        return self._did(request.fleet, "roll back", request, self._operations.roll_back)
+
+    def DecideMove(self, request: operator_pb2.DecideMoveRequest, context: grpc.ServicerContext) -> Message:
+        return self._did(request.fleet, "decide", request, self._operations.decide)
+
+    def SetPower(self, request: operator_pb2.SetPowerRequest, context: grpc.ServicerContext) -> Message:
+        return self._did(request.fleet, "power", request, self._operations.set_power)
+
+    def SetDrained(self, request: operator_pb2.SetDrainedRequest, context: grpc.ServicerContext) -> Message:
+        return self._did(request.fleet, "drained", request, self._operations.set_drained)
+
+    def _did(self, fleet: str, what: str, request: Any, act: Callable[[Any], FleetView]) -> Message:
+        """What an operator asked for, done and kept in the journal of events."""
+        done = fleet_to_proto(act(request))
+        asked = MessageToJson(request, indent=None, preserving_proto_field_name=True)
+        self._events.add("operator", f"fleets/{done.name}", what, getattr(request, "reason", ""), request=asked[:1000])
+        return done
+
+    def RetireVersions(self, request: operator_pb2.RetireVersionsRequest, context: grpc.ServicerContext) -> Message:
+        done = self._store.retire(request.model.removeprefix("models/"), request.versions, request.keep, request.dry_run)
+        if done.retired and not request.dry_run:
+            names = ", ".join(record.name for record in done.retired)
+            self._events.add("operator", f"models/{done.retired[0].model}", "retire", versions=names[:1000])
+        return operator_pb2.RetireVersionsResponse(
+            retired=[self._views.version(record) for record in done.retired],
+            kept=[self._views.version(record) for record in done.kept],
+            freed_bytes=done.freed_bytes,
+        )
+
+    def ListEvents(self, request: operator_pb2.ListEventsRequest, context: grpc.ServicerContext) -> Iterator[Message]:
+        yield from map(event_to_proto, self._events.listed(request, context.is_active))
+
+    def ArchiveVersion(self, request: operator_pb2.ArchiveVersionRequest, context: grpc.ServicerContext) -> Message:
+        return _archived(needed(self._archive).archive_now(*parse_name(request.version, "versions")))
+
+    def ListArchive(self, request: operator_pb2.ListArchiveRequest, context: grpc.ServicerContext) -> Message:
+        found = needed(self._archive).archived(request.model.removeprefix("models/"))
+        return operator_pb2.ListArchiveResponse(versions=map(_archived, found))
+
+    def RestoreVersion(self, request: operator_pb2.RestoreVersionRequest, context: grpc.ServicerContext) -> Message:
+        return self._views.version(needed(self._archive).restore(*parse_name(request.version, "versions")))
+
+
+def _archived(archived: Archived) -> operator_pb2.ArchivedVersion:
+    return operator_pb2.ArchivedVersion(
+        version=archived.name,
+        url=archived.url,
+        size_bytes=archived.size_bytes,
+        fingerprint=archived.fingerprint,
+        archive_time=timestamp(archived.archive_time),
+    )
 
 
 def _export(store: Store, record: VersionRecord) -> Iterator[Message]:

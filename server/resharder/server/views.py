@@ -5,7 +5,8 @@ from resharder.converters.messages import spec_to_proto
 from resharder.server.errors import InvalidArgument
 from resharder.server.fleet import FleetView, ServerView
 from resharder.server.manifest import READY, Manifest, VersionRecord
-from resharder.server.reconciler import Install, OrderKind, Reported, Worker, WorkerState
+from resharder.server.moves import Motion, Move
+from resharder.server.reconciler import Attached, Install, OrderKind, Power, Reported, Worker, WorkerState
 from resharder.server.store import Store
 from resharder.v1 import resources_pb2, server_pb2
 
@@ -101,13 +102,48 @@ def worker_to_proto(worker: Worker) -> resources_pb2.Worker:
     )
 
 
+def attached_from_proto(message: server_pb2.ControlReport) -> Attached:
+    """Raises InvalidArgument (POWER) for a power that is none."""
+    return Attached(
+        message.control,
+        message.world_size,
+        message.address,
+        message.install,
+        power_from_proto(message.power),
+        message.in_flight,
+        message.passes_kv,
+    )
+
+
+def power_to_proto(power: Power) -> resources_pb2.Power:
+    value: resources_pb2.Power = resources_pb2.Power.Value(power.name if power else "POWER_UNSPECIFIED")
+    return value
+
+
+def power_from_proto(power: int) -> Power:
+    """Raises InvalidArgument (POWER)."""
+    try:
+        return Power(power)
+    except ValueError:
+        raise InvalidArgument("POWER", f"expected a power of {[p.name for p in Power]}, got {power}") from None
+
+
 def report_from_proto(message: server_pb2.ControlReport) -> Reported:
-    """Raises InvalidArgument (ORDER) for an order that is none."""
+    """Raises InvalidArgument (ORDER, POWER) for an order or a power that is none."""
     try:
         done = OrderKind(message.done) if message.done else None
     except ValueError:
         raise InvalidArgument("ORDER", f"expected an order of {[k.name for k in OrderKind]}, got {message.done}") from None
-    return Reported(message.control, message.install, done, message.ok, message.error[:4000], message.pause_seconds)
+    return Reported(
+        message.control,
+        message.install,
+        done,
+        message.ok,
+        message.error[:4000],
+        message.pause_seconds,
+        power_from_proto(message.power),
+        message.in_flight,
+    )
 
 
 def server_to_proto(view: ServerView) -> resources_pb2.Server:
@@ -119,12 +155,17 @@ def server_to_proto(view: ServerView) -> resources_pb2.Server:
         state=resources_pb2.Server.State.Name(view.state),
         reason=view.reason,
         version=server.opened or server.agreed,
-        wanted_version=server.newest,
+        wanted_version=server.wanted or server.opened or server.agreed,
         workers=[worker_to_proto(worker) for _, worker in sorted(server.workers.items())],
         lease_expire_time=timestamp(view.lease_expires),
         address=server.controls[0].address if server.controls else "",
         world_size=server.world_size,
         control_sides=len(server.controls),
+        power=power_to_proto(server.power),
+        wanted_power=power_to_proto(server.goal.power),
+        drained=not server.goal.open,
+        in_flight=sum(control.in_flight for control in server.controls),
+        passes_kv=server.passes_kv,
     )
     if server.install is not None:
         workers = [worker for worker in server.workers.values() if worker.install == server.install.id]
@@ -147,11 +188,53 @@ def _install_to_proto(install: Install, workers: list[Worker], to_wall: float) -
     )
 
 
-def fleet_to_proto(view: FleetView, pause_mode: resources_pb2.PauseMode) -> resources_pb2.Fleet:
-    return resources_pb2.Fleet(
-        name=view.name,
-        model=view.model,
-        pause_mode=pause_mode,
+def fleet_to_proto(view: FleetView) -> resources_pb2.Fleet:
+    fleet = view.fleet
+    message = resources_pb2.Fleet(
+        name=fleet.name,
+        model=fleet.model,
+        pause_mode=resources_pb2.PauseMode.Value(fleet.pause_mode.name),
         wanted_version=view.wanted_version,
         servers=[f"servers/{id}" for id in view.servers],
+        want=resources_pb2.Want(
+            kind=resources_pb2.Want.Kind.Value(fleet.want.kind.name),
+            version=fleet.want.version,
+            every_seconds=fleet.want.every_seconds,
+        ),
+        motion=_motion_to_proto(fleet.motion),
+        max_skew=fleet.max_skew,
+        settled_version=fleet.settled,
+        refused=[resources_pb2.Refusal(version=version, reason=why) for version, why in sorted(fleet.refused.items())],
+        power=power_to_proto(fleet.power),
+        reason=view.reason,
+    )
+    if fleet.move is not None:
+        message.move.CopyFrom(_move_to_proto(fleet.move))
+    return message
+
+
+def _motion_to_proto(motion: Motion) -> resources_pb2.Motion:
+    return resources_pb2.Motion(
+        kind=resources_pb2.Motion.Kind.Value(motion.kind.name),
+        at_a_time=motion.at_a_time,
+        max_failures=motion.max_failures,
+        canaries=motion.canaries,
+        hold_seconds=motion.hold_seconds,
+        approval=motion.approval,
+        check=motion.check,
+    )
+
+
+def _move_to_proto(move: Move) -> resources_pb2.Move:
+    return resources_pb2.Move(
+        id=move.id,
+        state=resources_pb2.Move.State.Value(move.state.name),
+        from_version=move.back_to,
+        to_version=move.to,
+        reason=move.reason,
+        motion=_motion_to_proto(move.motion),
+        servers=move.servers,
+        failed=dict(move.failed),
+        start_time=timestamp(move.started),
+        end_time=timestamp(move.ended) if move.ended else None,
     )

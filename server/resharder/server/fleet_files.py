@@ -1,0 +1,32 @@
+"""What is kept of fleets over restarts: a small JSON file for each, on its medium before anybody is told."""
+
+from pathlib import Path
+
+import structlog
+from pydantic import TypeAdapter, ValidationError
+from resharder.server.kernel import make_folder, write_file
+from resharder.server.moves import Fleet
+
+_fleet = TypeAdapter(Fleet)
+_log = structlog.get_logger("resharder.fleet")
+
+
+class FleetFiles:
+    def __init__(self, folder: Path) -> None:
+        self._folder = make_folder(folder)
+
+    def load(self) -> dict[str, Fleet]:
+        """A file that cannot be read is left where it is, said, and counts as none."""
+        found = {}
+        for path in sorted(self._folder.glob("*.json")):
+            try:
+                fleet = _fleet.validate_json(path.read_bytes())
+            except (ValidationError, OSError) as error:
+                _log.error("fleet_unreadable", file=str(path), error=str(error))
+                continue
+            found[fleet.name] = fleet
+        return found
+
+    def save(self, fleet: Fleet) -> None:
+        """Raises OSError."""
+        write_file(self._folder / f"{fleet.name}.json", _fleet.dump_json(fleet))

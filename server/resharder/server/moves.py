@@ -1,0 +1,531 @@
+"""How a fleet gets to the version it should serve: pure functions of the fleet, its servers and the time.
+
+`advance(fleet, ...)` gives the fleet after what happened; `goals(fleet, ...)` what each server is to do now. Between them and the
+servers' reconcilers nothing else is remembered: a fleet, which is written down whenever it changes, and what servers report.
+
+    ALL_AT_ONCE   MOVING -> DONE                    a newer version takes the move over at once
+    ROLLING       MOVING -> DONE | STOPPED          at most `at_a_time` servers out of service for it
+    CANARY        TRYING -> HOLDING -> MOVING ...   a canary that fails, a check or an operator: BACK -> FAILED
+    ATOMIC        STAGING -> APPLYING -> DONE       a failure in STAGING: FAILED; in APPLYING: BACK -> FAILED
+
+A version that failed so is refused: LATEST does not take it again by itself, as little as one that was rolled back. A skew bound
+is kept by which version a gate may be opened on; a jump that is wider than the bound is made atomically. Nobody waits for lost
+servers: where versions must not mix (atomic fleets, skew bounds) leases are strict, so that a server that cannot be reached has
+shut its gate by the time it is called lost.
+
+Times are in seconds since 1970; servers' own are the reconciler's.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+
+from resharder.server.reconciler import Goal, InstallState, Power, Server, Settings
+from resharder.v1 import resources_pb2
+
+NOBODY = (1, 0)  # the range of versions that permits none
+
+
+class WantKind(IntEnum):
+    LATEST = resources_pb2.Want.LATEST
+    NUMBER = resources_pb2.Want.NUMBER
+    NONE = resources_pb2.Want.NONE
+
+
+class MotionKind(IntEnum):
+    ALL_AT_ONCE = resources_pb2.Motion.ALL_AT_ONCE
+    ROLLING = resources_pb2.Motion.ROLLING
+    CANARY = resources_pb2.Motion.CANARY
+    ATOMIC = resources_pb2.Motion.ATOMIC
+
+
+class MoveState(IntEnum):
+    STAGING = resources_pb2.Move.STAGING
+    APPLYING = resources_pb2.Move.APPLYING
+    TRYING = resources_pb2.Move.TRYING
+    HOLDING = resources_pb2.Move.HOLDING
+    MOVING = resources_pb2.Move.MOVING
+    BACK = resources_pb2.Move.BACK
+    STOPPED = resources_pb2.Move.STOPPED
+    DONE = resources_pb2.Move.DONE
+    FAILED = resources_pb2.Move.FAILED
+
+
+class PauseMode(IntEnum):
+    KEEP = resources_pb2.KEEP
+    WAIT = resources_pb2.WAIT
+    ABORT = resources_pb2.ABORT
+
+
+@dataclass(frozen=True)
+class Want:
+    kind: WantKind = WantKind.LATEST
+    version: int = 0
+    every_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Motion:
+    """Counts of 0 mean all for `at_a_time`, one for the others."""
+
+    kind: MotionKind = MotionKind.ALL_AT_ONCE
+    at_a_time: int = 0
+    max_failures: int = 0
+    canaries: int = 0
+    hold_seconds: float = 0.0
+    approval: bool = False
+    check: str = ""
+
+
+@dataclass(frozen=True)
+class Move:
+    id: int
+    state: MoveState
+    back_to: int  # 0: nothing was served before
+    to: int
+    motion: Motion
+    started: float
+    reason: str = ""
+    servers: tuple[str, ...] = ()  # the canaries, then all that arrived
+    failed: Mapping[str, str] = field(default_factory=dict)
+    held_since: float = 0.0
+    approved: bool = False
+    checked: bool = False
+    tries: int = 0  # how often an operator had it tried again
+    ended: float = 0.0
+
+    @property
+    def active(self) -> bool:
+        return self.state not in (MoveState.DONE, MoveState.FAILED)
+
+    @property
+    def canaries(self) -> tuple[str, ...]:
+        return self.servers[: max(1, self.motion.canaries)]
+
+    @property
+    def checking(self) -> bool:
+        """Its check has to run, or is running."""
+        return self.state == MoveState.HOLDING and bool(self.motion.check) and not self.checked
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """All that is kept of a fleet over restarts."""
+
+    name: str
+    model: str
+    pause_mode: PauseMode = PauseMode.KEEP
+    want: Want = Want()
+    motion: Motion = Motion()
+    max_skew: int = 0
+    settled: int = 0  # the version that it moved to last
+    move: Move | None = None
+    refused: Mapping[int, str] = field(default_factory=dict)
+    power: Power = Power.AWAKE
+    powers: Mapping[str, Power] = field(default_factory=dict)  # of servers for which it was set apart
+    drained: frozenset[str] = frozenset()
+    members: frozenset[str] = frozenset()
+    rolled_back: str = ""  # request id of the last rollback
+
+    @property
+    def moving(self) -> Move | None:
+        return self.move if self.move is not None and self.move.active else None
+
+    @property
+    def strict(self) -> bool:
+        """Versions must not mix beyond a bound, so gates do not outlive leases."""
+        return self.max_skew > 0 or self.motion.kind == MotionKind.ATOMIC
+
+    def power_of(self, server: str) -> Power:
+        return self.powers.get(server, self.power)
+
+    def needs(self) -> frozenset[int]:
+        """The versions that must not go away for the fleet's sake."""
+        move = self.moving
+        if move is None:
+            versions = {self.settled}
+        else:
+            returns = move.motion.kind != MotionKind.ALL_AT_ONCE or move.state == MoveState.BACK
+            versions = {move.to, move.back_to if returns else 0}
+        return frozenset(versions | ({self.want.version} if self.want.kind == WantKind.NUMBER else set())) - {0}
+
+
+@dataclass(frozen=True)
+class View:
+    """What moves go by. `settling`: servers that the fleet had before the daemon started may still come back."""
+
+    servers: Mapping[str, Server]
+    ready: Collection[int]
+    now: float
+    settings: Settings
+    settling: bool = False
+
+
+def wanted(fleet: Fleet, view: View) -> int:
+    """What `fleet.want` comes to now; 0: no version is READY."""
+    move = fleet.moving
+    current = move.to if move else fleet.settled
+    match fleet.want.kind:
+        case WantKind.NUMBER:
+            number = fleet.want.version
+            return number if number in view.ready and number not in fleet.refused else current
+        case WantKind.NONE:
+            return current
+    newest = max((version for version in view.ready if version not in fleet.refused), default=0)
+    last = fleet.move.started if fleet.move else 0.0
+    early = view.now < last + fleet.want.every_seconds and current in view.ready and current not in fleet.refused
+    return current if early or not newest else newest
+
+
+def advance(fleet: Fleet, view: View) -> Fleet:
+    """The fleet after one step of its move, or itself. To be called until nothing changes."""
+    if view.settling and (fleet.strict or fleet.motion.kind != MotionKind.ALL_AT_ONCE):
+        return fleet
+    want, move = wanted(fleet, view), fleet.moving
+    if move is None:
+        return _begin(fleet, want, view) if want and want != fleet.settled else fleet
+    if want and want != move.to and _gives_way(fleet, move, want, view):
+        if want != move.back_to:
+            return _begin(fleet, want, view)
+        reason = fleet.refused.get(move.to, f"version {want} is wanted again")
+        return replace(fleet, move=replace(move, state=MoveState.BACK, reason=reason))
+    match move.state:
+        case MoveState.STAGING:
+            return _staging(fleet, move, view)
+        case MoveState.APPLYING:
+            return _applying(fleet, move, view)
+        case MoveState.TRYING | MoveState.HOLDING:
+            return _trying(fleet, move, view)
+        case MoveState.MOVING:
+            return _moving(fleet, move, view)
+        case MoveState.BACK:
+            return _back(fleet, move, view)
+    return fleet
+
+
+def _begin(fleet: Fleet, to: int, view: View) -> Fleet:
+    motion, reason = fleet.motion, ""
+    back_to = fleet.settled if fleet.settled in view.ready else 0
+    if not back_to:
+        motion = Motion(MotionKind.ALL_AT_ONCE)
+    elif fleet.max_skew and any(abs(to - shown) > fleet.max_skew for shown in _shown(view)):
+        motion, reason = Motion(MotionKind.ATOMIC), f"the jump is wider than the skew bound of {fleet.max_skew}"
+    elif motion.kind == MotionKind.CANARY and fleet.settled in fleet.refused and to < fleet.settled:
+        motion = replace(motion, kind=MotionKind.ROLLING)  # back to what has been tried
+    states = {MotionKind.CANARY: MoveState.TRYING, MotionKind.ATOMIC: MoveState.STAGING}
+    number = fleet.move.id + 1 if fleet.move else 1
+    move = Move(number, states.get(motion.kind, MoveState.MOVING), back_to, to, motion, view.now, reason)
+    return replace(fleet, move=move)
+
+
+def _gives_way(fleet: Fleet, move: Move, want: int, view: View) -> bool:
+    """Whether another version may take the move over before it has ended."""
+    if move.state in (MoveState.APPLYING, MoveState.BACK):
+        return False
+    if move.to in fleet.refused or move.to not in view.ready or fleet.want.kind == WantKind.NUMBER:
+        return True
+    if move.state == MoveState.STOPPED:
+        return True
+    near = not fleet.max_skew or all(abs(want - shown) <= fleet.max_skew for shown in _shown(view))
+    return move.motion.kind == MotionKind.ALL_AT_ONCE and near
+
+
+# What servers are at
+
+
+def _present(fleet: Fleet, view: View) -> dict[str, Server]:
+    """Servers that a move has to do with: attached, awake, and wanted so."""
+    return {
+        id: server
+        for id, server in sorted(view.servers.items())
+        if server.lost_at is None
+        and server.controls
+        and fleet.power_of(id) == Power.AWAKE
+        and not server.power.asleep
+        and id not in fleet.drained
+    }
+
+
+def _shown(view: View) -> set[int]:
+    return {version for server in view.servers.values() for version in server.shown}
+
+
+def _hopeless(server: Server, version: int, settings: Settings) -> str:
+    """The error that a version failed with as often as it may; empty while there is hope."""
+    failure = server.failures.get(version)
+    return failure.error if failure is not None and failure.count >= settings.attempts else ""
+
+
+def _lost_over(server: Server, version: int) -> bool:
+    """Its lease ended while it installed this version."""
+    install = server.install
+    return server.lost_at is not None and install is not None and install.version == version and server.confirmed != version
+
+
+def _under_way(server: Server) -> bool:
+    """Out of service, or about to be, for an install."""
+    return not server.opened or (server.install is not None and server.install.active)
+
+
+# Steps
+
+
+def _end(fleet: Fleet, move: Move, state: MoveState, view: View, reason: str = "") -> Fleet:
+    settled = move.to if state == MoveState.DONE else move.back_to
+    move = replace(move, state=state, ended=view.now, reason=reason or move.reason)
+    return replace(fleet, move=move, settled=settled)
+
+
+def _refuse(fleet: Fleet, version: int, reason: str, ready: Collection[int]) -> Fleet:
+    kept = {number: why for number, why in fleet.refused.items() if number in ready}
+    return replace(fleet, refused=kept | {version: reason})
+
+
+def _turn_back(fleet: Fleet, move: Move, view: View, reason: str) -> Fleet:
+    if move.back_to not in view.ready:
+        return replace(fleet, move=replace(move, state=MoveState.STOPPED, reason=f"{reason}; there is no version to go back to"))
+    return replace(_refuse(fleet, move.to, reason, view.ready), move=replace(move, state=MoveState.BACK, reason=reason))
+
+
+def _noted(move: Move, view: View) -> Move:
+    """With the servers that arrived or failed since."""
+    there = {id for id, server in view.servers.items() if server.serving == move.to}
+    failed = {id: error for id, error in move.failed.items() if id not in there}
+    for id in view.servers.keys() - there - failed.keys():
+        server = view.servers[id]
+        if error := _hopeless(server, move.to, view.settings):
+            failed[id] = error
+        elif _lost_over(server, move.to):
+            failed[id] = "its lease ended while it installed"
+    return replace(move, servers=(*move.servers, *sorted(there - set(move.servers))), failed=failed)
+
+
+def _moving(fleet: Fleet, move: Move, view: View) -> Fleet:
+    rolling = move.motion.kind != MotionKind.ALL_AT_ONCE
+    present = _present(fleet, view)
+    noted = _noted(move, view)
+    if rolling and noted != move:
+        return replace(fleet, move=noted)
+    if rolling and len(move.failed) >= max(1, move.motion.max_failures):
+        reason = "; ".join(f"{id}: {error}" for id, error in sorted(move.failed.items()))
+        return replace(fleet, move=replace(move, state=MoveState.STOPPED, reason=f"{len(move.failed)} servers failed: {reason}"))
+    if all(server.serving == move.to or id in noted.failed for id, server in present.items()):
+        return _end(fleet, noted, MoveState.DONE, view)
+    return fleet
+
+
+def _trying(fleet: Fleet, move: Move, view: View) -> Fleet:
+    present, count = _present(fleet, view), max(1, move.motion.canaries)
+    kept = [id for id in move.servers if id not in fleet.drained and fleet.power_of(id) == Power.AWAKE]
+    more = [id for id, server in present.items() if server.opened and id not in kept]
+    chosen = (*kept, *more[: max(0, count - len(kept))])
+    if chosen != move.servers:
+        return replace(fleet, move=replace(move, servers=chosen))
+    for id in chosen:
+        if error := _canary_error(view.servers.get(id), move, view):
+            return _turn_back(fleet, move, view, f"canary {id}: {error}")
+    if not chosen or not all(id in present and present[id].serving == move.to for id in chosen):
+        return fleet
+    if move.state == MoveState.TRYING:
+        return replace(fleet, move=replace(move, state=MoveState.HOLDING, held_since=view.now))
+    waits = view.now < move.held_since + move.motion.hold_seconds or move.checking or (move.motion.approval and not move.approved)
+    return fleet if waits else replace(fleet, move=replace(move, state=MoveState.MOVING))
+
+
+def _canary_error(server: Server | None, move: Move, view: View) -> str:
+    if server is None or server.lost_at is not None:
+        return "its lease ended"
+    return _hopeless(server, move.to, view.settings)
+
+
+def _staging(fleet: Fleet, move: Move, view: View) -> Fleet:
+    present = _present(fleet, view)
+    for id, server in present.items():
+        if error := _hopeless(server, move.to, view.settings):
+            reason = f"{id} could not stage it: {error}"
+            return _end(_refuse(fleet, move.to, reason, view.ready), move, MoveState.FAILED, view, reason)
+    able = [server for server in present.values() if not _broken(server, move, view)]
+    if all(server.staged == move.to or server.agreed == move.to for server in able):
+        return replace(fleet, move=replace(move, state=MoveState.APPLYING, servers=tuple(present)))
+    return fleet
+
+
+def _broken(server: Server, move: Move, view: View) -> bool:
+    """Out of service, and the version that the fleet comes from cannot mend it."""
+    return not server.opened and bool(_hopeless(server, move.back_to, view.settings))
+
+
+def _applying(fleet: Fleet, move: Move, view: View) -> Fleet:
+    present = {id: server for id, server in _present(fleet, view).items() if id in move.servers}
+    for id, server in present.items():
+        install = server.install
+        tried = install is not None and install.version == move.to and install.state == InstallState.FAILED
+        if install is not None and tried and server.agreed != move.to:
+            return _turn_back(fleet, move, view, f"{id}: {install.error}")
+    if all(server.agreed == move.to for server in present.values()):
+        return _end(fleet, move, MoveState.DONE, view)
+    return fleet
+
+
+def _back(fleet: Fleet, move: Move, view: View) -> Fleet:
+    present = _present(fleet, view)
+    stuck = {id for id, server in present.items() if _hopeless(server, move.back_to, view.settings)}
+    if all(server.serving == move.back_to or id in stuck for id, server in present.items()):
+        return _end(fleet, move, MoveState.FAILED, view)
+    return fleet
+
+
+# What servers are to do
+
+
+def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
+    """For every server of the view."""
+    found = {}
+    turns = _turns(fleet, view)
+    for id, server in view.servers.items():
+        version, apply, why = _part(fleet, id, server, view, id in turns)
+        found[id] = Goal(
+            version=version,
+            boot=boots(fleet, view),
+            apply=apply,
+            serves=_range(fleet, id, view),
+            open=id not in fleet.drained,
+            power=fleet.power_of(id),
+            strict=fleet.strict,
+            retry=(fleet.move.id, fleet.move.tries) if fleet.move else (0, 0),
+            why=why,
+        )
+    return found
+
+
+def boots(fleet: Fleet, view: View) -> int:
+    """The version that a server which starts now should have; 0: none is READY."""
+    move = fleet.moving
+    version = fleet.settled
+    if move is not None and move.state in (MoveState.MOVING, MoveState.APPLYING):
+        version = move.to
+    elif move is not None:
+        version = move.back_to
+    return version if version in view.ready else wanted(fleet, view)
+
+
+def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tuple[int, bool, str]:
+    """The version that a server is to hold, whether it may apply it, and why it has to wait where it has."""
+    move = fleet.moving
+    if move is None:
+        return (fleet.settled, True, "") if turn else (_stay(server, fleet.settled), True, "it waits for its turn")
+    install = server.install
+    stays = _stay(server, move.back_to or move.to)
+    match move.state:
+        case MoveState.STAGING:
+            if _broken(server, move, view):
+                return move.to, True, ""
+            if not server.opened and server.agreed != move.back_to:
+                return move.back_to, True, ""
+            return move.to, False, "all servers stage before any applies"
+        case MoveState.APPLYING:
+            return move.to, True, "no server serves it before all have applied it"
+        case MoveState.TRYING | MoveState.HOLDING:
+            return (move.to, True, "") if id in move.canaries else (stays, True, f"version {move.to} is tried first")
+        case MoveState.BACK:
+            return move.back_to, True, f"the fleet goes back: {move.reason}"
+        case MoveState.STOPPED:
+            return (move.to if id in move.servers else stays), True, f"the move stopped: {move.reason}"
+    if id in move.failed and move.motion.kind != MotionKind.ALL_AT_ONCE:
+        return stays, True, f"version {move.to} failed here: {move.failed[id]}"
+    if move.motion.kind == MotionKind.ALL_AT_ONCE and install is not None and install.active and not fleet.max_skew:
+        # One that is under way ends first: where versions come faster than installs, nobody would ever arrive.
+        keeps = install.version in view.ready and install.version not in fleet.refused and install.version > server.opened
+        if keeps and fleet.want.kind == WantKind.LATEST:
+            return install.version, True, ""
+    return (move.to, True, "") if turn else (stays, True, "it waits for its turn")
+
+
+def _stay(server: Server, otherwise: int) -> int:
+    return server.opened or server.agreed or server.confirmed or otherwise
+
+
+def _turns(fleet: Fleet, view: View) -> set[str]:
+    """The servers that may move now: with `at_a_time`, those out of service anyway and as many more as it allows."""
+    move = fleet.moving
+    motion, version = (move.motion, move.to) if move else (fleet.motion, fleet.settled)
+    if motion.kind in (MotionKind.ALL_AT_ONCE, MotionKind.ATOMIC):
+        return set(view.servers)
+    if view.settling:
+        return set()
+    present = _present(fleet, view)
+    served = {id for id, server in present.items() if server.opened not in (0, version)}
+    moving = {id for id in served if _under_way(present[id])} | {id for id in present if not present[id].opened}
+    room = (motion.at_a_time or len(view.servers)) - len(moving)
+    # Who failed waits for its next try in service: others may go first.
+    waiting = sorted(served - moving, key=lambda id: (version in present[id].failures, present[id].opened, id))
+    return (view.servers.keys() - served) | moving | set(waiting[: max(0, room)])
+
+
+def _range(fleet: Fleet, id: str, view: View) -> tuple[int, int] | None:
+    """The versions that this server may open its gate on now."""
+    move = fleet.moving
+    if move is not None and move.state == MoveState.APPLYING:
+        return NOBODY
+    if move is not None and move.motion.kind == MotionKind.ATOMIC and move.state == MoveState.BACK:
+        return move.back_to, move.back_to
+    if fleet.motion.kind == MotionKind.ATOMIC:
+        version = fleet.settled if move is None else move.back_to if move.state == MoveState.STAGING else move.to
+        return version, version
+    others = {version for other, server in view.servers.items() if other != id for version in server.shown}
+    if not fleet.max_skew or not others:
+        return None
+    return max(others) - fleet.max_skew, min(others) + fleet.max_skew
+
+
+# What operators say
+
+
+def set_power(fleet: Fleet, power: Power, servers: Iterable[str] = ()) -> Fleet:
+    """Of the named servers, or of all, those that come later too."""
+    named = tuple(servers)
+    if not named:
+        return replace(fleet, power=power, powers={})
+    return replace(fleet, powers={**fleet.powers, **dict.fromkeys(named, power)})
+
+
+def set_drained(fleet: Fleet, drained: bool, servers: Iterable[str]) -> Fleet:
+    names = frozenset(servers)
+    return replace(fleet, drained=fleet.drained | names if drained else fleet.drained - names)
+
+
+def roll_back(fleet: Fleet, to: int, view: View, reason: str, request: str) -> Fleet:
+    """Wants `to`; READY versions after it are refused, and a NUMBER that was wanted gives way to it."""
+    later = {version: reason for version in view.ready if version > to}
+    kept = {version: why for version, why in fleet.refused.items() if version in view.ready and version != to}
+    want = fleet.want if fleet.want.kind == WantKind.LATEST else Want(WantKind.NUMBER, to)
+    return replace(fleet, want=want, refused=later | kept, rolled_back=request)
+
+
+def decide(fleet: Fleet, go_on: bool, reason: str, view: View) -> Fleet:
+    """An operator's word on the move that goes on. Raises ValueError where there is nothing to decide."""
+    move = fleet.moving
+    if move is None:
+        raise ValueError("expected a move that goes on, there is none")
+    if not go_on:
+        if move.state == MoveState.BACK:
+            return fleet
+        if move.back_to not in view.ready:
+            raise ValueError("there is no version to go back to")
+        return _turn_back(fleet, move, view, reason or "an operator sent it back")
+    match move.state:
+        case MoveState.STOPPED:
+            return replace(fleet, move=replace(move, state=MoveState.MOVING, failed={}, tries=move.tries + 1, reason=reason))
+        case MoveState.TRYING | MoveState.HOLDING:
+            return replace(fleet, move=replace(move, approved=True, reason=reason))
+    raise ValueError(f"a move that is {move.state.name} goes on by itself")
+
+
+def checked(fleet: Fleet, move: int, passed: bool, message: str, view: View) -> Fleet:
+    """How the check of a canary ended."""
+    found = fleet.moving
+    if found is None or found.id != move or not found.checking:
+        return fleet
+    if passed:
+        return replace(fleet, move=replace(found, checked=True))
+    return _turn_back(fleet, found, view, f"check {found.motion.check}: {message}")
