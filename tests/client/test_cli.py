@@ -1,6 +1,7 @@
-"""The command line, as a process."""
+"""The command line: what needs no server."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from resharder.server.room import wanted_sets
 from resharder.server.store import Store
 
 from tests.client.models import CONFIG, connected, equal, publish_all, weights
+from tests.support.command import answer, resharder
 from tests.support.daemon import Daemon
 
 
@@ -28,27 +30,15 @@ def daemon() -> Iterator[Daemon]:
             publisher.close()
 
 
-def resharder(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "resharder.client.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
-def answer(*arguments: object) -> dict[str, object]:
-    done = resharder(*arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    found: dict[str, object] = json.loads(done.stdout)
-    return found
-
-
 def test_versions_status_and_servers_print_tables_and_json(daemon: Daemon) -> None:
     at = ("--endpoint", daemon.endpoint)
-    (version,) = answer("versions", *at)["versions"]  # type: ignore[misc]
+    (version,) = answer("versions", *at)["versions"]
     assert (version["number"], version["state"], version["step"]) == (1, "READY", 10)
     assert answer("servers", *at) == {"servers": []}
-    assert answer("status", *at)["daemon"]["models"] == ["policy"]  # type: ignore[index]
-    assert "READY" in resharder("versions", *at).stdout
-    assert "models/policy/publishers/1" in resharder("status", *at).stdout
-    assert resharder("servers", *at).returncode == 0
+    assert answer("status", *at)["daemon"]["models"] == ["policy"]
+    assert "READY" in resharder("versions", *at).out
+    assert "models/policy/publishers/1" in resharder("status", *at).out
+    assert resharder("servers", *at).out == "no servers\n"
 
 
 def test_export_writes_a_checkpoint_or_refuses_a_folder_in_use(daemon: Daemon, tmp_path: Path) -> None:
@@ -56,9 +46,9 @@ def test_export_writes_a_checkpoint_or_refuses_a_folder_in_use(daemon: Daemon, t
 
     folder = tmp_path / "out"
     done = resharder("export", "1", folder, "--endpoint", daemon.endpoint)
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     assert equal({n: t for f in folder.glob("*.safetensors") for n, t in load_file(f).items()}, weights(1))
-    assert "version 1" in done.stderr, "no progress is shown"
+    assert "version 1" in done.err, "no progress is shown"
     said = answer("export", "latest", tmp_path / "json", "--endpoint", daemon.endpoint)
     assert said == {
         "version": "models/policy/versions/1",
@@ -68,8 +58,8 @@ def test_export_writes_a_checkpoint_or_refuses_a_folder_in_use(daemon: Daemon, t
     }
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     again = resharder("export", "1", folder, "--endpoint", daemon.endpoint)
-    assert (again.returncode, again.stdout) == (2, "")
-    assert "not empty" in again.stderr
+    assert (again.code, again.out) == (2, "")
+    assert "not empty" in again.err
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
@@ -79,7 +69,7 @@ def test_fetch_config_writes_what_vllm_serve_needs(daemon: Daemon, tmp_path: Pat
 
 
 def test_doctor_finds_the_daemon_and_its_memory(daemon: Daemon) -> None:
-    checks = {check["name"]: check for check in answer("doctor", "--endpoint", daemon.endpoint)["checks"]}  # type: ignore[attr-defined]
+    checks = {check["name"]: check for check in answer("doctor", "--endpoint", daemon.endpoint)["checks"]}
     assert checks["memory shared with the daemon"]["found"].startswith("yes")
     assert abs(float(checks["clocks"]["found"].split()[-2])) < 1
     parts = {"shared memory", "shared memory speed", "huge pages in shared memory", "open files", "locked memory"}
@@ -89,8 +79,8 @@ def test_doctor_finds_the_daemon_and_its_memory(daemon: Daemon) -> None:
 
 def test_doctor_fails_where_something_must_be_mended() -> None:
     done = resharder("doctor", "--endpoint", "127.0.0.1:1")
-    assert done.returncode == 1
-    assert "start resharderd" in done.stdout
+    assert done.code == 1
+    assert "start resharderd" in done.out
 
 
 def test_the_advice_on_room_is_the_daemons_own_rule(tmp_path: Path) -> None:
@@ -150,10 +140,21 @@ def test_a_users_mistake_is_one_line_and_an_exit_code(
 ) -> None:
     places = {"DAEMON": daemon.endpoint, "OUT": str(tmp_path / "out")}
     done = resharder(*(places.get(argument, argument) for argument in arguments))
-    assert done.returncode == code
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.code == code
+    assert message in done.err
+    assert "Traceback" not in done.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_it_runs_as_a_process_and_the_page_has_every_command_and_exit_code_of_its_help() -> None:
+    done = subprocess.run([sys.executable, "-m", "resharder.client.cli", "--help"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    page = (Path(__file__).parents[2] / "docs/operator.md").read_text().split("## The command")[1]
+    codes = re.findall(r"^ +(\d+)  +\S", done.stdout.split("Exit codes:")[1], re.MULTILINE)
+    assert codes == re.findall(r"^\| (\d+) \|", page, re.MULTILINE) != []
+    names = {name for name in re.findall(r"^  ([a-z-]+) {2}", done.stdout, re.MULTILINE)} | {"fleet set", "fleet show"}
+    assert {name for name in names - {"fleet"} if f"`resharder {name}" not in page} == set()
+    assert {"status", "update", "drain", "gc", "check"} <= names
 
 
 def test_the_command_starts_without_torch_or_vllm() -> None:

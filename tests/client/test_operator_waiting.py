@@ -42,6 +42,7 @@ def test_servers_that_failed_are_not_waited_for_but_it_did_not_go_well() -> None
     began, now = fleet(1, Move.MOVING), fleet(1, Move.DONE, settled=2, failed={"b": "no room"})
     assert waiting.moved(began)(now, [server(2), server(1, name="servers/b")])
     assert not waiting.went_well(began, now)
+    assert not waiting.moved(now)(now, [server(2), server(1, name="servers/b")]), "asked again, they try again"
 
 
 def test_a_fleet_that_is_there_already_or_has_nothing_to_want_is_not_waited_for() -> None:

@@ -144,7 +144,7 @@ class Reader:
             if done(fleet, servers):
                 return fleet
             if timeout and time.monotonic() > end:
-                raise WaitTimeout(f"fleet {name}: expected {what} within {timeout:g} s; {fleet.reason or 'no reason is known'}")
+                raise WaitTimeout(f"fleet {name}: expected {what} within {timeout:g} s; {waiting.why(fleet, servers)}")
             time.sleep(_POLL)
 
 

@@ -1,6 +1,6 @@
 """When what was asked of a fleet has come to its end: pure questions about what the daemon says of it and its servers."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from resharder.v1 import resources_pb2
 
@@ -19,17 +19,22 @@ def moved(asked: resources_pb2.Fleet) -> Question:
     def ended(fleet: resources_pb2.Fleet, servers: Sequence[resources_pb2.Server]) -> bool:
         if fleet.move.state not in _ENDED:
             return False
-        stuck = fleet.move.state in (Move.FAILED, Move.STOPPED) and not went_well(asked, fleet)
-        return stuck or _settled(fleet, servers)
+        ours = _began(asked, fleet)
+        if ours and fleet.move.state in (Move.FAILED, Move.STOPPED):
+            return True
+        return _settled(fleet, servers, fleet.move.failed if ours else ())
 
     return ended
 
 
 def went_well(asked: resources_pb2.Fleet, fleet: resources_pb2.Fleet) -> bool:
-    """False if the move of `asked`, or one after it, is FAILED or STOPPED, or left servers behind that failed; one that had ended
-    before says nothing."""
-    began = fleet.move.id > asked.move.id or asked.move.state not in _ENDED
-    return not (began and (fleet.move.failed or fleet.move.state in (Move.FAILED, Move.STOPPED)))
+    """False if the move of `asked`, or one after it, is FAILED or STOPPED, or left servers behind that failed."""
+    return not (_began(asked, fleet) and (fleet.move.failed or fleet.move.state in (Move.FAILED, Move.STOPPED)))
+
+
+def _began(asked: resources_pb2.Fleet, fleet: resources_pb2.Fleet) -> bool:
+    """Whether the fleet's move is that of `asked` or one after it; one that had ended before says nothing."""
+    return fleet.move.id > asked.move.id or asked.move.state not in _ENDED
 
 
 def powered(power: resources_pb2.Power, server: str = "") -> Question:
@@ -53,9 +58,15 @@ def serving(server: str = "") -> Question:
     return lambda fleet, servers: all(one.state in (Server.SERVING, Server.ASLEEP) for one in _chosen(servers, server))
 
 
-def _settled(fleet: resources_pb2.Fleet, servers: Sequence[resources_pb2.Server]) -> bool:
-    """With nothing to want yet there is nothing to wait for."""
-    awaited = (s for s in servers if s.state not in _OUT and s.name.removeprefix("servers/") not in fleet.move.failed)
+def why(fleet: resources_pb2.Fleet, servers: Iterable[resources_pb2.Server]) -> str:
+    """The fleet's reason, and those of servers that do not serve what it wants."""
+    others = (s for s in servers if s.state not in (Server.SERVING, Server.LOST) or s.version != fleet.wanted_version)
+    return "; ".join([fleet.reason, *(f"{server.name}: {server.reason}" for server in others)])
+
+
+def _settled(fleet: resources_pb2.Fleet, servers: Sequence[resources_pb2.Server], left_behind: Container[str]) -> bool:
+    """With nothing to want yet there is nothing to wait for. `left_behind`: ids of servers."""
+    awaited = (s for s in servers if s.state not in _OUT and s.name.removeprefix("servers/") not in left_behind)
     arrived = all(s.state == Server.SERVING and s.version == fleet.wanted_version for s in awaited)
     return not fleet.wanted_version or (fleet.settled_version == fleet.wanted_version and arrived)
 

@@ -1,33 +1,31 @@
 """How a command on a fleet ends: at once, or with `--wait` when what it asked for has come."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import typer
 from resharder.client.cli import words
 from resharder.client.cli.app import WENT_WRONG
 from resharder.client.cli.printing import plain, print_json
+from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
 from resharder.client.waiting import Progress, went_well
 from resharder.v1 import resources_pb2
 
-Fleet = resources_pb2.Fleet
-Waiting = Callable[[Progress], resources_pb2.Fleet]
+Act = Callable[[Operator, str, str], resources_pb2.Fleet]
+"""With the fleet's name, and servers/{id} or nothing for all of them."""
+Wait = Callable[[Operator, str, str, Progress], object]
 
 
 def end_move(
     operator: Operator, asked: resources_pb2.Fleet, wait: bool, timeout: float, as_json: bool, back: bool = False
 ) -> None:
     """Exits WENT_WRONG if the move ended FAILED or STOPPED; `back`: that it ends FAILED was asked for."""
-    fleet = operator.wait_moved(asked, told(as_json), timeout) if wait else asked
+    fleet = operator.wait_moved(asked, _told(words.progress, as_json), timeout) if wait else asked
     show(fleet, as_json)
     as_asked = fleet.move.state == resources_pb2.Move.FAILED if back else went_well(asked, fleet)
     if wait and not as_asked:
         raise typer.Exit(WENT_WRONG)
-
-
-def end(asked: resources_pb2.Fleet, wait: Waiting | None, as_json: bool) -> None:
-    show(wait(told(as_json)) if wait else asked, as_json)
 
 
 def show(fleet: resources_pb2.Fleet, as_json: bool) -> None:
@@ -36,15 +34,43 @@ def show(fleet: resources_pb2.Fleet, as_json: bool) -> None:
     print(words.outcome(fleet))
 
 
-def told(silent: bool) -> Progress:
-    """Says on standard error where the fleet is, one line for every change."""
+def maintain(act: Act, wait: Wait | None, fleet: str, server: str, endpoint: str | None, as_json: bool) -> None:
+    """Does it to the fleet or the server, waits for it, and shows the servers that it is about."""
+    with Operator(endpoint) as operator:
+        name, one = _target(operator, fleet, server)
+        act(operator, name, one)
+
+        def about(servers: Iterable[resources_pb2.Server]) -> list[resources_pb2.Server]:
+            return [server for server in servers if one in ("", server.name)]
+
+        if wait:
+            wait(operator, name, one, _told(lambda fleet, servers: words.states(about(servers)), as_json))
+        found = about(operator.servers(name))
+    if as_json:
+        return print_json({"servers": [*map(plain, found)]})
+    for each in found:
+        print(f"{each.name} {words.state(each)}: {each.reason}")
+
+
+def _target(operator: Operator, fleet: str, server: str) -> tuple[str, str]:
+    """(fleet, servers/{id} or empty). Raises UsageError, NotFound."""
+    if not server:
+        return operator.fleet(fleet).name, ""
+    found = operator.server(server)
+    if fleet and fleet != found.fleet:
+        raise UsageError(f"expected a server of fleet {fleet}, {found.name} is of {found.fleet}")
+    return found.fleet, found.name
+
+
+def _told(line: Callable[[resources_pb2.Fleet, Sequence[resources_pb2.Server]], str], silent: bool) -> Progress:
+    """Says on standard error where things are, once for every change."""
     before = ""
 
     def tell(fleet: resources_pb2.Fleet, servers: Sequence[resources_pb2.Server]) -> None:
         nonlocal before
-        line = words.progress(fleet, servers)
-        if line != before and not silent:
-            print(line, file=sys.stderr, flush=True)
-        before = line
+        now = line(fleet, servers)
+        if now != before and not silent:
+            print(now, file=sys.stderr, flush=True)
+        before = now
 
     return tell

@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 from resharder.client.cli import completing
 from resharder.client.cli.app import AsJson, Endpoint, FleetName, Section, Timeout, Wait, command
-from resharder.client.cli.ending import end
+from resharder.client.cli.ending import maintain
 from resharder.client.errors import UsageError
-from resharder.client.operator import Operator
 from resharder.v1 import resources_pb2
 
 ServerName = Annotated[
@@ -31,8 +30,8 @@ def sleep(
     as_json: AsJson = False,
 ) -> None:
     """Free the GPUs of servers: they answer 503 until `wake`. Of a fleet: servers that come later sleep too."""
-    power = resources_pb2.ASLEEP_1 if level == 1 else resources_pb2.ASLEEP_2
     _said(fleet, server)
+    power = resources_pb2.ASLEEP_1 if level == 1 else resources_pb2.ASLEEP_2
     _set_power(power, fleet, server, wait, timeout, endpoint, as_json)
 
 
@@ -62,10 +61,11 @@ def drain(
 ) -> None:
     """Before maintenance: no new requests; those in flight are answered. --wait until the last one is."""
     _said(fleet, server)
-    with Operator(endpoint) as operator:
-        name, one = _target(operator, fleet, server)
-        asked = operator.set_drained(name, True, one)
-        end(asked, (lambda progress: operator.wait_drained(name, one, progress, timeout)) if wait else None, as_json)
+    maintain(
+        lambda operator, name, one: operator.set_drained(name, True, one),
+        (lambda operator, name, one, progress: operator.wait_drained(name, one, progress, timeout)) if wait else None,
+        fleet, server, endpoint, as_json,
+    )  # fmt: skip
 
 
 @command(Section.MAINTAIN)
@@ -78,32 +78,24 @@ def resume(
     as_json: AsJson = False,
 ) -> None:
     """After `drain`: take requests again."""
-    with Operator(endpoint) as operator:
-        name, one = _target(operator, fleet, server)
-        asked = operator.set_drained(name, False, one)
-        end(asked, (lambda progress: operator.wait_serving(name, one, progress, timeout)) if wait else None, as_json)
+    maintain(
+        lambda operator, name, one: operator.set_drained(name, False, one),
+        (lambda operator, name, one, progress: operator.wait_serving(name, one, progress, timeout)) if wait else None,
+        fleet, server, endpoint, as_json,
+    )  # fmt: skip
 
 
 def _set_power(
     power: resources_pb2.Power, fleet: str, server: str, wait: bool, timeout: float, endpoint: str | None, as_json: bool
 ) -> None:
-    with Operator(endpoint) as operator:
-        name, one = _target(operator, fleet, server)
-        asked = operator.set_power(name, power, one)
-        end(asked, (lambda progress: operator.wait_power(name, power, one, progress, timeout)) if wait else None, as_json)
+    maintain(
+        lambda operator, name, one: operator.set_power(name, power, one),
+        (lambda operator, name, one, progress: operator.wait_power(name, power, one, progress, timeout)) if wait else None,
+        fleet, server, endpoint, as_json,
+    )  # fmt: skip
 
 
 def _said(fleet: str, server: str) -> None:
     """What takes servers out of service never means all of them by omission. Raises UsageError."""
     if not fleet and not server:
         raise UsageError("expected --server ID, or --fleet NAME for all of its servers: they stop answering")
-
-
-def _target(operator: Operator, fleet: str, server: str) -> tuple[str, str]:
-    """(fleet, servers/{id} or empty). Raises UsageError, NotFound."""
-    if not server:
-        return operator.fleet(fleet).name, ""
-    found = operator.server(server)
-    if fleet and fleet != found.fleet:
-        raise UsageError(f"expected a server of fleet {fleet}, {found.name} is of {found.fleet}")
-    return found.fleet, found.name

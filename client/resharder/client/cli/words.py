@@ -105,11 +105,17 @@ def progress(fleet: resources_pb2.Fleet, servers: Sequence[resources_pb2.Server]
     return "; ".join(filter(None, (line, *others, fleet.reason)))
 
 
+def states(servers: Iterable[resources_pb2.Server]) -> str:
+    """One line of what servers are at."""
+    return "; ".join(f"{server.name} {state(server)}" for server in servers) or "no servers"
+
+
 def outcome(fleet: resources_pb2.Fleet) -> str:
     """One line of what a fleet wants and why it is where it is."""
-    return ": ".join(
-        filter(None, (f"{fleet.name} wants {want(fleet.want)}, is at {number(fleet.settled_version)}", fleet.reason))
-    )
+    failed = fleet.move.failed if fleet.move.state == Move.DONE else {}
+    reasons = (fleet.reason, *(f"failed: {server}: {error}" for server, error in sorted(failed.items())))
+    line = f"{fleet.name} wants {want(fleet.want)}, is at {number(fleet.settled_version)}"
+    return ": ".join(filter(None, (line, "; ".join(filter(None, reasons)))))
 
 
 def _arrived(version: resources_pb2.Version) -> str:

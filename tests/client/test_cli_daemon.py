@@ -1,0 +1,141 @@
+"""Commands that bring something about, on a real daemon with simulated servers: each test has a fleet of its own."""
+
+from collections.abc import Iterator
+
+import pytest
+from resharder.client.operator import Operator
+
+from tests.client.models import connected, publish_all, weights
+from tests.support.command import answer, resharder
+from tests.support.daemon import Daemon
+from tests.support.operating import wait_until
+from tests.support.simulated import SimulatedServer
+
+WAIT = ("--wait", "--timeout", 120)
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """With versions 1 to 3, and an archive."""
+    with Daemon(archive_url=tmp_path_factory.mktemp("archive"), keep_count=3) as running:
+        publishers = connected(running.endpoint, 1, "cli")
+        for number in (1, 2, 3):
+            publish_all(publishers, 10 * number, weights(number))[0].wait_ready(60)
+        for publisher in publishers:
+            publisher.close()
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _endpoint(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESHARDER_ENDPOINT", daemon.endpoint)
+
+
+def said(*arguments: object) -> str:
+    """What the command prints when all goes well."""
+    done = resharder(*arguments)
+    assert done.code == 0, (done.out, done.err)
+    return done.out
+
+
+def test_a_fleet_is_made_moved_pinned_and_rolled_back(daemon: Daemon) -> None:
+    assert "expected a fleet, the daemon has no moved" in resharder("update", 1, "--fleet", "moved").err
+    assert (
+        said("fleet", "set", "moved", "--model", "policy", "--want", 1) == "moved wants version 1, is at 1: pinned to version 1\n"
+    )
+    with SimulatedServer(daemon, "moved-a", fleet="moved"), SimulatedServer(daemon, "moved-b", fleet="moved"):
+        done = resharder("update", 2, "--fleet", "moved", *WAIT)
+        assert (done.code, done.out) == (0, "moved wants version 2, is at 2: pinned to version 2\n")
+        assert done.err.splitlines()[-1] == "moved: 1 → 2 DONE, 2/2 serve 2; pinned to version 2"
+        said("fleet", "set", "moved", "--rolling", 1, "--max-failures", 1, "--pause-mode", "wait", "--max-skew", 2)
+        assert said("update", "latest", "--fleet", "moved", *WAIT).startswith("moved wants latest, is at 3")
+        assert said("rollback", "--fleet", "moved", "--reason", "too slow", *WAIT).startswith("moved wants latest, is at 2")
+        shown = said("fleet", "show", "moved").splitlines()
+        assert "refused     version 3: too slow" in shown
+        assert "moves       1 at a time, stops after 1 failure" in shown
+        assert said("pin", "--fleet", "moved", *WAIT).startswith("moved wants version 2")
+        servers = answer("servers", "--fleet", "moved")["servers"]
+        assert {(server["name"], server["state"], server["version"]) for server in servers} == {
+            ("servers/moved-a", "SERVING", 2),
+            ("servers/moved-b", "SERVING", 2),
+        }
+        assert said("update", "--accept-refused", "--fleet", "moved", *WAIT).startswith("moved wants latest, is at 3")
+
+
+def test_a_canary_is_approved_or_sent_back(daemon: Daemon) -> None:
+    said("fleet", "set", "tried", "--model", "policy", "--want", 1)
+    with SimulatedServer(daemon, "tried-a", fleet="tried"), SimulatedServer(daemon, "tried-b", fleet="tried"):
+        said("fleet", "set", "tried", "--canary", 1, "--approve")
+        said("update", 2, "--fleet", "tried")
+        wait_until(lambda: answer("fleet", "show", "tried")["fleet"]["move"]["state"] == "HOLDING", "the canary serves")
+        assert said("approve", "--fleet", "tried", *WAIT).startswith("tried wants version 2, is at 2")
+        said("update", 3, "--fleet", "tried")
+        wait_until(lambda: answer("fleet", "show", "tried")["fleet"]["move"]["state"] == "HOLDING", "the canary serves")
+        done = resharder("update", 3, "--fleet", "tried", "--wait", "--timeout", 0.1)
+        assert (done.code, done.out) == (6, "")
+        assert "operator" in done.err
+        back = answer("back", "--fleet", "tried", "--reason", "rude", *WAIT)
+        assert (back["move"]["state"], back["refused"]) == ("FAILED", [{"version": 3, "reason": "rude"}])
+    done = resharder("back", "--fleet", "tried")
+    assert (done.code, "[NOTHING_TO_DECIDE]" in done.err) == (4, True)
+
+
+def test_servers_are_drained_resumed_put_to_sleep_and_woken(daemon: Daemon) -> None:
+    said("fleet", "set", "kept", "--model", "policy", "--want", 2)
+    with SimulatedServer(daemon, "kept-a", fleet="kept"), SimulatedServer(daemon, "kept-b", fleet="kept") as busy:
+        said("update", 2, "--fleet", "kept", *WAIT)
+        busy.in_flight = 2
+        wait_until(lambda: "2 in flight" in said("drain", "--server", "kept-b"), "its requests are seen")
+        assert resharder("drain", "--server", "kept-b", "--wait", "--timeout", 0.1).code == 6
+        busy.in_flight = 0
+        assert said("drain", "--server", "kept-b", *WAIT).startswith("servers/kept-b DRAINED: ")
+        assert said("resume", "--server", "kept-b", *WAIT).startswith("servers/kept-b SERVING: ")
+        slept = said("sleep", "--fleet", "kept", "--level", 2, *WAIT).splitlines()
+        assert [line.partition(":")[0] for line in slept] == ["servers/kept-a ASLEEP, level 2", "servers/kept-b ASLEEP, level 2"]
+        woken = answer("wake", "--server", "kept-a", "--tag", "weights", *WAIT)["servers"]
+        assert [(server["name"], server["power"]) for server in woken] == [("servers/kept-a", "WEIGHTS_AWAKE")]
+        woken = answer("wake", "--fleet", "kept", *WAIT)["servers"]
+        assert [(server["state"], server["version"]) for server in woken] == [("SERVING", 2), ("SERVING", 2)]
+
+
+def test_what_the_daemon_refuses_is_said_with_its_reason_and_exits_4() -> None:
+    said("fleet", "set", "refusing", "--model", "policy", "--want", "none")
+    for arguments, reason in (
+        (("pin", 99, "--fleet", "refusing"), "VERSION_NOT_READY"),
+        (("rollback", "--fleet", "refusing"), "NO_EARLIER"),
+        (("fleet", "set", "refusing", "--canary", 1, "--check", "nobody"), "CHECK_UNKNOWN"),
+        (("fleet", "set", "refusing", "--model", "other"), "FLEET_MODEL"),
+        (("gc", 99, "--yes"), "VERSION_UNKNOWN"),
+    ):
+        done = resharder(*arguments)
+        assert (done.code, done.out) == (4, ""), done
+        assert f"[{reason}]" in done.err
+
+
+def test_status_and_events_tell_what_was_done() -> None:
+    said("fleet", "set", "told", "--model", "policy", "--want", "none")
+    status = said("status")
+    assert any(line.split()[:3] == ["told", "policy", "none"] for line in status.splitlines())
+    assert "  fleets/told  update  " in said("events", "--subject", "fleets/told")
+
+
+def test_versions_are_archived_dropped_and_restored(daemon: Daemon) -> None:
+    assert said("archive", 1).startswith("models/policy/versions/1: ")
+    (archived,) = answer("archived")["archived"]
+    assert archived["version"] == "models/policy/versions/1"
+    assert "models/policy/versions/1 (step 10) would be dropped" in said("gc", 1, "--dry-run")
+    dropped = answer("gc", 1, "--yes")
+    assert [version["number"] for version in dropped["retired"]] == [1]
+    done = resharder("restore", 2)
+    assert (done.code, "there are models/policy/versions/1" in done.err) == (4, True)
+    assert answer("restore", "latest")["state"] == "READY"
+    assert {version["number"]: version["state"] for version in answer("versions")["versions"]}[1] == "READY"
+
+
+def test_events_are_followed_over_a_restart_of_the_daemon() -> None:
+    with Daemon() as daemon, Operator(daemon.endpoint) as operator:
+        seen = operator.events(follow=True)
+        assert next(seen).what == "started"
+        daemon.kill()
+        daemon.start()
+        assert next(seen).what == "started"
