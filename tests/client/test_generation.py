@@ -13,7 +13,7 @@ from resharder.client.handle import Handle
 from resharder.client.identity import Identity
 from resharder.client.ranks import Ranks, meet
 from resharder.v1 import resources_pb2
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from tests.client.models import together
 
@@ -89,7 +89,7 @@ def generation(
     gpus: Gpus,
     *,
     rank: int = 0,
-    store: HashStore | None = None,
+    store: Store | None = None,
     number: int = 1,
     timeout: float = LONG,
     reach: Callable[[str], None] = lambda where: None,
@@ -225,10 +225,17 @@ def test_a_server_lost_in_the_generation_is_an_error_unless_it_is_gone() -> None
 RANKS = 3
 
 
+def tcp_stores(ranks: int) -> list[Store]:
+    """Each rank's own connection to one."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [server, *(TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(ranks - 1))]
+    return [PrefixStore("default_pg/0", store) for store in stores]
+
+
 @pytest.mark.parametrize("failing", [None, *((rank, where) for rank in (0, 2) for where in ("publish", "aside", "body"))])
 def test_no_rank_and_no_server_is_ever_in_the_others_memory(failing: tuple[int, str] | None) -> None:
     """Ranks come and leave late, each at a time of its own; one of them fails; then all meet again."""
-    gpus, store = Gpus(RANKS), HashStore()
+    gpus, stores = Gpus(RANKS), tcp_stores(RANKS)
 
     def run(rank: int) -> list[str]:
         def reach(where: str) -> None:
@@ -239,7 +246,7 @@ def test_no_rank_and_no_server_is_ever_in_the_others_memory(failing: tuple[int, 
         for number in (1, 2):
             time.sleep(0.1 * ((rank + number) % RANKS))
             try:
-                with generation(gpus, rank=rank, store=store, number=number, reach=reach):
+                with generation(gpus, rank=rank, store=stores[rank], number=number, reach=reach):
                     time.sleep(0.1 * (RANKS - rank))
                     reach("body")
                 ends.append("well")
@@ -250,6 +257,7 @@ def test_no_rank_and_no_server_is_ever_in_the_others_memory(failing: tuple[int, 
     first, second = zip(*together(run, RANKS), strict=True)
     assert gpus.violations == []
     assert gpus.here == [True] * RANKS
+    assert stores[0].num_keys() <= 2 * RANKS + 4, "words of the first meeting are forgotten"
     assert all(server.power == Power.ASLEEP_2 for server in gpus.running.values())
     assert set(second) == {"well"}
     if failing is None:

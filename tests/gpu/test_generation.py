@@ -6,8 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from resharder.client import connect
 from resharder.client.keeping import keep_rng
 from resharder.client.offload import set_aside
+
+from tests.support.daemon import Daemon
+from tests.support.operating import SERVING, servers, wait_serving
+from tests.support.simulated import SimulatedServer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 MIB = 1 << 20
@@ -57,6 +62,31 @@ def test_what_is_aside_is_free_for_others_and_comes_back_bit_for_bit() -> None:
         assert torch.cuda.memory_allocated() - start >= held - MIB
         assert same(bits(tensors), before)
     model[0](torch.randn(2, 4096, device="cuda", dtype=torch.bfloat16)).sum().backward()
+
+
+def test_servers_have_the_memory_of_a_trainer_for_one_generation_after_another() -> None:
+    model, _ = large_model()
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    with (
+        Daemon() as daemon,
+        connect(daemon.endpoint, model="policy", job="j", rank=0, world_size=1) as publisher,
+    ):
+        publisher.attach(model, {"architectures": ["NobodyForCausalLM"], "model_type": "nobody"})
+        publisher.publish(1).wait_ready(60)
+        with SimulatedServer(daemon, "one"):
+            wait_serving(daemon, 1)
+            for step in (2, 3):
+                here = torch.cuda.memory_allocated()
+                torch.cuda.manual_seed(step)
+                with publisher.generation(step, offload=True) as generation:
+                    assert {(s.state, s.version) for s in servers(daemon)} == {(SERVING, generation.version)}
+                    assert torch.cuda.memory_allocated() < here - 800 * MIB
+                    torch.rand(5, device="cuda")
+                assert abs(torch.cuda.memory_allocated() - here) < 50 * MIB
+                assert same(bits(list(model.parameters())), bits(weights))
+                drawn = torch.rand(5, device="cuda")
+                torch.cuda.manual_seed(step)
+                assert torch.equal(torch.rand(5, device="cuda"), drawn)
 
 
 def test_where_the_gpu_is_occupied_nothing_is_half_back_and_it_may_be_tried_again() -> None:

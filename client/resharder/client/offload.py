@@ -11,6 +11,7 @@ from resharder.client.errors import UsageError
 from resharder.converters.in_memory import Model, local_of
 from torch.distributed.fsdp import FSDPModule
 
+_DEVICE = "cuda"
 _BLOCK = 1 << 28  # bytes; torch rounds pinned memory up to powers of two, and keeps what is given back for the next time
 
 
@@ -65,8 +66,8 @@ class Aside:
 
 
 def set_aside(model: Model) -> Aside:
-    """Parameters, gradients (Megatron's `main_grad` as well) and buffers of a model. One that is on the host altogether is moved
-    within it, which frees nothing. Raises UsageError where memory cannot be moved."""
+    """Parameters, gradients (Megatron's `main_grad` as well) and buffers of a model, those of them that are on a GPU. Raises
+    UsageError where their memory cannot be moved."""
     storages: dict[int, torch.UntypedStorage] = {}
     for module in (module for root in roots_of(model) for module in root.modules()):
         _refuse_fixed(module)
@@ -74,15 +75,12 @@ def set_aside(model: Model) -> Aside:
             module.reshard()
     for name, tensor in _tensors(model):
         storage = local_of(tensor).untyped_storage()
-        if not storage.nbytes():
+        if storage.device.type != _DEVICE or not storage.nbytes():
             continue
-        if not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared()):
-            raise UsageError(
-                f"{name}: expected memory that torch may free, found some that others use: shared, mapped or numpy's"
-            )
+        if not storage.resizable():
+            raise UsageError(f"{name}: expected memory that torch may free, found some that others have a hold on")
         storages[storage.data_ptr()] = storage
-    on_gpu = [storage for storage in storages.values() if storage.device.type != "cpu"]
-    return Aside(on_gpu or list(storages.values()))
+    return Aside(list(storages.values()))
 
 
 def roots_of(model: Model) -> list[torch.nn.Module]:
