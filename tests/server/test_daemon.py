@@ -1,5 +1,6 @@
 """`resharderd` as a process: published over the wire, killed, drained, refused."""
 
+import itertools
 import signal
 import subprocess
 import sys
@@ -127,13 +128,15 @@ def test_sigterm_lets_an_open_version_finish_and_takes_no_new_one(daemon: Daemon
     assert daemon.process is not None
     daemon.process.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + 20
-    early = []  # until the signal is heard
-    while (said := reason(lambda: early.append(job.begin(2).name))) != "DRAINING":
+    for step in itertools.count(2):  # until the signal is heard
+        early: list[str] = []
+        said = reason(lambda step=step, early=early: early.append(job.begin(step).name))
+        if said == "DRAINING":
+            break
         assert said == ""
         assert time.monotonic() < deadline
-        time.sleep(0.05)
-    for name in set(early):
-        job.stub.AbortVersion(publisher_pb2.AbortVersionRequest(version=name, epoch=job.epoch, reason="a test"))
+        job.stub.AbortVersion(publisher_pb2.AbortVersionRequest(version=early[0], epoch=job.epoch, reason="a test"))
+        time.sleep(0.1)
     job.upload(version.number, 1, weights)
     for rank in (0, 1):
         job.seal(version.name, rank, weights)
