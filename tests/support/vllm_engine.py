@@ -30,10 +30,10 @@ ENVIRONMENT = {
 
 
 class Engine:
-    """`raw`: linear layers keep their parameters. `options` are vLLM's engine arguments."""
+    """`raw`: linear layers keep their parameters. A sleep loses what it loses on a GPU. `options` are vLLM's engine arguments."""
 
     def __init__(self, model: Path, *, raw: bool = False, environment: Mapping[str, str] | None = None, **options: Any) -> None:
-        plugins = ["resharder", "raw_mode"] if raw else ["resharder"]
+        plugins = ["resharder", "dropping_sleep", *(["raw_mode"] if raw else [])]
         environment = ENVIRONMENT | {"VLLM_PLUGINS": ",".join(plugins)} | dict(environment or {})
         options = {
             "model": str(model),
@@ -65,6 +65,16 @@ class Engine:
         """(token, logprob) of a greedy continuation."""
         return self._ask("logprobs", prompt, tokens)
 
+    def sleep(self, level: int) -> None:
+        self._ask("sleep", level)
+
+    def wake(self, *tags: str) -> None:
+        self._ask("wake", list(tags))
+
+    @property
+    def paused(self) -> bool:
+        return bool(self._ask("paused"))
+
     def environ(self, **values: str) -> None:
         self._ask("environ", values)
 
@@ -72,11 +82,14 @@ class Engine:
         """Stages and applies in every worker; the first worker's answer."""
         for answer in self.rpc("resharder_stage", install, version):
             assert answer["ok"], answer["error"]
-        deadline = time.monotonic() + 60
-        while not all(answer["staged"] == install for answer in self.rpc("resharder_describe")):
-            assert time.monotonic() < deadline, f"{version} was not staged in 60 s"
-            time.sleep(0.05)
+        self.wait_staged(install)
         return self.rpc("resharder_apply", install)[0]
+
+    def wait_staged(self, install: str, timeout: float = 60) -> None:
+        deadline = time.monotonic() + timeout
+        while not all(answer["staged"] == install for answer in self.rpc("resharder_describe")):
+            assert time.monotonic() < deadline, f"{install} was not staged in {timeout:g} s"
+            time.sleep(0.05)
 
     def _ask(self, *message: Any) -> Any:
         self._pipe.send(message)
@@ -119,6 +132,9 @@ def _serve(pipe: Connection, environment: dict[str, str], options: dict[str, Any
     acts: dict[str, Callable[..., Any]] = {
         "rpc": lambda method, args: engine.collective_rpc(method, args=args),
         "logprobs": lambda prompt, tokens: _logprobs(engine, prompt, tokens),
+        "sleep": engine.sleep,
+        "wake": engine.wake_up,
+        "paused": engine.llm_engine.is_sleeping,  # true of an engine that is awake and only paused
         "environ": os.environ.update,
     }
     while True:

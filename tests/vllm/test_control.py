@@ -5,8 +5,10 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import pytest
-from resharder.client.vllm.control import Control, Kind, Lease, Order, Outcome, order_from_proto
-from resharder.client.vllm.gate import Gate, Position
+from resharder.client.vllm.control import Control
+from resharder.client.vllm.gate import Gate, Lease, Position
+from resharder.client.vllm.orders import Kind, Order, Outcome, order_from_proto
+from resharder.client.vllm.power import STAY_PAUSED, Power, Slumber
 from resharder.v1 import resources_pb2, server_pb2
 
 LEAD = Order(Kind.LEAD)
@@ -15,10 +17,11 @@ TORN = [{"ok": True, "rank": 0}, {"ok": False, "rank": 1, "error": "digest of lm
 
 
 class FakeEngine:
-    """Writes down what is asked of it, together with where the gate stood."""
+    """Writes down what is asked of it, together with where the gate stood. It sleeps as vLLM 0.26 does."""
 
-    def __init__(self, gate: Gate, lease: Lease) -> None:
-        self.gate, self.lease = gate, lease
+    def __init__(self, gate: Gate) -> None:
+        self.gate, self.lease = gate, gate.lease
+        self.slumber, self.dropped = Slumber(), False
         self.calls: list[Any] = []
         self.positions: dict[str, Position] = {}
         self.answers: dict[str, Sequence[Any]] = {}
@@ -26,6 +29,7 @@ class FakeEngine:
         self.paused = False
         self.cache_resets = True
         self.lease_ends_while_pausing = False
+        self.others: list[dict[str, Any]] = []  # what further workers say of themselves
 
     def _note(self, name: str, *details: Any) -> None:
         self.calls.append((name, *details) if details else name)
@@ -46,8 +50,28 @@ class FakeEngine:
     async def is_paused(self) -> bool:
         return self.paused
 
+    async def sleep(self, level: int, mode: str) -> None:
+        self._note("sleep", level, mode)
+        self.paused = True
+        if not self.slumber.tags:
+            self.slumber.begin(level)
+            self.dropped = self.dropped or level == 2
+
+    async def wake_up(self, tags: list[str]) -> None:
+        self._note("wake", *tags)
+        if set(tags) - {STAY_PAUSED} <= self.slumber.tags:
+            self.slumber.end(tags)
+        self.paused = self.paused and (STAY_PAUSED in tags or bool(self.slumber.tags))
+
+    async def is_sleeping(self) -> bool:
+        return self.paused or bool(self.slumber.tags)
+
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Sequence[Any]:
+        if method == "resharder_describe":
+            asleep = sorted(self.slumber.tags)
+            return [{"ok": True, "power": self.slumber.power, "asleep": asleep, "dropped": self.dropped}, *self.others]
         self._note(method, *args)
+        self.dropped = self.dropped and method != "resharder_apply"
         return self.answers.get(method, FINE)
 
     async def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
@@ -64,15 +88,22 @@ class FakeEngine:
 class Side:
     """A control side at time `now`, with a lease of 10 s from 0."""
 
-    def __init__(self, *, leads: bool = True) -> None:
+    def __init__(self, *, leads: bool = True, cannot_sleep: str = "") -> None:
         self.now = 0.0
-        self.gate = Gate(clock=lambda: self.now)
         self.lease = Lease(lambda: self.now)
+        self.gate = Gate(lease=self.lease, clock=lambda: self.now)
         self.lease.renew(10.0)
-        self.engine = FakeEngine(self.gate, self.lease)
+        self.engine = FakeEngine(self.gate)
         self.reattached: list[str] = []
+        self.told: list[Power] = []
         self.control = Control(
-            self.engine, self.gate, self.lease, self.reattached.append, lambda n: f"models/policy/versions/{n}", lambda: self.now
+            self.engine,
+            self.gate,
+            self.reattached.append,
+            lambda n: f"models/policy/versions/{n}",
+            lambda: self.told.append(self.control.state.power),
+            cannot_sleep,
+            lambda: self.now,
         )
         if leads:
             self.do(LEAD)
@@ -99,17 +130,26 @@ def stage(version: int, install: str = "i1") -> Order:
     return Order(Kind.STAGE, install, version)
 
 
-def serving(version: int = 1) -> Side:
-    side = Side()
+def sleep(level: int, change: str = "p1", mode: Any = "keep") -> Order:
+    return Order(Kind.SLEEP, change, mode=mode, power=Power.ASLEEP_2 if level == 2 else Power.ASLEEP_1)
+
+
+def wake(power: Power = Power.AWAKE, change: str = "p2") -> Order:
+    return Order(Kind.WAKE, change, power=power)
+
+
+def serving(version: int = 1, **options: Any) -> Side:
+    side = Side(**options)
     side.do(resume(version, "i0"))
     side.engine.calls.clear()
     return side
 
 
-def test_who_leads_has_its_workers_tell_the_daemon_what_they_hold() -> None:
+def test_who_leads_learns_from_the_workers_how_awake_they_are_and_has_the_daemon_told() -> None:
     side = Side(leads=False)
+    side.engine.slumber.begin(1)
     assert side.do(LEAD) is None
-    assert side.engine.calls == ["resharder_describe"]
+    assert side.told == [side.control.state.power] == [Power.ASLEEP_1]
 
 
 def test_the_boot_version_opens_the_gate_without_touching_an_engine_that_runs() -> None:
@@ -288,7 +328,195 @@ def test_orders_are_read_from_the_wire_and_unknown_ones_are_refused() -> None:
     message = server_pb2.Order(kind="APPLY", install="i", version=3, pause_mode=resources_pb2.WAIT, reason="r")
     assert order_from_proto(message) == Order(Kind.APPLY, "i", 3, "wait", "r")
     assert order_from_proto(server_pb2.Order(kind="STAGE")).mode == "keep"
+    message = server_pb2.Order(kind="SLEEP", install="a-p1", power=resources_pb2.ASLEEP_2)
+    assert order_from_proto(message) == sleep(2, "a-p1")
     with pytest.raises(ValueError, match="99 is not a valid Kind"):
         order_from_proto(server_pb2.Order(kind=99))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected a pause mode"):
         order_from_proto(server_pb2.Order(kind="APPLY", pause_mode=9))  # type: ignore[arg-type]
+
+
+# Sleep and wake
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleep_shuts_the_gate_first_and_a_wake_leaves_it_shut_and_the_engine_paused(level: int) -> None:
+    side = serving()
+    assert side.do(sleep(level, mode="wait")) == Outcome(Kind.SLEEP, "p1")
+    assert side.engine.calls == [("sleep", level, "wait")]
+    assert side.engine.positions["sleep"] is Position.SHUT
+    assert run(side.gate.enter()).reason == "an operator put it to sleep"
+
+    assert side.do(wake(Power.WEIGHTS_AWAKE, "p2")) == Outcome(Kind.WAKE, "p2")
+    assert side.engine.slumber.tags == {"kv_cache"}
+    assert side.do(wake(change="p3")) == Outcome(Kind.WAKE, "p3")
+    assert side.engine.calls[1:] == [("wake", "weights", STAY_PAUSED), ("wake", "kv_cache", STAY_PAUSED)]
+    assert (side.gate.position, side.engine.paused) == (Position.SHUT, True)
+    assert side.told == [Power.AWAKE, Power.ASLEEP_2 if level == 2 else Power.ASLEEP_1, Power.WEIGHTS_AWAKE, Power.AWAKE]
+
+
+def test_after_a_sleep_at_level_1_the_same_version_is_resumed() -> None:
+    side = serving()
+    side.do(sleep(1), wake(), resume(1, "i2"))
+    assert (side.gate.position, side.gate.version, side.engine.paused) == (Position.OPEN, 1, False)
+
+
+def test_after_a_sleep_at_level_2_nothing_is_resumed_before_a_version_is_installed() -> None:
+    side = serving()
+    side.do(sleep(2), wake())
+    refused = side.do(resume(1, "i2"))
+    assert refused is not None
+    assert (refused.ok, side.gate.position, side.engine.paused) == (False, Position.SHUT, True)
+    assert refused.error == "expected a version to be installed first: a sleep at level 2 dropped the weights"
+    side.do(stage(1, "i3"), apply(1, "i3"))
+    assert side.gate.position is Position.SHUT
+    assert side.do(resume(1, "i3")) == Outcome(Kind.RESUME, "i3")
+    assert (side.gate.position, side.engine.paused) == (Position.OPEN, False)
+
+
+def test_an_install_with_the_weights_awake_and_the_kv_cache_asleep_asks_for_no_pause_and_resets_caches() -> None:
+    side = serving()
+    side.do(sleep(2), wake(Power.WEIGHTS_AWAKE), stage(2))
+    side.engine.calls.clear()
+    assert side.do(apply(2)) == Outcome(Kind.APPLY, "i1")
+    assert side.engine.calls == [("resharder_apply", "i1"), ("reset prefix", True, True), "reset mm", "reset encoder"]
+    too_early = side.do(resume(2))
+    assert too_early is not None
+    assert (too_early.ok, too_early.error) == (False, "expected the engine to be awake, it is WEIGHTS_AWAKE")
+    side.do(wake(change="p3"), resume(2))
+    assert (side.gate.position, side.gate.version, side.engine.paused) == (Position.OPEN, 2, False)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_while_the_weights_sleep_a_version_is_staged_but_neither_applied_nor_resumed_on(level: int) -> None:
+    side = serving()
+    side.do(sleep(level))
+    assert side.do(stage(2)) == Outcome(Kind.STAGE, "i1")
+    for order in (apply(2), resume(1)):
+        outcome = side.do(order)
+        assert outcome is not None
+        assert not outcome.ok
+        assert f"ASLEEP_{level}" in outcome.error
+    assert ("resharder_apply", "i1") not in side.engine.calls
+    assert side.gate.position is Position.SHUT
+    side.do(wake(Power.WEIGHTS_AWAKE))
+    assert side.do(apply(2)) == Outcome(Kind.APPLY, "i1"), "the same install is not refused for having come too early"
+
+
+def test_an_install_that_was_applied_before_a_sleep_at_level_2_is_not_taken_for_applied_afterwards() -> None:
+    side = serving()
+    side.do(stage(2), apply(2), resume(2), sleep(2), wake())
+    side.engine.calls.clear()
+    side.do(apply(2))
+    assert ("resharder_apply", "i1") in side.engine.calls
+
+
+def test_orders_about_power_that_hold_already_or_come_again_are_answered_and_do_nothing() -> None:
+    side = serving()
+    assert side.do(wake(change="p0")) == Outcome(Kind.WAKE, "p0")
+    assert (side.engine.calls, side.gate.position) == ([], Position.OPEN)
+    for order in (sleep(1, "p1"), sleep(1, "p1"), sleep(1, "p2")):
+        assert side.do(order) == Outcome(Kind.SLEEP, order.install)
+    assert side.engine.calls == [("sleep", 1, "keep")]
+    for order in (wake(change="p3"), wake(change="p3"), wake(Power.WEIGHTS_AWAKE, "p4")):
+        assert side.do(order) == Outcome(Kind.WAKE, order.install)
+    assert side.engine.calls[1:] == [("wake", "kv_cache", "weights", STAY_PAUSED)]
+
+
+@pytest.mark.parametrize("begin", [(sleep(1, "p0"),), (sleep(2, "p0"), wake(Power.WEIGHTS_AWAKE, "p00"))])
+def test_from_another_sleep_or_half_awake_it_is_woken_and_put_to_sleep_anew_with_no_request_in_between(begin: Any) -> None:
+    side = serving()
+    side.do(*begin)
+    side.engine.calls.clear()
+    assert side.do(sleep(2)) == Outcome(Kind.SLEEP, "p1")
+    woken, slept = side.engine.calls
+    assert (woken[0], woken[-1], slept) == ("wake", STAY_PAUSED, ("sleep", 2, "keep"))
+    assert (side.control.state.power, side.engine.dropped) == (Power.ASLEEP_2, True)
+
+
+def test_a_side_that_does_not_lead_refuses_to_put_to_sleep_to_wake_and_to_unstage() -> None:
+    side = Side(leads=False)
+    for order in (sleep(1), wake(), Order(Kind.UNSTAGE, "i1", 2)):
+        outcome = side.do(order)
+        assert outcome is not None
+        assert outcome.error == f"{order.kind.name} came to a control side that does not lead"
+    assert side.engine.calls == []
+
+
+def test_an_engine_that_cannot_sleep_goes_on_serving() -> None:
+    side = serving(cannot_sleep="start vLLM with --enable-sleep-mode")
+    assert side.do(sleep(2)) == Outcome(Kind.SLEEP, "p1", False, "start vLLM with --enable-sleep-mode")
+    assert (side.engine.calls, side.gate.position) == ([], Position.OPEN)
+
+
+@pytest.mark.parametrize("order", [wake(Power.ASLEEP_1), Order(Kind.SLEEP, "p1", power=Power.AWAKE)])
+def test_an_order_to_wake_to_a_sleep_or_to_sleep_awake_is_refused(order: Order) -> None:
+    outcome = serving().do(order)
+    assert outcome is not None
+    assert not outcome.ok
+    assert outcome.error.endswith(f"got {order.power.name}")
+
+
+def test_a_worker_that_does_not_wake_fails_the_order_and_the_next_one_tries_again() -> None:
+    side = serving()
+    side.do(sleep(1))
+    side.engine.others = [{"ok": True, "power": Power.ASLEEP_1, "asleep": ["weights"], "dropped": False}]
+    failed = side.do(wake())
+    assert failed == Outcome(Kind.WAKE, "p2", False, "expected the engine to be AWAKE, it is ASLEEP_1")
+    assert side.do(wake()) == failed
+    side.engine.others = []
+    assert side.do(wake(change="p3")) == Outcome(Kind.WAKE, "p3")
+
+
+def test_on_an_expired_lease_nobody_is_put_to_sleep_or_woken() -> None:
+    side = serving()
+    side.now = 10.0
+    assert side.do(sleep(2)) is None
+    assert (side.engine.calls, side.gate.position) == ([], Position.OPEN)
+    assert side.do(wake()) is None
+    assert side.reattached == ["the lease expired before SLEEP", "the lease expired before WAKE"]
+
+
+def test_what_was_staged_is_dropped_on_order_and_can_be_staged_again() -> None:
+    side = serving()
+    side.do(stage(2))
+    assert side.do(Order(Kind.UNSTAGE, "i1", 2)) == Outcome(Kind.UNSTAGE, "i1")
+    side.do(stage(2))
+    assert [call[0] for call in side.engine.calls] == ["resharder_stage", "resharder_unstage", "resharder_stage"]
+
+
+def test_whoever_drops_the_weights_nothing_is_served_from_what_the_memory_then_holds() -> None:
+    """vLLM's own routes, or the program around it."""
+    side = serving()
+
+    async def by_others() -> None:
+        await side.engine.sleep(2, "keep")
+        await side.engine.wake_up(None)  # type: ignore[arg-type]
+
+    run(by_others())
+    assert side.engine.positions["sleep"] is Position.SHUT
+    assert (side.gate.position, side.engine.paused, side.control.state.power) == (Position.SHUT, True, Power.AWAKE)
+    assert Power.ASLEEP_2 in side.told
+    refused = side.do(resume(1, "i2"))
+    assert refused is not None
+    assert not refused.ok
+    side.do(stage(1, "i3"), apply(1, "i3"), resume(1, "i3"))
+    assert (side.gate.position, side.engine.paused) == (Position.OPEN, False)
+
+
+def test_an_engine_that_others_put_to_sleep_at_level_1_keeps_its_gate_and_is_seen_before_an_install() -> None:
+    side = serving()
+    run(side.engine.sleep(1, "abort"))
+    assert side.gate.position is Position.OPEN
+    outcome = side.do(apply(2))
+    assert outcome is not None
+    assert "ASLEEP_1" in outcome.error
+
+
+def test_a_side_that_led_while_the_engine_slept_opens_its_gate_once_another_has_woken_it() -> None:
+    side = serving()
+    side.do(sleep(2))
+    side.engine.slumber.end(None)  # through another client
+    side.engine.dropped = side.engine.paused = False
+    assert side.do(resume(2, "i5")) == Outcome(Kind.RESUME, "i5")
+    assert side.gate.position is Position.OPEN

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from resharder.client import connect
 from resharder.client.errors import UsageError
+from resharder.client.vllm import compat
 from resharder.client.vllm.attach import refuse_unsupported
 from resharder.client.vllm.endpoint import EndpointPlugin
 
@@ -128,17 +129,34 @@ def test_a_plain_configuration_is_supported() -> None:
         ("enable_eplb", "EPLB"),
         ("enable_elastic_ep", "elastic expert parallelism"),
         ("lora", "LoRA"),
-        ("kv_producer", "prefill/decode disaggregation"),
     ],
 )
 def test_what_is_not_proven_is_refused_by_name(setting: str, named: str) -> None:
-    config = vllm_config() if setting in ("lora", "kv_producer") else vllm_config(**{setting: True})
+    config = vllm_config() if setting == "lora" else vllm_config(**{setting: True})
     if setting == "lora":
         config.lora_config = object()
-    if setting == "kv_producer":
-        config.kv_transfer_config = SimpleNamespace(kv_role=setting)
     with pytest.raises(UsageError, match=named):
         refuse_unsupported(config)
+
+
+@pytest.mark.parametrize("role", [None, "kv_producer", "kv_consumer", "kv_both"])
+def test_a_server_that_passes_kv_to_others_is_supported_and_known_for_it(role: str | None) -> None:
+    config = vllm_config()
+    if role:
+        config.kv_transfer_config = SimpleNamespace(kv_role=role)
+    refuse_unsupported(config)
+    assert compat.passes_kv(config) == (role is not None)
+
+
+def test_an_engine_on_a_gpu_sleeps_only_with_vllms_sleep_mode() -> None:
+    def problem(device: str, enabled: bool) -> str:
+        config = SimpleNamespace(
+            device_config=SimpleNamespace(device_type=device), model_config=SimpleNamespace(enable_sleep_mode=enabled)
+        )
+        return compat.cannot_sleep(config)
+
+    assert [problem("cpu", False), problem("cuda", True)] == ["", ""]
+    assert "--enable-sleep-mode" in problem("cuda", False)
 
 
 def test_the_endpoint_plugin_does_nothing_without_a_daemon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,10 @@ from types import TracebackType
 import grpc
 import pytest
 from resharder.client.channel import Channel
-from resharder.client.vllm.control import Kind, Lease, Order, Outcome
+from resharder.client.vllm.gate import Lease
 from resharder.client.vllm.lease import Identity, LeaseThread
+from resharder.client.vllm.orders import Kind, Order, Outcome
+from resharder.client.vllm.power import Power
 from resharder.v1 import server_pb2, server_pb2_grpc
 
 LEASE_SECONDS = 0.9
@@ -96,8 +98,11 @@ class Side:
         self.runner = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.runner.start()
         self.lease = Lease()
-        self.identity = Identity("s1", 2, "host:8000")
-        self.thread = LeaseThread(Channel(f"127.0.0.1:{port}"), self.identity, self.lease, carry_out, self.loop)
+        self.identity = Identity("s1", 2, "host:8000", passes_kv=True)
+        self.about = (Power.UNKNOWN, 0)
+        self.thread = LeaseThread(
+            Channel(f"127.0.0.1:{port}"), self.identity, self.lease, carry_out, lambda: self.about, self.loop
+        )
         self.thread.start()
 
     def __enter__(self) -> "Side":
@@ -132,6 +137,31 @@ def test_an_order_is_carried_out_on_the_loop_and_reported() -> None:
         report = stream.next_outcome()
         assert side.orders == [Order(Kind.APPLY, "i1", 2)]
         assert (report.install, report.done, report.ok, report.pause_seconds) == ("i1", server_pb2.Order.APPLY, True, 0.5)
+
+
+def test_every_report_says_how_awake_the_engine_is_and_how_many_requests_it_answers_and_news_are_told_at_once() -> None:
+    with ScriptedDaemon(renews=False) as daemon, Side(daemon.port) as side:
+        stream = daemon.next_stream()
+        first = stream.next_report()
+        assert (first.power, first.in_flight, first.passes_kv) == (0, 0, True)
+        stream.orders.put(server_pb2.Order(kind="RENEWED", lease_seconds=1800))  # the next renewal is ten minutes away
+        wait_until(lambda: side.lease.alive)
+        side.about = (Power.ASLEEP_2, 3)
+        side.thread.tell()
+        told = stream.next_report()
+        assert (told.power, told.in_flight, told.done) == (Power.ASLEEP_2, 3, 0)
+        stream.orders.put(STAGE)
+        outcome = stream.next_outcome()
+        assert (outcome.power, outcome.in_flight) == (Power.ASLEEP_2, 3)
+
+
+def test_a_daemon_that_allows_no_server_without_a_lease_says_so_with_each_renewal() -> None:
+    with ScriptedDaemon(renews=False) as daemon, Side(daemon.port) as side:
+        stream = daemon.next_stream()
+        for strict in (True, False):
+            stream.next_report()
+            stream.orders.put(server_pb2.Order(kind="RENEWED", lease_seconds=LEASE_SECONDS, strict_lease=strict))
+            wait_until(lambda strict=strict: side.lease.strict == strict)  # type: ignore[misc]
 
 
 def test_the_lease_lives_while_the_event_loop_is_blocked_for_longer() -> None:

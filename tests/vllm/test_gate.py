@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
-from resharder.client.vllm.gate import Gate, GateMiddleware
+from resharder.client.vllm.gate import Gate, GateMiddleware, Lease, Position
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
@@ -228,3 +228,111 @@ def test_a_root_path_in_front_of_a_route_changes_nothing() -> None:
     client = TestClient(app, root_path="/api")
     assert client.get("/api/metrics").status_code == 200
     assert client.get("/api/v1/completions").status_code == 503
+
+
+def test_requests_are_counted_from_admission_to_the_end_of_the_answer_and_the_last_one_at_a_closed_gate_is_told() -> None:
+    gate = Gate()
+    emptied: list[int] = []
+    gate.when_empty = lambda: emptied.append(gate.in_flight)
+
+    async def scenario(client: Client) -> None:
+        gate.open(1)
+        await client.get("/v1/completions")
+        assert (gate.in_flight, emptied) == (0, []), "an open gate that is idle is no news"
+        slow = asyncio.create_task(client.get("/slow"))
+        await client.started.wait()
+        client.started.clear()
+        stream = asyncio.create_task(client.get("/stream"))
+        await client.started.wait()
+        assert gate.in_flight == 2
+        gate.shut("drained for maintenance")
+        for path in ("/health", "/metrics", "/v1/completions"):
+            await client.get(path)
+        assert (gate.in_flight, emptied) == (2, [])
+        client.finish.set()
+        assert [(await answer).status_code for answer in (slow, stream)] == [200, 200]
+        assert (gate.in_flight, emptied) == (0, [0])
+
+    with_client(gate, scenario)
+
+
+def test_a_request_that_breaks_or_whose_client_goes_away_counts_no_more() -> None:
+    gate = Gate()
+
+    async def scenario(client: Client) -> None:
+        gate.open(1)
+        gone = asyncio.create_task(client.get("/slow"))
+        await client.started.wait()
+        assert gate.in_flight == 1
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        assert gate.in_flight == 0
+
+    with_client(gate, scenario)
+
+
+def test_a_websocket_counts_until_it_is_closed() -> None:
+    gate = Gate()
+    gate.open(1)
+
+    async def echo(socket: WebSocket) -> None:
+        await socket.accept()
+        await socket.send_text(str(gate.in_flight))
+        await socket.close()
+
+    app = Starlette(routes=[WebSocketRoute("/v1/realtime", echo)])
+    app.add_middleware(GateMiddleware, gate=gate)
+    with TestClient(app).websocket_connect("/v1/realtime") as session:
+        assert session.receive_text() == "1"
+    assert gate.in_flight == 0
+
+
+class Leased:
+    """A gate opened on version 1 at time 0, under a lease of 10 s."""
+
+    def __init__(self, *, strict: bool) -> None:
+        self.now = 0.0
+        self.lease = Lease(lambda: self.now)
+        self.gate = Gate(lease=self.lease, clock=lambda: self.now)
+        self.lease.renew(10, strict=strict)
+        self.gate.open(1)
+
+
+def test_where_no_server_is_allowed_without_a_lease_the_gate_shuts_when_it_ends_and_stays_so_until_it_is_opened_again() -> None:
+    leased = Leased(strict=True)
+    gate = leased.gate
+
+    async def scenario(client: Client) -> None:
+        leased.now = 9.9
+        assert (await client.get("/v1/completions")).status_code == 200
+        leased.now = 10.0
+        for path in ("/v1/completions", "/health"):
+            refused = await client.get(path)
+            assert refused.status_code == 503
+            wanted = "not serving: the lease ended and the fleet allows no server without one"
+            assert refused.json()["error"]["message"] == wanted
+        leased.lease.renew(20, strict=True)
+        assert (await client.get("/health")).status_code == 503
+        gate.open(1)
+        assert (await client.get("/health")).status_code == 200
+
+    with_client(gate, scenario)
+
+
+def test_a_lease_that_ended_and_was_renewed_while_nobody_asked_shuts_the_gate_all_the_same() -> None:
+    leased = Leased(strict=True)
+    leased.lease.renew(11, strict=True)
+    assert leased.gate.position is Position.OPEN
+    leased.now = 12
+    leased.lease.renew(30, strict=True)
+    assert leased.gate.position is Position.SHUT
+    leased.gate.open(1)
+    assert leased.gate.position is Position.OPEN
+
+
+def test_elsewhere_a_server_serves_on_without_a_lease() -> None:
+    leased = Leased(strict=False)
+    leased.now = 100
+    assert leased.gate.position is Position.OPEN
+    leased.lease.renew(120, strict=True)
+    assert leased.gate.position is Position.OPEN, "it was not strict while it ended"

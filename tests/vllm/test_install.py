@@ -11,6 +11,7 @@ import vllm
 from packaging.version import Version
 from resharder.client.vllm.blueprint import Server, worker_recording
 from resharder.client.vllm.parts import MODEL
+from resharder.client.vllm.power import KV_CACHE, STAY_PAUSED, WEIGHTS, Power
 from resharder.client.vllm.recorder import Recording
 from resharder.client.vllm.worker import agent_of
 from resharder.converters.layout import TensorSpec
@@ -22,6 +23,7 @@ from tests.support.vllm_models import make_pair, publish, without_weights
 
 pytestmark = pytest.mark.compat  # run against the oldest vLLM as well
 PROMPT = [5, 6, 7, 8, 9, 10]
+APPLIED_B = {"ok": True, "rank": 0, "nonce": "", "error": "", "version": 2}
 GATE, UP = (f"model.layers.0.mlp.{which}_proj.weight" for which in ("gate", "up"))
 
 
@@ -86,7 +88,7 @@ def test_boxes_over_old_weights_leave_every_reachable_tensor_as_a_fresh_server_h
     engine, version_b = running
     before = weights(engine)
     assert before != raw.tensors
-    assert engine.install(version_b, "b") | {"nonce": ""} == {"ok": True, "rank": 0, "nonce": "", "error": "", "version": 2}
+    assert engine.install(version_b, "b") | {"nonce": ""} == APPLIED_B
     about = engine.one("resharder_describe")
     assert about["boxed_bytes"] >= 0.99 * raw.bytes
     assert about["loaded"] == []
@@ -117,6 +119,53 @@ def test_an_install_that_is_not_staged_is_refused_and_nothing_is_written(raw: Ca
     assert "never staged" in answer["error"]
     assert weights(engine) == raw.tensors
     assert engine.one("resharder_describe")["version"] == 2
+
+
+def test_after_a_sleep_at_level_2_an_install_brings_back_every_tensor_and_only_then_may_the_engine_go_on(
+    raw: Case, running: Any
+) -> None:
+    engine, version_b = running
+    assert engine.install(version_b, "before the sleep")["ok"]
+    engine.sleep(2)
+    about = engine.one("resharder_describe")
+    assert (about["version"], about["power"], about["dropped"]) == (0, Power.ASLEEP_2, True)
+    asleep = engine.install(version_b, "asleep")
+    assert "expected the weights to be awake to apply install asleep" in asleep["error"]
+    assert not engine.one("resharder_fingerprint")["ok"]
+
+    engine.wake(WEIGHTS)
+    lost = {path for path, value in weights(engine)[0].items() if value != raw.tensors[0][path]}
+    assert lost == {path for path in raw.tensors[0] if path.endswith("weight")}
+    assert engine.one("resharder_apply", "asleep") | {"nonce": ""} == APPLIED_B
+    engine.wake(KV_CACHE, STAY_PAUSED)
+    assert (engine.one("resharder_describe")["power"], engine.paused) == (Power.AWAKE, True)
+    engine.wake("scheduling")
+    assert not engine.paused
+    assert weights(engine) == raw.tensors
+    assert engine.logprobs(PROMPT) == raw.logprobs
+
+
+def test_a_sleep_at_level_1_costs_no_version_and_no_install(raw: Case, running: Any) -> None:
+    engine, version_b = running
+    assert engine.install(version_b, "before level 1")["ok"]
+    engine.sleep(1)
+    assert engine.one("resharder_describe")["power"] == Power.ASLEEP_1
+    engine.wake(WEIGHTS, KV_CACHE)
+    about = engine.one("resharder_describe")
+    assert (about["version"], about["power"], about["dropped"]) == (2, Power.AWAKE, False)
+    assert weights(engine) == raw.tensors
+    assert engine.logprobs(PROMPT) == raw.logprobs
+
+
+def test_what_was_staged_is_let_go_of_on_order_alone(raw: Case, running: Any) -> None:
+    engine, version_b = running
+    assert engine.one("resharder_stage", "kept", version_b)["ok"]
+    engine.wait_staged("kept", 60)
+    assert engine.one("resharder_unstage", "another")["ok"]
+    assert engine.one("resharder_describe")["staged"] == "kept"
+    assert engine.one("resharder_unstage", "kept")["ok"]
+    assert engine.one("resharder_describe")["staged"] == ""
+    assert "kept is not staged" in engine.one("resharder_apply", "kept")["error"]
 
 
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}

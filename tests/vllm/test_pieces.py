@@ -7,6 +7,8 @@ import torch
 from resharder.client.vllm import install
 from resharder.client.vllm.compat import Host
 from resharder.client.vllm.install import Fault
+from resharder.client.vllm.kept import gaps
+from resharder.converters.layout import Piece, full_box
 
 from tests.support.moe_pieces import moe_pieces
 
@@ -23,3 +25,14 @@ def test_pieces_lie_where_they_belong_and_their_digests_are_the_stores(monkeypat
         assert {p.tensor for p, found in written if found != source.expected[p.tensor, p.box]} == wrong
     assert torch.equal(live["w13"], wanted)
     assert install._read_all(live, pieces, source.specs) == [source.expected[p.tensor, p.box] for p in pieces]
+
+
+def test_what_pieces_leave_out_of_a_tensor_is_found_as_runs_of_elements() -> None:
+    row = full_box((2, 4))
+    rows, columns = [Piece("t", row, "p", offset, (4, 1)) for offset in (16, 0)], [Piece("t", row, "p", 0, (6, 1))]
+    assert gaps(rows, 24) == [(8, 16)]
+    assert gaps(rows, 30) == [(8, 16), (24, 30)]
+    assert gaps(rows[1:], 8) == []
+    assert gaps(columns, 12) == [(0, 12)], "two rows of four in a tensor with rows of six"
+    assert gaps([*columns, Piece("t", full_box((2, 2)), "p", 4, (6, 1))], 12) == []
+    assert gaps([], 5) == [(0, 5)]

@@ -46,6 +46,8 @@ def register() -> None:
         setattr(WorkerBase, method.__name__, method)
     compat.register_model_loader("resharder")(boot.ResharderLoader)
     compat.watch_loading()
+    compat.watch_workers(worker.watch_sleep)
+    compat.let_stay_paused()
 
 
 def endpoint_plugin() -> Any:

@@ -8,16 +8,21 @@ An API server gets the same, and the gate in front of its routes, from the endpo
 """
 
 import asyncio
+import logging
 import time
 from typing import Any
 
 from resharder.client.channel import Channel
 from resharder.client.errors import UsageError, WaitTimeout
 from resharder.client.vllm import compat
-from resharder.client.vllm.control import Control, Lease, Order, Outcome
+from resharder.client.vllm.control import Control
 from resharder.client.vllm.gate import Gate, Position
 from resharder.client.vllm.lease import Identity, LeaseThread
+from resharder.client.vllm.orders import Order, Outcome
+from resharder.client.vllm.power import Power
 from resharder.client.vllm.settings import Settings
+
+logger = logging.getLogger("vllm.resharder.attach")
 
 
 class Handle:
@@ -51,28 +56,42 @@ async def attach(engine: Any, settings: Settings | None = None, *, gate: Gate | 
     daemon need not be there yet. `settings`: by default the environment's. Raises UsageError for an engine that is not supported.
     """
     settings = settings or Settings.from_environment()
-    refuse_unsupported(engine.vllm_config)
-    world_size = engine.vllm_config.parallel_config.world_size_across_dp
-    identity = Identity(settings.server, world_size, address, settings.model, settings.fleet)
+    config = engine.vllm_config
+    refuse_unsupported(config)
+    world_size, passes_kv = config.parallel_config.world_size_across_dp, compat.passes_kv(config)
+    identity = Identity(settings.server, world_size, address, settings.model, settings.fleet, passes_kv)
     gate = gate or Gate(prefer=settings.prefer, hold_seconds=settings.hold_seconds)
-    lease = Lease()
 
     async def carry_out(order: Order) -> Outcome | None:
         return await control.carry_out(order)
 
-    thread = LeaseThread(Channel(settings.endpoint), identity, lease, carry_out, asyncio.get_running_loop())
-    control = Control(engine, gate, lease, thread.reattach, lambda version: f"models/{thread.model}/versions/{version}")
+    def about() -> tuple[Power, int]:
+        return control.state.power, gate.in_flight
+
+    thread = LeaseThread(Channel(settings.endpoint), identity, gate.lease, carry_out, about, asyncio.get_running_loop())
+    control = Control(
+        engine,
+        gate,
+        thread.reattach,
+        lambda version: f"models/{thread.model}/versions/{version}",
+        thread.tell,
+        compat.cannot_sleep(config),
+    )
+    gate.when_empty = thread.tell
+    try:
+        await control.look()
+    except Exception as error:  # whoever leads looks again when it begins to
+        logger.warning("whether the engine sleeps is not known yet: %s", error)
     thread.start()
     return Handle(gate, thread)
 
 
 def refuse_unsupported(config: Any) -> None:
     """Raises UsageError for a vLLM configuration (a VllmConfig) under which an install is not proven to be right."""
-    parallel, transfer = config.parallel_config, config.kv_transfer_config
+    parallel = config.parallel_config
     refused = {
         "external data-parallel load balancing": parallel.data_parallel_external_lb,
         "hybrid data-parallel load balancing": parallel.data_parallel_hybrid_lb,
-        "prefill/decode disaggregation": transfer is not None and transfer.kv_role in ("kv_producer", "kv_consumer"),
     }
     problems = [f"Resharder does not install into servers with {name}" for name, used in refused.items() if used]
     problems += [problem] if (problem := compat.refuse_unsupported(config)) else []

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from resharder.client.vllm import cpu, reach
+from resharder.client.vllm.power import STAY_PAUSED
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -86,6 +87,38 @@ def watch_loading() -> None:
     for loader in (DefaultModelLoader, DummyModelLoader):
         loader.load_weights = _around(loader.load_weights, before=lambda _, model, *args, **kwargs: reach.before_loading(model))
     BaseModelLoader.load_model = _around(BaseModelLoader.load_model, after=reach.after_loading)
+
+
+def watch_workers(made: Callable[[Any], None]) -> None:
+    """Has every worker that is made from now on handed to `made`."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    plain = WorkerBase.__init__
+
+    @functools.wraps(plain)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        made(self)
+
+    WorkerBase.__init__ = watched
+
+
+def let_stay_paused() -> None:
+    """Has the engine core understand STAY_PAUSED among the tags to wake. vLLM's own `wake_up` lets the scheduler go on as soon
+    as nothing sleeps any more (v1/engine/core.py; 0.26, 0.28 and 0.32), and a pause that comes after it may come a step too
+    late. A core that was not told says "Tag … is not in sleeping tags" and wakes nothing."""
+    from vllm.v1.engine.core import EngineCore
+
+    plain = EngineCore.wake_up
+
+    @functools.wraps(plain)
+    def wake_up(self: Any, tags: list[str] | None = None) -> Any:
+        if STAY_PAUSED not in (tags or ()):
+            return plain(self, tags)
+        self.model_executor.wake_up([tag for tag in tags or () if tag != STAY_PAUSED])
+        return not self.model_executor.is_sleeping
+
+    EngineCore.wake_up = wake_up
 
 
 def _around(method: Any, before: Callable[..., None] | None = None, after: Callable[[Any], None] | None = None) -> Any:
@@ -244,6 +277,20 @@ def refuse_unsupported(vllm_config: Any) -> str:
     wrong += [drafter] if (drafter := _foreign_drafter(vllm_config)) else []
     wrong += [front_end] if (front_end := ungated_front_end()) else []
     return f"Resharder does not install into servers with {' and '.join(wrong)}" if wrong else ""
+
+
+def passes_kv(vllm_config: Any) -> bool:
+    """Whether the engine gives KV cache to other engines, or takes theirs: made by one version, read by another, it is a mix."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and transfer.kv_role in ("kv_producer", "kv_consumer", "kv_both")
+
+
+def cannot_sleep(vllm_config: Any) -> str:
+    """Why this engine would only pretend to sleep; empty if it can. The CPU worker always pretends (v1/worker/cpu_worker.py),
+    and may: states and orders are then as they are elsewhere."""
+    if vllm_config.device_config.device_type == "cpu" or vllm_config.model_config.enable_sleep_mode:
+        return ""
+    return "expected an engine with sleep mode: start vLLM with --enable-sleep-mode"
 
 
 def ungated_front_end() -> str:

@@ -1,64 +1,24 @@
-"""The control side's part that talks to the engine: the daemon's orders, carried out one at a time on the engine's event loop.
+"""The control side's part that talks to the engine: carries out orders (orders.py), one at a time, on the engine's event loop.
 
-    order    when                                      what is done
-    LEAD     always                                    this side leads; the workers tell the daemon what they hold
-    STAGE    leads, install not staged before          `resharder_stage` in every worker, which returns at once; the gate stays
-    APPLY    leads, lease alive, not applied before    hold the gate, pause, `resharder_apply`, reset caches; stays paused.
-                                                       What fails in here leaves the gate shut
-    RESUME   lease alive, not open on that version     go on if paused, then open the gate
-    CLOSE    with an install                           hold the gate: another control side is applying it
-             without                                   shut the gate
+An engine that sleeps is paused as well: EngineCore.sleep (v1/engine/core.py; 0.26, 0.28 and 0.32) pauses the scheduler and, above
+level 0, resets its prefix, multimodal and encoder caches and the KV connector. So APPLY with the weights awake and the KV cache
+asleep needs no pause of its own. vLLM would go on by itself when the last tag wakes, with requests that a pause in mode `keep`
+froze or that slipped in before the gate was shut; asked with STAY_PAUSED it does not, and only RESUME lets it.
 
-An order that was carried out before is answered as it was then. STAGE and APPLY are refused by a side that does not lead. On an
-expired lease APPLY and RESUME are not carried out and not answered: the stream is ended instead, and the daemon tells again what
-holds. Nothing here opens the gate or resumes but RESUME.
-
-`decide` is all of that table; `Control` does what it says.
+`is_sleeping` is true of an engine that is merely paused (same file), so what sleeps is asked of the workers.
 """
 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum, IntEnum
-from typing import Any, Literal, Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
 from resharder.client.vllm.gate import Gate, Position
-from resharder.v1 import resources_pb2, server_pb2
+from resharder.client.vllm.orders import Kind, Mode, Order, Outcome, State, Step, decide
+from resharder.client.vllm.power import STAY_PAUSED, WEIGHTS, Power
 
 logger = logging.getLogger("vllm.resharder.control")  # vLLM shows only what is under its own name
-
-Mode = Literal["keep", "wait", "abort"]
-_MODES: dict[int, Mode] = {resources_pb2.KEEP: "keep", resources_pb2.WAIT: "wait", resources_pb2.ABORT: "abort"}
-
-
-class Kind(IntEnum):
-    RENEWED = server_pb2.Order.RENEWED
-    LEAD = server_pb2.Order.LEAD
-    STAGE = server_pb2.Order.STAGE
-    APPLY = server_pb2.Order.APPLY
-    RESUME = server_pb2.Order.RESUME
-    CLOSE = server_pb2.Order.CLOSE
-
-
-@dataclass(frozen=True)
-class Order:
-    kind: Kind
-    install: str = ""
-    version: int = 0
-    mode: Mode = "keep"
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How an order went. `pause_seconds`: from asking for the pause to now, or to the resumption."""
-
-    kind: Kind
-    install: str
-    ok: bool = True
-    error: str = ""
-    pause_seconds: float = 0.0
 
 
 class Engine(Protocol):
@@ -68,116 +28,80 @@ class Engine(Protocol):
     async def pause_generation(self, *, mode: Mode, clear_cache: bool) -> None: ...
     async def resume_generation(self) -> None: ...
     async def is_paused(self) -> bool: ...
+    async def sleep(self, level: int, mode: Mode) -> None: ...
+    async def wake_up(self, tags: list[str]) -> object: ...
+    async def is_sleeping(self) -> bool: ...
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Sequence[Any]: ...
     async def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool: ...
     async def reset_mm_cache(self) -> None: ...
     async def reset_encoder_cache(self) -> None: ...
 
 
-class Lease:
-    """Written by the thread of the stream, read on the event loop; `until` is of the monotonic clock."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self.until = float("-inf")
-
-    def renew(self, until: float) -> None:
-        self.until = max(self.until, until)
-
-    @property
-    def alive(self) -> bool:
-        return self._clock() < self.until
-
-
-@dataclass(frozen=True)
-class State:
-    """What decisions depend on, next to the gate."""
-
-    leads: bool = False
-    paused_at: float | None = None  # when the pause that still holds was asked for
-    staged: Outcome | None = None
-    applied: Outcome | None = None
-    resumed: Outcome | None = None
-
-
-class Step(Enum):
-    LEAD = "lead"
-    STAGE = "stage"
-    APPLY = "apply"
-    RESUME = "resume"
-    HOLD = "hold"
-    SHUT = "shut"
-    REATTACH = "reattach"
-
-
-def decide(state: State, open_on: int | None, alive: bool, order: Order) -> Step | Outcome:
-    """What to do, or the answer if there is nothing to do. `open_on`: the version the gate is open on, None while closed."""
-    match order.kind:
-        case Kind.LEAD:
-            return Step.LEAD
-        case Kind.STAGE | Kind.APPLY if not state.leads:
-            return Outcome(
-                order.kind, order.install, ok=False, error=f"{order.kind.name} came to a control side that does not lead"
-            )
-        case Kind.STAGE:
-            return state.staged if state.staged and state.staged.install == order.install else Step.STAGE
-        case Kind.APPLY if state.applied and state.applied.install == order.install:
-            return state.applied
-        case Kind.APPLY:
-            return Step.APPLY if alive else Step.REATTACH
-        case Kind.RESUME if not alive:
-            return Step.REATTACH
-        case Kind.RESUME if order.version < 1:
-            return Outcome(order.kind, order.install, ok=False, error=f"expected a version to resume on, got {order.version}")
-        case Kind.RESUME:
-            if open_on != order.version or state.paused_at is not None:
-                return Step.RESUME
-            return (
-                state.resumed if state.resumed and state.resumed.install == order.install else Outcome(order.kind, order.install)
-            )
-        case Kind.CLOSE:
-            return Step.HOLD if order.install else Step.SHUT
-    raise ValueError(f"expected an order to carry out, got {order.kind.name}")
+class WorkersFailed(Exception):
+    """The message has every worker's word."""
 
 
 class Control:
-    """Not for concurrent use: one order at a time. `reattach` ends the stream to the daemon; it may be called from the loop."""
+    """Not for concurrent use: one order at a time. `reattach` ends the stream to the daemon; it may be called from the loop.
+    `tell` is called when something changed that the daemon should hear of at once. `cannot_sleep`: why not; empty where it
+    can."""
 
     def __init__(
         self,
         engine: Engine,
         gate: Gate,
-        lease: Lease,
         reattach: Callable[[str], None],
         version_name: Callable[[int], str],
+        tell: Callable[[], None],
+        cannot_sleep: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine, self._gate, self._lease = engine, gate, lease
+        self._engine, self._gate, self._tell = engine, gate, tell
         self._reattach, self._version_name, self._clock = reattach, version_name, clock
-        self.state = State()
+        self.state = State(cannot_sleep=cannot_sleep)
+        self._watch()
 
     async def carry_out(self, order: Order) -> Outcome | None:
         """Never raises but for cancellation; None where nothing is to be reported."""
-        open_on = self._gate.version if self._gate.position is Position.OPEN else None
-        step = decide(self.state, open_on, self._lease.alive, order)
-        if isinstance(step, Outcome):
-            return step
         try:
-            return await self._take(step, order)
+            if self._may_be_mistaken(order):
+                await self.look()
+            open_on = self._gate.version if self._gate.position is Position.OPEN else None
+            step = decide(self.state, open_on, self._gate.lease.alive, order)
+            outcome = step if isinstance(step, Outcome) else await self._take(step, order)
+        except WorkersFailed as error:
+            logger.error("%s of version %d (%s) failed: %s", order.kind.name, order.version, order.install, error)
+            outcome = self._remember(Outcome(order.kind, order.install, False, str(error), self._paused()))
         except Exception as error:
-            logger.exception("%s of version %d (install %s) failed", order.kind.name, order.version, order.install)
-            return self._remember(Outcome(order.kind, order.install, False, f"{type(error).__name__}: {error}", self._paused()))
+            logger.exception("%s of version %d (%s) failed", order.kind.name, order.version, order.install)
+            problem = f"{type(error).__name__}: {error}"
+            outcome = self._remember(Outcome(order.kind, order.install, False, problem, self._paused()))
+        return None if order.kind is Kind.LEAD else outcome
+
+    def _may_be_mistaken(self, order: Order) -> bool:
+        """About how awake the engine is: others may have put it to sleep or woken it, another control side while it led too."""
+        if order.kind is Kind.RESUME:
+            return self.state.power > Power.AWAKE or self.state.dropped
+        return self.state.leads and self.state.paused_at is None and order.kind in (Kind.APPLY, Kind.SLEEP, Kind.WAKE)
+
+    async def look(self) -> None:
+        """Learns how awake the engine is. Raises WorkersFailed, and what vLLM raises."""
+        if self.state.dropped or await self._engine.is_sleeping():
+            self._learn(await self._workers("resharder_describe"))
+        else:
+            self._learn([])
 
     async def _take(self, step: Step, order: Order) -> Outcome | None:
         match step:
             case Step.LEAD:
                 self.state = replace(self.state, leads=True)
-                if problem := await self._workers("resharder_describe"):
-                    logger.error("the workers could not tell the daemon what they hold: %s", problem)
+                self._learn(await self._workers("resharder_describe"))
                 return None
             case Step.STAGE:
-                error = await self._workers("resharder_stage", order.install, self._version_name(order.version))
-                return self._remember(Outcome(order.kind, order.install, not error, error))
+                await self._workers("resharder_stage", order.install, self._version_name(order.version))
+            case Step.UNSTAGE:
+                await self._workers("resharder_unstage", order.install)
+                self.state = replace(self.state, staged=None)
             case Step.APPLY:
                 return await self._apply(order)
             case Step.RESUME:
@@ -186,41 +110,50 @@ class Control:
                 self._gate.hold(order.version, order.reason or "a version is being installed")
             case Step.SHUT:
                 self._gate.shut(order.reason or "the daemon closed the gate")
+            case Step.SLEEP:
+                await self._sleep(order)
+            case Step.WAKE:
+                await self._wake(order.power)
             case Step.REATTACH:
                 self._reattach(f"the lease expired before {order.kind.name}")
                 return None
-        return Outcome(order.kind, order.install)
+        return self._remember(Outcome(order.kind, order.install))
 
     async def _apply(self, order: Order) -> Outcome | None:
         self._gate.hold(order.version, f"version {order.version} is being installed")
         try:
-            if self.state.paused_at is None:
+            if self.state.paused_at is None and self.state.power != Power.WEIGHTS_AWAKE:
                 began = self._clock()
                 await self._engine.pause_generation(mode=order.mode, clear_cache=True)
                 self.state = replace(self.state, paused_at=began)
-            if not self._lease.alive:  # a pause that waits for requests to end can outlive the lease
+            if not self._gate.lease.alive:  # a pause that waits for requests to end can outlive the lease
                 self._reattach("the lease expired while pausing")
                 return None
-            error = await self._workers("resharder_apply", order.install) or await self._reset_caches()
+            await self._workers("resharder_apply", order.install)
+            await self._reset_caches()
         except BaseException:
             self._gate.shut(f"installing version {order.version} failed")
             raise
-        if error:
-            logger.error("installing version %d (install %s) failed: %s", order.version, order.install, error)
-            self._gate.shut(f"installing version {order.version} failed")
-        return self._remember(Outcome(order.kind, order.install, not error, error, self._paused()))
+        self.state = replace(self.state, dropped=False)
+        return self._remember(Outcome(order.kind, order.install, pause_seconds=self._paused()))
 
-    async def _reset_caches(self) -> str:
-        """What the engine did since the pause cleared them (a KV connector's saves, dummy batches of idle replicas) goes here."""
+    async def _reset_caches(self) -> None:
+        """What the engine did since the pause cleared them (a KV connector's saves, dummy batches of idle replicas) goes here.
+        All of it is bookkeeping, which vLLM can reset while the KV cache itself sleeps. Raises WorkersFailed."""
         if not await self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
-            return "expected the prefix cache and its KV connector to be reset, got a refusal by vLLM"
+            raise WorkersFailed("expected the prefix cache and its KV connector to be reset, got a refusal by vLLM")
         await self._engine.reset_mm_cache()
         await self._engine.reset_encoder_cache()
-        return ""
 
     async def _resume(self, order: Order) -> Outcome:
-        # A leader may have taken over from one that paused the engine.
-        if self.state.paused_at is not None or (self.state.leads and await self._engine.is_paused()):
+        # A leader may have taken over from one that paused the engine, or put it to sleep.
+        paused = self.state.paused_at is not None or (self.state.leads and await self._engine.is_paused())
+        if paused and self.state.paused_at is None:
+            await self.look()
+            decided = decide(self.state, None, True, order)
+            if isinstance(decided, Outcome):
+                return decided
+        if paused:
             await self._engine.resume_generation()
         outcome = Outcome(order.kind, order.install, pause_seconds=self._paused())
         self.state = replace(self.state, paused_at=None, resumed=outcome)
@@ -228,11 +161,75 @@ class Control:
         logger.info("serving version %d after a pause of %.3f s", order.version, outcome.pause_seconds)
         return outcome
 
-    async def _workers(self, method: str, *args: Any) -> str:
-        """What went wrong in the workers that answered; empty if nothing did. With data parallelism those of the first engine
-        alone answer, so every worker also reports to the daemon by itself."""
+    # Sleep and wake
+
+    async def _sleep(self, order: Order) -> None:
+        """Raises WorkersFailed where the engine is not so afterwards."""
+        self._gate.shut("an operator put it to sleep")
+        if self.state.power == order.power:
+            return
+        await self._wake(Power.AWAKE)  # vLLM's sleep does nothing while anything sleeps (0.26 and 0.28), or the weights (0.32)
+        await self._engine.sleep(level=order.power.level, mode=order.mode)
+        self.state = replace(self.state, paused_at=None, applied=None, resumed=None)
+        self._expect(self.state.power == order.power, order.power)
+
+    async def _wake(self, power: Power) -> None:
+        """Leaves the engine paused, and the gate where it is. Raises WorkersFailed where the engine is not so afterwards."""
+        tags = [tag for tag in self.state.asleep if tag == WEIGHTS or power == Power.AWAKE]
+        if not tags:
+            return
+        began = self._clock()
+        # Each by its name: where none is named, 0.26 maps the memory of those that are awake a second time.
+        await self._engine.wake_up([*tags, STAY_PAUSED])
+        self._expect(self.state.power <= power, power)
+        if power == Power.AWAKE:
+            self.state = replace(self.state, paused_at=began)
+
+    def _expect(self, holds: bool, power: Power) -> None:
+        """vLLM only logs it where it does not sleep or wake."""
+        if not holds:
+            raise WorkersFailed(f"expected the engine to be {power.name}, it is {self.state.power.name}")
+
+    def _watch(self) -> None:
+        """Has it notice who else puts the engine to sleep or wakes it through this client: vLLM's routes, the program that it is
+        embedded in. Weights that were dropped are not served, whoever dropped them."""
+        sleep, wake_up = self._engine.sleep, self._engine.wake_up
+
+        async def watched_sleep(level: int = 1, mode: Mode = "abort") -> None:
+            if level == 2 and self._gate.position is not Position.SHUT:
+                self._gate.shut("vLLM was put to sleep at level 2, which drops the weights")
+            try:
+                await sleep(level, mode)
+            finally:
+                await self.look()
+
+        async def watched_wake_up(tags: list[str] | None = None) -> object:
+            if self.state.dropped and self.state.asleep and STAY_PAUSED not in (tags or ()):
+                tags = [*(tags or self.state.asleep), STAY_PAUSED]
+            try:
+                return await wake_up(tags)  # type: ignore[arg-type]  # vLLM's own takes None for all
+            finally:
+                await self.look()
+
+        self._engine.sleep, self._engine.wake_up = watched_sleep, watched_wake_up  # type: ignore[method-assign]
+
+    def _learn(self, answers: Sequence[Any]) -> None:
+        """From what workers say of themselves; none: the engine is awake."""
+        before = self.state.power
+        power = Power(max((answer["power"] for answer in answers), default=Power.AWAKE))
+        asleep = {tag for answer in answers for tag in answer["asleep"]}
+        dropped = any(answer["dropped"] for answer in answers) if answers else self.state.dropped
+        self.state = replace(self.state, power=power, asleep=tuple(sorted(asleep)), dropped=dropped)
+        if power != before:
+            self._tell()
+
+    async def _workers(self, method: str, *args: Any) -> Sequence[Any]:
+        """What the workers answered. With data parallelism those of the first engine alone answer, so every worker also reports
+        to the daemon by itself. Raises WorkersFailed."""
         answers = await self._engine.collective_rpc(method, args=args)
-        return "; ".join(problem for answer in answers if (problem := _problem(method, answer)))
+        if problems := [problem for answer in answers if (problem := _problem(method, answer))]:
+            raise WorkersFailed("; ".join(problems))
+        return answers
 
     def _remember(self, outcome: Outcome) -> Outcome:
         match outcome.kind:
@@ -240,18 +237,12 @@ class Control:
                 self.state = replace(self.state, staged=outcome)
             case Kind.APPLY:
                 self.state = replace(self.state, applied=outcome)
+            case Kind.SLEEP | Kind.WAKE:
+                self.state = replace(self.state, changed=outcome)
         return outcome
 
     def _paused(self) -> float:
         return 0.0 if self.state.paused_at is None else self._clock() - self.state.paused_at
-
-
-def order_from_proto(message: server_pb2.Order) -> Order:
-    """Raises ValueError for a kind or pause mode that this release does not know."""
-    mode = _MODES.get(message.pause_mode, "keep") if message.pause_mode in (0, *_MODES) else None
-    if mode is None:
-        raise ValueError(f"expected a pause mode of {sorted(_MODES)}, got {message.pause_mode}")
-    return Order(Kind(message.kind), message.install, message.version, mode, message.reason)
 
 
 def _problem(method: str, answer: Any) -> str:

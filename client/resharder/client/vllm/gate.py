@@ -3,7 +3,7 @@
     OPEN   a confirmed version is served                      requests pass             /health passes
     HELD   a version is being installed                       requests wait             /health passes
     late   HELD for longer than `hold_seconds`                503 at once               503
-    SHUT   nothing confirmed yet, or the weights are torn     503 at once               503
+    SHUT   nothing confirmed, torn, drained or asleep         503 at once               503
 
 An install closes the gate for tens of milliseconds, so requests wait for it instead of being turned away; all that wait are
 answered 503 when the gate becomes late. Requests in flight are vLLM's to keep, finish or abort: the gate judges only their start.
@@ -13,13 +13,18 @@ Every response has the header `X-Resharder-Version`: the version that made it, `
 `none` if no confirmed version did. It is made when the response starts: a streamed answer names the version it started with, and
 its later tokens may be of a later one. What vLLM answers before the gate is asked (401 by --api-key) has no such header.
 
-The gate takes no orders over HTTP. All of it runs on one event loop.
+Where the fleet allows no server without a lease, an open gate is SHUT by itself as soon as the lease ends, and stays so until it
+is opened anew, whether the lease is renewed or not. That is looked up whenever somebody asks where the gate stands, so no timer
+can be late.
+
+The gate takes no orders over HTTP. All of it but `Lease.renew` runs on one event loop.
 """
 
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -49,6 +54,31 @@ UNGATED = frozenset(
     }
 )
 HEALTH = frozenset({"/health", "/ping"})
+LEASE_ENDED = "the lease ended and the fleet allows no server without one"
+
+
+class Lease:
+    """Written by the thread of the stream, read on the event loop; `until` is of the monotonic clock. `strict`: without it the
+    gate may not stand open. `lapses`: how often it ended while it was."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.until = float("-inf")
+        self.strict = False
+        self.lapses = 0
+
+    def renew(self, until: float, *, strict: bool = False) -> None:
+        if self.strict and not self.alive:
+            self.lapses += 1  # before `until`: who sees the lease alive again sees this too
+        self.until, self.strict = max(self.until, until), strict
+
+    @property
+    def alive(self) -> bool:
+        return self._clock() < self.until
+
+    def held_since(self, lapses: int) -> bool:
+        """Whether it lives, and always has since there were so many lapses; always so where it is not strict."""
+        return not self.strict or (self.alive and self.lapses == lapses)
 
 
 class Position(Enum):
@@ -72,17 +102,34 @@ class Refusal:
 class Gate:
     """`prefer`: stand open on vLLM's own weights until the first version comes. `hold_seconds`: how long requests wait."""
 
-    def __init__(self, *, prefer: bool = False, hold_seconds: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self.position = Position.OPEN if prefer else Position.SHUT
+    def __init__(
+        self,
+        *,
+        prefer: bool = False,
+        hold_seconds: float = 30.0,
+        lease: Lease | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._position = Position.OPEN if prefer else Position.SHUT
         self.version = 0  # the last one it was opened on
+        self.in_flight = 0  # requests that were let through and are not answered yet
+        self.when_empty: Callable[[], None] = lambda: None  # the gate is closed, and the last request is answered
+        self.lease = lease or Lease()
+        self._lapses = self.lease.lapses  # when it was opened
         self._reason = "no version is confirmed yet"
         self._hold_seconds, self._clock = hold_seconds, clock
         self._held_at = 0.0
         self._begun = [UNCONFIRMED]  # every version that may have made an answer, in order
         self._changed = asyncio.Event()
 
+    @property
+    def position(self) -> Position:
+        if self._position is Position.OPEN and not self.lease.held_since(self._lapses):
+            self.shut(LEASE_ENDED)
+        return self._position
+
     def open(self, version: int) -> None:
-        self.version = version
+        self.version, self._lapses = version, self.lease.lapses
         self._begin(version)
         self._move(Position.OPEN)
 
@@ -109,6 +156,17 @@ class Gate:
         closed = self.position is Position.SHUT or (self.position is Position.HELD and self._late())
         return Refusal(self._why()) if closed else self.ticket()
 
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Around a request that was let through, from then to the end of its answer."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight and self.position is not Position.OPEN:
+                self.when_empty()
+
     def ticket(self) -> Ticket:
         return Ticket(len(self._begun) - 1)
 
@@ -129,7 +187,7 @@ class Gate:
             self._begun.append(str(version))
 
     def _move(self, position: Position) -> None:
-        self.position = position
+        self._position = position
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -151,17 +209,18 @@ class GateMiddleware:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        admitted = await self._admit(scope)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        asks_nothing = path in UNGATED or scope.get("method") == "OPTIONS"
+        if asks_nothing or path in HEALTH:
+            admitted = self._gate.ticket() if asks_nothing else self._gate.look()
+            counted: AbstractContextManager[None] = nullcontext()
+        else:
+            admitted, counted = await self._gate.enter(), self._gate.answering()
         if isinstance(admitted, Refusal):
             await _refuse(scope, receive, send, admitted)
-        else:
+            return
+        with counted:
             await self._app(scope, receive, self._signed(send, admitted))
-
-    async def _admit(self, scope: Scope) -> Ticket | Refusal:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path in UNGATED or scope.get("method") == "OPTIONS":
-            return self._gate.ticket()
-        return self._gate.look() if path in HEALTH else await self._gate.enter()
 
     def _signed(self, send: Send, ticket: Ticket) -> Send:
         async def signed(message: Message) -> None:

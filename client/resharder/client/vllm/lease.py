@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 import grpc
 from resharder.client.channel import Channel
 from resharder.client.errors import ResharderError
-from resharder.client.vllm.control import Lease, Order, Outcome, order_from_proto
+from resharder.client.vllm.gate import Lease
+from resharder.client.vllm.orders import Order, Outcome, order_from_proto
+from resharder.client.vllm.power import Power
 from resharder.v1 import server_pb2, server_pb2_grpc
 
 logger = logging.getLogger("vllm.resharder.lease")
@@ -35,11 +37,14 @@ class Identity:
     address: str = ""
     model: str = ""  # empty: the daemon's only model
     fleet: str = ""
+    passes_kv: bool = False  # its engine gives KV cache to other servers, or takes theirs
     nonce: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 class LeaseThread:
-    """`carry_out` runs on `loop`, one order at a time. `start` returns at once; the daemon need not be there."""
+    """`carry_out` runs on `loop`, one order at a time. `about` is what every report says of this side, and is asked on the
+    thread: how awake the engine is, and how many requests are being answered. `start` returns at once; the daemon need not be
+    there."""
 
     def __init__(
         self,
@@ -47,10 +52,11 @@ class LeaseThread:
         identity: Identity,
         lease: Lease,
         carry_out: Callable[[Order], Awaitable[Outcome | None]],
+        about: Callable[[], tuple[Power, int]],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._channel, self._identity, self._lease = channel, identity, lease
-        self._carry_out, self._loop = carry_out, loop
+        self._carry_out, self._about, self._loop = carry_out, about, loop
         self.model = identity.model  # as the daemon calls it, once it has answered
         self._stub = server_pb2_grpc.ServerServiceStub(channel.grpc)
         self._one_at_a_time = asyncio.Lock()
@@ -61,6 +67,7 @@ class LeaseThread:
         self._stream = 0  # its number; what belongs to an earlier one has no say any more
         self._call: grpc.Call | None = None
         self._busy = ""  # the install of the order being carried out
+        self._news = False  # there is something to report at once, though no order was carried out
         self._outcomes: deque[Outcome] = deque()
         self._sent_at: deque[float] = deque()  # of reports that were not answered by RENEWED yet
         self._lease_seconds = FIRST_LEASE_SECONDS
@@ -83,6 +90,12 @@ class LeaseThread:
         if call is not None:
             logger.info("ending the stream to the daemon: %s", reason)
             call.cancel()
+
+    def tell(self) -> None:
+        """Has a report sent at once."""
+        with self._moved:
+            self._news = True
+            self._moved.notify_all()
 
     # On the thread
 
@@ -155,25 +168,28 @@ class LeaseThread:
             message = server_pb2.ControlReport() if outcome is None else _outcome_to_proto(outcome)
 
     def _next_outcome(self, number: int, last: float) -> Outcome | None:
-        """None when it is time for a renewal, or the stream has ended."""
-        while not self._outcomes and self._stream == number:
+        """None when it is time for a renewal, there is other news, or the stream has ended."""
+        while not self._outcomes and not self._news and self._stream == number:
             # Looked at anew after each wake-up: the first answer says how long leases are.
             if (left := last + self._lease_seconds / 3 - time.monotonic()) <= 0:
                 return None
             self._moved.wait(left)
-        return self._outcomes.popleft() if self._stream == number else None
+        self._news = False
+        return self._outcomes.popleft() if self._outcomes and self._stream == number else None
 
     def _report(self, message: server_pb2.ControlReport) -> server_pb2.ControlReport:
         identity = self._identity
         message.server, message.control = identity.server, identity.nonce
-        message.world_size, message.address = identity.world_size, identity.address
+        message.world_size, message.address, message.passes_kv = identity.world_size, identity.address, identity.passes_kv
+        power, message.in_flight = self._about()
+        message.power = power.value
         with self._moved:
             self._sent_at.append(time.monotonic())
         return message
 
     def _take(self, number: int, message: server_pb2.Order) -> None:
         if message.kind == server_pb2.Order.RENEWED:
-            self._renewed(message.lease_seconds)
+            self._renewed(message.lease_seconds, strict=message.strict_lease)
             return
         try:
             order = order_from_proto(message)
@@ -183,14 +199,14 @@ class LeaseThread:
         if not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._in_turn(number, order), self._loop)
 
-    def _renewed(self, lease_seconds: float) -> None:
+    def _renewed(self, lease_seconds: float, *, strict: bool) -> None:
         with self._moved:
             self._lease_seconds = lease_seconds or self._lease_seconds
             # Counted from when the report left: an answer may lie in a buffer for long if this process was stopped.
             since = self._sent_at.popleft() if self._sent_at else None
             self._moved.notify_all()
         if since is not None:
-            self._lease.renew(since + self._lease_seconds)
+            self._lease.renew(since + self._lease_seconds, strict=strict)
 
     # On the loop
 

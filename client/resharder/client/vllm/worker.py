@@ -4,6 +4,8 @@ The methods never raise and return plain dicts: an exception in one worker of se
 issue 49972). A worker's reports go to the daemon from a thread of its own, over a channel made after vLLM's forks.
 """
 
+import functools
+import logging
 import threading
 import time
 import uuid
@@ -15,16 +17,19 @@ from weakref import WeakKeyDictionary
 import torch
 from resharder.client.channel import Channel
 from resharder.client.errors import NotFound, ResharderError
-from resharder.client.vllm import compat, install, reach, recorder
+from resharder.client.vllm import compat, install, kept, reach, recorder
 from resharder.client.vllm.compat import Host
 from resharder.client.vllm.install import Installed, InstallError
+from resharder.client.vllm.kept import Kept
 from resharder.client.vllm.parts import DRAFTER, MODEL, Models, Part, needs, shared_modules
+from resharder.client.vllm.power import WEIGHTS, Slumber
 from resharder.client.vllm.settings import Settings
 from resharder.client.vllm.source import Manifest, Source, Stager, get_manifest
 from resharder.converters.errors import ConversionError
 from resharder.converters.layout import ITEM_SIZES, box_size
 from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
 
+logger = logging.getLogger("vllm.resharder.worker")
 PROCESS = uuid.uuid4().hex
 _REPORT_SECONDS = 2.0  # a daemon that came back hears of this worker after at most so long
 _RPC_PATIENCE = 5.0  # inside an RPC the engine waits
@@ -65,6 +70,12 @@ class Reporter:
                 self._thread.start()
         self._wake.set()
 
+    def say_what_it_holds(self) -> None:
+        """And no more of what it had staged."""
+        with self._lock:
+            self._latest = self._holding
+        self._wake.set()
+
     def _run(self) -> None:
         stub = server_pb2_grpc.ServerServiceStub(self._channel.grpc)
         while True:
@@ -86,9 +97,7 @@ class Reporter:
             claim(self._channel, self._settings, boot=False, patience=0)
         except ResharderError:
             return
-        with self._lock:
-            self._latest = self._holding
-        self._wake.set()
+        self.say_what_it_holds()
 
 
 @dataclass
@@ -113,6 +122,9 @@ class Agent:
         self.version = 0
         self.fingerprint = ""  # of that version
         self.installed: Installed | None = None
+        self.slumber = Slumber()
+        self.dropped = False  # a sleep took the weights, and no version came since
+        self._kept: Kept | None = None
         self._applied = ""
         self._staged: _Staged | None = None
         self._lock = threading.Lock()
@@ -134,6 +146,9 @@ class Agent:
             "staged": staged,
             "transport": self.stager.transport if self.stager else "",
             "recorded": bool(self.needed_bytes),
+            "power": int(self.slumber.power),
+            "asleep": sorted(self.slumber.tags),
+            "dropped": self.dropped,
             "needed_bytes": self.needed_bytes,
             "boxed_bytes": self.installed.boxed_bytes if self.installed else 0,
             "proven": self.installed.proven if self.installed else 0,
@@ -161,6 +176,13 @@ class Agent:
         threading.Thread(target=self._stage, args=work, name="resharder-stage", daemon=True).start()
         return {}
 
+    def unstage(self, install_id: str) -> dict[str, Any]:
+        with self._lock:
+            if self._staged is not None and self._staged.install == install_id:
+                self._drop()
+                self.reporter.say_what_it_holds()
+        return {}
+
     def part(self, name: str) -> Part:
         return self.parts.setdefault(name, Part(name, compat.model_config(self.host.vllm_config, drafter=name == DRAFTER)))
 
@@ -171,6 +193,7 @@ class Agent:
             part = self.part(name)
             part.share(shared_modules(models, name))
             if part.recording is None:
+                self.need_weights("record how versions get into them")
                 manifest = manifest or get_manifest(self.channel, version)
                 with compat.calling_vllm(self.host), compat.format_of_load(model):
                     recording = recorder.record(model, manifest.specs, compat.original_loader)
@@ -203,7 +226,7 @@ class Agent:
                 source.close()
                 return
             staged.source = source
-        self._report(resources_pb2.Worker.STAGED, install=staged.install, version=manifest.number, staged=staged)
+            self._report(resources_pb2.Worker.STAGED, install=staged.install, version=manifest.number, staged=staged)
 
     def _check(self, manifest: Manifest) -> None:
         for part in self.parts.values():
@@ -215,6 +238,7 @@ class Agent:
     def apply(self, models: Models, install_id: str) -> dict[str, Any]:
         if self._applied == install_id:
             return {"version": self.version}
+        self.need_weights(f"apply install {install_id}")
         with self._lock:
             staged = self._staged
         if staged is None or staged.install != install_id or staged.source is None:
@@ -227,6 +251,7 @@ class Agent:
                 self._drop()
         manifest = staged.source.manifest
         self.version, self.fingerprint, self._applied = manifest.number, manifest.fingerprint, install_id
+        self.dropped = False
         self._report(resources_pb2.Worker.APPLIED, install=install_id, version=self.version, staged=staged, holds=True)
         return {"version": self.version}
 
@@ -248,6 +273,30 @@ class Agent:
     def failed(self, install_id: str, error: str) -> None:
         """An apply that failed is said until one succeeds: what lies in memory may be a mix, unless nothing was begun."""
         self._report(resources_pb2.Worker.FAILED, install=install_id, error=error, holds=self.version == 0)
+
+    # Sleep and wake
+
+    def need_weights(self, what: str) -> None:
+        """Raises InstallError while they sleep: on a GPU, to touch them ends the process (vLLM issue 57853)."""
+        if WEIGHTS in self.slumber.tags:
+            raise InstallError(f"expected the weights to be awake to {what}, they sleep at level {self.slumber.level}")
+
+    def fall_asleep(self, models: Models, level: int) -> None:
+        """Before vLLM drops anything: who asks hears that this worker holds nothing."""
+        if level != 2 or WEIGHTS in self.slumber.tags:
+            return
+        self.version, self.fingerprint, self._applied, self.installed = 0, "", "", None
+        self.dropped = True
+        self._report(resources_pb2.Worker.EMPTY, holds=True)
+        self._kept = kept.keep(self.host.device, models, self.parts)
+        logger.info("kept %d bytes on the host that no version brings back", self._kept.size_bytes)
+
+    def woke(self, tags: list[str] | None) -> None:
+        """After vLLM gave memory back."""
+        self.slumber.end(tags)
+        if WEIGHTS not in self.slumber.tags and self._kept is not None:
+            self._kept.put_back()
+            self._kept = None
 
     def booted(self, manifest: Manifest, installed: Installed, stage_seconds: float) -> None:
         """Said of the model, and again of its drafter."""
@@ -319,6 +368,11 @@ def resharder_stage(self: Any, install_id: str, version: str) -> dict[str, Any]:
     return _answer(self, act)
 
 
+def resharder_unstage(self: Any, install_id: str) -> dict[str, Any]:
+    """Lets go of what was staged, or is being staged, for this install."""
+    return _answer(self, lambda agent, models: agent.unstage(install_id))
+
+
 def resharder_apply(self: Any, install_id: str) -> dict[str, Any]:
     """Installs what was staged and proves it. The engine must be paused."""
 
@@ -336,6 +390,7 @@ def resharder_fingerprint(self: Any) -> dict[str, Any]:
     """Of every tensor that the model and its drafter read when they run: parameters, buffers, and what loading made of them."""
 
     def act(agent: Agent, models: Models) -> dict[str, Any]:
+        agent.need_weights("read them")
         tensors: dict[str, int] = {}
         for name, model in models.items():
             notes = reach.NOTES.get(model)
@@ -347,4 +402,26 @@ def resharder_fingerprint(self: Any) -> dict[str, Any]:
     return _answer(self, act)
 
 
-METHODS = (resharder_describe, resharder_stage, resharder_apply, resharder_fingerprint)
+METHODS = (resharder_describe, resharder_stage, resharder_unstage, resharder_apply, resharder_fingerprint)
+
+
+def watch_sleep(worker: Any) -> None:
+    """Has a worker's agent know of its sleep, whoever asks for it: the control side, vLLM's own route, the program around it."""
+    if not hasattr(worker, "sleep"):  # WorkerBase itself has none
+        return
+    plain_sleep, plain_wake_up = worker.sleep, worker.wake_up
+
+    @functools.wraps(plain_sleep)
+    def sleep(level: int = 1) -> None:
+        agent, models = agent_of(worker)
+        agent.fall_asleep(models, level)
+        plain_sleep(level)
+        agent.slumber.begin(level)
+
+    @functools.wraps(plain_wake_up)
+    def wake_up(tags: list[str] | None = None) -> None:
+        agent, _ = agent_of(worker)
+        plain_wake_up(tags)
+        agent.woke(tags)
+
+    worker.sleep, worker.wake_up = sleep, wake_up
