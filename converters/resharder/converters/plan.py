@@ -53,7 +53,13 @@ class Plan(Generic[Source, Target]):
     @property
     def sizes(self) -> Ints:
         """Bytes of each copy."""
-        found: Ints = self.boxes.volume * _item_sizes(self.targets)[self.targets.tensor[self.want]]
+        found: Ints = self.boxes.volume * self.item_sizes
+        return found
+
+    @property
+    def item_sizes(self) -> Ints:
+        """Bytes of an element of each copy."""
+        found: Ints = _item_sizes(self.targets)[self.targets.tensor[self.want]]
         return found
 
     @property
@@ -66,9 +72,18 @@ class Plan(Generic[Source, Target]):
         """Bytes that each target receives."""
         return _total(self.targets.process[self.want], self.sizes, len(self.targets.processes))
 
+    @property
+    def source_views(self) -> tuple[Ints, Ints]:
+        """Offset and strides, in elements, of each copy's box in its source's local tensor."""
+        return _views(self.sources, self.have, self.boxes)
+
+    @property
+    def target_views(self) -> tuple[Ints, Ints]:
+        """The same in its target's."""
+        return _views(self.targets, self.want, self.boxes)
+
     def copies(self) -> Iterator[Copy[Source, Target]]:
-        source_offsets, source_strides = _views(self.sources, self.have, self.boxes)
-        target_offsets, target_strides = _views(self.targets, self.want, self.boxes)
+        (source_offsets, source_strides), (target_offsets, target_strides) = self.source_views, self.target_views
         for i, (have, want) in enumerate(zip(self.have.tolist(), self.want.tolist(), strict=True)):
             n = self.targets.dimensions(want)
             box = self.boxes.box(i, n)

@@ -1,0 +1,81 @@
+"""The copies of a plan as bytes: what each process has to know of them, in arrays that travel as they are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from resharder.converters.packed import Ints
+from resharder.converters.plan import Plan
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copy `i` takes `counts[i]` elements of `item[i]` bytes from local tensor `source_locals[source_local[i]]` of rank
+    `source[i]` to one of rank `target[i]`; `plus[i]` is added to them on the way. Offsets and strides are bytes."""
+
+    source_locals: tuple[str, ...]
+    target_locals: tuple[str, ...]
+    source: Ints
+    target: Ints
+    source_local: Ints
+    target_local: Ints
+    source_offset: Ints
+    target_offset: Ints
+    counts: Ints  # (copies, dimensions)
+    source_strides: Ints
+    target_strides: Ints
+    item: Ints
+    plus: npt.NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def take(self, which: Any) -> "Copies":
+        arrays = {f.name: getattr(self, f.name)[which] for f in fields(self) if f.name not in ("source_locals", "target_locals")}
+        return replace(self, **arrays)
+
+    def of(self, rank: int) -> "Copies":
+        """Those that `rank` sends or receives: all that it needs for its schedule."""
+        return self.take((self.source == rank) | (self.target == rank))
+
+    @property
+    def sizes(self) -> Ints:
+        """Bytes of each."""
+        found: Ints = self.counts.prod(axis=1) * self.item
+        return found
+
+    @property
+    def most_peers(self) -> int:
+        """The most others that one rank exchanges something with, counted twice where it does both."""
+        pairs = np.unique(np.column_stack([self.source, self.target]), axis=0)
+        pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+        return int(np.bincount(pairs.reshape(-1)).max()) if len(pairs) else 0
+
+
+def copies_of(
+    plan: Plan[Any, Any], source_ranks: Sequence[int] | None = None, target_ranks: Sequence[int] | None = None
+) -> Copies:
+    """All of a plan. By default its sources are the first ranks of the group and its targets the next ones; a process that is
+    both has the same rank in both lists."""
+    sources, targets, item = plan.sources, plan.targets, plan.item_sizes
+    senders = np.asarray(range(len(sources.processes)) if source_ranks is None else source_ranks, np.int64)
+    first = len(sources.processes)
+    receivers = np.asarray(range(first, first + len(targets.processes)) if target_ranks is None else target_ranks, np.int64)
+    (source_offset, source_strides), (target_offset, target_strides) = plan.source_views, plan.target_views
+    return Copies(
+        sources.locals,
+        targets.locals,
+        senders[sources.process[plan.have]],
+        receivers[targets.process[plan.want]],
+        sources.local[plan.have],
+        targets.local[plan.want],
+        source_offset * item,
+        target_offset * item,
+        plan.boxes.count,
+        source_strides * item[:, None],
+        target_strides * item[:, None],
+        item,
+        sources.plus[plan.have] - targets.plus[plan.want],
+    )

@@ -1,0 +1,68 @@
+"""Streams of a GPU by what they do, and what their work takes. On a CPU the same calls order nothing: there one thing follows the
+other."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Mark = Any  # a torch.cuda.Event, None on a CPU
+
+
+class Lane:
+    """A stream, or none. Its work comes after what was begun on the current stream when it was made ready by `begin`."""
+
+    def __init__(self, device: torch.device, first: bool = False) -> None:
+        """`first`: its kernels are started before those of other lanes."""
+        self._stream: Any = _stream(device, first) if device.type == "cuda" else None
+        self._spans: list[tuple[Any, Any]] = []
+        self._seconds = 0.0
+
+    def begin(self) -> None:
+        self._spans, self._seconds = [], 0.0
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """What is begun inside goes to this lane and counts as its work."""
+        if self._stream is None:
+            started = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._seconds += time.perf_counter() - started
+            return
+        with torch.cuda.stream(self._stream):
+            before = self.mark()
+            yield
+            self._spans.append((before, self.mark()))
+
+    def mark(self) -> Mark:
+        """The point that this lane has come to."""
+        if self._stream is None:
+            return None
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call,unused-ignore]
+        event.record(self._stream)
+        return event
+
+    def after(self, mark: Mark) -> None:
+        """What this lane gets to do from now on comes after `mark`."""
+        if self._stream is not None and mark is not None:
+            self._stream.wait_event(mark)
+
+    def drain(self) -> None:
+        """Waits until it has nothing to do."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    @property
+    def seconds(self) -> float:
+        """Of work since `begin`; after `drain`."""
+        return self._seconds + float(sum(a.elapsed_time(b) for a, b in self._spans)) / 1000
+
+
+def _stream(device: torch.device, first: bool) -> Any:
+    return torch.cuda.Stream(device, priority=-1 if first else 0)  # type: ignore[no-untyped-call,unused-ignore]

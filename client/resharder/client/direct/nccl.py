@@ -1,0 +1,192 @@
+"""A communicator of our own, by NCCL's C interface (nccl.h, 2.18 and later), from the library that torch has loaded.
+
+It never blocks: what takes time is asked for again and again until a deadline, and then aborted. So no thread hangs in it, no
+other thread is needed to free one, and no watchdog knows of it.
+"""
+
+import ctypes
+import datetime
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from resharder.client.direct.group import DirectFailed, Part
+from resharder.client.direct.lanes import Lane
+
+_SUCCESS, _IN_PROGRESS = 0, 7
+_UINT8 = 1
+_UNDEFINED = -(2**31)
+_NAP = 50e-6  # seconds
+_CLOSING = 5.0
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_byte * 128),)
+
+
+class _Config(ctypes.Structure):
+    """As of 2.17; later libraries fill in what came later."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cga_cluster_size", ctypes.c_int),
+        ("min_ctas", ctypes.c_int),
+        ("max_ctas", ctypes.c_int),
+        ("net_name", ctypes.c_char_p),
+        ("split_share", ctypes.c_int),
+    )
+
+
+_ARGUMENTS: dict[str, list[Any]] = {
+    "ncclGetUniqueId": [ctypes.POINTER(_UniqueId)],
+    "ncclCommInitRankConfig": [
+        ctypes.POINTER(ctypes.c_void_p),
+        ctypes.c_int,
+        _UniqueId,
+        ctypes.c_int,
+        ctypes.POINTER(_Config),
+    ],
+    "ncclGroupStart": [],
+    "ncclGroupEnd": [],
+    "ncclSend": [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p],
+    "ncclRecv": [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p],
+    "ncclCommGetAsyncError": [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)],
+    "ncclCommFinalize": [ctypes.c_void_p],
+    "ncclCommDestroy": [ctypes.c_void_p],
+    "ncclCommAbort": [ctypes.c_void_p],
+}
+
+
+@lru_cache(maxsize=1)
+def _library() -> Any:
+    """Raises DirectFailed where there is none."""
+    try:
+        library = ctypes.CDLL("libnccl.so.2")
+    except OSError as error:
+        raise DirectFailed(f"expected NCCL beside torch {torch.__version__}: {error}") from error
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, ctypes.c_int
+    for name, arguments in (("ncclGetErrorString", [ctypes.c_int]), ("ncclGetLastError", [ctypes.c_void_p])):
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, ctypes.c_char_p
+    return library
+
+
+class NcclGroup:
+    """`size` processes with a GPU each."""
+
+    def __init__(self, store: Any, rank: int, size: int, device: torch.device, timeout: float) -> None:
+        self.rank, self.size, self._device, self._why = rank, size, device, ""
+        self._nccl, self._communicator = _library(), ctypes.c_void_p()
+        deadline = time.monotonic() + timeout
+        name = _UniqueId()
+        if rank == 0:
+            self._called("ncclGetUniqueId", ctypes.byref(name))
+            store.set("id", bytes(name))
+        else:
+            try:
+                store.wait(["id"], datetime.timedelta(seconds=timeout))
+            except RuntimeError as error:
+                raise DirectFailed(f"expected {size} processes to meet within {timeout:g} s: {error}") from error
+            ctypes.memmove(ctypes.byref(name), store.get("id"), ctypes.sizeof(name))
+        config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21700, 0, *([_UNDEFINED] * 3), None, _UNDEFINED)
+        with torch.cuda.device(device):
+            made = (ctypes.byref(self._communicator), size, name, rank, ctypes.byref(config))
+            self._called("ncclCommInitRankConfig", *made)
+            self._settle(deadline, f"expected {size} processes to meet within {timeout:g} s")
+
+    def post(self, sends: Sequence[Part], receives: Sequence[Part], deadline: float) -> "_Recorded":
+        self.check()
+        stream = torch.cuda.current_stream(self._device)
+        if sends or receives:
+            with torch.cuda.device(self._device):
+                self._called("ncclGroupStart")
+                for function, parts in (("ncclSend", sends), ("ncclRecv", receives)):
+                    for peer, memory in parts:
+                        where = (memory.data_ptr(), memory.numel(), _UINT8, peer)
+                        self._called(function, *where, self._communicator, stream.cuda_stream)
+                self._called("ncclGroupEnd")
+                self._settle(deadline, f"rank {self.rank}: the messages could not be begun in time")
+        return _Recorded(self, stream)
+
+    def _called(self, name: str, *arguments: Any) -> None:
+        found = getattr(self._nccl, name)(*arguments)
+        if found not in (_SUCCESS, _IN_PROGRESS):
+            raise self._failed(name, found)
+
+    def _failed(self, what: str, code: int) -> DirectFailed:
+        said = (self._nccl.ncclGetErrorString(code), self._nccl.ncclGetLastError(self._communicator))
+        words = ", ".join(text.decode(errors="replace") for text in said if text)
+        return self.fail(f"rank {self.rank}: NCCL ({what}): {words}")
+
+    def fail(self, why: str) -> DirectFailed:
+        """Ends what is on its way, kernels too."""
+        self._why = self._why or why
+        self._free(aborting=True)
+        return DirectFailed(self._why, torn=True)
+
+    def check(self) -> None:
+        if not self._communicator:
+            raise DirectFailed(self._why or "the group is closed")
+        state = self._state()
+        if self._why or state not in (_SUCCESS, _IN_PROGRESS):
+            raise self.fail(self._why) if self._why else self._failed("a member", state)
+
+    def _state(self) -> int:
+        state = ctypes.c_int(_SUCCESS)
+        self._nccl.ncclCommGetAsyncError(self._communicator, ctypes.byref(state))
+        return state.value
+
+    def _settle(self, deadline: float, late: str) -> None:
+        while self._state() == _IN_PROGRESS:
+            if time.monotonic() > deadline:
+                raise self.fail(late)
+            if self._why:
+                raise self.fail(self._why)
+            time.sleep(_NAP)
+        self.check()
+
+    def abort(self, why: str) -> None:
+        self._why = self._why or why  # whoever waits asks for it all the time
+
+    def close(self) -> None:
+        self._free(aborting=bool(self._why))
+
+    def _free(self, aborting: bool) -> None:
+        communicator, self._communicator = self._communicator, ctypes.c_void_p()
+        if not communicator:
+            return
+        self._why = self._why or "the group is closed"
+        with torch.cuda.device(self._device):
+            if not aborting and self._nccl.ncclCommFinalize(communicator) in (_SUCCESS, _IN_PROGRESS):
+                state, deadline = ctypes.c_int(_IN_PROGRESS), time.monotonic() + _CLOSING
+                while state.value == _IN_PROGRESS and time.monotonic() < deadline:
+                    self._nccl.ncclCommGetAsyncError(communicator, ctypes.byref(state))
+                    time.sleep(_NAP)
+                if state.value == _SUCCESS:
+                    self._nccl.ncclCommDestroy(communicator)
+                    return
+            self._nccl.ncclCommAbort(communicator)
+
+
+class _Recorded:
+    def __init__(self, group: NcclGroup, stream: torch.cuda.Stream) -> None:
+        self._group = group
+        self._event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call,unused-ignore]
+        self._event.record(stream)
+
+    def wait(self, deadline: float) -> None:
+        while not self._event.query():
+            self._group.check()
+            if time.monotonic() > deadline:
+                raise self._group.fail(f"rank {self._group.rank}: the messages did not arrive in time")
+            time.sleep(_NAP)
+
+    def come_before(self, lane: Lane, deadline: float) -> None:
+        lane.after(self._event)

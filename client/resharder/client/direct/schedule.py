@@ -1,0 +1,347 @@
+"""Who sends which bytes when: what one process does for one version, made of its copies once and used for every version.
+
+Each pair of processes takes its bytes apart the same way, from the copies alone. Runs of `direct_bytes` or more go from memory
+to memory; what is a run on one side alone is packed or unpacked on the other; the rest is both. Round 0 is all that nobody packs,
+so that the wire is busy from the start; in each round after it a pair moves at most `quota` bytes through slots of buckets. While
+one round is on the wire the next is packed and the last unpacked, hence two slots on each side.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from resharder.client.direct.copies import Copies
+from resharder.client.direct.tiles import TILE, Shape, Tiles, shape_of, tiles_of
+from resharder.converters.layout import View
+from resharder.converters.packed import Ints
+
+ALIGN = 256  # bytes; where a peer's part of a slot begins
+DIRECT_BYTES = 16 << 20
+SLOTS = 2
+Number = TypeVar("Number", int, Ints)
+_MEMORY, _PACKED, _UNPACKED, _BOTH = range(4)
+
+
+class Message(NamedTuple):
+    """`size` bytes from byte `source_at` of `source` to byte `target_at` of `target`: a local tensor's number, or -1 for the
+    pair's part of a slot. Both sides list their pair's messages alike."""
+
+    round: int
+    source: int
+    source_at: int
+    target: int
+    target_at: int
+    size: int
+
+
+class Moves(NamedTuple):
+    """Tiles of a round that are packed, unpacked or copied: from byte `source_at` of `source` to byte `target_at` of `target`: a
+    local tensor's number, -1 for the slot, -2 for the buffer of what was made ready."""
+
+    round: Ints
+    source: Ints
+    source_at: Ints
+    source_stride: Ints
+    target: Ints
+    target_at: Ints
+    target_stride: Ints
+    rows: Ints
+    width: Ints
+
+
+class Post(NamedTuple):
+    """A message as one side sees it: `size` bytes at `at` of local tensor `local`, or of the slot where that is -1."""
+
+    peer: int
+    local: int
+    at: int
+    size: int
+
+
+class Round(NamedTuple):
+    sends: tuple[Post, ...]
+    receives: tuple[Post, ...]
+
+
+class Ready(NamedTuple):
+    """Before sending: the elements of `view` of source `local`, with `plus` added, go to byte `at` of a buffer."""
+
+    local: int
+    view: View
+    plus: float
+    at: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What rank `rank` does. `packs` and `unpacks` are sorted by round. Sizes are bytes: `pack_slot` and `unpack_slot` exist
+    `SLOTS` times each where there are rounds enough, `ready_size` once."""
+
+    rank: int
+    source_locals: tuple[str, ...]
+    target_locals: tuple[str, ...]
+    rounds: tuple[Round, ...]
+    packs: Moves
+    unpacks: Moves
+    local: Moves
+    ready: tuple[Ready, ...]
+    pack_slot: int
+    unpack_slot: int
+    ready_size: int
+
+    @property
+    def staging(self) -> int:
+        """Bytes of memory beyond the parameters."""
+        return SLOTS * (self.pack_slot + self.unpack_slot) + self.ready_size
+
+    @property
+    def messages(self) -> int:
+        return sum(len(r.sends) + len(r.receives) for r in self.rounds)
+
+    @property
+    def sent(self) -> int:
+        return sum(post.size for r in self.rounds for post in r.sends)
+
+    @property
+    def received(self) -> int:
+        return sum(post.size for r in self.rounds for post in r.receives)
+
+
+def quota_of(copies: Copies, staging_bytes: int) -> int:
+    """Bytes that each pair may move through a slot, of all copies of a plan, so that no process needs more than `staging_bytes`.
+
+    Raises ValueError where that is too little to work with.
+    """
+    ready = np.bincount(copies.source, np.where(copies.plus != 0, _up(copies.sizes, ALIGN), 0)).max(initial=0)
+    quota = (staging_bytes - int(ready)) // (SLOTS * max(1, copies.most_peers)) // ALIGN * ALIGN
+    if quota < (needed := _up(2 * (TILE + ALIGN), ALIGN)):
+        least = SLOTS * max(1, copies.most_peers) * needed + int(ready)
+        raise ValueError(f"expected at least {least} bytes for packing and unpacking, got {staging_bytes}")
+    return quota
+
+
+def schedule(copies: Copies, rank: int, quota: int, direct_bytes: int = DIRECT_BYTES) -> Schedule:
+    """`copies` may be all of a plan or `rank`'s own; every process needs the same `quota` and `direct_bytes`."""
+    copies = copies.of(rank)
+    pairs = sorted({*zip(copies.source.tolist(), copies.target.tolist(), strict=True)})
+    ready, ready_at = _ready(copies, rank)
+    rounds: dict[int, tuple[list[Post], list[Post]]] = {}
+    packed: list[Moves] = []
+    unpacked: list[Moves] = []
+    within: list[Moves] = []
+    used: tuple[dict[int, int], dict[int, int]] = ({}, {})  # bytes of each round's slot, packing and unpacking
+    for source, target in pairs:
+        which = np.flatnonzero((copies.source == source) & (copies.target == target))
+        mine = copies.take(which)
+        if source == target:
+            tiles = tiles_of(shape_of(mine), np.where(mine.plus != 0, ready_at[which], mine.source_offset), mine.target_offset)
+            within.append(_within(mine, tiles))
+            continue
+        pair = _pair(mine, quota, direct_bytes)
+        sends = source == rank
+        slot = used[0] if sends else used[1]
+        base = {k: slot.get(k, 0) for k in range(1, pair.rounds)}
+        for message in pair.messages:
+            local, at = message[1:3] if sends else message[3:5]
+            at += base[message.round] if local < 0 else 0
+            posts = rounds.setdefault(message.round, ([], []))[0 if sends else 1]
+            posts.append(Post(target if sends else source, local, at, message.size))
+        moves = _moves(mine, pair, base, ready_at[which], sends)
+        (packed if sends else unpacked).append(moves)
+        for k, size in enumerate(pair.packed if sends else pair.unpacked):
+            slot[k] = _up(slot.get(k, 0) + size, ALIGN)
+    empty: tuple[list[Post], list[Post]] = ([], [])
+    return Schedule(
+        rank,
+        copies.source_locals,
+        copies.target_locals,
+        tuple(Round(*(tuple(posts) for posts in rounds.get(k, empty))) for k in range(max(rounds, default=-1) + 1)),
+        _joined(packed),
+        _joined(unpacked),
+        _joined(within),
+        ready,
+        max(used[0].values(), default=0),
+        max(used[1].values(), default=0),
+        int(_up(copies.sizes, ALIGN)[(copies.plus != 0) & (copies.source == rank)].sum()),
+    )
+
+
+def _ready(copies: Copies, rank: int) -> tuple[tuple[Ready, ...], Ints]:
+    """Also: where in that buffer each copy begins."""
+    mine = (copies.plus != 0) & (copies.source == rank)
+    sizes = np.where(mine, _up(copies.sizes, ALIGN), 0)
+    at = np.cumsum(sizes) - sizes
+    ready = [
+        Ready(
+            int(copies.source_local[i]),
+            View(
+                tuple(copies.counts[i].tolist()),
+                tuple((copies.source_strides[i] // copies.item[i]).tolist()),
+                int(copies.source_offset[i] // copies.item[i]),
+            ),
+            float(copies.plus[i]),
+            int(at[i]),
+        )
+        for i in np.flatnonzero(mine)
+    ]
+    return tuple(ready), at
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """What a pair exchanges. Tile `i` is of round `round[i]` and lies at `packed_at[i]` and `unpacked_at[i]` of the pair's part
+    of its slot there, -1 where it is not packed or not unpacked; `packed[k]` and `unpacked[k]` are the sizes of those parts."""
+
+    rounds: int
+    messages: tuple[Message, ...]
+    tiles: Tiles
+    round: Ints
+    packed_at: Ints
+    unpacked_at: Ints
+    packed: tuple[int, ...]
+    unpacked: tuple[int, ...]
+
+
+def _pair(copies: Copies, quota: int, direct_bytes: int) -> _Pair:
+    shape = shape_of(copies)
+    kind, run, order = _kinds(copies, shape, direct_bytes)
+    sizes = shape.sizes
+    messages = _from_memory_to_memory(copies, sizes, run, order[kind[order] == _MEMORY])
+    order = order[kind[order] != _MEMORY]  # the rest, run by run
+    kind, run, sizes = kind[order], run[order], sizes[order]
+    begins = np.ones(len(order), bool)
+    begins[1:] = (run[1:] != run[:-1]) | (kind[1:] == _BOTH)
+    at = _stream(sizes, begins)
+    where = (_stream(np.where(kind != _UNPACKED, sizes, 0), begins), _stream(np.where(kind != _PACKED, sizes, 0), begins))
+    tiles = tiles_of(shape.take(order), copies.source_offset[order], copies.target_offset[order])
+    position = at[tiles.box] + tiles.at
+    total = int(position[-1] + tiles.sizes[-1]) if len(position) else 0
+    most = quota - TILE - ALIGN
+    share = int(_up(-(-total // max(1, -(-total // most))), 16))
+    number = position // max(1, share) + 1
+    _, number = np.unique(number, return_inverse=True)  # without rounds that no tile begins in
+    number = number.astype(np.int64) + 1
+    rounds = int(number.max(initial=0)) + 1
+    kinds, runs = kind[tiles.box], run[tiles.box]
+    in_slot, parts = [], []
+    for stream, other in zip(where, (_UNPACKED, _PACKED), strict=True):
+        place = stream[tiles.box] + tiles.at
+        there = kinds != other
+        first = np.full(rounds, np.iinfo(np.int64).max)
+        np.minimum.at(first, number[there], place[there])
+        first = first // 16 * 16
+        last = np.zeros(rounds, np.int64)
+        np.maximum.at(last, number[there], (place + tiles.sizes)[there])
+        parts.append(tuple(np.where(last > 0, last - first, 0).tolist()))
+        in_slot.append(np.where(there, place - first[number], -1))
+    # One message for what lies together: a run's tiles of one round, or all the tiles of a round that are packed and unpacked.
+    new = np.ones(len(number), bool)
+    both = kinds == _BOTH
+    new[1:] = (number[1:] != number[:-1]) | (kinds[1:] != kinds[:-1]) | (~both[1:] & (runs[1:] != runs[:-1]))
+    starts = np.flatnonzero(new)
+    ends = np.append(starts[1:], len(new)) - 1 if len(starts) else starts
+    for i, j in zip(starts.tolist(), ends.tolist(), strict=True):
+        box, k = int(order[tiles.box[i]]), int(kinds[i])
+        source = (-1, int(in_slot[0][i])) if k != _UNPACKED else (int(copies.source_local[box]), int(tiles.source[i]))
+        target = (-1, int(in_slot[1][i])) if k != _PACKED else (int(copies.target_local[box]), int(tiles.target[i]))
+        through = 0 if k != _UNPACKED else 1  # a slot that it passes
+        size = int(in_slot[through][j] + tiles.sizes[j] - in_slot[through][i])
+        messages.append(Message(int(number[i]), *source, *target, size))
+    tiles = tiles._replace(box=order[tiles.box])
+    return _Pair(rounds, tuple(messages), tiles, number, in_slot[0], in_slot[1], parts[0], parts[1])
+
+
+def _stream(sizes: Ints, begins: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> Ints:
+    """Where each box begins when they follow each other; those that begin a run do so at multiples of 16 bytes."""
+    group = np.cumsum(begins) - 1
+    total = np.bincount(group, sizes, int(group[-1]) + 1 if len(group) else 0).astype(np.int64)
+    padded = _up(total, 16)
+    before = np.cumsum(sizes) - sizes
+    first = before[begins]
+    starts: Ints = (np.cumsum(padded) - padded)[group] + before - first[group]
+    return starts
+
+
+def _kinds(copies: Copies, shape: Shape, direct_bytes: int) -> tuple[Ints, Ints, Ints]:
+    """How each copy goes, the run that it is part of, and an order in which runs are together and go as their memory does."""
+    sizes, made = shape.sizes, copies.plus != 0
+    in_source, in_target = shape.dense_in_source & ~made, shape.dense_in_target
+    kind = np.full(len(copies), _BOTH)
+    run = np.zeros(len(copies), np.int64)
+    order = []
+    left = np.arange(len(copies))
+    runs = 0
+    for chosen, sides in ((_MEMORY, (0, 1)), (_PACKED, (1,)), (_UNPACKED, (0,))):
+        locals_, offsets = (copies.source_local, copies.target_local), (copies.source_offset, copies.target_offset)
+        by = sides[-1]
+        left = left[np.lexsort((offsets[by][left], locals_[by][left]))]
+        follows = np.zeros(len(left), bool)
+        follows[1:] = True
+        fits = np.ones(len(left), bool)
+        for side in sides:
+            name, at, dense = locals_[side][left], offsets[side][left], (in_source, in_target)[side][left]
+            fits &= dense
+            follows[1:] &= (name[1:] == name[:-1]) & (at[1:] == at[:-1] + sizes[left][:-1]) & dense[1:] & dense[:-1]
+        group = np.cumsum(~follows) - 1
+        total = np.bincount(group, sizes[left], int(group[-1]) + 1 if len(group) else 0)
+        taken = fits & (total[group] >= direct_bytes) if len(left) else fits
+        kind[left[taken]], run[left[taken]] = chosen, runs + group[taken]
+        order.append(left[taken])
+        runs += len(total)
+        left = left[~taken]
+    left = left[np.lexsort((copies.target_offset[left], copies.target_local[left]))]
+    run[left] = runs
+    return kind, run, np.concatenate([*order, left])
+
+
+def _from_memory_to_memory(copies: Copies, sizes: Ints, run: Ints, which: Ints) -> list[Message]:
+    """One message for each run; `which` has them in order."""
+    begins = np.flatnonzero(np.diff(run[which], prepend=-1))
+    total = np.add.reduceat(sizes[which], begins) if len(begins) else begins
+    return [
+        Message(
+            0,
+            *(int(copies.source_local[i]), int(copies.source_offset[i])),
+            *(int(copies.target_local[i]), int(copies.target_offset[i])),
+            int(size),
+        )
+        for i, size in zip(which[begins], total, strict=True)
+    ]
+
+
+def _moves(copies: Copies, pair: _Pair, base: dict[int, int], ready_at: Ints, sends: bool) -> Moves:
+    """What one side of the pair packs or unpacks."""
+    at = pair.packed_at if sends else pair.unpacked_at
+    which = at >= 0
+    tiles, number = pair.tiles.take(which), pair.round[which]
+    in_slot = at[which] + np.array([0, *base.values()], np.int64)[number]
+    slot = np.full(len(number), -1)
+    box = tiles.box
+    if sends:
+        made = copies.plus[box] != 0
+        source = np.where(made, -2, copies.source_local[box])
+        begins = np.where(made, tiles.source - copies.source_offset[box] + ready_at[box], tiles.source)
+        return Moves(number, source, begins, tiles.source_stride, slot, in_slot, tiles.width, tiles.rows, tiles.width)
+    target = copies.target_local[box]
+    return Moves(number, slot, in_slot, tiles.width, target, tiles.target, tiles.target_stride, tiles.rows, tiles.width)
+
+
+def _within(copies: Copies, tiles: Tiles) -> Moves:
+    box, number = tiles.box, np.zeros(len(tiles.box), np.int64)
+    source, target = np.where(copies.plus[box] != 0, -2, copies.source_local[box]), copies.target_local[box]
+    return Moves(
+        number, source, tiles.source, tiles.source_stride, target, tiles.target, tiles.target_stride, tiles.rows, tiles.width
+    )
+
+
+def _joined(moves: list[Moves]) -> Moves:
+    """Sorted by round."""
+    if not moves:
+        return Moves(*(np.zeros(0, np.int64) for _ in Moves._fields))
+    joined = Moves(*(np.concatenate(columns) for columns in zip(*moves, strict=True)))
+    order = np.argsort(joined.round, kind="stable")
+    return Moves(*(column[order] for column in joined))
+
+
+def _up(n: Number, to: int) -> Number:
+    return -(-n // to) * to

@@ -1,0 +1,171 @@
+"""One of four processes of the direct path, ranks 0 and 1 sending to 2 and 3: `python -m tests.client.direct_ranks RANK PORT`.
+
+Writes one line of JSON for each act that it took part in: what came of it, and after how many seconds.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from resharder.client.direct.copies import Copies, copies_of
+from resharder.client.direct.group import DirectFailed, Group, connect, make_group
+from resharder.client.direct.schedule import quota_of, schedule
+from resharder.client.direct.transfer import Transfer
+from resharder.converters.layout import Layout, box_index
+from resharder.converters.local import view_of
+from resharder.converters.plan import plan
+from torch.distributed import TCPStore
+
+from benchmarks.direct_layouts import memory_of, written_trainer, written_workers
+
+_SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+DENSE: dict[str, Any] = _SIZES | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 2048,
+    "intermediate_size": 768,
+    "tie_word_embeddings": False,
+}
+EXPERTS: dict[str, Any] = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+STAGING, DIRECT_BYTES = 1 << 21, 1 << 17
+TIMEOUT, LONG = 2.0, 60.0  # seconds
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+
+
+def full(name: str, shape: tuple[int, ...], version: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(hash_of(name) + version)
+    return torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=generator).view(torch.bfloat16)
+
+
+def hash_of(name: str) -> int:
+    return int.from_bytes(name.encode(), "little") % (1 << 40)
+
+
+def filled(layout: Layout, version: int | None) -> Tensors:
+    """What a process holds of a version; without one, memory for it."""
+    tensors = {name: torch.zeros(elements, dtype=dtype) for name, (elements, dtype) in memory_of(layout).items()}
+    if version is not None:
+        for piece in layout.pieces:
+            whole = full(piece.tensor, layout.tensors[piece.tensor].shape, version)
+            view_of(tensors[piece.local], piece.view(piece.box)).copy_(whole[box_index(piece.box)])
+    return tensors
+
+
+class Late:
+    """A group whose third round does something else first."""
+
+    def __init__(self, group: Group, act: Any) -> None:
+        self.rank, self.size, self.check, self.abort, self.close = group.rank, group.size, group.check, group.abort, group.close
+        self._group, self._act, self._rounds = group, act, 0
+
+    def post(self, *parts: Any) -> Any:
+        self._rounds += 1
+        if self._rounds == 3:
+            self._act()
+        return self._group.post(*parts)
+
+
+class Process:
+    def __init__(self, rank: int, port: int) -> None:
+        self.rank = rank
+        self.store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=LONG))
+        self.sides: dict[str, tuple[Copies, Layout]] = {}
+        for name, config in (("dense", DENSE), ("experts", EXPERTS)):
+            trainer, workers = written_trainer(config, 2), written_workers(config, 2)
+            layout = [*trainer.values(), *workers.values()][rank]
+            self.sides[name] = copies_of(plan(trainer, workers)), layout
+
+    def group(self, prefix: str, rank: int | None = None, size: int = 4) -> Group:
+        return make_group(self.store, prefix, self.rank if rank is None else rank, size, CPU, LONG)
+
+    def transfer(self, group: Group, kind: str) -> Transfer:
+        copies, _ = self.sides[kind]
+        found = schedule(copies.of(self.rank), self.rank, quota_of(copies, STAGING), DIRECT_BYTES)
+        assert found.staging <= STAGING
+        return Transfer(found, group, CPU)
+
+    def say(self, act: str, started: float, **what: Any) -> None:
+        print(json.dumps({"act": act, "seconds": time.monotonic() - started} | what), flush=True)
+
+    def versions(self, act: str, kind: str, numbers: tuple[int, ...]) -> None:
+        """Transfers that work: one group, one schedule, version after version."""
+        started, group = time.monotonic(), self.group(act)
+        transfer, layout = self.transfer(group, kind), self.sides[kind][1]
+        connect(group, CPU, *([2, 3], []) if self.rank < 2 else ([], [0, 1]), LONG)
+        equal, kinds = [], {"rounds": len(transfer.schedule.rounds), "round0": len(transfer.schedule.rounds[0].receives)}
+        mine = filled(layout, None)
+        for version in numbers:
+            wanted = filled(layout, version)
+            if self.rank < 2:
+                transfer.run(wanted, {}, LONG)
+            else:
+                transfer.run({}, mine, LONG)
+                equal.append(all(torch.equal(mine[name].view(torch.int16), wanted[name].view(torch.int16)) for name in wanted))
+        group.close()
+        self.say(act, started, equal=equal, **kinds)
+
+    def failing(self, act: str, actor: int, what: Any, timeout: float, then: Mapping[int, Any] | None = None) -> None:
+        """A transfer in which `actor` does `what` on the way, and others `then`."""
+        group = self.group(act)
+        transfer = self.transfer(Late(group, what) if self.rank == actor else group, "experts")
+        tensors = filled(self.sides["experts"][1], 1 if self.rank < 2 else None)
+        connect(group, CPU, *([2, 3], []) if self.rank < 2 else ([], [0, 1]), LONG)
+        (then or {}).get(self.rank, lambda _: None)(group)
+        started = time.monotonic()
+        try:
+            transfer.run(*((tensors, {}) if self.rank < 2 else ({}, tensors)), timeout)
+            self.say(act, started, error=None)
+        except DirectFailed as error:
+            self.say(act, started, error=str(error), torn=error.torn)
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.store.set(f"{act}/{self.rank}", "done")
+        self.store.wait([f"{act}/{rank}" for rank in range(4) if rank != 1 or act != "killed"], timedelta(seconds=LONG))
+        if any(not torch.equal(tensor.view(torch.int16), tensors[name].view(torch.int16)) for name, tensor in before.items()):
+            self.say(act, started, error="memory was written to after the error")
+
+    def survivors(self) -> None:
+        """Those that are left, in a group of three: rank 0 has everything."""
+        started = time.monotonic()
+        whole, workers = written_trainer(DENSE, 1), written_workers(DENSE, 2)
+        copies, rank = copies_of(plan(whole, workers)), {0: 0, 2: 1, 3: 2}[self.rank]
+        group = self.group("survivors", rank, 3)
+        transfer = Transfer(schedule(copies.of(rank), rank, quota_of(copies, STAGING), DIRECT_BYTES), group, CPU)
+        layout = [*whole.values(), *workers.values()][rank]
+        wanted, mine = filled(layout, 9), filled(layout, None)
+        transfer.run(*((wanted, {}) if rank == 0 else ({}, mine)), LONG)
+        equal = [torch.equal(mine[name].view(torch.int16), wanted[name].view(torch.int16)) for name in wanted if rank]
+        group.close()
+        self.say("survivors", started, equal=equal)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    process = Process(int(sys.argv[1]), int(sys.argv[2]))
+    process.versions("dense", "dense", (1, 2))
+    process.versions("experts", "experts", (1, 2))
+    process.failing("asleep", 1, lambda: time.sleep(2 * TIMEOUT), TIMEOUT)
+    asked = {2: lambda group: threading.Timer(0.5, group.abort, ["the daemon said so"]).start()}
+    process.failing("aborted", 1, lambda: time.sleep(TIMEOUT), LONG, asked)
+    process.versions("again", "experts", (3,))
+    process.failing("killed", 1, lambda: os.kill(os.getpid(), signal.SIGKILL), LONG)
+    process.survivors()
+
+
+if __name__ == "__main__":
+    main()

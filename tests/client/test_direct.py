@@ -1,0 +1,82 @@
+"""The direct path between processes: two senders and two receivers over gloo, and what happens when one of them fails."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from resharder.converters.worlds import Parallel, world_layouts
+from torch.distributed import TCPStore
+
+from benchmarks.direct_layouts import written_trainer
+from tests.client.direct_ranks import DENSE, EXPERTS, LONG, TIMEOUT
+
+Acts = list[dict[str, dict[str, Any]]]  # by rank and name
+
+
+@pytest.fixture(scope="module")
+def acts() -> Acts:
+    """Four processes, once, for all tests here."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    command = [sys.executable, "-m", "tests.client.direct_ranks"]
+    environment, folder = os.environ | {"OMP_NUM_THREADS": "1"}, Path(__file__).parents[2]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(store.port)], stdout=subprocess.PIPE, text=True, env=environment, cwd=folder)
+        for rank in range(4)
+    ]
+    try:
+        said = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, -signal.SIGKILL, 0, 0]
+    return [{act["act"]: act for act in map(json.loads, text.splitlines())} for text in said]
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_receivers_hold_each_version_byte_for_byte(acts: Acts, kind: str) -> None:
+    for rank in (2, 3):
+        assert acts[rank][kind]["equal"] == [True, True]
+        assert acts[rank][kind]["rounds"] > 3
+        assert acts[rank][kind]["round0"] > 0
+
+
+def test_a_sender_that_sleeps_too_long_costs_the_others_no_more_than_the_timeout(acts: Acts) -> None:
+    for rank in (2, 3):
+        assert acts[rank]["asleep"]["error"]
+        assert acts[rank]["asleep"]["torn"]
+        assert acts[rank]["asleep"]["seconds"] < TIMEOUT + 20
+    assert acts[1]["asleep"]["error"]
+    assert not acts[1]["asleep"]["torn"]
+
+
+def test_a_group_that_another_thread_aborts_fails_at_once_and_says_why(acts: Acts) -> None:
+    assert acts[2]["aborted"]["error"] == "the daemon said so"
+    assert acts[2]["aborted"]["seconds"] < LONG / 2
+
+
+def test_after_failures_a_new_group_works(acts: Acts) -> None:
+    assert all(acts[rank]["again"]["equal"] == [True] for rank in (2, 3))
+
+
+def test_receivers_outlive_a_killed_sender_and_hear_of_it_before_the_timeout(acts: Acts) -> None:
+    for rank in (2, 3):
+        assert acts[rank]["killed"]["error"]
+        assert acts[rank]["killed"]["seconds"] < LONG / 2
+        assert all(acts[rank]["survivors"]["equal"])
+
+
+@pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_the_trainer_of_these_tests_holds_what_megatron_would(config: dict[str, Any]) -> None:
+    parallel = Parallel(2, tp=2, ep=2 if config is EXPERTS else 1)
+    for (_, layout), written in zip(
+        world_layouts(config, parallel, vocab_multiple=2), written_trainer(config, 2).values(), strict=True
+    ):
+        assert {(p.tensor, p.box, p.offset, p.strides) for p in layout.pieces} == {
+            (p.tensor, p.box, p.offset, p.strides) for p in written.pieces
+        }
