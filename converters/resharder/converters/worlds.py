@@ -80,7 +80,7 @@ def world_layouts(config: HFConfig, parallel: Parallel, **options: Any) -> Itera
 
 
 # Neither moves a weight; with Megatron's defaults building asks for a GPU.
-_WITHOUT_CUDA = {
+WITHOUT_CUDA = {
     "use_cpu_initialization": True,
     "init_model_with_meta_device": False,
     "moe_token_dispatcher_type": "allgather",
@@ -98,7 +98,7 @@ def _parts(config: HFConfig, rank: int, parallel: Parallel, options: Mapping[str
     sizes = {"tp": parallel.tp, "pp": parallel.pp, "vpp": parallel.vpp, "cp": parallel.cp, "ep": parallel.ep, "etp": parallel.etp}
     with fake_rank(rank, parallel.world):
         local = options.get("spec", "local") == "local"  # TransformerEngine is at home where CUDA is
-        without_cuda = _WITHOUT_CUDA if local else {}
+        without_cuda = WITHOUT_CUDA if local else {}
         chunks = build_chunks(config, device="meta", **sizes | without_cuda | dict(options))  # type: ignore[arg-type]
         layout, tensors = local_layout(chunks, config)
     expert = {name for name, tensor in tensors.items() if _is_expert(tensor)}
