@@ -37,10 +37,13 @@ class Gpus:
         }
         self.policy = resources_pb2.Fleet(name="policy")
         self.stuck: set[str] = set()
+        self.before_wake: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
         self._change(Power.ASLEEP_2)
 
     def set_power(self, fleet: str, power: int) -> None:
+        if power == Power.AWAKE:
+            self.before_wake()
         with self._lock:
             self.log.append(Power.Name(power))
             if power == Power.AWAKE and any(self.here):
@@ -91,6 +94,7 @@ def generation(
     rank: int = 0,
     store: Store | None = None,
     number: int = 1,
+    kind: type[Ranks] = Ranks,
     timeout: float = LONG,
     reach: Callable[[str], None] = lambda where: None,
 ) -> Iterator[Generation]:
@@ -107,7 +111,7 @@ def generation(
 
     operator: Any = gpus
     part = Part(
-        Ranks(store or HashStore(), rank, len(gpus.here), "job", number),
+        kind(store or HashStore(), rank, len(gpus.here), "job", number),
         Fleet(operator, "policy"),
         level=2,
         timeout=timeout,
@@ -287,6 +291,33 @@ def test_servers_stay_awake_until_the_last_rank_has_left() -> None:
 
     together(lambda number: run(number) if number < 2 else let_go(), 3)
     assert gpus.violations == []
+
+
+def test_a_rank_that_is_interrupted_waits_for_a_wake_that_is_on_its_way() -> None:
+    gpus, store = Gpus(2), HashStore()
+    waking, back = threading.Event(), threading.Event()
+
+    def wake() -> None:
+        waking.set()
+        back.wait(1)  # a rank that came back now would meet the servers in its memory
+
+    class Interrupted(Ranks):
+        def said(self, word: str) -> int:
+            if word == "settled" and not waking.is_set():
+                assert waking.wait(LONG)
+                raise KeyboardInterrupt
+            return super().said(word)
+
+    def run(rank: int) -> None:
+        kind, error = (Ranks, GenerationEnded) if rank == 0 else (Interrupted, KeyboardInterrupt)
+        with pytest.raises(error), generation(gpus, rank=rank, store=store, kind=kind):
+            pass
+        back.set()
+
+    gpus.before_wake = wake
+    together(run, 2)
+    assert gpus.violations == []
+    assert gpus.here == [True, True]
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
