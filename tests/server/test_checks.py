@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from resharder.server.checks import Checks, environment
+from resharder.server.config import load
 
 Ended = queue.SimpleQueue[tuple[bool, str]]
 
@@ -111,6 +112,18 @@ def test_what_is_no_command_fails_with_a_sentence(run: Callable[..., Ended]) -> 
     checks, ended = Checks({"one": ["true"], "two": ["true"]}, 60), Ended()
     checks.start("three", "key", {}, lambda ok, message: ended.put((ok, message)))
     assert ended.get(timeout=30) == (False, "the daemon's configuration has no such check any more")
+
+
+def test_commands_are_lists_or_lines_of_the_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "resharderd.yaml"
+    file.write_text("check_seconds: 30\nchecks:\n  one: [sh, -c, exit 1]\n  two: /bin/check --name 'a b'\n")
+    config = load(file, {})
+    assert config.checks == {"one": ["sh", "-c", "exit 1"], "two": ["/bin/check", "--name", "a b"]}
+    assert config.check_seconds == 30
+    for wrong in ("checks: {one: []}", 'checks: {one: "it\'s"}', "checks: [one]", "check_seconds: 0"):
+        file.write_text(wrong)
+        with pytest.raises(ValueError, match="check"):
+            load(file, {})
 
 
 def gone(process: int) -> bool:
