@@ -13,9 +13,10 @@ from resharder.client.vllm import boot, compat
 from resharder.client.vllm.boot import ResharderLoader
 from resharder.client.vllm.compat import Host
 from resharder.client.vllm.install import Installed
+from resharder.client.vllm.parts import MODEL
 from resharder.client.vllm.settings import Settings
 from resharder.client.vllm.source import Manifest, get_manifest
-from resharder.client.vllm.worker import PROCESS, Agent, claim
+from resharder.client.vllm.worker import PROCESS, Agent, _Staged, claim
 from resharder.v1 import resources_pb2
 from vllm.config.load import LoadConfig
 
@@ -127,6 +128,25 @@ def test_a_worker_that_loaded_from_elsewhere_says_that_it_holds_nothing_of_ours(
     assert agent.describe()["version"] == 0
     worker = heard(daemon, lambda _: True, "the worker introduced itself")
     assert (worker.state, worker.version, worker.fingerprint) == (Worker.EMPTY, 0, "")
+
+
+def test_a_worker_takes_back_what_it_staged_and_before_weights_are_dropped_what_it_holds(daemon: Daemon) -> None:
+    agent, _ = booted(daemon)
+    agent._staged = _Staged("an-install")
+    agent._report(Worker.STAGED, install="an-install", version=2)
+    heard(daemon, lambda w: w.state == Worker.STAGED, "the worker is STAGED")
+    agent.unstage("another")
+    agent.unstage("an-install")
+    worker = heard(daemon, lambda w: w.state != Worker.STAGED, "the worker is STAGED no more")
+    assert (worker.state, worker.version, worker.install) == (Worker.BOOTED, 1, "")
+
+    model = torch.nn.Linear(2, 2)
+    agent.fall_asleep({MODEL: model}, level=1)
+    assert agent.version == 1
+    agent.fall_asleep({MODEL: model}, level=2)
+    assert agent.version == 0
+    worker = heard(daemon, lambda w: w.state == Worker.EMPTY, "the worker is EMPTY")
+    assert (worker.version, worker.fingerprint) == (0, "")
 
 
 # Where the daemon, or a version, is not there
