@@ -13,6 +13,24 @@ from resharder.converters.layout import Layout, Piece, Range, TensorSpec, box_sh
 Layouts = dict[str, Layout]  # by process
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
+_SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+DENSE: dict[str, Any] = _SIZES | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 2048,
+    "intermediate_size": 768,
+    "tie_word_embeddings": False,
+}
+EXPERTS: dict[str, Any] = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
 
 class Place(NamedTuple):
     """Rows, or columns, `[start, start + count)` of an HF matrix lie in a local one of `width` columns from row `row` on."""

@@ -23,25 +23,8 @@ from resharder.converters.local import view_of
 from resharder.converters.plan import plan
 from torch.distributed import TCPStore
 
-from benchmarks.direct_layouts import memory_of, written_trainer, written_workers
+from benchmarks.direct_layouts import DENSE, EXPERTS, memory_of, written_trainer, written_workers
 
-_SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
-DENSE: dict[str, Any] = _SIZES | {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 2048,
-    "intermediate_size": 768,
-    "tie_word_embeddings": False,
-}
-EXPERTS: dict[str, Any] = DENSE | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 128,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
 STAGING, DIRECT_BYTES = 1 << 21, 1 << 17
 TIMEOUT, LONG = 2.0, 60.0  # seconds
 CPU = torch.device("cpu")

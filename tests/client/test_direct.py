@@ -13,8 +13,8 @@ import pytest
 from resharder.converters.worlds import Parallel, world_layouts
 from torch.distributed import TCPStore
 
-from benchmarks.direct_layouts import written_trainer
-from tests.client.direct_ranks import DENSE, EXPERTS, LONG, TIMEOUT
+from benchmarks.direct_layouts import DENSE, EXPERTS, written_trainer
+from tests.client.direct_ranks import LONG, TIMEOUT
 
 Acts = list[dict[str, dict[str, Any]]]  # by rank and name
 
