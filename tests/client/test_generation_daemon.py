@@ -129,5 +129,7 @@ def test_trainers_that_publish_tensors_lend_what_they_moved_themselves(daemon: D
                 pass
             with pytest.raises(UsageError, match="attached model to move aside"), publisher.generation(1, offload=True):
                 pass
+            with pytest.raises(UsageError, match="level 1 or 2, got 3"), publisher.generation(1, level=3):
+                pass
             with publisher.generation(2, publish=False) as generation:
                 assert generation.version == 1

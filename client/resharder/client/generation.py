@@ -75,19 +75,22 @@ class Part:
         set_aside: Callable[[], None],
         bring_back: Callable[[], None],
     ) -> None:
-        if level not in ASLEEP:
-            raise UsageError(f"expected sleep level 1 or 2, got {level}")
         self._ranks, self._fleet = ranks, fleet
-        self._asleep, self._timeout = ASLEEP[level], timeout
+        self._level, self._timeout = level, timeout
         self._set_aside, self._bring_back = set_aside, bring_back
 
     @contextmanager
     def held(self, publish: Callable[[], Handle | None], keep: Iterable[Callable[[], Restore]]) -> Iterator[Generation]:
-        """`publish` returns what the servers should serve; None: anything. What `keep` takes down is restored in any case."""
+        """`publish` returns what the servers should serve; None: anything. What `keep` takes down is restored in any case.
+
+        What speaks against it is found here, not before, so that the other ranks hear of it.
+        """
         with ExitStack() as kept:
             for keeping in keep:
                 kept.callback(keeping())
             try:
+                if self._level not in ASLEEP:
+                    raise UsageError(f"expected sleep level 1 or 2, got {self._level}")
                 version = self._ready(publish())
             except BaseException:
                 self._fail()
@@ -153,7 +156,7 @@ class Part:
         if not failed:
             self._until(lambda: ranks.all_said("left") or ranks.said("failed"), timeout=None)
         if ranks.first or failed:
-            self._fleet.order(self._asleep)
+            self._fleet.order(ASLEEP[self._level])
         else:
             self._until(lambda: ranks.said("ended") or ranks.said("failed"))
 

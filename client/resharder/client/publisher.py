@@ -209,13 +209,16 @@ class Publisher:
         """
         from resharder.client.offload import roots_of, set_aside
 
-        with self._alone():
-            model = self._model
-            if offload and model is None:
-                raise UsageError("expected an attached model to move aside: call attach, or move your own tensors")
         if not self._sharing.acquire(blocking=False):
             raise UsageError("expected the end of this publisher's generation before another one")
+        model = self._model
         roots = roots_of(model) if model is not None else []
+
+        def wanted() -> Handle | None:
+            with self._alone():
+                if offload and model is None:
+                    raise UsageError("expected an attached model to move aside: call attach, or move your own tensors")
+                return self._published(step) if publish else self._newest
 
         def aside() -> None:
             self._aside = set_aside(model) if offload and model is not None else None
@@ -230,7 +233,6 @@ class Publisher:
                     set_aside=aside,
                     bring_back=self.bring_back,
                 )
-                wanted = partial(self._published, step) if publish else lambda: self._newest
                 with part.held(wanted, (keep_rng, partial(eval_mode, roots))) as generation:
                     self._ahead.clear()
                     yield generation
