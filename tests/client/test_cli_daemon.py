@@ -1,11 +1,13 @@
 """Commands that bring something about, on a real daemon with simulated servers: each test has a fleet of its own."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from resharder.client.operator import Operator
 
-from tests.client.models import connected, publish_all, weights
+from tests.client.models import connected, equal, exported, publish_all, weights
 from tests.support.command import answer, resharder
 from tests.support.daemon import Daemon
 from tests.support.operating import wait_until
@@ -119,17 +121,32 @@ def test_status_and_events_tell_what_was_done() -> None:
     assert "  fleets/told  update  " in said("events", "--subject", "fleets/told")
 
 
-def test_versions_are_archived_dropped_and_restored(daemon: Daemon) -> None:
-    assert said("archive", 1).startswith("models/policy/versions/1: ")
-    (archived,) = answer("archived")["archived"]
+def test_versions_are_archived_dropped_and_restored() -> None:
+    policy = ("--model", "policy")
+    assert said("archive", 1, *policy).startswith("models/policy/versions/1: ")
+    (archived,) = answer("archived", *policy)["archived"]
     assert archived["version"] == "models/policy/versions/1"
-    assert "models/policy/versions/1 (step 10) would be dropped" in said("gc", 1, "--dry-run")
-    dropped = answer("gc", 1, "--yes")
+    assert "models/policy/versions/1 (step 10) would be dropped" in said("gc", 1, *policy, "--dry-run")
+    dropped = answer("gc", 1, *policy, "--yes")
     assert [version["number"] for version in dropped["retired"]] == [1]
-    done = resharder("restore", 2)
+    done = resharder("restore", 2, *policy)
     assert (done.code, "there are models/policy/versions/1" in done.err) == (4, True)
-    assert answer("restore", "latest")["state"] == "READY"
-    assert {version["number"]: version["state"] for version in answer("versions")["versions"]}[1] == "READY"
+    assert answer("restore", "latest", *policy)["state"] == "READY"
+    assert {version["number"]: version["state"] for version in answer("versions", *policy)["versions"]}[1] == "READY"
+
+
+def test_an_exported_folder_is_imported_as_it_was(tmp_path: Path) -> None:
+    said("export", 2, tmp_path / "two", "--model", "policy")
+    said("fetch-config", "policy", tmp_path / "config")
+    done = resharder("import", tmp_path / "two", "--model", "imported", "--step", 7)
+    assert done.code == 0, done.err
+    assert done.out.startswith("models/imported/versions/1 (step 7): ")
+    assert "import into imported" in done.err
+    assert equal(exported(os.environ["RESHARDER_ENDPOINT"], "models/imported/versions/1", tmp_path / "one"), weights(2))
+    refused = resharder("import", tmp_path / "two", "--model", "policy", "--step", 7)
+    assert (refused.code, "would fence that trainer" in refused.err) == (4, True)
+    assert resharder("import", tmp_path / "config", "--model", "imported").code == 2
+    assert "pass --model" in resharder("import", tmp_path / "two").err
 
 
 def test_events_are_followed_over_a_restart_of_the_daemon() -> None:

@@ -77,4 +77,6 @@ VersionName = Annotated[
 ]
 Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Kept with the decision, for whoever reads `events`.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Until it is done; progress goes to standard error.")]
-Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Wait no longer, and exit 6. 0: no bound.")]
+Timeout = Annotated[
+    float, typer.Option("--timeout", metavar="SECONDS", min=0, help="--wait, but no longer, and exit 6 then. 0: no bound.")
+]

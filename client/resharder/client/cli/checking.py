@@ -45,9 +45,10 @@ def check(
     server_ep: Annotated[bool, typer.Option("--server-ep", help="Experts are spread over its tp x dp workers.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say beforehand whether a trainer's layout and a server's fit a model, and what each process sends and receives.
+    """Say beforehand whether a trainer and a server fit a model.
 
-    From the config alone: no weights, no GPU, any number of ranks. Exits 4 with the reason if something does not fit.
+    And what each process sends and receives. From the config alone: no weights, no GPU, any number of ranks. Exits 4 with the
+    reason if something does not fit.
     """
     from resharder.client import check as checking
 

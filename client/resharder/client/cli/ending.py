@@ -14,13 +14,15 @@ from resharder.v1 import resources_pb2
 
 Act = Callable[[Operator, str, str], resources_pb2.Fleet]
 """With the fleet's name, and servers/{id} or nothing for all of them."""
-Wait = Callable[[Operator, str, str, Progress], object]
+Wait = Callable[[Operator, str, str, Progress, float], object]
+"""The same, with progress and seconds."""
 
 
 def end_move(
     operator: Operator, asked: resources_pb2.Fleet, wait: bool, timeout: float, as_json: bool, back: bool = False
 ) -> None:
     """Exits WENT_WRONG if the move ended FAILED or STOPPED; `back`: that it ends FAILED was asked for."""
+    wait = wait or timeout > 0
     fleet = operator.wait_moved(asked, _told(words.progress, as_json), timeout) if wait else asked
     show(fleet, as_json)
     as_asked = fleet.move.state == resources_pb2.Move.FAILED if back else went_well(asked, fleet)
@@ -34,8 +36,10 @@ def show(fleet: resources_pb2.Fleet, as_json: bool) -> None:
     print(words.outcome(fleet))
 
 
-def maintain(act: Act, wait: Wait | None, fleet: str, server: str, endpoint: str | None, as_json: bool) -> None:
-    """Does it to the fleet or the server, waits for it, and shows the servers that it is about."""
+def maintain(
+    act: Act, until: Wait, fleet: str, server: str, wait: bool, timeout: float, endpoint: str | None, as_json: bool
+) -> None:
+    """Does it to the fleet or the server, waits for it if asked to, and shows the servers that it is about."""
     with Operator(endpoint) as operator:
         name, one = _target(operator, fleet, server)
         act(operator, name, one)
@@ -43,8 +47,8 @@ def maintain(act: Act, wait: Wait | None, fleet: str, server: str, endpoint: str
         def about(servers: Iterable[resources_pb2.Server]) -> list[resources_pb2.Server]:
             return [server for server in servers if one in ("", server.name)]
 
-        if wait:
-            wait(operator, name, one, _told(lambda fleet, servers: words.states(about(servers)), as_json))
+        if wait or timeout:
+            until(operator, name, one, _told(lambda fleet, servers: words.states(about(servers)), as_json), timeout)
         found = about(operator.servers(name))
     if as_json:
         return print_json({"servers": [*map(plain, found)]})

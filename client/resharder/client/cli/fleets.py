@@ -21,7 +21,7 @@ Name = Annotated[
     str, typer.Argument(metavar="NAME", help="Not needed where the daemon has one fleet.", autocompletion=completing.fleets)
 ]
 Number = Annotated[int, typer.Argument(metavar="N", min=0, help="A version's number.", autocompletion=completing.versions)]
-AcceptRefused = Annotated[bool, typer.Option("--accept-refused", help="Also what a failed move or a rollback has refused.")]
+AcceptRefused = Annotated[bool, typer.Option("--accept-refused", help="Forget what failed moves and rollbacks have refused.")]
 
 
 class PauseMode(str, Enum):
@@ -118,7 +118,6 @@ def update(
 def pin(
     version: Number = 0,
     fleet: FleetName = "",
-    accept_refused: AcceptRefused = False,
     wait: Wait = False,
     timeout: Timeout = 0,
     endpoint: Endpoint = None,
@@ -130,8 +129,7 @@ def pin(
         number = version or found.settled_version
         if not number:
             raise UsageError(f"expected a version's number: fleet {found.name} serves none yet")
-        want = Want(kind=Want.NUMBER, version=number)
-        asked = operator.update_fleet(found.name, want=want, accept_refused=accept_refused)
+        asked = operator.update_fleet(found.name, want=Want(kind=Want.NUMBER, version=number))
         end_move(operator, asked, wait, timeout, as_json)
 
 
@@ -145,7 +143,7 @@ def rollback(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bring a fleet back to the version before, or to N. What came after it is refused until --accept-refused."""
+    """Bring a fleet back to the version before, or to N. What came after it is then refused: `latest` does not take it."""
     with Operator(endpoint) as operator:
         asked = operator.roll_back(operator.fleet(fleet).name, version, reason)
         end_move(operator, asked, wait, timeout, as_json)
@@ -173,7 +171,7 @@ def back(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """End a move by going back to where it came from; its version is refused until --accept-refused."""
+    """End a move by going back to where it came from. Its version is then refused: `latest` does not take it."""
     _decide(False, fleet, reason, wait, timeout, endpoint, as_json)
 
 

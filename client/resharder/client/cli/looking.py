@@ -44,7 +44,7 @@ def status(endpoint: Endpoint = None, as_json: AsJson = False) -> None:
 def servers(fleet: OfFleet = "", endpoint: Endpoint = None, as_json: AsJson = False) -> None:
     """Every vLLM server: what it serves, what it wants, and why it is where it is."""
     with Operator(endpoint) as operator:
-        found = operator.servers(fleet)
+        found = operator.servers(operator.fleet(fleet).name if fleet else "")
     if as_json:
         return print_json({"servers": [*map(plain, found)]})
     print_table(words.SERVERS, words.server_rows(found))

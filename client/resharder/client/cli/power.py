@@ -8,6 +8,7 @@ from resharder.client.cli import completing
 from resharder.client.cli.app import AsJson, Endpoint, FleetName, Section, Timeout, Wait, command
 from resharder.client.cli.ending import maintain
 from resharder.client.errors import UsageError
+from resharder.client.operator import Operator
 from resharder.v1 import resources_pb2
 
 ServerName = Annotated[
@@ -63,8 +64,8 @@ def drain(
     _said(fleet, server)
     maintain(
         lambda operator, name, one: operator.set_drained(name, True, one),
-        (lambda operator, name, one, progress: operator.wait_drained(name, one, progress, timeout)) if wait else None,
-        fleet, server, endpoint, as_json,
+        Operator.wait_drained,
+        fleet, server, wait, timeout, endpoint, as_json,
     )  # fmt: skip
 
 
@@ -80,8 +81,8 @@ def resume(
     """After `drain`: take requests again."""
     maintain(
         lambda operator, name, one: operator.set_drained(name, False, one),
-        (lambda operator, name, one, progress: operator.wait_serving(name, one, progress, timeout)) if wait else None,
-        fleet, server, endpoint, as_json,
+        Operator.wait_serving,
+        fleet, server, wait, timeout, endpoint, as_json,
     )  # fmt: skip
 
 
@@ -90,8 +91,8 @@ def _set_power(
 ) -> None:
     maintain(
         lambda operator, name, one: operator.set_power(name, power, one),
-        (lambda operator, name, one, progress: operator.wait_power(name, power, one, progress, timeout)) if wait else None,
-        fleet, server, endpoint, as_json,
+        lambda operator, name, one, *how: operator.wait_power(name, power, one, *how),
+        fleet, server, wait, timeout, endpoint, as_json,
     )  # fmt: skip
 
 

@@ -16,8 +16,8 @@ Row = Sequence[str]
 
 
 def console() -> Console:
-    """Piped output is for programs: never cut to a terminal's width."""
-    return Console(width=None if sys.stdout.isatty() else 240, markup=False, highlight=False)
+    """Piped output is for programs: no row is folded to fit a terminal."""
+    return Console(width=None if sys.stdout.isatty() else 1000, markup=False, highlight=False)
 
 
 def table(titles: Sequence[str], rows: Iterable[Row]) -> Table | str:
@@ -91,7 +91,7 @@ def count_up(what: str, done: int, total: int) -> None:
 class Bar:
     """A progress bar on standard error; none for JSON."""
 
-    def __init__(self, silent: bool, title: str, total: int) -> None:
+    def __init__(self, silent: bool, title: str, total: int | None) -> None:
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         self._progress = Progress("{task.description}", *columns, console=Console(stderr=True), disable=silent)
         self._task = self._progress.add_task(title, total=total)

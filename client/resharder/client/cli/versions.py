@@ -1,6 +1,7 @@
 """Versions: copies of them, the archive, and their end."""
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,7 @@ def export(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a version as a checkpoint that `from_pretrained` opens: whole, checked, or not at all."""
+    """Write a version as a checkpoint that `from_pretrained` opens. Whole and checked, or not at all."""
     with Operator(endpoint) as operator:
         wanted = operator.find_version(version, model)
         with Bar(as_json, f"version {wanted.number}", wanted.size_bytes) as progress:
@@ -29,6 +30,45 @@ def export(
     if as_json:
         return print_json({"version": wanted.name, "folder": str(folder), "files": done.files, "bytes": done.bytes})
     print(f"{wanted.name} (step {wanted.step}): {done.files} files, {size(done.bytes)} in {folder}")
+
+
+@command(Section.VERSIONS, "import")
+def import_(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="With safetensors, or a torch_dist checkpoint of Megatron.")],
+    model: ModelName = "",
+    step: Annotated[
+        int, typer.Option("--step", metavar="N", min=0, help="The version's label, as a trainer's step would be.")
+    ] = 0,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="PATH", help="config.json or its folder; Megatron checkpoints need it.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", metavar="DIR", help="If neither DIR nor --config has the tokenizer.")
+    ] = None,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Also from a trainer, which then cannot publish any more.")
+    ] = False,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a checkpoint folder a version: no trainer is needed. Megatron's may be of any parallel layout.
+
+    \b
+    resharder import checkpoints/step-100 --model policy --step 100
+    resharder import runs/7/checkpoints --config Qwen3-8B
+    """
+    from resharder.client.importing import import_checkpoint
+
+    warnings.filterwarnings("ignore", module="megatron")
+    with Operator(endpoint) as operator:
+        model = model or operator.only_model()
+    with Bar(as_json, f"import into {model}", None) as progress:
+        done = import_checkpoint(
+            endpoint, folder, model, step=step, config=config, tokenizer=tokenizer, take_over=take_over, progress=progress.update
+        )
+    if as_json:
+        return print_json(plain(done))
+    print(f"{done.name} (step {done.step}): {size(done.size_bytes)} from {folder}")
 
 
 @command(Section.VERSIONS, "fetch-config")
