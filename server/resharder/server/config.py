@@ -24,7 +24,7 @@ class Config(BaseSettings):
     chunk_bytes: int = Field(1 << 20, ge=1 << 10, le=16 << 20, description="largest chunk")
     max_message_bytes: int = Field(96 << 20, ge=2 << 20, description="largest message; large models register with some 10 MiB")
     threads: int = Field(256, ge=8, description="control sides attached at once, and calls that wait; a model may hold half")
-    transfers: int = Field(16, ge=4, description="uploads at once, downloads, and calls that compute; a model may hold half")
+    transfers: int = Field(24, ge=4, description="uploads at once, downloads, and calls that compute; a model may hold half")
     digest_threads: int = Field(min(8, os.cpu_count() or 1), ge=1, description="threads that prove a version")
     drain_seconds: float = Field(30.0, ge=0, description="how long versions that are arriving may still take after SIGTERM")
     pause_mode: Literal["keep", "wait", "abort"] = Field("keep", description="what installs do to requests, in new fleets")

@@ -13,7 +13,7 @@ _ZEROS = bytes(4 << 20)
 
 def raise_malloc_thresholds() -> None:
     """Messages of about 1 MiB come from the heap again and again instead of from fresh pages: 2.0 -> 3.0 GB/s received. Of heaps
-    there are two, not eight a core: each keeps what was freed (300 -> 180 MiB after 200 uploads at once).
+    there are two, not eight a core: each keeps what was freed (320 -> 190 MiB after 200 uploads at once).
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
