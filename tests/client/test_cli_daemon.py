@@ -1,11 +1,15 @@
 """Commands that bring something about, on a real daemon with simulated servers: each test has a fleet of its own."""
 
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from resharder.client.operator import Operator
+from resharder.client.operator import Motion, Operator, Want
 
 from tests.client.models import connected, equal, exported, publish_all, weights
 from tests.support.command import answer, resharder
@@ -149,10 +153,34 @@ def test_an_exported_folder_is_imported_as_it_was(tmp_path: Path) -> None:
     assert "pass --model" in resharder("import", tmp_path / "two").err
 
 
-def test_events_are_followed_over_a_restart_of_the_daemon() -> None:
-    with Daemon() as daemon, Operator(daemon.endpoint) as operator:
+def test_a_pipe_that_watches_gets_a_picture_for_every_change() -> None:
+    command = [sys.executable, "-m", "resharder.client.cli", "watch", "--every", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        assert next(line for line in watching.stdout if line.startswith("store ")).endswith(" used\n")
+        said("fleet", "set", "watched", "--model", "policy", "--want", "none")
+        assert "policy" in next(line for line in watching.stdout if line.startswith("watched "))
+        watching.send_signal(signal.SIGINT)
+        _, errors = watching.communicate(timeout=60)
+        assert (watching.returncode, errors) == (0, "")
+
+
+def test_what_is_waited_for_and_followed_goes_on_over_a_restart_of_the_daemon() -> None:
+    with Daemon() as daemon, Operator(daemon.endpoint) as operator, ThreadPoolExecutor(1) as pool:
+        publishers = connected(daemon.endpoint, 1, "cli")
         seen = operator.events(follow=True)
         assert next(seen).what == "started"
-        daemon.kill()
-        daemon.start()
-        assert next(seen).what == "started"
+        for number in (1, 2):
+            publish_all(publishers, 10 * number, weights(number))[0].wait_ready(60)
+        publishers[0].close()
+        operator.update_fleet("policy", want=Want(kind=Want.NUMBER, version=1))
+        with SimulatedServer(daemon, "a"):
+            operator.update_fleet("policy", motion=Motion(kind=Motion.CANARY, approval=True))
+            asked = operator.update_fleet("policy", want=Want(kind=Want.NUMBER, version=2))
+            moved = pool.submit(operator.wait_moved, asked, timeout=120)
+            next(event for event in seen if event.what == "holding")
+            daemon.kill()
+            daemon.start()
+            next(event for event in seen if event.what == "started")
+            operator.decide("policy", go_on=True)
+            assert moved.result().settled_version == 2

@@ -1,4 +1,5 @@
-"""A vLLM server as the daemon sees it, over the wire: one control side with one worker, which does at once what it is ordered.
+"""A vLLM server as the daemon sees it, over the wire: one control side with one worker, which at once does what it is ordered,
+and comes back with what it holds when the daemon was away.
 
 with SimulatedServer(daemon, "left") as server:
     server.in_flight = 3
@@ -8,6 +9,7 @@ with SimulatedServer(daemon, "left") as server:
 import queue
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from types import TracebackType
 
 import grpc
@@ -16,21 +18,22 @@ from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2, server_
 from tests.support.daemon import Daemon
 
 Order, Worker = server_pb2.Order, resources_pb2.Worker
+Reports = queue.SimpleQueue[server_pb2.ControlReport]
 
 
 class SimulatedServer:
-    def __init__(self, daemon: Daemon, id: str, *, fleet: str = "", broken: frozenset[int] | set[int] = frozenset()) -> None:
-        self.id, self.broken = id, set(broken)
+    def __init__(self, daemon: Daemon, id: str, *, fleet: str = "") -> None:
+        self.id, self.broken = id, set[int]()
+        self._fleet = fleet
         self._stub = server_pb2_grpc.ServerServiceStub(daemon.channel)
         self._operator = operator_pb2_grpc.OperatorServiceStub(daemon.channel)
         self._power, self._in_flight = resources_pb2.AWAKE, 0
-        self._reports: queue.SimpleQueue[server_pb2.ControlReport] = queue.SimpleQueue()
         self._ended = threading.Event()
-        claim = self._stub.ClaimServer(server_pb2.ClaimServerRequest(server=id, fleet=fleet, boot=True, wait_seconds=30))
+        claim = self._claim(boot=True)
         self._model, self._beat = claim.model, claim.lease_seconds / 4
-        self._confirm(Worker.BOOTED, claim.boot_version)
-        self._call = self._stub.Attend(self._said())
-        self._thread = threading.Thread(target=self._attend, daemon=True)
+        self._held = self._worker(Worker.BOOTED, claim.boot_version)
+        self._attach()
+        self._thread = threading.Thread(target=self._live, daemon=True)
         self._thread.start()
 
     @property
@@ -42,21 +45,32 @@ class SimulatedServer:
         self._in_flight = count
         self._say()
 
-    def _said(self) -> Iterator[server_pb2.ControlReport]:
+    def _claim(self, boot: bool) -> server_pb2.Claim:
+        request = server_pb2.ClaimServerRequest(server=self.id, fleet=self._fleet, boot=boot, wait_seconds=30)
+        return self._stub.ClaimServer(request, wait_for_ready=True)
+
+    def _attach(self) -> None:
+        self._report(self._held)
+        self._reports = Reports()
         self._say(world_size=1, address="127.0.0.1:1")
-        while not self._ended.is_set():
+        self._call = self._stub.Attend(self._said(self._reports))
+
+    def _said(self, reports: Reports) -> Iterator[server_pb2.ControlReport]:
+        while not self._ended.is_set() and reports is self._reports:
             try:
-                yield self._reports.get(timeout=self._beat)
+                yield reports.get(timeout=self._beat)
             except queue.Empty:
                 self._say()
 
-    def _attend(self) -> None:
-        try:
-            for order in self._call:
-                self._carry_out(order)
-        except grpc.RpcError:
-            if not self._ended.is_set():
-                raise
+    def _live(self) -> None:
+        while not self._ended.is_set():
+            with suppress(grpc.RpcError):
+                for order in self._call:
+                    self._carry_out(order)
+            with suppress(grpc.RpcError):
+                if not self._ended.wait(0.1):
+                    self._claim(boot=False)
+                    self._attach()
 
     def _carry_out(self, order: server_pb2.Order) -> None:
         if order.kind in (Order.RENEWED, Order.LEAD):
@@ -67,21 +81,22 @@ class SimulatedServer:
         if order.kind in (Order.SLEEP, Order.WAKE):
             self._power = order.power
         self._say(install=order.install, done=order.kind, ok=True)
-        if order.kind in (Order.STAGE, Order.APPLY):
-            self._confirm(Worker.STAGED if order.kind == Order.STAGE else Worker.APPLIED, order.version, order.install)
+        if order.kind == Order.STAGE:
+            self._report(self._worker(Worker.STAGED, order.version, order.install))
+        if order.kind == Order.APPLY:
+            self._held = self._worker(Worker.APPLIED, order.version, order.install)
+            self._report(self._held)
 
     def _say(self, **fields: object) -> None:
-        report = server_pb2.ControlReport(
-            server=self.id, control=f"control-{self.id}", power=self._power, in_flight=self._in_flight, **fields
-        )
-        self._reports.put(report)
+        said = {"server": self.id, "control": f"control-{self.id}", "power": self._power, "in_flight": self._in_flight}
+        self._reports.put(server_pb2.ControlReport(**said, **fields))
 
-    def _confirm(self, state: int, version: int, install: str = "") -> None:
+    def _worker(self, state: int, version: int, install: str = "") -> resources_pb2.Worker:
         name = f"models/{self._model}/versions/{version}"
-        found = self._operator.GetVersion(operator_pb2.GetVersionRequest(version=name))
-        worker = Worker(
-            state=state, version=version, install=install, fingerprint=found.fingerprint, process=f"process-{self.id}"
-        )
+        found = self._operator.GetVersion(operator_pb2.GetVersionRequest(version=name)).fingerprint
+        return Worker(state=state, version=version, install=install, fingerprint=found, process=f"process-{self.id}")
+
+    def _report(self, worker: resources_pb2.Worker) -> None:
         self._stub.ReportWorker(server_pb2.ReportWorkerRequest(server=f"servers/{self.id}", worker=worker))
 
     def __enter__(self) -> "SimulatedServer":
