@@ -132,6 +132,7 @@ def test_fleet_set_asks_for_what_is_given_alone(fake: FakeOperator) -> None:
         (("sleep", "--fleet", "policy", "--level", "3"), 2, "'--level'"),
         (("gc",), 2, "--keep N"),
         (("gc", "1", "--keep", "1"), 2, "--keep N"),
+        (("gc", "1", "--json"), 2, "expected --yes or --dry-run with --json"),
         (("nonsense",), 2, "nonsense"),
     ],
 )
@@ -206,6 +207,7 @@ def test_the_shell_completes_what_the_daemon_knows(fake: FakeOperator, monkeypat
 
     assert completed("resharder update --fleet ") == {"policy"}
     assert completed("resharder update ") >= {"latest", "12"}
+    assert completed("resharder pin 1") == {"12"}
     assert completed("resharder drain --server ") == {"a", "b"}
     monkeypatch.setenv("RESHARDER_ENDPOINT", "127.0.0.1:1")
     assert completed("resharder update --fleet ") == set()

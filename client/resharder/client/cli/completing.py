@@ -24,13 +24,13 @@ def servers(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def versions(context: typer.Context, incomplete: str) -> list[str]:
-    """`latest` and the numbers of READY ones."""
-    ready = resources_pb2.Version.READY
+    return [*(["latest"] if "latest".startswith(incomplete) else []), *numbers(context, incomplete)]
 
-    def numbers(operator: Operator) -> Iterable[str]:
-        return ["latest", *(str(v.number) for v in operator.versions(context.params.get("model") or "") if v.state == ready)]
 
-    return _known(context, incomplete, numbers)
+def numbers(context: typer.Context, incomplete: str) -> list[str]:
+    """Of READY versions."""
+    ready, model = resources_pb2.Version.READY, context.params.get("model") or ""
+    return _known(context, incomplete, lambda operator: (str(v.number) for v in operator.versions(model) if v.state == ready))
 
 
 def archived(context: typer.Context, incomplete: str) -> list[str]:

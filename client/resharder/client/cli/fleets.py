@@ -20,7 +20,7 @@ app.add_typer(fleet, name="fleet", rich_help_panel=Section.MOVE)
 Name = Annotated[
     str, typer.Argument(metavar="NAME", help="Not needed where the daemon has one fleet.", autocompletion=completing.fleets)
 ]
-Number = Annotated[int, typer.Argument(metavar="N", min=0, help="A version's number.", autocompletion=completing.versions)]
+Number = Annotated[int, typer.Argument(metavar="N", min=0, help="A version's number.", autocompletion=completing.numbers)]
 AcceptRefused = Annotated[bool, typer.Option("--accept-refused", help="Forget what failed moves and rollbacks have refused.")]
 
 

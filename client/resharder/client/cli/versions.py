@@ -135,7 +135,7 @@ def restore(
 @command(Section.VERSIONS)
 def gc(
     versions: Annotated[
-        list[int] | None, typer.Argument(metavar="N…", help="These versions.", autocompletion=completing.versions)
+        list[int] | None, typer.Argument(metavar="N…", help="These versions.", autocompletion=completing.numbers)
     ] = None,
     keep: Annotated[int, typer.Option("--keep", metavar="N", min=0, help="Or all but the N newest READY ones.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and drop nothing.")] = False,
@@ -147,6 +147,8 @@ def gc(
     """Drop versions that nothing uses. Says what goes and what is kept by whom, and asks before it drops."""
     if bool(versions) == bool(keep):
         raise UsageError("expected the numbers of versions, or --keep N for all but the N newest")
+    if as_json and not (dry_run or yes):
+        raise UsageError("expected --yes or --dry-run with --json: it asks nobody")
     with Operator(endpoint) as operator:
         model = model or operator.only_model()
         if not (dry_run or yes):
