@@ -21,11 +21,17 @@ from resharder.converters.files import MappedFiles, lay_out
 from resharder.converters.layout import TensorSpec, full_box
 from resharder.converters.local import DTYPES
 from resharder.server.archive import Archive, needed
-from resharder.server.errors import AlreadyExists, DataLoss, FailedPrecondition, NotFound, Unavailable
+from resharder.server.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from resharder.server.store import Store
+from resharder.v1 import operator_pb2, server_pb2
+from resharder.v1.operator_pb2_grpc import OperatorServiceStub
+from resharder.v1.server_pb2_grpc import ServerServiceStub
 from transformers import AutoModelForCausalLM
 
-from tests.server.test_store import FILES, LAYOUTS, SIZE, claim, numbers, publish
+from tests.server.test_store import FILES, LAYOUTS, SIZE, SPECS, claim, numbers, publish
+from tests.support.daemon import Daemon
+from tests.support.publishing import Job, read_folder, whole
+from tests.support.publishing import random_weights as made_up
 from tests.support.tiny_hf import tiny_config
 from tests.support.weights import random_weights
 
@@ -344,8 +350,32 @@ def test_a_daemon_killed_in_mid_archive_leaves_nothing_that_counts_and_the_next_
         other.close()
 
 
+def test_a_daemon_on_an_empty_host_serves_what_the_archive_has(tmp_path: Path) -> None:
+    with Daemon(archive_url=tmp_path, archive_every=1) as daemon:
+        operator, servers = OperatorServiceStub(daemon.channel), ServerServiceStub(daemon.channel)
+        job = Job(daemon.channel, SPECS, [whole(SPECS)]).connect()
+        weights = made_up(SPECS, 1)
+        made = job.publish(3, weights)
+        wait_until(lambda: bool(operator.ListArchive(operator_pb2.ListArchiveRequest()).versions))
+        daemon.kill()
+        shutil.rmtree(daemon.store)
+        daemon.start()
+        claim = servers.ClaimServer(server_pb2.ClaimServerRequest(server="s", wait_seconds=60, boot=True), wait_for_ready=True)
+        assert claim.boot_version == made.number
+        back = operator.GetVersion(operator_pb2.GetVersionRequest(version=made.name))
+        assert (back.fingerprint, back.step, back.job, back.epoch) == (made.fingerprint, 3, "job", 1)
+        assert {name: array.tobytes() for name, array in read_folder(back.folder).items()} == {
+            name: array.tobytes() for name, array in weights.items()
+        }
+        assert servers.GetModel(server_pb2.GetModelRequest()).files[0].path == "config.json"
+        assert job.connect().epoch == 2
+        assert job.publish(4, weights).number == 2
+
+
 def test_a_url_that_nobody_knows_and_a_daemon_without_an_archive_are_told_what_is_missing(store: Store) -> None:
     with pytest.raises(FailedPrecondition, match="expected a folder or a URL that fsspec knows"):
         Archive(store, "nothing://there")
     with pytest.raises(FailedPrecondition, match="archive_url"):
         needed(None)
+    with pytest.raises(InvalidArgument, match="expected a model name"):
+        Archive(store, "memory://archive").archived("../somewhere")

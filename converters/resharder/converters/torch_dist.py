@@ -104,7 +104,7 @@ def _build(folder: Path, config: HFConfig, stored: Stored, states: Set[str]) -> 
     options: dict[str, Any] = {"spec": "te"} if recipe.get("experimental_attention_variant") else WITHOUT_CUDA
     try:
         (chunk,) = build_chunks(config, device="meta", vocab_multiple=rows, **options)
-    except (AssertionError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (AssertionError, ImportError, KeyError, NameError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModel(f"megatron-core cannot build this model here: {type(error).__name__}: {error}") from error
     built: Any = chunk
     if recipe.get("layernorm_zero_centered_gamma"):

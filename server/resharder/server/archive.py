@@ -15,7 +15,7 @@ from resharder.server.checkpoints import Archived, Checkpoints
 from resharder.server.errors import AlreadyExists, DaemonError, DataLoss, FailedPrecondition, NotFound, Unavailable
 from resharder.server.manifest import MANIFEST_FILE, READY, RETIRED, VersionRecord
 from resharder.server.remote import Remote
-from resharder.server.store import Store
+from resharder.server.store import Store, check_model_name
 
 _HOLDER = "archive"
 _TRIES = 5
@@ -45,6 +45,7 @@ class Archive:
         self._writing: VersionRecord | None = None
         self._newest: dict[str, int] = {}  # archived number of each model
         self._one = threading.Lock()  # writes at a time
+        self._thread: threading.Thread | None = None
 
     @property
     def url(self) -> str:
@@ -64,7 +65,8 @@ class Archive:
         self._closed.set()
         with self._changed:
             self._changed.notify_all()
-        self._thread.join(30)
+        if self._thread is not None:
+            self._thread.join(30)
 
     # What operators ask
 
@@ -82,8 +84,9 @@ class Archive:
             self.store.release(model, number, holder)
 
     def archived(self, model: str = "") -> list[Archived]:
-        """The complete versions of one model or of all, newest first. Raises Unavailable (ARCHIVE_FAILED)."""
-        models = [model] if model else self._checkpoints.models()
+        """The complete versions of one model or of all, newest first. Raises InvalidArgument (MODEL_NAME), Unavailable
+        (ARCHIVE_FAILED)."""
+        models = [check_model_name(model)] if model else self._checkpoints.models()
         found = (self._checkpoints.find(name, number) for name in models for number in self._checkpoints.numbers(name))
         return [archived for archived in found if archived is not None]
 

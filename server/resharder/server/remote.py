@@ -78,8 +78,8 @@ class Remote:
                 for chunk in chunks:
                     file.write(chunk)
             if self._local:
-                sync(Path(place))
-                sync(Path(folder))
+                for made in (Path(place), *Path(place).parents[: path.count("/") + 1]):
+                    sync(made)
 
     def remove(self, path: str) -> None:
         with self._failures(path):
