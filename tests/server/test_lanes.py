@@ -18,6 +18,7 @@ from resharder.converters.digest import digest
 from resharder.converters.files import Array
 from resharder.converters.layout import Box, TensorSpec, full_box
 from resharder.converters.messages import boxes_to_proto
+from resharder.server import lanes
 from resharder.server.errors import ResourceExhausted
 from resharder.server.intake import Intake
 from resharder.server.lanes import Lanes, model_of_request
@@ -35,21 +36,21 @@ FLOOD = 150
 
 @given(st.lists(st.sampled_from("abcd"), max_size=60), st.integers(1, 24))
 def test_who_comes_later_finds_a_place_and_one_alone_gets_half(callers: list[str], places: int) -> None:
-    lanes, held = Lanes("WaitVersion", places), Counter[str]()
+    waits, held = Lanes("WaitVersion", places), Counter[str]()
     with ExitStack() as open_calls:
         for caller in callers:
             free = places - held.total()
             if held[caller] < free:
-                open_calls.enter_context(lanes.place(caller))
+                open_calls.enter_context(waits.place(caller))
                 held[caller] += 1
             else:
                 with pytest.raises(ResourceExhausted, match=f"{caller} has {held[caller]} WaitVersion calls open"):
-                    open_calls.enter_context(lanes.place(caller))
+                    open_calls.enter_context(waits.place(caller))
         others = len(+held)
         assert all(count <= -(-places // 2) for count in held.values())
         if places >= 2**others:
-            open_calls.enter_context(lanes.place("newcomer"))
-    with lanes.place("a"):  # what was open has left its places
+            open_calls.enter_context(waits.place("newcomer"))
+    with waits.place("a"):  # what was open has left its places
         pass
 
 
@@ -67,6 +68,20 @@ def test_who_comes_later_finds_a_place_and_one_alone_gets_half(callers: list[str
 )
 def test_a_call_belongs_to_the_model_that_its_request_names(request_: object, model: str) -> None:
     assert model_of_request(request_) == model
+
+
+def test_every_stream_and_every_call_that_may_wait_has_places_and_no_name_is_of_a_call_that_is_none() -> None:
+    services = [file.DESCRIPTOR.services_by_name for file in (publisher_pb2, server_pb2, operator_pb2)]
+    methods = {method.name: method for found in services for service in found.values() for method in service.methods}
+    long = {
+        name
+        for name, method in methods.items()
+        if method.client_streaming or method.server_streaming or "wait_seconds" in method.input_type.fields_by_name
+    }
+    assert long <= lanes._WAITS | lanes._TRANSFERS
+    of_grpc = {"Check", "Watch", "ServerReflectionInfo"}
+    assert methods.keys() | of_grpc >= lanes._WAITS | lanes._TRANSFERS | lanes._LEASES
+    assert not lanes._LEASES & (lanes._WAITS | lanes._TRANSFERS)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ _TRANSFERS = {
     "DownloadChunks",
     "ExportVersion",
     "GetManifest",
+    "ListArchive",
     "RegisterSlot",
     "RestoreVersion",
     "UploadChunks",
