@@ -95,10 +95,9 @@ class Process:
         mine = filled(layout, None)
         for version in numbers:
             wanted = filled(layout, version)
-            if self.rank < 2:
-                transfer.run(wanted, {}, LONG)
-            else:
-                transfer.run({}, mine, LONG)
+            transfer.prepare(*((wanted, {}) if self.rank < 2 else ({}, mine)))
+            transfer.run(LONG)
+            if self.rank > 1:
                 equal.append(all(torch.equal(mine[name].view(torch.int16), wanted[name].view(torch.int16)) for name in wanted))
         group.close()
         self.say(act, started, equal=equal, **kinds)
@@ -110,9 +109,10 @@ class Process:
         tensors = filled(self.sides["experts"][1], 1 if self.rank < 2 else None)
         connect(group, CPU, *([2, 3], []) if self.rank < 2 else ([], [0, 1]), LONG)
         (then or {}).get(self.rank, lambda _: None)(group)
+        transfer.prepare(*((tensors, {}) if self.rank < 2 else ({}, tensors)))
         started = time.monotonic()
         try:
-            transfer.run(*((tensors, {}) if self.rank < 2 else ({}, tensors)), timeout)
+            transfer.run(timeout)
             self.say(act, started, error=None)
         except DirectFailed as error:
             self.say(act, started, error=str(error), torn=error.torn)
@@ -131,7 +131,8 @@ class Process:
         transfer = Transfer(schedule(copies.of(rank), rank, quota_of(copies, STAGING), DIRECT_BYTES), group, CPU)
         layout = [*whole.values(), *workers.values()][rank]
         wanted, mine = filled(layout, 9), filled(layout, None)
-        transfer.run(*((wanted, {}) if rank == 0 else ({}, mine)), LONG)
+        transfer.prepare(*((wanted, {}) if rank == 0 else ({}, mine)))
+        transfer.run(LONG)
         equal = [torch.equal(mine[name].view(torch.int16), wanted[name].view(torch.int16)) for name in wanted if rank]
         group.close()
         self.say("survivors", started, equal=equal)

@@ -1,7 +1,5 @@
 """What the direct path sends, in one process: every byte once, from the right place, through no more memory than is allowed."""
 
-import importlib
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +16,11 @@ from hypothesis import strategies as st
 from resharder.client.direct import schedule as schedules
 from resharder.client.direct import tiles
 from resharder.client.direct.copies import Copies, copies_of
-from resharder.client.direct.pack import Table, _on_host, addresses_of
+from resharder.client.direct.pack import Table, addresses_of
 from resharder.client.direct.schedule import Moves, Schedule, quota_of, schedule
 from resharder.converters.layout import Box, Layout, Piece, Range, TensorSpec, box_index, box_shape, box_size
 from resharder.converters.local import read_piece, view_of
+from resharder.converters.packed import Ints
 from resharder.converters.plan import plan
 
 from tests.support.shardings import sharding
@@ -121,8 +120,8 @@ class World:
         for ready in s.ready:
             values = view_of(self.sources[s.source_locals[ready.local]], ready.view) + ready.plus
             raw(made)[ready.at : ready.at + values.nbytes] = values.contiguous().view(-1).view(torch.uint8)
-        s_at = addresses_of(s.source_locals, self.sources, np.concatenate([s.packs.source, s.local.source]))
-        t_at = addresses_of(s.target_locals, self.targets, np.concatenate([s.unpacks.target, s.local.target]))
+        s_at = addresses_of(s.source_locals, self.sources, used(s.packs.source, s.local.source))
+        t_at = addresses_of(s.target_locals, self.targets, used(s.unpacks.target, s.local.target))
         self.made = [*getattr(self, "made", []), made]
         begins = np.append(s_at[:, 0], made.data_ptr()), np.append(t_at[:, 0], 0)
         return tuple(Table(moves, *begins, torch.device("cpu")) for moves in (s.packs, s.unpacks, s.local))
@@ -132,6 +131,10 @@ class World:
             for row in range(moves.rows[i]):
                 first = moves.target_at[i] + row * moves.target_stride[i]
                 self.written[s.target_locals[moves.target[i]]][first : first + moves.width[i]] += 1
+
+
+def used(*locals_: Ints) -> list[int]:
+    return sorted({*np.concatenate(locals_).tolist()} - {-1, -2})
 
 
 def buffer(size: int) -> torch.Tensor:
@@ -209,21 +212,3 @@ def test_too_little_memory_is_refused_with_what_is_needed() -> None:
     layout = Layout({"w": spec}, (Piece("w", (Range(0, 10),), "a", 0, (1,)),))
     with pytest.raises(ValueError, match=r"expected at least \d+ bytes for packing and unpacking, got 1000"):
         quota_of(copies_of(plan({0: layout}, {0: layout})), 1000)
-
-
-def test_the_kernel_moves_tiles_as_the_host_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.delitem(sys.modules, "resharder.client.direct.kernel", raising=False)
-    kernel = importlib.import_module("resharder.client.direct.kernel")
-    monkeypatch.delitem(sys.modules, "resharder.client.direct.kernel")
-    source = torch.arange(1 << 16, dtype=torch.int32).view(torch.uint8)
-    for word, rows, width, gap in ((16, 5, 7, 3), (16, 1, 8192, 0), (8, 3, 100, 1), (4, 70, 1, 2), (2, 9, 11, 5), (1, 40, 3, 4)):
-        outcome = torch.zeros(2, 1 << 17, dtype=torch.uint8)
-        row = [source.data_ptr(), 0, rows, width, width + gap, width + 1]
-        table = torch.tensor([row, [row[0] + 64 * word, 1 << 16, *row[2:]]] if width < 8192 else [row])
-        kernel.move(table, word, 0, outcome[0].data_ptr())
-        for from_, to in _on_host(table.numpy(), word, 0, outcome[1].data_ptr()):
-            np.copyto(to, from_)
-        assert outcome[0].any()
-        assert torch.equal(*outcome)

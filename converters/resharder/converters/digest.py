@@ -42,6 +42,11 @@ def row_weights(rows: Array) -> Array:
     return _hash(rows, _ROW_SEED) | np.uint64(1)
 
 
+def column_weights(columns: int) -> Array:
+    """`b` of the first so many columns of 16 bits, uint32."""
+    return _column_weights(Range(0, columns), 1)
+
+
 @lru_cache(maxsize=256)
 def _column_weights(columns: Range, lanes: int) -> Array:
     first = np.arange(columns.count, dtype=np.uint64) * np.uint64(columns.step * lanes) + np.uint64(columns.start * lanes)

@@ -9,6 +9,7 @@ import datetime
 import time
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
 _UNDEFINED = -(2**31)
 _NAP = 50e-6  # seconds
+_SPINS = 200  # before the first nap
 _CLOSING = 5.0
 
 
@@ -144,12 +146,14 @@ class NcclGroup:
         return state.value
 
     def _settle(self, deadline: float, late: str) -> None:
-        while self._state() == _IN_PROGRESS:
+        for i in count():
+            if self._state() != _IN_PROGRESS:
+                break
             if time.monotonic() > deadline:
                 raise self.fail(late)
             if self._why:
                 raise self.fail(self._why)
-            time.sleep(_NAP)
+            time.sleep(_NAP if i > _SPINS else 0)
         self.check()
 
     def abort(self, why: str) -> None:

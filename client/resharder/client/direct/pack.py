@@ -12,10 +12,10 @@ Bytes = npt.NDArray[np.uint8]
 _WIDEST = 16  # bytes that are moved at a time where all is aligned to that
 
 
-def addresses_of(names: Sequence[str], tensors: Mapping[str, torch.Tensor], used: Ints) -> Ints:
+def addresses_of(names: Sequence[str], tensors: Mapping[str, torch.Tensor], used: Sequence[int]) -> Ints:
     """(names, 2): where each local tensor of those `used` begins and ends. Raises KeyError where one is missing."""
     found = np.zeros((len(names), 2), np.int64)
-    for i in np.unique(used[used >= 0]).tolist():
+    for i in used:
         tensor = tensors[names[i]]
         elements = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
         found[i] = tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()

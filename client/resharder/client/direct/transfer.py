@@ -9,7 +9,7 @@ import torch
 from resharder.client.direct.group import DirectFailed, Group, Part, Pending
 from resharder.client.direct.lanes import Lane, Mark
 from resharder.client.direct.pack import Table, addresses_of, check_fit
-from resharder.client.direct.schedule import ALIGN, SLOTS, Post, Round, Schedule
+from resharder.client.direct.schedule import ALIGN, SLOTS, Post, Schedule
 from resharder.converters.local import view_of
 from resharder.converters.packed import Ints
 
@@ -27,7 +27,7 @@ class Seconds(NamedTuple):
 
 
 class Transfer:
-    """One process's side of one plan over one group: made once, run for every version, by one thread at a time."""
+    """One process's side of one plan over one group: made once, prepared and run for every version, by one thread at a time."""
 
     def __init__(self, schedule: Schedule, group: Group, device: torch.device) -> None:
         self.schedule, self.group, self._device = schedule, group, device
@@ -36,34 +36,69 @@ class Transfer:
         self._unpacked = [_buffer(schedule.unpack_slot, device) for _ in range(slots)]
         self._ready = _buffer(schedule.ready_size, device)
         self._pack, self._wire, self._unpack = Lane(device), Lane(device, first=True), Lane(device)
-        self._addresses: tuple[Ints, Ints] | None = None
+        posts = [(exchange.sends, exchange.receives) for exchange in schedule.rounds]
+        sent, received = ([post.local for pair in posts for post in pair[i]] for i in (0, 1))
+        made = [ready.local for ready in schedule.ready]
+        self._reads = _used(schedule.packs.source, schedule.local.source, sent, made)
+        self._writes = _used(schedule.unpacks.target, schedule.local.target, received)
+        self._pointers: list[int] | None = None
+        self._exchanges: list[tuple[list[Part], list[Part]]]
         self._tables: tuple[Table, Table, Table]
-        self._begun = False
+        self._sources: Tensors
 
     @property
     def staging(self) -> int:
         """Bytes of the device that its buffers take."""
         return sum(buffer.numel() for buffer in (*self._packed, *self._unpacked, self._ready))
 
-    def run(self, sources: Tensors, targets: Tensors, timeout: float) -> Seconds:
-        """Every target is filled when it returns. `sources` stay as they are until then; work on them that the current stream has
+    def prepare(self, sources: Tensors, targets: Tensors) -> None:
+        """Looks where the tensors are. To be called before each version: it does nothing where none has moved, but asks them all.
+
+        Raises KeyError and ValueError for tensors that are not as scheduled.
+        """
+        s = self.schedule
+        pointers = [sources[s.source_locals[i]].data_ptr() for i in self._reads]
+        pointers += [targets[s.target_locals[i]].data_ptr() for i in self._writes]
+        if pointers == self._pointers:
+            return
+        source, target = addresses_of(s.source_locals, sources, self._reads), addresses_of(s.target_locals, targets, self._writes)
+        for moves in (s.packs, s.unpacks, s.local):
+            check_fit(moves, s.source_locals, source, s.target_locals, target)
+        self._exchanges = [
+            (
+                [_part(post, s.source_locals, sources, self._packed, k) for post in exchange.sends],
+                [_part(post, s.target_locals, targets, self._unpacked, k) for post in exchange.receives],
+            )
+            for k, exchange in enumerate(s.rounds)
+        ]
+        begins = np.append(source[:, 0], self._ready.data_ptr()), np.append(target[:, 0], 0)
+        packs, unpacks, local = (Table(moves, *begins, self._device) for moves in (s.packs, s.unpacks, s.local))
+        with self._pack.work():
+            for slot in self._packed[:1]:
+                packs.compile(target_base=slot.data_ptr())
+            for slot in self._unpacked[:1]:
+                unpacks.compile(source_base=slot.data_ptr())
+        self._tables, self._sources, self._pointers = (packs, unpacks, local), sources, pointers
+
+    def run(self, timeout: float) -> Seconds:
+        """Every target is filled when it returns. Sources stay as they are until then; work on them that the current stream has
         yet to do comes first.
 
         Raises DirectFailed after `timeout` seconds, or when the group is aborted or loses a member, with `torn` where targets may
-        hold a mix; the group is closed then and nothing writes to them any more. Raises KeyError and ValueError for tensors that
-        are not as scheduled.
+        hold a mix; the group is closed then and nothing writes to them any more.
         """
-        started, self._begun = time.monotonic(), False
+        started, begun = time.monotonic(), False
         try:
-            self._prepare(sources, targets)
-            self._rounds(sources, targets, started + timeout)
+            self.group.check()
+            begun = True
+            self._rounds(started + timeout)
         except BaseException as error:
             self.group.abort(str(error))
             self.group.close()
             for lane in self._lanes:
                 lane.drain()
             if isinstance(error, RuntimeError | DirectFailed):
-                raise DirectFailed(str(error), torn=self._begun and self._writes) from error
+                raise DirectFailed(str(error), torn=begun and self._fills) from error
             raise
         return Seconds(time.monotonic() - started, *(lane.seconds for lane in self._lanes))
 
@@ -72,40 +107,21 @@ class Transfer:
         return self._pack, self._wire, self._unpack
 
     @property
-    def _writes(self) -> bool:
+    def _fills(self) -> bool:
         return self.schedule.received > 0 or len(self.schedule.local.rows) > 0
 
-    def _prepare(self, sources: Tensors, targets: Tensors) -> None:
-        """Tables of addresses, anew where a tensor has moved."""
-        s = self.schedule
-        source = addresses_of(s.source_locals, sources, np.concatenate([s.packs.source, s.local.source]))
-        target = addresses_of(s.target_locals, targets, np.concatenate([s.unpacks.target, s.local.target]))
-        if self._addresses is not None and all(map(np.array_equal, self._addresses, (source, target))):
-            return
-        for moves in (s.packs, s.unpacks, s.local):
-            check_fit(moves, s.source_locals, source, s.target_locals, target)
-        begins = np.append(source[:, 0], self._ready.data_ptr()), np.append(target[:, 0], 0)
-        packs, unpacks, local = (Table(moves, *begins, self._device) for moves in (s.packs, s.unpacks, s.local))
-        for slot in self._packed[:1]:
-            packs.compile(target_base=slot.data_ptr())
-        for slot in self._unpacked[:1]:
-            unpacks.compile(source_base=slot.data_ptr())
-        self._addresses, self._tables = (source, target), (packs, unpacks, local)
-
-    def _rounds(self, sources: Tensors, targets: Tensors, deadline: float) -> None:
+    def _rounds(self, deadline: float) -> None:
         """Round 0 needs no slots. Round `k` takes the slots of `k - 2`, packed once that was sent, received once that was
         unpacked."""
         packs, _, local = self._tables
         for lane in self._lanes:
             lane.begin()
-        self.group.check()
-        self._begun = True
         with self._pack.work():
-            self._make_ready(sources)
+            self._make_ready()
             local.run(0)
         wire: list[Pending] = []
         unpacked: list[Mark] = []
-        for k, exchange in enumerate(self.schedule.rounds):
+        for k, (sends, receives) in enumerate(self._exchanges):
             if k > _AHEAD:
                 wire[k - _AHEAD].wait(deadline)
             if k:
@@ -116,7 +132,7 @@ class Transfer:
                     packs.run(k, target_base=_slot(self._packed, k).data_ptr())
                 self._wire.after(self._pack.mark())
             with self._wire.work():
-                wire.append(self._post(k, exchange, sources, targets, deadline))
+                wire.append(self.group.post(sends, receives, deadline))
             if k:
                 unpacked.append(self._unpack_round(k - 1, wire[k - 1], deadline))
         if wire:
@@ -125,17 +141,11 @@ class Transfer:
         for lane in self._lanes:
             lane.drain()
 
-    def _make_ready(self, sources: Tensors) -> None:
+    def _make_ready(self) -> None:
         for local, view, plus, at in self.schedule.ready:
-            values = view_of(sources[self.schedule.source_locals[local]], view) + plus
+            values = view_of(self._sources[self.schedule.source_locals[local]], view) + plus
             size = values.numel() * values.element_size()
             self._ready[at : at + size].view(values.dtype).view(values.shape).copy_(values)
-
-    def _post(self, k: int, exchange: Round, sources: Tensors, targets: Tensors, deadline: float) -> Pending:
-        s = self.schedule
-        sends = [_part(post, s.source_locals, sources, self._packed, k) for post in exchange.sends]
-        receives = [_part(post, s.target_locals, targets, self._unpacked, k) for post in exchange.receives]
-        return self.group.post(sends, receives, deadline)
 
     def _unpack_round(self, k: int, arrived: Pending, deadline: float) -> Mark:
         with self._wire.work():
@@ -153,6 +163,13 @@ def _buffer(size: int, device: torch.device) -> torch.Tensor:
     whole = torch.empty(size + ALIGN, dtype=torch.uint8)
     first = -whole.data_ptr() % ALIGN
     return whole[first : first + size]
+
+
+def _used(*locals_: Ints | list[int]) -> list[int]:
+    """Numbers of local tensors, each once; slots are none."""
+    found = np.unique(np.concatenate([np.asarray(some, np.int64) for some in locals_]))
+    numbers: list[int] = found[found >= 0].tolist()
+    return numbers
 
 
 def _slot(slots: list[torch.Tensor], k: int) -> torch.Tensor:

@@ -1,0 +1,79 @@
+"""The digest of `resharder.converters.digest` for many boxes in one kernel."""
+
+import torch
+import triton  # type: ignore[import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-untyped,unused-ignore]
+
+ROWS, COLUMNS = 16, 256  # of a block
+WARPS = 4
+FIELDS = 8
+LANES = 8  # units of 16 bytes
+
+# splitmix64 and the seed of rows, as converters/digest.py has them, in two's complement: Triton's literals are signed.
+_GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
+_FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
+_SECOND = tl.constexpr(0x94D049BB133111EB - (1 << 64))
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _shifted(x, by: tl.constexpr):  # type: ignore[no-untyped-def]
+    return (x.to(tl.uint64, bitcast=True) >> by).to(tl.int64, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _row_weights(row):  # type: ignore[no-untyped-def]
+    x = (row + 1) * _GAMMA + _GAMMA
+    x = (x ^ _shifted(x, 30)) * _FIRST
+    x = (x ^ _shifted(x, 27)) * _SECOND
+    return (x ^ _shifted(x, 31)) | 1
+
+
+@triton.jit(do_not_specialize=["lanes"])  # type: ignore[untyped-decorator,unused-ignore]
+def _digest(  # type: ignore[no-untyped-def]
+    items, weights, found, lanes, TYPE: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    item = items + tl.program_id(0) * 8
+    memory = tl.load(item).to(tl.pointer_type(TYPE))
+    rows = tl.load(item + 1).to(tl.int32)
+    width = tl.load(item + 2).to(tl.int32)
+    row_stride = tl.load(item + 3)
+    column_stride = tl.load(item + 4)
+    first_row = tl.load(item + 5)
+    steps = tl.load(item + 6)
+    where = tl.load(item + 7)
+    row_step = steps >> 32
+    column_step = (steps & 0x7FFFFFFF).to(tl.int32)
+    first_column = (where & 0x7FFFFFFF).to(tl.int32)
+    if ALIGNED:
+        memory = tl.multiple_of(memory, 16)
+        row_stride = row_stride * 8
+        width = tl.multiple_of(width, 8)
+    total = tl.zeros((), tl.int64)
+    for above in range(0, rows, ROWS):
+        row = above + tl.arange(0, ROWS)
+        sums = tl.zeros((ROWS, COLUMNS), tl.int64)
+        for left in range(0, width, COLUMNS):
+            column = left + tl.arange(0, COLUMNS)
+            inside = (row < rows)[:, None] & (column < width)[None, :]
+            if ALIGNED:
+                at = row.to(tl.int64)[:, None] * row_stride + column[None, :]
+                number = first_column + column
+            else:
+                element = column // lanes
+                lane = column % lanes
+                at = row.to(tl.int64)[:, None] * row_stride + (element.to(tl.int64) * column_stride + lane)[None, :]
+                number = (first_column + element * column_step) * lanes + lane
+            value = tl.load(memory + at, mask=inside, other=0)
+            weight = tl.load(weights + number, mask=column < width, other=0)
+            sums += value.to(tl.int64) * weight.to(tl.int64)[None, :]
+        total += tl.sum(tl.sum(sums, axis=1) * _row_weights(first_row + row.to(tl.int64) * row_step), axis=0)
+    tl.atomic_add(found + (where >> 32), total)
+
+
+def add_digests(items: torch.Tensor, weights: torch.Tensor, found: torch.Tensor, lanes: int, bits: int, aligned: bool) -> None:
+    """Adds to `found` (int64) what the blocks described by the rows of `items` (int64) have: address, rows, columns, strides of
+    rows (in `LANES` where aligned) and of elements, the first row's number, steps of rows << 32 and of elements, where to add
+    << 32 and the first element's column. A unit is `bits` wide; columns and strides count units, `lanes` of them an element.
+    `weights` are the columns'."""
+    kind = {8: tl.uint8, 16: tl.uint16}[bits]
+    _digest[(len(items),)](items, weights, found, lanes, kind, aligned, ROWS, COLUMNS, num_warps=WARPS)

@@ -1,0 +1,72 @@
+"""The direct path's kernels against the host: `TRITON_INTERPRET=1 python -m tests.client.direct_kernels`."""
+
+import random
+
+import numpy as np
+import torch
+from resharder.client.direct import kernel
+from resharder.client.direct.pack import _on_host
+from resharder.client.direct.proof import Proof
+from resharder.converters.digest import digest
+from resharder.converters.layout import Box, Layout, Piece, Range, TensorSpec, box_shape
+from resharder.converters.local import view_of
+
+SHAPES = {
+    "F32": [(9, 40), (3, 5, 16), (7,), ()],
+    "BF16": [(150, 64), (4, 6, 24), (33,), (2, 70, 513)],
+    "U8": [(5, 48), (17,)],
+}
+KINDS = {"F32": (torch.float32, torch.uint32), "BF16": (torch.bfloat16, torch.uint16), "U8": (torch.uint8, torch.uint8)}
+TILES = ((16, 5, 7, 3), (16, 1, 8192, 0), (8, 3, 100, 1), (4, 70, 1, 2), (2, 9, 11, 5), (1, 40, 3, 4))
+
+
+def tiles_are_moved_as_the_host_does() -> None:
+    source = torch.arange(1 << 16, dtype=torch.int32).view(torch.uint8)
+    for word, rows, width, gap in TILES:
+        outcome = torch.zeros(2, 1 << 17, dtype=torch.uint8)
+        row = [source.data_ptr(), 0, rows, width, width + gap, width + 1]
+        table = torch.tensor([row, [row[0] + 64 * word, 1 << 16, *row[2:]]] if width < 8192 else [row])
+        kernel.move(table, word, 0, outcome[0].data_ptr())
+        for from_, to in _on_host(table.numpy(), word, 0, outcome[1].data_ptr()):
+            np.copyto(to, from_)
+        assert outcome[0].any(), word
+        assert torch.equal(*outcome), word
+
+
+def some_box(shape: tuple[int, ...]) -> Box:
+    ranges = []
+    for n in shape:
+        start, step = random.randrange(n) // 8 * 8, random.choice((1, 1, 1, 3))
+        count = random.randint(1, (n - 1 - start) // step + 1)
+        ranges.append(Range(start, count, step if count > 1 else 1))
+    return tuple(ranges)
+
+
+def digests_are_those_of_the_host() -> None:
+    tensors, pieces, specs, wanted = dict[str, torch.Tensor](), list[Piece](), dict[str, TensorSpec](), list[int]()
+    for dtype, shapes in SHAPES.items():
+        for shape in shapes:
+            for whole in (True, False):
+                name, (kind, unsigned) = f"{dtype}{shape}", KINDS[dtype]
+                box = tuple(Range(0, n) for n in shape) if whole else some_box(shape)
+                bits = torch.randint(0, 256, (*box_shape(box), kind.itemsize), dtype=torch.uint8)
+                values = bits.view(kind).squeeze(-1)
+                if values.dim() > 1 and not whole and random.random() < 0.5:
+                    values = values.mT.contiguous().mT
+                specs[name], tensors[f"{name}{whole}"] = TensorSpec(name, dtype, shape), values
+                pieces.append(Piece(name, box, f"{name}{whole}", 0, tuple(values.stride())))
+                wanted.append(digest(view_of(values, pieces[-1].view(box)).contiguous().view(unsigned).numpy(), box, shape))
+    assert Proof(Layout(specs, tuple(pieces)), tensors, torch.device("cpu")).digests() == wanted
+
+
+def main() -> None:
+    np.seterr(over="ignore")
+    random.seed(7)
+    torch.manual_seed(7)
+    tiles_are_moved_as_the_host_does()
+    for _ in range(3):
+        digests_are_those_of_the_host()
+
+
+if __name__ == "__main__":
+    main()
