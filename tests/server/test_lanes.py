@@ -21,6 +21,7 @@ from resharder.converters.messages import boxes_to_proto
 from resharder.server import lanes
 from resharder.server.errors import ResourceExhausted
 from resharder.server.intake import Intake
+from resharder.server.kernel import write_zeros
 from resharder.server.lanes import Lanes, model_of_request
 from resharder.server.slots import pack
 from resharder.server.store import Store
@@ -239,6 +240,27 @@ def test_proofs_of_one_model_that_take_long_do_not_hold_up_anothers(tmp_path: Pa
         assert [store.get("noisy", number).state for number in (first, second)] == ["STAGING", "STAGING"]
         ended.set()
         assert [intake.wait("noisy", number, 30, False, lambda: True).state for number in (first, second)] == ["READY", "READY"]
+
+
+def test_files_of_models_that_take_long_to_lay_out_do_not_hold_up_anothers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noisy, ended = {"noisy-1", "noisy-2"}, threading.Event()
+
+    def held_up(path: Path, header: bytes, size: int) -> None:
+        assert noisy.isdisjoint(path.parts) or ended.wait(60)
+        write_zeros(path, header, size)
+
+    monkeypatch.setattr("resharder.server.store.write_zeros", held_up)
+    with closing(Store(tmp_path / "store", shared=False)) as store, ExitStack() as at_last:
+        intake = Intake(store)
+        at_last.callback(ended.set)
+        for model in noisy:
+            publisher, boxes = intake.create_publisher(model, "job", 1, {}), pack([(0, full_box(SPECS[0].shape), False)])
+            intake.register(publisher.name, 0, "same", SPECS[:1], boxes)
+        calm = sealed(intake, "calm", (32, 32), 1)
+        assert intake.wait("calm", calm, 30, False, lambda: True).state == "READY"
+        assert not list((tmp_path / "store/models").glob("noisy*/pool/*/*.safetensors"))
 
 
 def sealed(intake: Intake, model: str, shape: tuple[int, ...], step: int) -> int:

@@ -100,6 +100,7 @@ class _Model:
     leaving: int = 0  # bytes of retired sets that are still there
     arriving: int = 0  # bytes of versions that come back
     expected: bool = False  # versions of it are about to come back
+    background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="store"))
 
     def of(self, state: str) -> list[VersionRecord]:
         return [record for record in self.records.values() if record.state == state]
@@ -150,7 +151,6 @@ class Store:
         self._models: dict[str, _Model] = {}
         self._manifests: OrderedDict[tuple[str, int], Manifest] = OrderedDict()
         self._subscribers: list[Callable[[VersionRecord], None]] = []
-        self._background = ThreadPoolExecutor(2, thread_name_prefix="store")
         self._serial = 0
         self._closed = False
         self._guard = self._lock_folder()
@@ -184,8 +184,10 @@ class Store:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._background.shutdown(wait=True, cancel_futures=True)
         for model in self._models.values():
+            model.background.shutdown(wait=False, cancel_futures=True)
+        for model in self._models.values():
+            model.background.shutdown(wait=True)
             _sweep(model.folder)
         with suppress(OSError):
             os.close(self._guard)
@@ -342,7 +344,7 @@ class Store:
 
     def _discard(self, model: _Model, path: Path, size: int) -> None:
         model.leaving += size
-        self._background.submit(self._remove, model, path, size)
+        model.background.submit(self._remove, model, path, size)
 
     def _remove(self, model: _Model, path: Path, size: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
@@ -364,7 +366,7 @@ class Store:
         room.pending += 1
         room.failure = ""
         self._serial += 1
-        self._background.submit(self._fault_in, model, room, model.folder / "pool" / f"{room.epoch}-{self._serial}")
+        model.background.submit(self._fault_in, model, room, model.folder / "pool" / f"{room.epoch}-{self._serial}")
 
     def _fault_in(self, model: _Model, room: _Room, path: Path) -> None:
         failure = ""
@@ -524,7 +526,7 @@ class Store:
         room = model.room
         if room is not None and room.epoch == record.epoch and model.sets(room) < room.sets:
             room.pending += 1
-            self._background.submit(self._recycle, model, room, path)
+            model.background.submit(self._recycle, model, room, path)
         else:
             self._discard(model, path, record.size_bytes)
 
