@@ -342,12 +342,12 @@ def main() -> None:
     arguments = parser.parse_args()
     jobs, rows = CPU_JOBS if arguments.cpu_tiny else GPU_JOBS, list[Row]()
     for job in jobs:
-        rows += report(job, dict(processes(job, measuring, arguments, 100)))
+        rows += report(job, dict(processes(job, measuring, arguments, 90)))
         if arguments.json:
             write(rows, arguments.json)
     show(rows)
     few = jobs[1]._replace(config=jobs[1].config | {"num_hidden_layers": 4})
-    for _, line in sorted(processes(few, failing, arguments, 60)):
+    for _, line in sorted(processes(few, failing, arguments, 50)):
         print(line, flush=True)
 
 

@@ -5,13 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from resharder.client.direct.group import DirectFailed, make_group
 from resharder.converters.worlds import Parallel, world_layouts
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from benchmarks.direct_layouts import DENSE, EXPERTS, written_trainer
 from tests.client.direct_ranks import LONG, TIMEOUT
@@ -69,6 +72,13 @@ def test_receivers_outlive_a_killed_sender_and_hear_of_it_before_the_timeout(act
         assert acts[rank]["killed"]["error"]
         assert acts[rank]["killed"]["seconds"] < LONG / 2
         assert all(acts[rank]["survivors"]["equal"])
+
+
+def test_a_group_that_does_not_come_together_says_so_in_time() -> None:
+    started = time.monotonic()
+    with pytest.raises(DirectFailed, match="expected 2 processes to meet within 1 s"):
+        make_group(HashStore(), "alone", 0, 2, torch.device("cpu"), 1.0)
+    assert time.monotonic() - started < LONG
 
 
 @pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])

@@ -18,7 +18,7 @@ from resharder.client.errors import ResharderError
 
 
 class DirectFailed(ResharderError):
-    """The group can do nothing more; it is to be closed and the next one to be a new one. `torn`: targets may hold a mix."""
+    """The group can do nothing more; the next one is to be a new one. `torn`, from a transfer: targets may hold a mix."""
 
     reason = "DIRECT_FAILED"
 
@@ -114,11 +114,11 @@ class GlooGroup:
                 works.append((self._gloo.send([memory], peer, self._sent[peer]), memory))
                 self._sent[peer] += 1
         except (RuntimeError, AttributeError) as error:
-            raise DirectFailed(self._why or f"rank {self.rank}: {error}", torn=True) from error
+            raise self.failed(error) from error
         return _Works(self, works)
 
     def failed(self, error: Exception) -> DirectFailed:
-        return DirectFailed(self._why or f"rank {self.rank}: {error}", torn=True)
+        return DirectFailed(self._why or f"rank {self.rank}: {error}")
 
     def check(self) -> None:
         if self._why or self._gloo is None:

@@ -131,7 +131,7 @@ class NcclGroup:
         """Ends what is on its way, kernels too."""
         self._why = self._why or why
         self._free(aborting=True)
-        return DirectFailed(self._why, torn=True)
+        return DirectFailed(self._why)
 
     def check(self) -> None:
         if not self._communicator:

@@ -93,7 +93,7 @@ class Transfer:
             begun = True
             self._rounds(started + timeout)
         except BaseException as error:
-            self.group.abort(str(error))
+            self.group.abort(str(error) or type(error).__name__)
             self.group.close()
             for lane in self._lanes:
                 lane.drain()
