@@ -56,7 +56,7 @@ def import_checkpoint(
     `folder`: a Hugging Face checkpoint in safetensors, or a distributed checkpoint of megatron-core (`torch_dist`) under any
     parallel layout: its folder, or the one with latest_checkpointed_iteration.txt. `config`: config.json or the folder with it,
     which a Megatron checkpoint needs. `tokenizer`: a folder; else those files of `folder` or `config` that are a tokenizer's.
-    A part of the checkpoint is in this process's memory at a time: of Megatron's at most 1 GiB and one tensor.
+    A part of the checkpoint is in this process's memory at a time: of Megatron's 256 MiB, and three times its largest tensor.
 
     A job that the daemon knows as the model's publisher is fenced by this one, so it takes `take_over` unless that was an import
     too. `progress(bytes, bytes of all)` is told of every part.

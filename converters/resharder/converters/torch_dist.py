@@ -1,24 +1,22 @@
 """megatron-core's distributed checkpoints (`torch_dist`), saved under any parallel layout, as HF tensors, a part at a time.
 
-The model is built on the meta device, as the only rank of a world holds it. Megatron loads what such a rank would load, but some
-of its tensors at a time, so that the host's memory never holds the model. Optimizer states are not looked at. The format is
-pickle's in part (`.metadata`): read only checkpoints that you trust.
+The model is built on the meta device, as the only rank of a world holds it, and some of its tensors at a time are read from the
+files, so that the host's memory never holds the model: torch's readers do that, Megatron's wants whole layers' stacks. Optimizer
+states are not looked at. The format is pickle's in part (`.metadata`): read only checkpoints that you trust.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from resharder.converters.architectures import architecture_of, table_of
 from resharder.converters.architectures.table import Table, Weight
 from resharder.converters.building import build_chunks
@@ -27,13 +25,15 @@ from resharder.converters.errors import ConversionError, LayoutError, UnknownTen
 from resharder.converters.layout import Layout, Piece, TensorSpec, box_index
 from resharder.converters.local import read_piece
 from resharder.converters.megatron import DTYPES, local_layout
-from resharder.converters.worlds import WITHOUT_CUDA
-from torch._C._distributed_c10d import HashStore
-from torch.distributed.checkpoint.api import CheckpointException
+from resharder.converters.worlds import WITHOUT_CUDA, fake_rank
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
-Stored = Mapping[str, ShardedTensor]
-"""What a checkpoint has, by Megatron's keys: global shapes and dtypes, no data."""
+Stored = Mapping[str, TensorStorageMetadata]
+"""A checkpoint's tensors, by Megatron's keys."""
 
 _FORMS: tuple[dict[str, bool], ...] = (
     {"non_homogeneous_layers": False},  # layers stacked in one tensor
@@ -45,15 +45,17 @@ _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer[._]")
 _STACKED = re.compile(r"^decoder\.layers\.(?!\d)")
 _NORM_STATE = "decoder.final_layernorm._extra_state"
 _EMBEDDING = "embedding.word_embeddings.weight"
-_AT_ONCE = 1 << 30  # bytes
+_AT_ONCE = 256 << 20  # bytes; torch has up to two copies more of the one that it is reading
 
 
+@dataclass(frozen=True)
 class TorchDist:
     """An opened checkpoint. `layout`: its HF tensors in the dtypes it has them in, whole, and where they lie in Megatron's."""
 
-    def __init__(self, folder: Path, layout: Layout, entries: Mapping[str, Entry], dtypes: Mapping[str, torch.dtype]) -> None:
-        self.layout = layout
-        self._folder, self._entries, self._dtypes = folder, entries, dtypes
+    layout: Layout
+    _files: "_Files"
+    _entries: Mapping[str, Entry]
+    _dtypes: Mapping[str, torch.dtype]
 
     def items(self) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
         """Every element of every HF tensor once, as (name, index, part), good until the next one is asked for. Raises
@@ -62,10 +64,12 @@ class TorchDist:
         for piece in self.layout.pieces:
             pieces.setdefault(piece.local, []).append(piece)
         for names in self._groups(pieces):
-            loaded = _load(self._folder, {name: _with_memory(self._entries[name], self._dtypes[name]) for name in names})
+            tensors = {name: torch.empty(self._entries[name].data.shape, dtype=self._dtypes[name]) for name in names}
+            self._files.read([shard for name in names for shard in _shards_in(self._entries[name], tensors[name])])
             for name in names:
                 for piece in pieces[name]:
-                    yield piece.tensor, box_index(piece.box), read_piece(loaded, piece)
+                    yield piece.tensor, box_index(piece.box), read_piece(tensors, piece)
+            tensors.clear()  # before the next ones take memory
 
     def _groups(self, names: Iterable[str]) -> Iterator[list[str]]:
         group: list[str] = []
@@ -82,25 +86,88 @@ class TorchDist:
 
 @contextmanager
 def open_torch_dist(folder: Path, config: HFConfig) -> Iterator[TorchDist]:
-    """The checkpoint of the model that `config` describes. This process is a world of one meanwhile.
+    """The checkpoint of the model that `config` describes. This process is the only rank of a world while it is opened.
 
     Raises UnknownTensor (tensors that one side has and the other has not), LayoutError (other shapes), UnsupportedModel,
     ConversionError (it cannot be read), RuntimeError where torch.distributed is initialised already.
     """
-    stored, states = _stored(folder)
-    with _world_of_one():
-        chunk = _build(folder, config, stored, states)
+    files = _Files(folder)
+    with fake_rank(0, 1):
+        chunk = _build(config, files)
         layout, _ = local_layout(chunk, config)
-        entries = _entries(folder, chunk, stored, table_of(config)[0])
-        dtypes = {name: _check(folder, entry, stored) for name, entry in entries.items()}
-        yield TorchDist(folder, _as_stored(layout, dtypes), entries, dtypes)
+        entries = _entries(chunk, files, table_of(config)[0])
+        dtypes = {name: _check(folder, entry, files.stored) for name, entry in entries.items()}
+    yield TorchDist(_as_stored(layout, dtypes), files, entries, dtypes)
 
 
-def _build(folder: Path, config: HFConfig, stored: Stored, states: Set[str]) -> Any:
+class _Files:
+    """What is on disk. `stored`: the tensors that are no optimizer's; `states`: the keys of everything else."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._reader = folder, FileSystemReader(folder)
+        try:
+            self._metadata: Metadata = self._reader.read_metadata()
+            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        except Exception as error:  # it is a pickle
+            raise ConversionError(f"{folder}: expected a torch_dist checkpoint: {type(error).__name__}: {error}") from error
+        found = self._metadata.state_dict_metadata.items()
+        tensors = {key: entry for key, entry in found if isinstance(entry, TensorStorageMetadata)}
+        self.stored: Stored = {key: entry for key, entry in tensors.items() if not _OPTIMIZER.match(key)}
+        self.states: Set[str] = self._metadata.state_dict_metadata.keys() - tensors.keys()
+
+    def read(self, shards: Iterable[ShardedTensor]) -> None:
+        """Fills the shards' memory. Raises ConversionError."""
+        targets: dict[MetadataIndex, torch.Tensor] = {}
+        items: list[ReadItem] = []
+        for shard in shards:
+            data = shard.data.view([1] * shard.prepend_axis_num + list(shard.data.shape))
+            chunk = ChunkStorageMetadata(torch.Size(shard.global_offset), data.shape)
+            wanted = create_read_items_for_chunk_list(shard.key, self.stored[shard.key], [chunk])
+            if (found := sum(prod(item.lengths) for item in wanted)) != data.numel():
+                raise ConversionError(f"{self.folder}: {shard.key}: expected {data.numel()} elements, found {found}")
+            targets |= {item.dest_index: data for item in wanted}
+            items += wanted
+        try:
+            plan = self._reader.prepare_local_plan(LoadPlan(items))
+            self._reader.read_data(plan, _Into(targets)).wait()
+        except Exception as error:  # torch raises anything here
+            raise ConversionError(f"{self.folder}: cannot be read: {type(error).__name__}: {error}") from error
+
+
+class _Into(LoadPlanner):
+    """Tells torch's reader where each part of a stored tensor goes."""
+
+    def __init__(self, targets: Mapping[MetadataIndex, torch.Tensor]) -> None:
+        self._targets = targets
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        target = self._targets[read_item.dest_index]
+        for dimension, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dimension, start, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def create_local_plan(self) -> LoadPlan:
+        raise NotImplementedError("the plan is made already")
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        raise NotImplementedError("the plan is made already")
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        raise NotImplementedError("the plan is made already")
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise NotImplementedError("only tensors are read")
+
+
+def _build(config: HFConfig, files: _Files) -> Any:
     """The whole model, without memory, its vocabulary padded as the checkpoint has it. Megatron's own layers will do, but gated
     delta nets are made of TransformerEngine's."""
     recipe = architecture_of(config).recipe(config).transformer
-    rows = stored[_EMBEDDING].global_shape[0] if _EMBEDDING in stored else 1
+    rows = files.stored[_EMBEDDING].size[0] if _EMBEDDING in files.stored else 1
     options: dict[str, Any] = {"spec": "te"} if recipe.get("experimental_attention_variant") else WITHOUT_CUDA
     try:
         (chunk,) = build_chunks(config, device="meta", vocab_multiple=rows, **options)
@@ -109,53 +176,31 @@ def _build(folder: Path, config: HFConfig, stored: Stored, states: Set[str]) -> 
     built: Any = chunk
     if recipe.get("layernorm_zero_centered_gamma"):
         built.config.layernorm_zero_centered_gamma = True
-        if not any(state.startswith(_NORM_STATE) for state in states):
+        if not any(state.startswith(_NORM_STATE) for state in files.states):
             raise UnsupportedModel(
-                f"{folder}: expected norms of TransformerEngine ({_NORM_STATE}), which keep this family's gains less one; found "
-                "none, and a checkpoint does not say how other norms keep them"
+                f"{files.folder}: expected norms of TransformerEngine ({_NORM_STATE}), which keep this family's gains less one, "
+                "found none: a checkpoint does not say how other norms keep them"
             )
     return built
 
 
-@contextmanager
-def _world_of_one() -> Iterator[None]:
-    if dist.is_initialized():
-        raise RuntimeError("expected a process without process groups: torch.distributed is initialised")
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-
-
-def _stored(folder: Path) -> tuple[Stored, Set[str]]:
-    """The tensors that are no optimizer's, and the keys of everything else."""
-    try:
-        found = load_sharded_metadata(str(folder))
-    except Exception as error:
-        raise ConversionError(f"{folder}: expected a torch_dist checkpoint of megatron-core: {error}") from error
-    tensors = {key: entry for key, entry in found.items() if isinstance(entry, ShardedTensor) and not _OPTIMIZER.match(key)}
-    return tensors, found.keys() - tensors.keys()
-
-
-def _entries(folder: Path, chunk: Any, stored: Stored, table: Table) -> dict[str, Entry]:
+def _entries(chunk: Any, files: _Files, table: Table) -> dict[str, Entry]:
     """The model's local tensors as the checkpoint names them, by the names that its layout uses. Raises UnknownTensor."""
-    differences: list[tuple[int, str]] = []
+    stored, differences = files.stored.keys(), list[tuple[int, str]]()
     for form in _FORMS:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         state = chunk.sharded_state_dict(metadata={"dp_cp_group": group, **form})
         entries = {f"0.{key}": value for key, value in state.items() if isinstance(value, ShardedTensor | ShardedTensorFactory)}
         wanted = {shard.key for entry in entries.values() for shard in _shards(entry)}
-        other = _other_names(wanted - stored.keys(), stored.keys() - wanted, table)
-        missing = sorted(wanted - stored.keys() - other.keys())
-        unexpected = sorted(stored.keys() - wanted - set(other.values()))
+        other = _other_names(wanted - stored, stored - wanted, table)
+        missing = sorted(wanted - stored - other.keys())
+        unexpected = sorted(stored - wanted - set(other.values()))
         if not missing and not unexpected:
             return {name: _renamed(entry, other) for name, entry in entries.items()}
         said = f"{len(missing)} of the model's {len(wanted)} tensors are not there{_some(missing)}"
         said += f", {len(unexpected)} are there that it does not have{_some(unexpected)}"
         differences.append((len(missing) + len(unexpected), said))
-    raise UnknownTensor(f"{folder}: {min(differences)[1]}")
+    raise UnknownTensor(f"{files.folder}: {min(differences)[1]}")
 
 
 def _other_names(missing: Set[str], unexpected: Set[str], table: Table) -> dict[str, str]:
@@ -183,10 +228,10 @@ def _check(folder: Path, entry: Entry, stored: Stored) -> torch.dtype:
     dtypes = set()
     for shard in _shards(entry):
         there = stored[shard.key]
-        if tuple(there.global_shape) != tuple(shard.global_shape):
-            expected, found = list(shard.global_shape), list(there.global_shape)
+        if tuple(there.size) != tuple(shard.global_shape):
+            expected, found = list(shard.global_shape), list(there.size)
             raise LayoutError(f"{folder}: {shard.key}: expected {expected} from the config, found {found}")
-        dtypes.add(there.dtype)
+        dtypes.add(there.properties.dtype)
     if len(dtypes) != 1 or not dtypes <= DTYPES.keys():
         raise LayoutError(f"{folder}: {entry.key}: expected one of {sorted(DTYPES.values())}, found {sorted(map(str, dtypes))}")
     dtype: torch.dtype = dtypes.pop()
@@ -204,27 +249,14 @@ def _as_stored(layout: Layout, dtypes: Mapping[str, torch.dtype]) -> Layout:
     return Layout(specs, tuple(layout.owned()))
 
 
-def _with_memory(entry: Entry, dtype: torch.dtype) -> Entry:
-    data = torch.empty(entry.data.shape, dtype=dtype)
-    return replace(entry, data=data, dtype=dtype) if isinstance(entry, ShardedTensor) else replace(entry, data=data)
-
-
-class _TensorsAlone(TorchCommonLoadStrategy):  # type: ignore[misc]  # megatron-core has no types
-    """common.pt is a pickle of the trainer's own classes; nothing of it is needed."""
-
-    def load_common(self, checkpoint_dir: object) -> dict[str, Any]:
-        return {}
-
-
-def _load(folder: Path, entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
-    try:
-        loaded = dist_checkpointing.load(
-            dict(entries), str(folder), common_strategy=_TensorsAlone(), validate_access_integrity=False
-        )
-    except (Exception, CheckpointException) as error:  # torch's own is a BaseException, around that of each rank
-        why = error.failures[0][0] if isinstance(error, CheckpointException) else error
-        raise ConversionError(f"{folder}: cannot be read: {type(why).__name__}: {why}") from error
-    return {name: loaded[name].detach().contiguous() for name in entries}
+def _shards_in(entry: Entry, tensor: torch.Tensor) -> list[ShardedTensor]:
+    """The shards of a local tensor whose memory is `tensor`'s. Raises UnsupportedModel where Megatron would copy."""
+    if isinstance(entry, ShardedTensor):
+        return [replace(entry, data=tensor, dtype=tensor.dtype)]
+    shards = _shards(replace(entry, data=tensor))
+    if any(shard.data.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() for shard in shards):
+        raise UnsupportedModel(f"{entry.key}: Megatron copies it, so it cannot be read in place")
+    return shards
 
 
 def _some(names: list[str]) -> str:
