@@ -21,7 +21,8 @@ from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_server import CPU_ENVIRONMENT
 from tests.support.weights import random_weights
 
-# Says the version and a greedy answer, waits for a line on stdin, and says them again for version 2.
+# Says the version and a greedy answer, waits for a line on stdin, says them again for version 2, and once more after a sleep that
+# drops the weights, from which the daemon wakes it.
 PROGRAM = """
 import asyncio, json, sys
 from vllm import SamplingParams
@@ -50,6 +51,10 @@ async def main():
         await handle.wait(3, timeout=0.2)
     except WaitTimeout as error:
         print(json.dumps([str(error), handle.version, await answer(engine)]), flush=True)
+    await engine.sleep(level=2)
+    asleep = handle.version
+    await handle.wait(2, timeout=120)
+    print(json.dumps([asleep, handle.version, await answer(engine)]), flush=True)
     handle.close()
     engine.shutdown()
 
@@ -58,7 +63,11 @@ if __name__ == "__main__":
 """
 
 
-def test_an_embedded_engine_boots_and_follows_and_its_program_can_wait_for_a_version(tmp_path: Path) -> None:
+RAW_MODE = Path(__file__).parents[1] / "support" / "raw_mode"
+DROPPING_SLEEP = {"VLLM_PLUGINS": "resharder,dropping_sleep", "PYTHONPATH": str(RAW_MODE)}
+
+
+def test_an_embedded_engine_boots_and_follows_and_its_program_can_wait_for_a_version_and_put_it_to_sleep(tmp_path: Path) -> None:
     config = tiny_config("qwen3")
     save_tokenizer(tmp_path, config["vocab_size"])
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -69,7 +78,7 @@ def test_an_embedded_engine_boots_and_follows_and_its_program_can_wait_for_a_ver
         connect(daemon.endpoint, model="policy", job="j", rank=0, world_size=1, config=config, tokenizer=tmp_path) as publisher,
     ):
         publisher.publish_tensors(1, random_weights(config, 1).items()).wait_ready(60)
-        environment = {**os.environ, **CPU_ENVIRONMENT, "RESHARDER_ENDPOINT": daemon.endpoint, "VLLM_PLUGINS": "resharder"}
+        environment = {**os.environ, **CPU_ENVIRONMENT, **DROPPING_SLEEP, "RESHARDER_ENDPOINT": daemon.endpoint}
         with (
             (tmp_path / "log").open("wb") as log,
             subprocess.Popen(
@@ -89,12 +98,14 @@ def test_an_embedded_engine_boots_and_follows_and_its_program_can_wait_for_a_ver
                 process.stdin.write(b"\n")
                 process.stdin.flush()
                 error, second, others = _json_line(process.stdout, tmp_path / "log")
+                woken = _json_line(process.stdout, tmp_path / "log")
                 assert process.wait(60) == 0
             finally:
                 process.kill()
     assert (before, first, second) == (None, 1, 2)
     assert tokens != others
     assert error == "expected version 3 within 0.2 s, got 2"
+    assert woken == [None, 2, others]
 
 
 def _json_line(output, log: Path):  # type: ignore[no-untyped-def]
