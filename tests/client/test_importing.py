@@ -1,6 +1,8 @@
 """Checkpoints that become versions: Hugging Face's, and those that real Megatron ranks have saved."""
 
 import json
+import os
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -149,6 +151,14 @@ def test_a_folder_that_is_not_what_its_config_says_is_refused(
         import_checkpoint(daemon.endpoint, checkpoint, "refused")
 
 
+class Harmful:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
 def test_a_megatron_checkpoint_of_another_model_is_refused(daemon: Daemon, saved: Path, tmp_path: Path) -> None:
     def refuse(error: type[Exception], message: str, folder: Path = saved / "dense", **changes: Any) -> None:
         (tmp_path / "config.json").write_text(json.dumps(tiny_hf.tiny_config("qwen3_tied", **changes)))
@@ -168,6 +178,9 @@ def test_a_megatron_checkpoint_of_another_model_is_refused(daemon: Daemon, saved
     for path in (cut / "iter_0000005").glob("*.distcp"):
         path.write_bytes(path.read_bytes()[:1000])
     refuse(ConversionError, "cannot be read", cut)
+    (cut / "iter_0000005/.metadata").write_bytes(pickle.dumps(Harmful(tmp_path / "done")))
+    refuse(ConversionError, "expected a description of tensors, found posix.mkdir", cut)
+    assert not (tmp_path / "done").exists()
     (cut / "latest_checkpointed_iteration.txt").write_text("6")
     refuse(UsageError, "iter_0000006, as .* says, found no metadata.json", cut)
 

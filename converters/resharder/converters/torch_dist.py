@@ -2,9 +2,11 @@
 
 The model is built on the meta device, as the only rank of a world holds it, and some of its tensors at a time are read from the
 files, so that the host's memory never holds the model: torch's readers do that, Megatron's wants whole layers' stacks. Optimizer
-states are not looked at. The format is pickle's in part (`.metadata`): read only checkpoints that you trust.
+states are not looked at. `.metadata` is a pickle, of which nothing but torch's own descriptions of tensors is accepted;
+`common.pt`, a pickle of the trainer's classes, is not read.
 """
 
+import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -43,6 +45,7 @@ _FORMS: tuple[dict[str, bool], ...] = (
 """How megatron-core 0.16 may name the same tensors, by the metadata that sharded_state_dict was given."""
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer[._]")
 _STACKED = re.compile(r"^decoder\.layers\.(?!\d)")
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _NORM_STATE = "decoder.final_layernorm._extra_state"
 _EMBEDDING = "embedding.word_embeddings.weight"
 _AT_ONCE = 256 << 20  # bytes; torch has up to two copies more of the one that it is reading
@@ -106,14 +109,15 @@ class _Files:
     def __init__(self, folder: Path) -> None:
         self.folder, self._reader = folder, FileSystemReader(folder)
         try:
-            self._metadata: Metadata = self._reader.read_metadata()
-            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        except Exception as error:  # it is a pickle
+            with (folder / ".metadata").open("rb") as file:
+                metadata: Metadata = _Unpickler(file).load()
+            self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+            found = dict(metadata.state_dict_metadata)
+        except Exception as error:  # a damaged pickle raises anything
             raise ConversionError(f"{folder}: expected a torch_dist checkpoint: {type(error).__name__}: {error}") from error
-        found = self._metadata.state_dict_metadata.items()
-        tensors = {key: entry for key, entry in found if isinstance(entry, TensorStorageMetadata)}
+        tensors = {key: entry for key, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
         self.stored: Stored = {key: entry for key, entry in tensors.items() if not _OPTIMIZER.match(key)}
-        self.states: Set[str] = self._metadata.state_dict_metadata.keys() - tensors.keys()
+        self.states: Set[str] = found.keys() - tensors.keys()
 
     def read(self, shards: Iterable[ShardedTensor]) -> None:
         """Fills the shards' memory. Raises ConversionError."""
@@ -132,6 +136,20 @@ class _Files:
             self._reader.read_data(plan, _Into(targets)).wait()
         except Exception as error:  # torch raises anything here
             raise ConversionError(f"{self.folder}: cannot be read: {type(error).__name__}: {error}") from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """Of the classes that torch and megatron-core describe a checkpoint with, and of dtypes."""
+
+    _HOMES = (*(f"torch.distributed.checkpoint.{name}" for name in ("filesystem", "metadata", "planner")), _MEGATRON)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("torch", "torch.serialization", *self._HOMES):
+            found = super().find_class(module, name)
+            own = module in self._HOMES and isinstance(found, type) and found.__module__ == module
+            if own or isinstance(found, torch.dtype) or found in (torch.Size, torch.serialization._get_layout):
+                return found
+        raise pickle.UnpicklingError(f"expected a description of tensors, found {module}.{name}")
 
 
 class _Into(LoadPlanner):
