@@ -19,11 +19,11 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from resharder.client.direct.copies import Copies, copies_of
 from resharder.client.direct.group import DirectFailed, Group, Part, connect, make_group
 from resharder.client.direct.proof import Proof
 from resharder.client.direct.schedule import quota_of, schedule
 from resharder.client.direct.transfer import Seconds, Transfer
+from resharder.converters.copies import Copies, copies_of
 from resharder.converters.digest import digest_torch
 from resharder.converters.layout import Layout, Piece
 from resharder.converters.local import view_of
@@ -40,7 +40,7 @@ from benchmarks.rows import Row, show, write
 MIB = 1 << 20
 SENDERS, RECEIVERS = (0, 1), (2, 3)
 TIMEOUT = 60.0  # seconds
-Tensors = dict[str, torch.Tensor]
+Own = tuple[Copies, int, int]  # a process's own copies, and most_peers and most_made of all
 
 
 class Way(NamedTuple):
@@ -81,8 +81,8 @@ def values(piece: Piece, shape: tuple[int, ...], version: int, device: torch.dev
 class Process:
     """One of the four."""
 
-    def __init__(self, rank: int, port: int, layout: Layout, copies: Copies, cpu: bool) -> None:
-        self.rank, self.layout, self.copies = rank, layout, copies
+    def __init__(self, rank: int, port: int, layout: Layout, part: Own, cpu: bool) -> None:
+        self.rank, self.layout, (self.copies, *self.most) = rank, layout, part
         self.device = torch.device("cpu") if cpu else torch.device("cuda", rank)
         if not cpu:
             torch.cuda.set_device(self.device)
@@ -130,7 +130,7 @@ class Process:
         return int(total)
 
     def transfer(self, way: Way, group: Group | None = None) -> Transfer:
-        found = schedule(self.copies, self.rank, quota_of(self.copies, way.staging), way.direct_bytes)
+        found = schedule(self.copies, self.rank, quota_of(*self.most, way.staging), way.direct_bytes)
         transfer = Transfer(found, group or self.group, self.device)
         for what in ("prepared", "prepared again"):
             begin = time.monotonic()
@@ -225,16 +225,16 @@ class Late:
         return self._group.post(*parts)
 
 
-def measuring(rank: int, port: int, layout: Layout, copies: Copies, cpu: bool, job: Job, rounds: int, answers: Any) -> None:
-    process = Process(rank, port, layout, copies, cpu)
+def measuring(rank: int, port: int, layout: Layout, part: Own, cpu: bool, job: Job, rounds: int, answers: Any) -> None:
+    process = Process(rank, port, layout, part, cpu)
     answers.put((rank, process.measure(job, rounds)))
     process.meet("end")
     process.group.close()
 
 
-def failing(rank: int, port: int, layout: Layout, copies: Copies, cpu: bool, job: Job, rounds: int, answers: Any) -> None:
+def failing(rank: int, port: int, layout: Layout, part: Own, cpu: bool, job: Job, rounds: int, answers: Any) -> None:
     """Sender 1 sleeps past the others' timeout; a new group works; then it is killed."""
-    process, said = Process(rank, port, layout, copies, cpu), []
+    process, said = Process(rank, port, layout, part, cpu), []
     way, timeout = job.ways[-1], 3.0
     for act, what in (("sleeps", lambda: time.sleep(2 * timeout)), ("nothing", None), ("is killed", _die)):
         process.fill(len(said))
@@ -266,14 +266,15 @@ def processes(job: Job, target: Any, arguments: argparse.Namespace, seconds: flo
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    layouts = [*have.values(), *want.values()]
+    layouts, most = [*have.values(), *want.values()], (copies.most_peers, copies.most_made)
+    parts = [(copies.of(rank), *most) for rank in range(4)]
     started = [
         context.Process(
             target=target,
-            args=(rank, store.port, layout, copies.of(rank), arguments.cpu_tiny, job, arguments.rounds, answers),
+            args=(rank, store.port, layout, part, arguments.cpu_tiny, job, arguments.rounds, answers),
             daemon=True,
         )
-        for rank, layout in enumerate(layouts)
+        for rank, (layout, part) in enumerate(zip(layouts, parts, strict=True))
     ]
     for process in started:
         process.start()

@@ -14,10 +14,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from resharder.client.direct.copies import Copies, copies_of
 from resharder.client.direct.group import DirectFailed, Group, connect, make_group
 from resharder.client.direct.schedule import quota_of, schedule
 from resharder.client.direct.transfer import Transfer
+from resharder.converters.copies import Copies, copies_of
 from resharder.converters.layout import Layout, box_index
 from resharder.converters.local import view_of
 from resharder.converters.plan import plan
@@ -79,7 +79,7 @@ class Process:
 
     def transfer(self, group: Group, kind: str) -> Transfer:
         copies, _ = self.sides[kind]
-        found = schedule(copies.of(self.rank), self.rank, quota_of(copies, STAGING), DIRECT_BYTES)
+        found = schedule(copies.of(self.rank), self.rank, quota_of(copies.most_peers, copies.most_made, STAGING), DIRECT_BYTES)
         assert found.staging <= STAGING
         return Transfer(found, group, CPU)
 
@@ -128,7 +128,9 @@ class Process:
         whole, workers = written_trainer(DENSE, 1), written_workers(DENSE, 2)
         copies, rank = copies_of(plan(whole, workers)), {0: 0, 2: 1, 3: 2}[self.rank]
         group = self.group("survivors", rank, 3)
-        transfer = Transfer(schedule(copies.of(rank), rank, quota_of(copies, STAGING), DIRECT_BYTES), group, CPU)
+        transfer = Transfer(
+            schedule(copies.of(rank), rank, quota_of(copies.most_peers, copies.most_made, STAGING), DIRECT_BYTES), group, CPU
+        )
         layout = [*whole.values(), *workers.values()][rank]
         wanted, mine = filled(layout, 9), filled(layout, None)
         transfer.prepare(*((wanted, {}) if rank == 0 else ({}, mine)))

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resharder.client.direct import schedule as schedules
 from resharder.client.direct import tiles
-from resharder.client.direct.copies import Copies, copies_of
 from resharder.client.direct.pack import Table, addresses_of
 from resharder.client.direct.schedule import Moves, Schedule, quota_of, schedule
+from resharder.converters.copies import Copies, copies_of
 from resharder.converters.layout import Box, Layout, Piece, Range, TensorSpec, box_index, box_shape, box_size
 from resharder.converters.local import read_piece, view_of
 from resharder.converters.packed import Ints
@@ -169,9 +169,8 @@ def test_every_byte_of_every_target_is_written_once_with_its_sources_value(
     # Some processes are sender and receiver.
     copies = copies_of(plan(sources, targets), target_ranks=range(1, 1 + len(targets)) if shared else None)
     with tiny_tiles():
-        made = int(np.where(copies.plus != 0, copies.sizes + 256, 0).sum())
-        staging = made + 2 * 768 * max(1, copies.most_peers) + data.draw(st.integers(0, 4000))
-        world = World(copies, quota_of(copies, staging), direct_bytes, have, want)
+        staging = copies.most_made + 2 * 768 * max(1, copies.most_peers) + data.draw(st.integers(0, 4000))
+        world = World(copies, quota_of(copies.most_peers, copies.most_made, staging), direct_bytes, have, want)
         world.run()
     for name, tensor in wanted.items():
         assert torch.equal(raw(want[name]), raw(tensor)), name
@@ -195,7 +194,7 @@ def test_a_run_on_one_side_is_packed_or_unpacked_on_the_other_alone() -> None:
     parts = [Layout({"w": spec}, (Piece("w", half, "b", 0, (2048, 1)),)) for half in halves]
     out = copies_of(plan({0: whole}, dict(enumerate(parts))))
     back = copies_of(plan(dict(enumerate(parts)), {0: whole}))
-    quota = quota_of(out, 4 << 20)
+    quota = quota_of(out.most_peers, out.most_made, 4 << 20)
     sender, receiver = schedule(out, 0, quota, 1 << 16), schedule(out, 1, quota, 1 << 16)
     assert sender.pack_slot > 0
     assert receiver.unpack_slot == 0
@@ -208,7 +207,5 @@ def test_a_run_on_one_side_is_packed_or_unpacked_on_the_other_alone() -> None:
 
 
 def test_too_little_memory_is_refused_with_what_is_needed() -> None:
-    spec = TensorSpec("w", "U8", (10,))
-    layout = Layout({"w": spec}, (Piece("w", (Range(0, 10),), "a", 0, (1,)),))
     with pytest.raises(ValueError, match=r"expected at least \d+ bytes for packing and unpacking, got 1000"):
-        quota_of(copies_of(plan({0: layout}, {0: layout})), 1000)
+        quota_of(1, 0, 1000)

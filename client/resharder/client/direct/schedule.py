@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from resharder.client.direct.copies import Copies
 from resharder.client.direct.tiles import TILE, Shape, Tiles, shape_of, tiles_of
+from resharder.converters.copies import ALIGN, Copies
 from resharder.converters.layout import View
 from resharder.converters.packed import Ints
 
-ALIGN = 256  # bytes; where a peer's part of a slot begins
 DIRECT_BYTES = 16 << 20
 SLOTS = 2
 Number = TypeVar("Number", int, Ints)
@@ -107,15 +106,15 @@ class Schedule:
         return sum(post.size for r in self.rounds for post in r.receives)
 
 
-def quota_of(copies: Copies, staging_bytes: int) -> int:
-    """Bytes that each pair may move through a slot, of all copies of a plan, so that no process needs more than `staging_bytes`.
+def quota_of(most_peers: int, most_made: int, staging_bytes: int) -> int:
+    """Bytes that each pair may move through a slot, so that no process needs more than `staging_bytes`; the others are what
+    `Copies` says of all copies of a plan.
 
     Raises ValueError where that is too little to work with.
     """
-    ready = np.bincount(copies.source, np.where(copies.plus != 0, _up(copies.sizes, ALIGN), 0)).max(initial=0)
-    quota = (staging_bytes - int(ready)) // (SLOTS * max(1, copies.most_peers)) // ALIGN * ALIGN
+    quota = (staging_bytes - most_made) // (SLOTS * max(1, most_peers)) // ALIGN * ALIGN
     if quota < (needed := _up(2 * (TILE + ALIGN), ALIGN)):
-        least = SLOTS * max(1, copies.most_peers) * needed + int(ready)
+        least = SLOTS * max(1, most_peers) * needed + most_made
         raise ValueError(f"expected at least {least} bytes for packing and unpacking, got {staging_bytes}")
     return quota
 
@@ -162,14 +161,14 @@ def schedule(copies: Copies, rank: int, quota: int, direct_bytes: int = DIRECT_B
         ready,
         max(used[0].values(), default=0),
         max(used[1].values(), default=0),
-        int(_up(copies.sizes, ALIGN)[(copies.plus != 0) & (copies.source == rank)].sum()),
+        int(copies.made[copies.source == rank].sum()),
     )
 
 
 def _ready(copies: Copies, rank: int) -> tuple[tuple[Ready, ...], Ints]:
     """Also: where in that buffer each copy begins."""
     mine = (copies.plus != 0) & (copies.source == rank)
-    sizes = np.where(mine, _up(copies.sizes, ALIGN), 0)
+    sizes = np.where(mine, copies.made, 0)
     at = np.cumsum(sizes) - sizes
     ready = [
         Ready(

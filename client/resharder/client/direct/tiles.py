@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import numpy as np
-from resharder.client.direct.copies import Copies
+from resharder.converters.copies import Copies
 from resharder.converters.packed import Ints
 
 TILE = 128 << 10  # bytes; none is larger

@@ -9,7 +9,8 @@ import torch
 from resharder.client.direct.group import DirectFailed, Group, Part, Pending
 from resharder.client.direct.lanes import Lane, Mark
 from resharder.client.direct.pack import Table, addresses_of, check_fit
-from resharder.client.direct.schedule import ALIGN, SLOTS, Post, Schedule
+from resharder.client.direct.schedule import SLOTS, Post, Schedule
+from resharder.converters.copies import ALIGN
 from resharder.converters.local import view_of
 from resharder.converters.packed import Ints
 

@@ -1,4 +1,4 @@
-"""The copies of a plan as bytes: what each process has to know of them, in arrays that travel as they are."""
+"""The copies of a plan as bytes, for the direct path: what each process has to know, in arrays that travel as they are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from resharder.converters.packed import Ints
 from resharder.converters.plan import Plan
+
+ALIGN = 256  # bytes; where things begin in buffers
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,16 @@ class Copies:
         """Bytes of each."""
         found: Ints = self.counts.prod(axis=1) * self.item
         return found
+
+    @property
+    def made(self) -> Ints:
+        """Bytes that each copy needs of a buffer at its sender, where its elements are made before they are sent."""
+        return np.where(self.plus != 0, -(-self.sizes // ALIGN) * ALIGN, 0)
+
+    @property
+    def most_made(self) -> int:
+        """The most that one sender needs."""
+        return int(np.bincount(self.source, self.made).max(initial=0))
 
     @property
     def most_peers(self) -> int:
