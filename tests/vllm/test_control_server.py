@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from resharder.client import connect
+from resharder.client.operator import Operator
 from resharder.client.publisher import Publisher
+from resharder.v1 import resources_pb2
 
 from tests.support.daemon import Daemon
 from tests.support.operating import wait_serving
@@ -104,10 +106,8 @@ def test_a_booted_server_says_its_version_on_every_route(single: Deployment) -> 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_an_install_in_every_pause_mode_turns_nobody_away(single: Deployment, mode: str) -> None:
     """`keep` and `wait` streams come to their end, `abort` ends them early; requests that come meanwhile are answered."""
-    single.daemon.kill()
-    single.daemon.options["pause_mode"] = mode
-    single.daemon.start()
-    wait_serving(single.daemon, single.version)
+    with Operator(single.daemon.endpoint) as operator:
+        operator.update_fleet("policy", pause_mode=resources_pb2.PauseMode.Value(mode.upper()))
     lengths = install_under_a_stream(single)
     assert min(lengths) < LONG if mode == "abort" else set(lengths) == {LONG}
 
@@ -118,7 +118,7 @@ def install_under_a_stream(single: Deployment) -> list[int]:
     streams = [Streaming(single.server, LONG)]
     statuses = set()
     with ThreadPoolExecutor(1) as pool:
-        publishing = pool.submit(single.publish)  # seconds, right after the daemon was started anew
+        publishing = pool.submit(single.publish)
         while (answer := single.server.generate(PROMPT, 12)).version != str(reached):
             statuses.add(single.server.request("GET", "/health").status)
             if len(streams[-1].tokens) > LONG // 2:
