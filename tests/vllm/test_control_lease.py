@@ -99,7 +99,7 @@ class Side:
         self.runner.start()
         self.lease = Lease()
         self.identity = Identity("s1", 2, "host:8000", passes_kv=True)
-        self.about = (Power.UNKNOWN, 0)
+        self.about = (Power.UNKNOWN, 0, 0)
         self.thread = LeaseThread(
             Channel(f"127.0.0.1:{port}"), self.identity, self.lease, carry_out, lambda: self.about, self.loop
         )

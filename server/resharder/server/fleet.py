@@ -48,6 +48,7 @@ MAX_WAIT = 3600.0
 _TICK = 0.5
 _FORGET = 3600.0  # a LOST server stays in lists for so long
 _SETTLE = 2.0  # beyond a lease: how long servers may take to come back to a daemon that was started again
+_RETURNING = "servers that may come back"
 _ROUNDS = 1000  # of steering: a bound against what must not be, a loop
 _log = structlog.get_logger("resharder.fleet")
 
@@ -124,6 +125,7 @@ class Fleets:
         files: FleetFiles | None = None,
         pause_mode: PauseMode = PauseMode.KEEP,
         note: Note | None = None,
+        tick_seconds: float = _TICK,
     ) -> None:
         self.settings = settings or Settings()
         self._store, self._clock, self._wall, self._files, self._pause_mode = store, clock, wall, files, pause_mode
@@ -140,25 +142,32 @@ class Fleets:
         self._attachments: dict[tuple[str, str], Attachment] = {}
         self._wake = threading.Event()
         self._closed = False
+        self._returning: dict[str, list[int]] = {}  # what servers may come back with after a restart of the daemon, by model
         for fleet in self._fleets.values():
             self._hold_versions(fleet)
+            if fleet.members and fleet.model not in self._returning:
+                self._returning[fleet.model] = sorted(self._look(fleet.model))
+                for number in self._returning[fleet.model]:
+                    self._store.hold(fleet.model, number, _RETURNING)
         store.subscribe(lambda _: self._wake.set())
-        self._thread = threading.Thread(target=self._run, name="fleets", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._run, args=(tick_seconds,), name="fleets", daemon=True)
+        if tick_seconds:  # else whoever made it ticks
+            self._thread.start()
 
     def close(self) -> None:
         """Ends every stream; what is held stays held."""
         self._closed = True
         self._wake.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         with self._changed:
             for attachment in self._attachments.values():
                 attachment.orders.put(None)
             self._changed.notify_all()
 
-    def _run(self) -> None:
+    def _run(self, tick_seconds: float) -> None:
         while not self._closed:
-            self._wake.wait(_TICK)
+            self._wake.wait(tick_seconds)
             self._wake.clear()
             try:
                 self.tick()
@@ -182,7 +191,14 @@ class Fleets:
                     self._forget(server)
             for name in list(self._fleets):
                 self._steer(name)
+            self._release_returning()
             self._changed.notify_all()
+
+    def _release_returning(self) -> None:
+        settling = {fleet.model for fleet in self._fleets.values() if self._see(fleet).settling}
+        for model in self._returning.keys() - settling:
+            for number in self._returning.pop(model):
+                self._store.release(model, number, _RETURNING)
 
     def _forget(self, server: Server) -> None:
         del self._servers[server.id], self._held[server.id]
@@ -307,8 +323,10 @@ class Fleets:
             if self._attachments.get(key) is not attachment:
                 return
             if all(control.nonce != report.control for control in known.controls):
-                # It had been silent for too long and was let go.
-                self._happen(known.id, Attached(report.control, attachment.first.world_size, attachment.first.address))
+                # It had been silent for too long and was let go. Orders that it has not begun must not come to life with a new
+                # lease: the end of the stream takes them with it, and the next one begins anew.
+                attachment.orders.put(None)
+                return
             self._happen(known.id, report)
 
     def _detach(self, attachment: Attachment) -> None:
@@ -419,9 +437,9 @@ class Fleets:
                 self._steer(name)
 
     def serving(self, model: str, number: int) -> tuple[int, int]:
-        """(live servers that serve this version or a newer one, live servers that follow the model)."""
+        """(live servers that serve this version or a newer one, live servers of the model that are to be in service)."""
         with self._changed:
-            live = [s for s in self._servers.values() if s.model == model and s.lost_at is None]
+            live = [s for s in self._servers.values() if s.model == model and s.lost_at is None and s.goal.in_service]
             return sum(1 for server in live if server.serving >= number), len(live)
 
     def wait_change(self, timeout: float) -> None:

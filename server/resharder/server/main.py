@@ -6,6 +6,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -16,7 +17,9 @@ import typer
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from pydantic import ValidationError
+from resharder.server import checks
 from resharder.server.archive import Archive
+from resharder.server.checks import Checks
 from resharder.server.config import Config, load
 from resharder.server.errors import DaemonError, ErrorInterceptor
 from resharder.server.events import Events
@@ -27,7 +30,7 @@ from resharder.server.kernel import raise_malloc_thresholds
 from resharder.server.lanes import SHORT_THREADS, LaneInterceptor
 from resharder.server.logs import configure_logs
 from resharder.server.manifest import VersionRecord
-from resharder.server.moves import PauseMode
+from resharder.server.moves import Fleet, PauseMode
 from resharder.server.operations import Operations
 from resharder.server.reconciler import Settings
 from resharder.server.server_service import ServerService, add_server_service
@@ -69,6 +72,8 @@ class Daemon:
             self.archive.heard = lambda name, what, reason: self.events.add("archive", name, what, reason)
         self.intake.audience = lambda record: self.fleets.serving(record.model, record.number)
         self.fleets.serving_changed = self.intake.wake
+        self.checks = Checks(config.checks, config.check_seconds)
+        self.fleets.check = self._check
         self.health = health.HealthServicer()
         self.server = self._server()
         self._ended = threading.Event()
@@ -112,6 +117,17 @@ class Daemon:
         add_server_service(ServerService(self.fleets, self.store), server)
         operator_pb2_grpc.add_OperatorServiceServicer_to_server(operator, server)
 
+    def _check(self, fleet: Fleet) -> None:
+        """Runs the check of the fleet's canaries, once for each move."""
+        move = fleet.move
+        assert move is not None
+        addresses = [self.fleets.server(id).controls for id in move.canaries]
+        found = checks.environment(
+            fleet.name, move.id, move.to, move.back_to, [controls[0].address for controls in addresses if controls]
+        )
+        key = f"{fleet.name}/{move.id}"
+        self.checks.start(move.motion.check, key, found, partial(self.fleets.checked, fleet.name, move.id))
+
     def _note_version(self, record: VersionRecord) -> None:
         self.events.add("version", record.name, record.state.lower(), record.reason, step=record.step, epoch=record.epoch)
 
@@ -138,6 +154,7 @@ class Daemon:
         self.health.enter_graceful_shutdown()
         self.intake.drain(self.config.drain_seconds)
         self._ended.set()
+        self.checks.close()
         self.fleets.close()
         self.events.close()
         self.server.stop(grace=2).wait()

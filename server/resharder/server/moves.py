@@ -136,6 +136,11 @@ class Fleet:
         """Versions must not mix beyond a bound, so gates do not outlive leases."""
         return self.max_skew > 0 or self.motion.kind == MotionKind.ATOMIC
 
+    def mixes(self, version: int, shown: Iterable[int]) -> bool:
+        """Whether to serve this version beside those that are shown breaks what the fleet promises."""
+        bound = 0 if self.motion.kind == MotionKind.ATOMIC else self.max_skew
+        return self.strict and any(abs(version - other) > bound for other in shown)
+
     def power_of(self, server: str) -> Power:
         return self.powers.get(server, self.power)
 
@@ -189,6 +194,9 @@ def advance(fleet: Fleet, view: View) -> Fleet:
             return _begin(fleet, want, view)
         reason = fleet.refused.get(move.to, f"version {want} is wanted again")
         return replace(fleet, move=replace(move, state=MoveState.BACK, reason=reason))
+    single = move.state in (MoveState.TRYING, MoveState.HOLDING, MoveState.MOVING)
+    if single and fleet.mixes(move.to, _shown(view)) and move.to not in fleet.refused:
+        return _begin(fleet, move.to, view)  # servers came back with versions that it is too far from
     match move.state:
         case MoveState.STAGING:
             return _staging(fleet, move, view)
@@ -206,10 +214,11 @@ def advance(fleet: Fleet, view: View) -> Fleet:
 def _begin(fleet: Fleet, to: int, view: View) -> Fleet:
     motion, reason = fleet.motion, ""
     back_to = fleet.settled if fleet.settled in view.ready else 0
-    if not back_to:
+    if fleet.mixes(to, _shown(view)):
+        wide = motion.kind != MotionKind.ATOMIC
+        motion, reason = Motion(MotionKind.ATOMIC), f"the jump is wider than the skew bound of {fleet.max_skew}" if wide else ""
+    elif not back_to:
         motion = Motion(MotionKind.ALL_AT_ONCE)
-    elif fleet.max_skew and any(abs(to - shown) > fleet.max_skew for shown in _shown(view)):
-        motion, reason = Motion(MotionKind.ATOMIC), f"the jump is wider than the skew bound of {fleet.max_skew}"
     elif motion.kind == MotionKind.CANARY and fleet.settled in fleet.refused and to < fleet.settled:
         motion = replace(motion, kind=MotionKind.ROLLING)  # back to what has been tried
     states = {MotionKind.CANARY: MoveState.TRYING, MotionKind.ATOMIC: MoveState.STAGING}
@@ -226,8 +235,7 @@ def _gives_way(fleet: Fleet, move: Move, want: int, view: View) -> bool:
         return True
     if move.state == MoveState.STOPPED:
         return True
-    near = not fleet.max_skew or all(abs(want - shown) <= fleet.max_skew for shown in _shown(view))
-    return move.motion.kind == MotionKind.ALL_AT_ONCE and near
+    return move.motion.kind == MotionKind.ALL_AT_ONCE and not fleet.mixes(want, _shown(view))
 
 
 # What servers are at
@@ -238,12 +246,12 @@ def _present(fleet: Fleet, view: View) -> dict[str, Server]:
     return {
         id: server
         for id, server in sorted(view.servers.items())
-        if server.lost_at is None
-        and server.controls
-        and fleet.power_of(id) == Power.AWAKE
-        and not server.power.asleep
-        and id not in fleet.drained
+        if _attached(server) and fleet.power_of(id) == Power.AWAKE and not server.power.asleep and id not in fleet.drained
     }
+
+
+def _attached(server: Server) -> bool:
+    return server.lost_at is None and bool(server.controls)
 
 
 def _shown(view: View) -> set[int]:
@@ -260,11 +268,6 @@ def _lost_over(server: Server, version: int) -> bool:
     """Its lease ended while it installed this version."""
     install = server.install
     return server.lost_at is not None and install is not None and install.version == version and server.confirmed != version
-
-
-def _under_way(server: Server) -> bool:
-    """Out of service, or about to be, for an install."""
-    return not server.opened or (server.install is not None and server.install.active)
 
 
 # Steps
@@ -345,6 +348,8 @@ def _staging(fleet: Fleet, move: Move, view: View) -> Fleet:
             reason = f"{id} could not stage it: {error}"
             return _end(_refuse(fleet, move.to, reason, view.ready), move, MoveState.FAILED, view, reason)
     able = [server for server in present.values() if not _broken(server, move, view)]
+    if any(server.shown for id, server in view.servers.items() if id not in present):
+        return fleet  # it cannot be reached and may serve on until its lease ends
     if all(server.staged == move.to or server.agreed == move.to for server in able):
         return replace(fleet, move=replace(move, state=MoveState.APPLYING, servers=tuple(present)))
     return fleet
@@ -362,7 +367,7 @@ def _applying(fleet: Fleet, move: Move, view: View) -> Fleet:
         tried = install is not None and install.version == move.to and install.state == InstallState.FAILED
         if install is not None and tried and server.agreed != move.to:
             return _turn_back(fleet, move, view, f"{id}: {install.error}")
-    if all(server.agreed == move.to for server in present.values()):
+    if all(server.agreed == move.to for server in present.values()) and _shown(view) <= {move.to}:
         return _end(fleet, move, MoveState.DONE, view)
     return fleet
 
@@ -413,14 +418,14 @@ def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tupl
     """The version that a server is to hold, whether it may apply it, and why it has to wait where it has."""
     move = fleet.moving
     if move is None:
-        return (fleet.settled, True, "") if turn else (_stay(server, fleet.settled), True, "it waits for its turn")
+        return (fleet.settled, True, "") if turn else (_in_service(fleet, id, view), True, "it waits for its turn")
     install = server.install
-    stays = _stay(server, move.back_to or move.to)
+    stays = _in_service(fleet, id, view) or move.back_to or move.to
     match move.state:
         case MoveState.STAGING:
             if _broken(server, move, view):
                 return move.to, True, ""
-            if not server.opened and server.agreed != move.back_to:
+            if move.back_to and not server.opened and server.agreed != move.back_to:
                 return move.back_to, True, ""
             return move.to, False, "all servers stage before any applies"
         case MoveState.APPLYING:
@@ -441,12 +446,9 @@ def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tupl
     return (move.to, True, "") if turn else (stays, True, "it waits for its turn")
 
 
-def _stay(server: Server, otherwise: int) -> int:
-    return server.opened or server.agreed or server.confirmed or otherwise
-
-
 def _turns(fleet: Fleet, view: View) -> set[str]:
-    """The servers that may move now: with `at_a_time`, those out of service anyway and as many more as it allows."""
+    """The servers that may move now: with `at_a_time`, those out of service anyway and as many more as it allows. Who is away is
+    told when it is back: what it would do on an older word is not counted."""
     move = fleet.moving
     motion, version = (move.motion, move.to) if move else (fleet.motion, fleet.settled)
     if motion.kind in (MotionKind.ALL_AT_ONCE, MotionKind.ATOMIC):
@@ -454,12 +456,20 @@ def _turns(fleet: Fleet, view: View) -> set[str]:
     if view.settling:
         return set()
     present = _present(fleet, view)
-    served = {id for id, server in present.items() if server.opened not in (0, version)}
-    moving = {id for id in served if _under_way(present[id])} | {id for id in present if not present[id].opened}
-    room = (motion.at_a_time or len(view.servers)) - len(moving)
+    installing = {id for id, server in present.items() if server.install is not None and server.install.active}
+    away = installing | {id for id, server in present.items() if not server.serving}
+    room = (motion.at_a_time or len(view.servers)) - len(away)
+    behind = [id for id in present if _in_service(fleet, id, view) not in (0, version) and id not in installing]
     # Who failed waits for its next try in service: others may go first.
-    waiting = sorted(served - moving, key=lambda id: (version in present[id].failures, present[id].opened, id))
-    return (view.servers.keys() - served) | moving | set(waiting[: max(0, room)])
+    waiting = sorted(behind, key=lambda id: (version in present[id].failures, present[id].serving, id))
+    return ({id for id in view.servers if _attached(view.servers[id])} - set(behind)) | set(waiting[: max(0, room)])
+
+
+def _in_service(fleet: Fleet, id: str, view: View) -> int:
+    """The version that it serves, or is about to; 0: none."""
+    server = view.servers[id]
+    low, high = _range(fleet, id, view) or (server.agreed, server.agreed)
+    return server.opened or (server.agreed if low <= server.agreed <= high else 0)
 
 
 def _range(fleet: Fleet, id: str, view: View) -> tuple[int, int] | None:
@@ -470,12 +480,14 @@ def _range(fleet: Fleet, id: str, view: View) -> tuple[int, int] | None:
     if move is not None and move.motion.kind == MotionKind.ATOMIC and move.state == MoveState.BACK:
         return move.back_to, move.back_to
     if fleet.motion.kind == MotionKind.ATOMIC:
-        version = fleet.settled if move is None else move.back_to if move.state == MoveState.STAGING else move.to
+        version = fleet.settled if move is None else move.to if move.state == MoveState.MOVING else move.back_to
         return version, version
-    others = {version for other, server in view.servers.items() if other != id for version in server.shown}
-    if not fleet.max_skew or not others:
+    if not fleet.max_skew:
         return None
-    return max(others) - fleet.max_skew, min(others) + fleet.max_skew
+    goals = {fleet.settled, move.to if move is not None else fleet.settled}
+    others = {version for other, server in view.servers.items() if other != id for version in server.shown}
+    low, high = min(goals) - fleet.max_skew, max(goals) + fleet.max_skew
+    return max([low, *(other - fleet.max_skew for other in others)]), min([high, *(other + fleet.max_skew for other in others)])
 
 
 # What operators say

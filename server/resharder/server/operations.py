@@ -94,7 +94,7 @@ class Operations:
         servers = _servers(request.server)
 
         def act(fleet: Fleet, view: View) -> Fleet:
-            return moves.set_drained(fleet, request.drained, servers or tuple(view.servers))
+            return moves.set_drained(fleet, request.drained, servers or fleet.members)
 
         return self._fleets.change(_name(request.fleet), _of(servers, act))
 
@@ -172,8 +172,8 @@ def _of(servers: tuple[str, ...], act: _Act) -> _Act:
     """`act`, where the servers are the fleet's."""
 
     def checked(fleet: Fleet, view: View) -> Fleet:
-        if missing := [id for id in servers if id not in view.servers]:
-            there = sorted(view.servers)
+        there = sorted(fleet.members | view.servers.keys())  # after a restart of the daemon some may be on their way back
+        if missing := [id for id in servers if id not in there]:
             raise NotFound("SERVER_UNKNOWN", f"server {missing[0]!r} is not of fleet {fleet.name}; there are {there}")
         return act(fleet, view)
 

@@ -134,9 +134,14 @@ class Goal:
     retry: tuple[int, int] = (0, 0)  # when it changes, failures are forgotten
     why: str = ""
 
+    @property
+    def in_service(self) -> bool:
+        """Neither drained nor asleep."""
+        return self.open and self.power == Power.AWAKE
+
     def permits(self, version: int) -> bool:
         """Whether the gate may be opened on it."""
-        return self.open and self.power == Power.AWAKE and (self.serves is None or self.serves[0] <= version <= self.serves[1])
+        return self.in_service and (self.serves is None or self.serves[0] <= version <= self.serves[1])
 
 
 @dataclass(frozen=True)
@@ -278,6 +283,7 @@ class Attached:
     power: Power = Power.UNKNOWN
     in_flight: int = 0
     passes_kv: bool = False
+    serving: int = 0  # the version that its gate is open on, by an earlier word
 
 
 @dataclass(frozen=True)
@@ -386,7 +392,8 @@ def _claimed(server: Server, event: Claimed, now: float) -> Server:
 
 
 def _attached(server: Server, event: Attached, now: float, orders: list[Order]) -> Server:
-    control = Control(event.control, event.address, now, event.busy, event.in_flight)
+    control = Control(event.control, event.address, now, event.busy, event.in_flight, closing=bool(event.serving))
+    server = replace(server, lingers=event.serving or server.lingers)
     leader = server.controls[0].nonce if server.controls else event.control
     if any(c.nonce == event.control for c in server.controls):
         controls = tuple(control if c.nonce == event.control else c for c in server.controls)
@@ -436,7 +443,7 @@ def _greet(server: Server, control: Control, orders: list[Order], *, leads: bool
             orders.append(_hold(install, control))
     elif server.torn:
         orders.append(Order(control.nonce, OrderKind.CLOSE, reason="the last install went wrong half-way"))
-    elif server.goal.strict or not (server.goal.open and server.goal.power == Power.AWAKE):
+    elif (server.goal.strict or not server.goal.in_service) and not (server.lingers and server.goal.permits(server.lingers)):
         orders.append(Order(control.nonce, OrderKind.CLOSE, reason=_closed_because(server)))
     if not leads or install is None or not install.active or control.busy == install.id:
         return server
@@ -650,7 +657,7 @@ def _commit(server: Server, install: Install, now: float) -> Server:
 def _close_gate(server: Server, orders: list[Order]) -> Server:
     """Closed, unless it is open on what every worker is proven to hold, awake and not to be drained."""
     kept = server.agreed == server.opened and server.power == Power.AWAKE and server.change is None
-    if not server.opened or (kept and server.goal.open and server.goal.power == Power.AWAKE):
+    if not server.opened or (kept and server.goal.in_service):
         return server
     reason = _closed_because(server) if kept else f"not every worker holds version {server.opened}"
     orders += [Order(control.nonce, OrderKind.CLOSE, reason=reason) for control in server.controls]

@@ -112,6 +112,7 @@ def attached_from_proto(message: server_pb2.ControlReport) -> Attached:
         power_from_proto(message.power),
         message.in_flight,
         message.passes_kv,
+        message.serving,
     )
 
 

@@ -65,8 +65,8 @@ async def attach(engine: Any, settings: Settings | None = None, *, gate: Gate | 
     async def carry_out(order: Order) -> Outcome | None:
         return await control.carry_out(order)
 
-    def about() -> tuple[Power, int]:
-        return control.state.power, gate.in_flight
+    def about() -> tuple[Power, int, int]:
+        return control.state.power, gate.in_flight, gate.shown
 
     thread = LeaseThread(Channel(settings.endpoint), identity, gate.lease, carry_out, about, asyncio.get_running_loop())
     control = Control(

@@ -128,6 +128,11 @@ class Gate:
             self.shut(LEASE_ENDED)
         return self._position
 
+    @property
+    def shown(self) -> int:
+        """The version that it was opened on and not closed since; 0: none. For any thread."""
+        return self.version if self._position is Position.OPEN else 0
+
     def open(self, version: int) -> None:
         self.version, self._lapses = version, self.lease.lapses
         self._begin(version)

@@ -43,8 +43,8 @@ class Identity:
 
 class LeaseThread:
     """`carry_out` runs on `loop`, one order at a time. `about` is what every report says of this side, and is asked on the
-    thread: how awake the engine is, and how many requests are being answered. `start` returns at once; the daemon need not be
-    there."""
+    thread: how awake the engine is, how many requests are being answered, and the version that the gate is open on. `start` returns
+    at once; the daemon need not be there."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class LeaseThread:
         identity: Identity,
         lease: Lease,
         carry_out: Callable[[Order], Awaitable[Outcome | None]],
-        about: Callable[[], tuple[Power, int]],
+        about: Callable[[], tuple[Power, int, int]],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._channel, self._identity, self._lease = channel, identity, lease
@@ -181,7 +181,7 @@ class LeaseThread:
         identity = self._identity
         message.server, message.control = identity.server, identity.nonce
         message.world_size, message.address, message.passes_kv = identity.world_size, identity.address, identity.passes_kv
-        power, message.in_flight = self._about()
+        power, message.in_flight, message.serving = self._about()
         message.power = power.value
         with self._moved:
             self._sent_at.append(time.monotonic())

@@ -1,0 +1,435 @@
+"""Whole fleets under random joins, deaths, cuts, publishes, failures, operators' commands and restarts of the daemon.
+
+The fleets are the daemon's own, with a clock, a store and files that the test owns. Servers are models that keep to the plugin's
+part of the bargain; what is checked is not what the daemon believes but what their gates really show to clients.
+"""
+
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import pytest
+from google.protobuf.field_mask_pb2 import FieldMask
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from resharder.server.errors import DaemonError, NotFound
+from resharder.server.fleet import Attachment, Fleets
+from resharder.server.manifest import READY, VersionRecord
+from resharder.server.moves import Fleet, MotionKind, MoveState, WantKind
+from resharder.server.operations import Operations
+from resharder.server.reconciler import (
+    Attached,
+    Order,
+    OrderKind,
+    Power,
+    Reported,
+    Settings,
+    Worker,
+    WorkerState,
+)
+from resharder.v1 import operator_pb2, resources_pb2
+
+SETTINGS = Settings(lease=10, grace=10, boot=1000, install_step=200, attempts=2, first_retry=1, last_retry=2)
+NAMES = ("a", "b", "c")
+FLEET, MODEL = "fleet", "policy"
+
+
+class Versions:
+    """A store: what is held stays READY."""
+
+    def __init__(self) -> None:
+        self.ready: dict[int, str] = {}
+        self.ever: set[int] = set()
+        self.holders: dict[int, set[str]] = {}
+
+    def publish(self) -> int:
+        number = max(self.ever, default=0) + 1
+        self.ever.add(number)
+        self.ready[number] = f"fingerprint {number}"
+        for old in sorted(self.ready)[:-3]:
+            if not self.holders.get(old):
+                del self.ready[old]
+        return number
+
+    def models(self) -> list[str]:
+        return [MODEL] if self.ready else []
+
+    def versions(self, name: str) -> list[VersionRecord]:
+        return [
+            VersionRecord(MODEL, number, READY, 1, number, "job", 1, 1, 0.0, fingerprint=fingerprint)
+            for number, fingerprint in sorted(self.ready.items())
+        ]
+
+    def hold(self, name: str, number: int, holder: str) -> VersionRecord:
+        if number not in self.ready:
+            raise NotFound("VERSION_GONE", f"{number}")
+        self.holders.setdefault(number, set()).add(holder)
+        return self.versions(name)[0]
+
+    def release(self, name: str, number: int, holder: str) -> None:
+        self.holders.get(number, set()).discard(holder)
+
+    def subscribe(self, callback: Callable[[VersionRecord], None]) -> None:
+        pass
+
+    def restart(self) -> None:
+        """Holds are the daemon's memory."""
+        self.holders.clear()
+
+
+class Files:
+    def __init__(self) -> None:
+        self.kept: dict[str, Fleet] = {}
+
+    def load(self) -> dict[str, Fleet]:
+        return dict(self.kept)
+
+    def save(self, fleet: Fleet) -> None:
+        self.kept[fleet.name] = fleet
+
+
+@dataclass
+class Plant:
+    """A vLLM server as it really is: `holds` is None while its one worker's weights are torn or dropped."""
+
+    id: str
+    nonce: str
+    holds: int | None
+    attachment: Attachment | None = None
+    state: WorkerState = WorkerState.BOOTED
+    install: str = ""
+    staged: int = 0
+    gate: int = 0
+    paused: bool = False
+    power: Power = Power.AWAKE
+    lease_until: float = 0.0
+    strict: bool = False
+    cut: bool = False
+    answered: dict[str, bool] = field(default_factory=dict)
+
+    def shows(self, now: float) -> int:
+        """What a client that asks now gets."""
+        if self.strict and now >= self.lease_until:
+            self.gate = 0
+        return self.gate if self.power == Power.AWAKE and not self.paused else 0
+
+
+class Checked(queue.SimpleQueue[Order | None]):
+    """The orders of an attachment, each looked at when it is given."""
+
+    def __init__(self, given: "queue.SimpleQueue[Order | None]", check: Callable[[Order | None], None]) -> None:
+        super().__init__()
+        self._check = check
+        while not given.empty():
+            super().put(given.get())
+
+    def put(self, item: Order | None, block: bool = True, timeout: float | None = None) -> None:
+        self._check(item)
+        super().put(item)
+
+
+class Moving(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.nonces = 1000.0, 0
+        self.versions, self.files = Versions(), Files()
+        self.plants: dict[str, Plant] = {}
+        self.start_daemon()
+
+    def start_daemon(self) -> None:
+        self.versions.restart()
+        self.fleets = Fleets(
+            self.versions, settings=SETTINGS, clock=lambda: self.now, wall=lambda: self.now, files=self.files, tick_seconds=0
+        )  # type: ignore[arg-type]
+        self.operations = Operations(self.fleets)
+        for plant in self.plants.values():
+            plant.attachment = None
+
+    @initialize(
+        kind=st.sampled_from(MotionKind),
+        max_skew=st.sampled_from([0, 0, 1, 2]),
+        at_a_time=st.integers(1, 2),
+        approval=st.booleans(),
+    )
+    def begin(self, kind: MotionKind, max_skew: int, at_a_time: int, approval: bool) -> None:
+        self.versions.publish()
+        motion = resources_pb2.Motion(kind=int(kind))  # type: ignore[arg-type]
+        if kind in (MotionKind.ROLLING, MotionKind.CANARY):
+            motion.at_a_time = at_a_time
+        if kind == MotionKind.CANARY:
+            motion.hold_seconds, motion.approval = 5, approval
+        self.kind, self.max_skew, self.at_a_time = kind, max_skew, at_a_time
+        fleet = resources_pb2.Fleet(name=FLEET, model=MODEL, motion=motion, max_skew=max_skew)
+        mask = FieldMask(paths=["motion", "max_skew"])
+        self.operations.update(operator_pb2.UpdateFleetRequest(fleet=fleet, update_mask=mask))
+        for name in NAMES:
+            self.start_server(name)
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.files.kept[FLEET]
+
+    # Servers
+
+    @rule(name=st.sampled_from(NAMES))
+    def start_server(self, name: str) -> None:
+        if name in self.plants:
+            return
+        try:
+            server = self.fleets.claim(name, MODEL, FLEET, wait_seconds=0, boot=True)
+        except DaemonError:
+            return
+        self.nonces += 1
+        self.plants[name] = Plant(name, f"process{self.nonces}", server.boot_version)
+        self.connect(name)
+
+    @rule(name=st.sampled_from(NAMES))
+    def kill_server(self, name: str) -> None:
+        plant = self.plants.pop(name, None)
+        if plant is not None and plant.attachment is not None and not plant.cut:
+            plant.attachment.close()
+
+    @rule(name=st.sampled_from(NAMES))
+    def cut_off(self, name: str) -> None:
+        if name in self.plants:
+            self.plants[name].cut = True
+
+    @rule(name=st.sampled_from(NAMES))
+    def connect(self, name: str) -> None:
+        plant = self.plants.get(name)
+        if plant is None:
+            return
+        plant.cut = False
+        if plant.attachment is not None:
+            plant.attachment.close()
+        self.fleets.claim(name, MODEL, FLEET, wait_seconds=0, boot=False)
+        self.tell(plant)
+        plant.lease_until = self.now + SETTINGS.lease
+        attached = Attached(f"control-{plant.nonce}", 1, power=plant.power, serving=plant.shows(self.now))
+        plant.attachment = self.fleets.attach(name, attached)
+        plant.attachment.orders = Checked(plant.attachment.orders, self.check_order)
+
+    def tell(self, plant: Plant) -> None:
+        """The worker's own report."""
+        if plant.cut:
+            return
+        version = plant.staged if plant.state == WorkerState.STAGED else plant.holds or 0
+        fingerprint = f"fingerprint {version}" if version else ""
+        error = "it failed" if plant.state == WorkerState.FAILED else ""
+        self.fleets.report_worker(
+            plant.id, Worker(0, plant.state, version, plant.install, error, process=plant.nonce, fingerprint=fingerprint)
+        )
+
+    @rule(name=st.sampled_from(NAMES), fails=st.booleans())
+    def carry_out(self, name: str, fails: bool) -> None:
+        """The next order of a control side."""
+        plant = self.plants.get(name)
+        if plant is None or plant.cut or plant.attachment is None or plant.attachment.orders.empty():
+            return
+        order = plant.attachment.orders.get()
+        if order is None:
+            plant.attachment = None
+            return
+        if order.kind == OrderKind.RENEWED:
+            plant.strict = self.fleets.policy(name)[1]
+        elif order.kind != OrderKind.LEAD:
+            self.obey(plant, order, fails)
+
+    def obey(self, plant: Plant, order: Order, fails: bool) -> None:
+        ok, now = not fails, self.now
+        match order.kind:
+            case OrderKind.STAGE:
+                assert not plant.power.asleep, "nothing is staged while asleep"
+                plant.install, plant.staged = order.install, order.version if ok else 0
+                plant.state = WorkerState.STAGED if ok else WorkerState.FAILED
+                self.tell(plant)
+                ok = True
+            case OrderKind.APPLY:
+                if now >= plant.lease_until:
+                    return self.connect(plant.id)
+                assert not plant.power.asleep, "nothing is applied while asleep"
+                if plant.install != order.install or plant.staged != order.version:
+                    if plant.answered.get(order.install) is None:
+                        ok = False
+                else:
+                    self.check_service(plant)
+                    plant.paused = True
+                    plant.holds = order.version if ok else None
+                    plant.state = WorkerState.APPLIED if ok else WorkerState.FAILED
+                    plant.staged = 0
+                    plant.answered[order.install] = ok
+                    self.tell(plant)
+            case OrderKind.RESUME:
+                if now >= plant.lease_until:
+                    return self.connect(plant.id)
+                ok = True
+                plant.paused, plant.gate = False, order.version
+            case OrderKind.CLOSE:
+                plant.gate, ok = 0, True
+            case OrderKind.UNSTAGE:
+                plant.staged, ok = 0, True
+            case OrderKind.SLEEP:
+                plant.gate = 0
+                if order.power == Power.ASLEEP_2:
+                    plant.holds, plant.state, plant.install = None, WorkerState.EMPTY, ""
+                    self.tell(plant)
+                plant.power = order.power if ok else plant.power
+            case OrderKind.WAKE:
+                plant.power = order.power if ok else plant.power
+        if plant.cut or plant.attachment is None:
+            return None
+        report = Reported(f"control-{plant.nonce}", order.install, order.kind, ok, "" if ok else "no", power=plant.power)
+        plant.attachment.report(report)
+        return None
+
+    def check_order(self, order: Order | None) -> None:
+        """At the moment it is given."""
+        if order is None or order.kind != OrderKind.STAGE:
+            return
+        fleet, version = self.fleet, order.version
+        assert version in self.versions.ready, "what is staged is READY"
+        named = fleet.want.kind == WantKind.NUMBER and fleet.want.version == version
+        held = any(plant.holds == version for plant in self.plants.values())
+        assert version not in fleet.refused or named or held, "a refused version is not installed again by itself"
+
+    def check_service(self, plant: Plant) -> None:
+        """A server that leaves service for an install: few enough are out of service for one."""
+        move = self.fleet.moving
+        rolling = self.kind == MotionKind.ROLLING and (move is None or move.motion.kind == MotionKind.ROLLING)
+        if not rolling or plant.shows(self.now) == 0:
+            return
+        away = [
+            p
+            for p in self.plants.values()
+            if p is not plant and p.paused and not p.cut and p.attachment is not None and p.power == Power.AWAKE
+            if p.id not in self.fleet.drained and self.fleet.power_of(p.id) == Power.AWAKE
+        ]
+        beside = [p.id for p in away]
+        assert len(away) < self.at_a_time, f"at most so many at a time: {plant.id} beside {beside}, {self.reasons()}"
+
+    def reasons(self) -> dict[str, str]:
+        """What the daemon says of everything."""
+        return {view.server.id: view.reason for view in self.fleets.servers()} | {FLEET: self.fleets.fleet(FLEET).reason}
+
+    # Time, versions, operators, the daemon
+
+    @rule(seconds=st.sampled_from([0.5, 1, 3, 6, 12, 30]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for plant in self.plants.values():
+            if not plant.cut and plant.attachment is not None and seconds <= SETTINGS.lease:
+                plant.attachment.report(Reported(f"control-{plant.nonce}", power=plant.power))
+                if self.fleets.server(plant.id).controls:
+                    plant.lease_until = self.now + SETTINGS.lease
+        self.fleets.tick()
+
+    @rule()
+    def publish(self) -> None:
+        self.versions.publish()
+        self.fleets.tick()
+
+    @rule()
+    def restart_daemon(self) -> None:
+        self.start_daemon()
+
+    @rule(data=st.data(), kind=st.sampled_from(WantKind), every=st.sampled_from([0, 0, 20]))
+    def want(self, data: st.DataObject, kind: WantKind, every: float) -> None:
+        want = resources_pb2.Want(kind=int(kind))  # type: ignore[arg-type]
+        if kind == WantKind.NUMBER:
+            want.version = data.draw(st.sampled_from(sorted(self.versions.ever)))
+        if kind == WantKind.LATEST:
+            want.every_seconds = every
+        request = operator_pb2.UpdateFleetRequest(
+            fleet=resources_pb2.Fleet(name=FLEET, want=want), update_mask=FieldMask(paths=["want"])
+        )
+        self.ask(lambda: self.operations.update(request))
+
+    def ask(self, act: Callable[[], object]) -> None:
+        """An operator's request; a refusal is an answer too, and what was granted is on the medium."""
+        try:
+            act()
+        except DaemonError:
+            return
+
+    @rule()
+    def roll_back(self) -> None:
+        self.ask(lambda: self.operations.roll_back(operator_pb2.RollBackFleetRequest(fleet=FLEET)))
+
+    @rule(go_on=st.booleans())
+    def decide(self, go_on: bool) -> None:
+        self.ask(lambda: self.operations.decide(operator_pb2.DecideMoveRequest(fleet=FLEET, go_on=go_on)))
+
+    @rule(power=st.sampled_from([Power.AWAKE, Power.WEIGHTS_AWAKE, Power.ASLEEP_1, Power.ASLEEP_2]), one=st.booleans())
+    def set_power(self, power: Power, one: bool) -> None:
+        request = operator_pb2.SetPowerRequest(fleet=FLEET, power=int(power), server="servers/a" if one else "")  # type: ignore[arg-type]
+        self.ask(lambda: self.operations.set_power(request))
+
+    @rule(name=st.sampled_from(NAMES), drained=st.booleans())
+    def drain(self, name: str, drained: bool) -> None:
+        request = operator_pb2.SetDrainedRequest(fleet=FLEET, server=f"servers/{name}", drained=drained)
+        self.ask(lambda: self.operations.set_drained(request))
+
+    @precondition(lambda self: self.plants)
+    @rule(rounds=st.integers(1, 4))
+    def all_goes_well(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.settle()
+
+    def settle(self) -> None:
+        for name in NAMES:
+            if name in self.plants and self.plants[name].attachment is None and not self.plants[name].cut:
+                self.connect(name)
+            for _ in range(12):
+                self.carry_out(name, fails=False)
+                self.check_gates()
+        self.pass_time(1)
+
+    # What always holds
+
+    @invariant()
+    def check_gates(self) -> None:
+        shown = {id: version for id, plant in self.plants.items() if (version := plant.shows(self.now))}
+        confirmed = {view.server.id: view.server.serving for view in self.fleets.servers()}
+        for id, version in shown.items():
+            assert self.plants[id].holds == version, "nothing is served from torn or dropped weights"
+            assert version in self.versions.ever, "what is served was READY"
+            if confirmed.get(id) == version and not self.plants[id].cut:
+                assert version in self.versions.ready, "nothing in use is dropped"
+        versions = set(shown.values())
+        if self.plants and self.kind == MotionKind.ATOMIC:
+            assert len(versions) <= 1, f"an atomic fleet serves one version: {shown}, {self.reasons()}"
+        elif self.plants and self.max_skew:
+            assert not versions or max(versions) - min(versions) <= self.max_skew, (
+                f"the skew bound is kept: {shown}, {self.reasons()}"
+            )
+
+    def teardown(self) -> None:
+        """Left in peace, every fleet gets where it should be."""
+        if not self.files.kept:
+            return
+        self.set_power(Power.AWAKE, one=False)
+        for name in NAMES:
+            self.drain(name, drained=False)
+        for name in NAMES:
+            self.start_server(name)
+            self.connect(name)
+        for _ in range(60):
+            self.settle()
+            move = self.fleet.moving
+            if move is not None and (move.state == MoveState.STOPPED or (move.motion.approval and not move.approved)):
+                self.decide(go_on=True)
+        want = self.fleet.want
+        fleet = self.fleet
+        assert fleet.moving is None, f"the move ends: {self.reasons()}"
+        goal = fleet.settled
+        if want.kind == WantKind.LATEST:
+            assert goal == max((v for v in self.versions.ready if v not in fleet.refused), default=goal)
+        shown = {name: plant.shows(self.now) for name, plant in self.plants.items()}
+        assert shown == dict.fromkeys(NAMES, goal), f"every server serves version {goal}: {shown}, {self.reasons()}"
+
+
+Moving.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=False
+)
+test_fleets_under_everything = pytest.mark.timeout(300)(Moving.TestCase)
