@@ -1,0 +1,117 @@
+"""Clients that keep asking servers, and whether each answer that they got is one version's.
+
+with Client({"left": server, "right": other}) as client:   # one after the other, in turn
+    ...
+for answer in client.answers:
+    assert not wrong(answer, reference)
+"""
+
+import http.client
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import cycle
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from tests.support.vllm_server import VllmServer, completion
+from tests.support.weights import Reference
+
+PROMPTS = ([5, 17, 42, 7, 300, 11], [800, 2, 9], [77] * 12)
+TOKENS = 8
+_PAUSE = 0.05  # seconds between two questions, so that servers have time for other things
+_NEAR = 1e-3
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`versions`: as its header names them, in their order."""
+
+    server: str
+    prompt: tuple[int, ...]
+    versions: tuple[str, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Turned:
+    """A question that was not answered; `status` 0: the connection broke, or there was none."""
+
+    server: str
+    status: int
+    reason: str
+
+
+class Client:
+    def __init__(self, servers: Mapping[str, VllmServer]) -> None:
+        self.answers: list[Asked] = []
+        self.turned: list[Turned] = []
+        self._servers = servers
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join(120)
+
+    def _ask(self) -> None:
+        for prompt in cycle(PROMPTS):
+            for name, server in self._servers.items():
+                if self._ended.is_set():
+                    return
+                found = ask(name, server, prompt)
+                if isinstance(found, Asked):
+                    self.answers.append(found)
+                else:
+                    self.turned.append(found)
+                time.sleep(_PAUSE if isinstance(found, Asked) else 4 * _PAUSE)
+
+
+def ask(name: str, server: VllmServer, prompt: list[int], tokens: int = TOKENS) -> Asked | Turned:
+    try:
+        response = server.request("POST", "/v1/completions", completion(prompt, tokens))
+    except (OSError, http.client.HTTPException) as error:
+        return Turned(name, 0, repr(error))
+    if response.status != 200:
+        return Turned(name, response.status, response.body.decode(errors="replace"))
+    choice = response.json()["choices"][0]
+    return Asked(
+        name,
+        tuple(prompt),
+        tuple((response.version or "").split(",")),
+        tuple(choice["token_ids"]),
+        tuple(choice["logprobs"]["token_logprobs"]),
+        choice["finish_reason"],
+    )
+
+
+def wrong(answer: Asked, reference: Callable[[int], Reference]) -> str:
+    """Why its tokens are not those of the versions it names, one after the other; empty where they are."""
+    if not all(version.isdigit() for version in answer.versions):
+        return f"it names no version: {answer}"
+    left = list(answer.versions)
+    made = {version: _made(answer, reference(int(version))) for version in left}
+    for at in range(len(answer.token_ids)):
+        while left and not made[left[0]][at]:
+            left.pop(0)
+        if not left:
+            return f"token {at} is not of the version it should be: {answer}, {made}"
+    return ""
+
+
+def _made(answer: Asked, reference: Reference) -> list[bool]:
+    """Which of the tokens these weights would have given, after those before them."""
+    logprobs = reference.logprobs([*answer.prompt, *answer.token_ids])[len(answer.prompt) - 1 :]
+    chosen = logprobs.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+    near = (chosen - torch.tensor(answer.logprobs)).abs() < _NEAR
+    best = logprobs.max(-1).values - chosen < _NEAR
+    return [bool(one) for one in near & best]
