@@ -31,6 +31,7 @@ class Backoff:
     def __init__(self, patience: float, first: float = 0.05, longest: float = 2.0) -> None:
         self._end = time.monotonic() + patience
         self._pause, self._longest = first, longest
+        self._random = random.Random()  # a trainer's own generator stays as it is
 
     @property
     def left(self) -> float:
@@ -40,7 +41,7 @@ class Backoff:
         """Sleeps; False, at once, when the patience is used up."""
         if not self.left:
             return False
-        time.sleep(min(self._pause * random.uniform(0.5, 1.0), self.left))
+        time.sleep(min(self._pause * self._random.uniform(0.5, 1.0), self.left))
         self._pause = min(self._pause * 2, self._longest)
         return True
 
