@@ -149,6 +149,23 @@ def test_files_are_recycled_within_an_epoch(store: Store) -> None:
         assert int(files.arrays["a"][0, 0]) == 8
 
 
+def test_files_of_another_size_are_not_recycled_when_a_job_is_back_with_other_shapes(root: Path) -> None:
+    store = Store(root / "store", keep_count=2)
+    epoch = claim(store)
+    for step in range(2):
+        publish(store, epoch, step)
+    store.close()
+    store = Store(root / "store", keep_count=2)
+    larger = lay_out([TensorSpec("a", "BF16", (64, 128)), TensorSpec("b", "F32", (16,))])
+    store.reserve("policy", epoch, larger, FILES)
+    for step in range(2, 6):
+        record = store.begin("policy", epoch, step, "job")
+        assert [(store.folder(record) / layout.path).stat().st_size for layout in larger] == [layout.size for layout in larger]
+        store.commit(record, {}, ())
+        settle(store)
+    store.close()
+
+
 def test_a_file_that_somebody_maps_is_never_recycled(store: Store) -> None:
     epoch = claim(store)
     path = store.folder(publish(store, epoch, 0)) / LAYOUTS[0].path

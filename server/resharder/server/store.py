@@ -538,7 +538,10 @@ class Store:
             for file in path.iterdir():
                 if file.name not in kept:
                     file.unlink()
-            safe = all(unused_elsewhere(path / name) for name in kept)
+            sizes = {file.name: file.stat().st_size for file in path.iterdir()}
+            # A job that is back in its epoch may have other shapes.
+            same = all(sizes.get(name) == layout.size for name, layout in kept.items())
+            safe = same and all(unused_elsewhere(path / name) for name in kept)
             if safe:
                 for name, layout in kept.items():
                     _write_header(path / name, layout.header)
