@@ -122,7 +122,10 @@ def test_status_and_events_tell_what_was_done() -> None:
     said("fleet", "set", "told", "--model", "policy", "--want", "none")
     status = said("status")
     assert any(line.split()[:3] == ["told", "policy", "none"] for line in status.splitlines())
-    assert "  fleets/told  update  " in said("events", "--subject", "fleets/told")
+    said("sleep", "--fleet", "told")
+    said("update", "latest", "--fleet", "told")
+    told = said("events", "--subject", "fleets/told", "--last", 5).splitlines()
+    assert [line.split()[3] for line in told] == ["update", "sleep", "update", "moving", "done"], "what was asked for comes first"
 
 
 def test_versions_are_archived_dropped_and_restored() -> None:
@@ -147,7 +150,9 @@ def test_an_exported_folder_is_imported_as_it_was(tmp_path: Path) -> None:
     assert done.out.startswith("models/imported/versions/1 (step 7): ")
     assert "import into imported" in done.err
     assert equal(exported(os.environ["RESHARDER_ENDPOINT"], "models/imported/versions/1", tmp_path / "one"), weights(2))
+    (trainer,) = connected(os.environ["RESHARDER_ENDPOINT"], 1, "trainer")
     refused = resharder("import", tmp_path / "two", "--model", "policy", "--step", 7)
+    trainer.close()
     assert (refused.code, "would fence that trainer" in refused.err) == (4, True)
     assert resharder("import", tmp_path / "config", "--model", "imported").code == 2
     assert "pass --model" in resharder("import", tmp_path / "two").err

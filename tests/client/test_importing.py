@@ -16,6 +16,7 @@ from tests.support import fakepg, tiny_hf
 # isort: split
 from resharder.client.errors import Conflict, StaleEpoch, UsageError
 from resharder.client.importing import import_checkpoint
+from resharder.client.operator import Operator
 from resharder.client.trainer import connect
 from resharder.converters.errors import ConversionError, LayoutError, UnknownTensor
 from resharder.v1 import resources_pb2
@@ -24,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from tests.client.models import equal, exported
 from tests.client.ranks import torchrun
 from tests.support.daemon import Daemon
+from tests.support.operating import wait_until
 from tests.support.weights import random_weights
 
 Tensors = dict[str, torch.Tensor]
@@ -122,13 +124,23 @@ def test_a_live_trainer_is_fenced_only_when_that_is_asked_for(daemon: Daemon, ch
     config = tiny_hf.tiny_config("qwen3_tied")
     with connect(daemon.endpoint, model="trained", job="trainer", config=config) as publisher:
         publisher.publish_tensors(1, random_weights(config, 1).items()).wait_ready(60)
-        with pytest.raises(Conflict, match="of job trainer is ACTIVE: an import would fence that trainer"):
+        with pytest.raises(Conflict, match="of job trainer is alive, 1 of 1 ranks: an import would fence that trainer"):
             import_checkpoint(daemon.endpoint, checkpoint, "trained")
         publisher.publish_tensors(2, random_weights(config, 2).items()).wait_ready(60)
         assert import_checkpoint(daemon.endpoint, checkpoint, "trained", take_over=True).number == 3
         with pytest.raises(StaleEpoch):
             publisher.publish_tensors(3, random_weights(config, 3).items())
     assert import_checkpoint(daemon.endpoint, checkpoint, "trained").number == 4, "an earlier import is nobody's trainer"
+
+
+def test_a_trainer_that_is_gone_for_a_lease_is_in_nobodys_way(checkpoint: Path) -> None:
+    config = tiny_hf.tiny_config("qwen3_tied")
+    with Daemon(lease_seconds=3) as daemon, Operator(daemon.endpoint) as operator:
+        with connect(daemon.endpoint, model="trained", job="trainer", config=config) as publisher:
+            publisher.publish_tensors(1, random_weights(config, 1).items()).wait_ready(60)
+            assert [known.live_ranks for known in operator.daemon().publishers] == [1]
+        wait_until(lambda: [known.live_ranks for known in operator.daemon().publishers] == [0], "no live rank")
+        assert import_checkpoint(daemon.endpoint, checkpoint, "trained").number == 2
 
 
 @pytest.mark.parametrize(

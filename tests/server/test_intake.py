@@ -322,9 +322,11 @@ def test_a_silent_rank_aborts_its_version_and_frees_the_room(tmp_path: Path) -> 
     intake.publisher(publisher.name, 1)
     now[0] += 8
     intake.publisher(publisher.name, 0)
+    assert intake.live_ranks(publisher) == 2
     intake.expire()
     assert store.get("policy", record.number).state == "STAGING"
     now[0] += 3
+    assert intake.live_ranks(publisher) == 1
     intake.expire()
     ended = store.get("policy", record.number)
     assert ended.state == "ABORTED"

@@ -58,8 +58,8 @@ def import_checkpoint(
     which a Megatron checkpoint needs. `tokenizer`: a folder; else those files of `folder` or `config` that are a tokenizer's.
     A part of the checkpoint is in this process's memory at a time: of Megatron's 256 MiB, and three times its largest tensor.
 
-    A job that the daemon knows as the model's publisher is fenced by this one, so it takes `take_over` unless that was an import
-    too. `progress(bytes, bytes of all)` is told of every part.
+    The job that publishes the model is fenced by this one: while the daemon hears of its ranks, that takes `take_over`, unless it
+    is an import too. `progress(bytes, bytes of all)` is told of every part.
 
     Raises UsageError, Conflict (somebody else publishes the model), UnknownTensor (missing or unexpected tensors), LayoutError
     (other shapes), UnsupportedModel, ConversionError (it cannot be read), and what publishing raises.
@@ -86,13 +86,13 @@ def import_checkpoint(
 
 
 def _refuse_live(operator: Operator, model: str, take_over: bool) -> None:
-    """The daemon knows a publisher until another one comes, whether its trainer still runs or not."""
     for publisher in operator.daemon().publishers:
-        live = publisher.state in (_State.REGISTERING, _State.ACTIVE) and not publisher.job.startswith(_JOB)
+        usable = publisher.state in (_State.REGISTERING, _State.ACTIVE)
+        live = usable and publisher.live_ranks > 0 and not publisher.job.startswith(_JOB)
         if publisher.model == model and live and not take_over:
             raise Conflict(
-                f"{publisher.name} of job {publisher.job} is {_State.Name(publisher.state)}: an import would fence that trainer, "
-                "which could not publish any more; take the model over only if it is gone"
+                f"{publisher.name} of job {publisher.job} is alive, {publisher.live_ranks} of {publisher.world_size} ranks: an "
+                "import would fence that trainer, which could not publish any more; end it first, or take the model over"
             )
 
 

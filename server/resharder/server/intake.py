@@ -145,6 +145,11 @@ class Intake:
         with self._lock:
             return list(self._publishers.values())
 
+    def live_ranks(self, publisher: Publisher) -> int:
+        """How many ranks were heard of within the lease."""
+        now = self._clock()
+        return sum(now - seen <= self.lease_seconds for seen in list(publisher.seen.values()))
+
     def register(self, name: str, rank: int, fingerprint: str, specs: Sequence[TensorSpec], boxes: Boxes) -> Publisher:
         """One rank's slot, `boxes` speaking of `specs`. The last rank's call decides for all."""
         with self._changed:

@@ -112,7 +112,8 @@ class Daemon:
             store_limit_bytes=self.store.limit_bytes,
         )
         daemon.start_time.GetCurrentTime()
-        operator = OperatorService(views, Operations(self.fleets, self.config.checks), self.events, self.archive, daemon)
+        operations = Operations(self.fleets, self.config.checks, self.events.add)
+        operator = OperatorService(views, operations, self.events, self.archive, daemon)
         add_publisher_service(PublisherService(self.intake, views), server)
         add_server_service(ServerService(self.fleets, self.store), server)
         operator_pb2_grpc.add_OperatorServiceServicer_to_server(operator, server)

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
+from google.protobuf.json_format import MessageToJson
+from google.protobuf.message import Message
 from resharder.server import moves
 from resharder.server.errors import FailedPrecondition, InvalidArgument, NotFound
-from resharder.server.fleet import Fleets, FleetView
+from resharder.server.fleet import Fleets, FleetView, Note
 from resharder.server.moves import Fleet, Motion, MotionKind, PauseMode, View, Want, WantKind
 from resharder.server.reconciler import Power
 from resharder.v1 import operator_pb2, resources_pb2
@@ -15,10 +17,20 @@ _Act = Callable[[Fleet, View], Fleet]
 
 
 class Operations:
-    """`checks`: the names of the commands that canaries may wait for."""
+    """`checks`: the names of the commands that canaries may wait for. `note` hears of every request that is not refused, before
+    anything follows from it."""
 
-    def __init__(self, fleets: Fleets, checks: Collection[str] = ()) -> None:
-        self._fleets, self._checks = fleets, checks
+    def __init__(self, fleets: Fleets, checks: Collection[str] = (), note: Note = lambda *_, **__: None) -> None:
+        self._fleets, self._checks, self._note = fleets, checks, note
+
+    def _change(self, fleet: str, what: str, request: Message, act: _Act, model: str = "") -> FleetView:
+        def noted(fleet: Fleet, view: View) -> Fleet:
+            after = act(fleet, view)
+            asked = MessageToJson(request, indent=None, preserving_proto_field_name=True)
+            self._note("operator", f"fleets/{fleet.name}", what, getattr(request, "reason", "")[:1000], request=asked[:1000])
+            return after
+
+        return self._fleets.change(fleet.removeprefix("fleets/"), noted, model)
 
     def update(self, request: operator_pb2.UpdateFleetRequest) -> FleetView:
         """Raises InvalidArgument (UPDATE_MASK, WANT, MOTION, PAUSE_MODE, MAX_SKEW, CHECK_UNKNOWN), FailedPrecondition
@@ -47,7 +59,7 @@ class Operations:
                 fleet = replace(fleet, pause_mode=mode)
             return replace(fleet, max_skew=message.max_skew) if "max_skew" in fields else fleet
 
-        return self._fleets.change(_name(message.name), act, model)
+        return self._change(message.name, "update", request, act, model)
 
     def roll_back(self, request: operator_pb2.RollBackFleetRequest) -> FleetView:
         """Raises FailedPrecondition (VERSION_NOT_READY, NO_EARLIER), InvalidArgument (VERSION), NotFound (FLEET_UNKNOWN)."""
@@ -65,7 +77,7 @@ class Operations:
             reason = request.reason[:1000] or f"rolled back to version {to}"
             return moves.roll_back(fleet, to, view, reason, request.request_id)
 
-        return self._fleets.change(_name(request.fleet), act)
+        return self._change(request.fleet, "rollback", request, act)
 
     def decide(self, request: operator_pb2.DecideMoveRequest) -> FleetView:
         """Raises FailedPrecondition (NOTHING_TO_DECIDE), NotFound (FLEET_UNKNOWN)."""
@@ -79,7 +91,7 @@ class Operations:
             except ValueError as error:
                 raise FailedPrecondition("NOTHING_TO_DECIDE", f"fleet {fleet.name}: {error}") from error
 
-        return self._fleets.change(_name(request.fleet), act)
+        return self._change(request.fleet, "approve" if request.go_on else "back", request, act)
 
     def set_power(self, request: operator_pb2.SetPowerRequest) -> FleetView:
         """Raises InvalidArgument (POWER), NotFound (FLEET_UNKNOWN, SERVER_UNKNOWN)."""
@@ -87,7 +99,8 @@ class Operations:
             names = [power.name for power in Power if power]
             raise InvalidArgument("POWER", f"expected a power of {names}, got {request.power}")
         power, servers = Power(request.power), _servers(request.server)
-        return self._fleets.change(_name(request.fleet), _of(servers, lambda fleet, _: moves.set_power(fleet, power, servers)))
+        act = _of(servers, lambda fleet, _: moves.set_power(fleet, power, servers))
+        return self._change(request.fleet, "sleep" if power.asleep else "wake", request, act)
 
     def set_drained(self, request: operator_pb2.SetDrainedRequest) -> FleetView:
         """Raises NotFound (FLEET_UNKNOWN, SERVER_UNKNOWN)."""
@@ -96,7 +109,7 @@ class Operations:
         def act(fleet: Fleet, view: View) -> Fleet:
             return moves.set_drained(fleet, request.drained, servers or fleet.members)
 
-        return self._fleets.change(_name(request.fleet), _of(servers, act))
+        return self._change(request.fleet, "drain" if request.drained else "resume", request, _of(servers, act))
 
 
 def read_want(message: resources_pb2.Want) -> Want:
@@ -182,7 +195,3 @@ def _of(servers: tuple[str, ...], act: _Act) -> _Act:
 
 def _servers(name: str) -> tuple[str, ...]:
     return (name.removeprefix("servers/"),) if name else ()
-
-
-def _name(fleet: str) -> str:
-    return fleet.removeprefix("fleets/")

@@ -7,7 +7,6 @@ from typing import Any
 import grpc
 import xxhash
 from blake3 import blake3
-from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
 from resharder.converters.chunks import unframe
 from resharder.converters.messages import spec_from_proto
@@ -15,7 +14,7 @@ from resharder.server.archive import Archive, needed
 from resharder.server.checkpoints import Archived
 from resharder.server.errors import InvalidArgument
 from resharder.server.events import Events, event_to_proto
-from resharder.server.fleet import Fleets, FleetView
+from resharder.server.fleet import Fleets
 from resharder.server.intake import Intake, parse_name
 from resharder.server.manifest import MANIFEST_FILE, STAGING, VersionRecord
 from resharder.server.operations import Operations
@@ -47,6 +46,7 @@ class Views:
             registered_slots=len(publisher.registered),
             store=store_access(self.store),
             lease_seconds=self.intake.lease_seconds,
+            live_ranks=self.intake.live_ranks(publisher),
         )
 
     def version(self, record: VersionRecord, slots: bool = True) -> resources_pb2.Version:
@@ -175,26 +175,19 @@ class OperatorService:
             self._store.release(model, number, holder)
 
     def UpdateFleet(self, request: operator_pb2.UpdateFleetRequest, context: grpc.ServicerContext) -> Message:
-        return self._did(request.fleet.name, "update", request, self._operations.update)
+        return fleet_to_proto(self._operations.update(request))
 
     def RollBackFleet(self, request: operator_pb2.RollBackFleetRequest, context: grpc.ServicerContext) -> Message:
-        return self._did(request.fleet, "roll back", request, self._operations.roll_back)
+        return fleet_to_proto(self._operations.roll_back(request))
 
     def DecideMove(self, request: operator_pb2.DecideMoveRequest, context: grpc.ServicerContext) -> Message:
-        return self._did(request.fleet, "decide", request, self._operations.decide)
+        return fleet_to_proto(self._operations.decide(request))
 
     def SetPower(self, request: operator_pb2.SetPowerRequest, context: grpc.ServicerContext) -> Message:
-        return self._did(request.fleet, "power", request, self._operations.set_power)
+        return fleet_to_proto(self._operations.set_power(request))
 
     def SetDrained(self, request: operator_pb2.SetDrainedRequest, context: grpc.ServicerContext) -> Message:
-        return self._did(request.fleet, "drained", request, self._operations.set_drained)
-
-    def _did(self, fleet: str, what: str, request: Any, act: Callable[[Any], FleetView]) -> Message:
-        """What an operator asked for, done and kept in the journal of events."""
-        done = fleet_to_proto(act(request))
-        asked = MessageToJson(request, indent=None, preserving_proto_field_name=True)
-        self._events.add("operator", f"fleets/{done.name}", what, getattr(request, "reason", ""), request=asked[:1000])
-        return done
+        return fleet_to_proto(self._operations.set_drained(request))
 
     def RetireVersions(self, request: operator_pb2.RetireVersionsRequest, context: grpc.ServicerContext) -> Message:
         done = self._store.retire(request.model.removeprefix("models/"), request.versions, request.keep, request.dry_run)
