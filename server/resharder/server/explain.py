@@ -6,6 +6,13 @@ from resharder.server.moves import Fleet, Move, MoveState, View, WantKind, wante
 from resharder.server.reconciler import InstallState, Power, Server, Settings, WorkerState, target
 from resharder.v1 import resources_pb2
 
+_GOING = {
+    Power.AWAKE: "is waking up",
+    Power.WEIGHTS_AWAKE: "is waking its weights up",
+    Power.ASLEEP_1: "is going to sleep at level 1",
+    Power.ASLEEP_2: "is going to sleep at level 2",
+}
+
 
 def state_of(server: Server) -> int:
     """The value of `Server.State`."""
@@ -58,9 +65,12 @@ def _serving(server: Server) -> str:
         }[server.power]
     if not server.opened and server.controls and not server.goal.open:
         left = sum(control.in_flight for control in server.controls)
-        return "drained for maintenance; " + (f"{left} requests are still being answered; " if left else "")
+        requests = "1 request is" if left == 1 else f"{left} requests are"
+        return "drained for maintenance; " + (f"{requests} still being answered; " if left else "")
     if server.opened:
         return f"serving version {server.opened}; " if server.resumed else f"opening the gate on version {server.opened}; "
+    if _goes_to_sleep(server):
+        return "closed; "
     return ("closed, the last install went wrong half-way; " if _half_way(server) else "closed; ") + _stranger(server)
 
 
@@ -85,7 +95,7 @@ def _doing(server: Server, now: float, settings: Settings) -> str:
         return f"waits for workers {_few(missing)} of {server.world_size}"
     install = server.install
     if server.change is not None:
-        return f"going {server.change.power.name}"
+        return _GOING[server.change.power]
     if server.change_failed is not None and now < server.change_failed.retry_at:
         return f"{server.change_failed.error}; tries again in {server.change_failed.retry_at - now:.0f} s"
     if server.power.asleep and server.goal.power.asleep:
@@ -117,12 +127,15 @@ def _idle(server: Server, now: float, settings: Settings) -> str:
         return f"{_last_failure(server)}; tries again in {max(0.0, server.failures[version].retry_at - now):.0f} s"
     if server.failures:
         return f"{_last_failure(server)}; waits for a newer version"
-    return f"version {version} is next" if version else server.goal.why or "no version is wanted"
+    if version:
+        return f"version {version} is next"
+    return server.goal.why or (f"holds version {server.agreed}" if server.agreed else "no version is wanted")
 
 
 def _last_failure(server: Server) -> str:
     version, failure = max(server.failures.items(), key=lambda item: item[1].retry_at)
-    return f"version {version} failed {failure.count} times, last: {failure.error}"
+    often = "once" if failure.count == 1 else f"{failure.count} times, last"
+    return f"version {version} failed {often}: {failure.error}"
 
 
 def _few(ranks: list[int]) -> str:

@@ -46,7 +46,7 @@ def version_rows(versions: Iterable[resources_pb2.Version]) -> Iterator[Row]:
         yield (
             v.model, number(v.number), resources_pb2.Version.State.Name(v.state), str(v.step), size(v.size_bytes),
             time_of(v.ready_time) if v.HasField("ready_time") else _arrived(v),
-            f"{v.servers_serving}/{v.servers_following}", v.reason,
+            f"{v.servers_serving}/{v.servers_following}" if v.state == resources_pb2.Version.READY else "–", v.reason,
         )  # fmt: skip
 
 

@@ -43,8 +43,8 @@ class Identity:
 
 class LeaseThread:
     """`carry_out` runs on `loop`, one order at a time. `about` is what every report says of this side, and is asked on the
-    thread: how awake the engine is, how many requests are being answered, and the version that the gate is open on. `start` returns
-    at once; the daemon need not be there."""
+    thread: how awake the engine is, how many requests are being answered, and the version that the gate is open on. `start`
+    returns at once; the daemon need not be there."""
 
     def __init__(
         self,

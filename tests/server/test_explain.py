@@ -1,0 +1,56 @@
+"""What is said of a server, in words."""
+
+from resharder.server.explain import explain
+from resharder.server.reconciler import (
+    Attached,
+    Claimed,
+    Event,
+    Goal,
+    OrderKind,
+    Power,
+    Reported,
+    Server,
+    Settings,
+    VersionsChanged,
+    Wanted,
+    Worker,
+    WorkerReported,
+    WorkerState,
+    step,
+)
+
+SETTINGS = Settings(attempts=3, first_retry=1)
+
+
+def after(*events: Event) -> Server:
+    """A server of one worker that serves version 1, and then `events`."""
+    server = Server("s", "m", "m", "life", 0.0, {1: "one"})
+    booted = Worker(0, WorkerState.BOOTED, 1, process="p0", fingerprint="one")
+    begun = (Claimed(boot=True), WorkerReported(booted), Attached("a", 1), Reported("a", "life-0", OrderKind.RESUME))
+    for event in (*begun, *events):
+        server, _ = step(server, event, 0, SETTINGS)
+    return server
+
+
+def said(*events: Event) -> str:
+    return explain(after(*events), 0, SETTINGS)
+
+
+def test_a_server_that_goes_to_sleep_speaks_of_sleep_alone() -> None:
+    assert said(Wanted(Goal(power=Power.ASLEEP_2))) == "closed; is going to sleep at level 2"
+
+
+def test_a_drained_server_says_what_it_holds() -> None:
+    assert said(Wanted(Goal(version=1, open=False))) == "drained for maintenance; holds version 1"
+    closing = Wanted(Goal(version=1, open=False)), Reported("a", in_flight=1)
+    assert said(*closing) == "drained for maintenance; 1 request is still being answered; holds version 1"
+
+
+def test_one_failure_is_said_as_one() -> None:
+    newer = VersionsChanged({1: "one", 2: "two"})
+    install = after(newer).install
+    assert install is not None
+    failed = Worker(0, WorkerState.FAILED, 2, install.id, "no room", "p0")
+    assert said(newer, WorkerReported(failed)).startswith(
+        "serving version 1; version 2 failed once: worker 0: no room; tries again"
+    )
