@@ -430,6 +430,6 @@ class Moving(RuleBasedStateMachine):
 
 
 Moving.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=False
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=False
 )
 test_fleets_under_everything = pytest.mark.timeout(300)(Moving.TestCase)

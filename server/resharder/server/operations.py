@@ -48,7 +48,7 @@ class Operations:
         def act(fleet: Fleet, view: View) -> Fleet:
             if model and fleet.model != model:
                 raise FailedPrecondition("FLEET_MODEL", f"fleet {fleet.name} follows model {fleet.model}, not {model}")
-            if request.accept_refused:
+            if request.accept_refused and (want is None or want.kind != WantKind.NUMBER):
                 fleet = replace(fleet, refused={})
             if want is not None:
                 fleet = _want(fleet, want, view)

@@ -535,6 +535,8 @@ def _worker_reported(server: Server, report: Worker, now: float, settings: Setti
     install = server.install
     if install is not None and report.install == install.id:
         return _keep_worker(server, _merge(server, install, known, report))
+    if report.state == WorkerState.EMPTY and not report.error and (install is None or not install.active):
+        return _keep_worker(server, replace(report, ordered=known.ordered))  # whoever it was that dropped its weights
     late = report.install.startswith(server.life) or known.ordered
     return server if late else _keep_worker(server, replace(report, holds=_proven(report)))
 

@@ -1,0 +1,177 @@
+"""What operators ask of fleets: refused with a reason and no trace, or kept on the medium before it is answered."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from google.protobuf.field_mask_pb2 import FieldMask
+from resharder.server.errors import DaemonError, FailedPrecondition, InvalidArgument, NotFound
+from resharder.server.fleet import Fleets
+from resharder.server.fleet_files import FleetFiles
+from resharder.server.moves import MotionKind, Want, WantKind
+from resharder.server.operations import Operations
+from resharder.server.reconciler import Attached, Power
+from resharder.v1 import operator_pb2, resources_pb2
+
+from tests.server.test_fleet_moves import MODEL, Versions
+
+Fleet, Motion, WantMessage = resources_pb2.Fleet, resources_pb2.Motion, resources_pb2.Want
+
+
+class Desk:
+    """An operator's side of a daemon with versions 1 to 3 and one server, `a`, in fleet `policy`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.versions = folder, Versions()
+        for _ in range(3):
+            self.versions.publish()
+        self.start()
+
+    def start(self) -> None:
+        self.versions.restart()
+        self.fleets = Fleets(self.versions, files=FleetFiles(self.folder), tick_seconds=0)  # type: ignore[arg-type]
+        self.operations = Operations(self.fleets, {"probe"})
+
+    def update(self, **fields: object) -> None:
+        message = Fleet(name=MODEL, **fields)  # type: ignore[arg-type]
+        self.operations.update(operator_pb2.UpdateFleetRequest(fleet=message, update_mask=FieldMask(paths=list(fields))))
+
+    def kept(self) -> object:
+        return FleetFiles(self.folder).load().get(MODEL)
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    desk = Desk(tmp_path)
+    desk.fleets.claim("a", MODEL, "", wait_seconds=0, boot=True)
+    return desk
+
+
+REFUSED: dict[str, tuple[type[DaemonError], str, Callable[[Desk], object]]] = {
+    "a want of no kind": (InvalidArgument, "WANT", lambda d: d.update(want=WantMessage())),
+    "a number without a version": (InvalidArgument, "WANT", lambda d: d.update(want=WantMessage(kind="NUMBER"))),
+    "a rate for a number": (
+        InvalidArgument,
+        "WANT",
+        lambda d: d.update(want=WantMessage(kind="NUMBER", version=1, every_seconds=1)),
+    ),
+    "a negative rate": (InvalidArgument, "WANT", lambda d: d.update(want=WantMessage(kind="LATEST", every_seconds=-1))),
+    "a rate that is no number": (
+        InvalidArgument,
+        "WANT",
+        lambda d: d.update(want=WantMessage(kind="LATEST", every_seconds=float("nan"))),
+    ),
+    "a version that is not there": (
+        FailedPrecondition,
+        "VERSION_NOT_READY",
+        lambda d: d.update(want=WantMessage(kind="NUMBER", version=9)),
+    ),
+    "a motion of no kind": (InvalidArgument, "MOTION", lambda d: d.update(motion=Motion())),
+    "a negative count": (InvalidArgument, "MOTION", lambda d: d.update(motion=Motion(kind="ROLLING", at_a_time=-1))),
+    "canaries without CANARY": (InvalidArgument, "MOTION", lambda d: d.update(motion=Motion(kind="ROLLING", canaries=1))),
+    "turns for ATOMIC": (InvalidArgument, "MOTION", lambda d: d.update(motion=Motion(kind="ATOMIC", at_a_time=1))),
+    "a check that is not configured": (
+        InvalidArgument,
+        "CHECK_UNKNOWN",
+        lambda d: d.update(motion=Motion(kind="CANARY", check="x")),
+    ),
+    "no pause mode": (InvalidArgument, "PAUSE_MODE", lambda d: d.update(pause_mode=0)),
+    "a negative skew": (InvalidArgument, "MAX_SKEW", lambda d: d.update(max_skew=-1)),
+    "a field that cannot be set": (InvalidArgument, "UPDATE_MASK", lambda d: d.update(settled_version=1)),
+    "rolling back to what is wanted": (
+        InvalidArgument,
+        "VERSION",
+        lambda d: d.operations.roll_back(operator_pb2.RollBackFleetRequest(fleet=MODEL, version=3)),
+    ),
+    "rolling back to what is gone": (
+        FailedPrecondition,
+        "VERSION_NOT_READY",
+        lambda d: d.operations.roll_back(operator_pb2.RollBackFleetRequest(fleet=MODEL, version=9)),
+    ),
+    "deciding where nothing moves": (
+        FailedPrecondition,
+        "NOTHING_TO_DECIDE",
+        lambda d: d.operations.decide(operator_pb2.DecideMoveRequest(fleet=MODEL, go_on=True)),
+    ),
+    "no power": (InvalidArgument, "POWER", lambda d: d.operations.set_power(operator_pb2.SetPowerRequest(fleet=MODEL))),
+    "a server of another fleet": (
+        NotFound,
+        "SERVER_UNKNOWN",
+        lambda d: d.operations.set_drained(operator_pb2.SetDrainedRequest(fleet=MODEL, server="servers/b", drained=True)),
+    ),
+    "a fleet that is not there": (
+        NotFound,
+        "FLEET_UNKNOWN",
+        lambda d: d.operations.set_drained(operator_pb2.SetDrainedRequest(fleet="other", drained=True)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_makes_no_sense_is_refused_and_changes_nothing(case: str, desk: Desk) -> None:
+    error, reason, act = REFUSED[case]
+    before = desk.kept()
+    with pytest.raises(error) as refused:
+        act(desk)
+    assert refused.value.reason == reason
+    assert desk.kept() == before == desk.fleets.fleet(MODEL).fleet
+
+
+def test_what_was_asked_for_outlives_the_daemon(desk: Desk) -> None:
+    desk.update(want=WantMessage(kind="NUMBER", version=2), motion=Motion(kind="CANARY", canaries=2, check="probe"), max_skew=4)
+    desk.operations.set_power(operator_pb2.SetPowerRequest(fleet=MODEL, server="servers/a", power="ASLEEP_2"))
+    desk.operations.set_drained(operator_pb2.SetDrainedRequest(fleet=MODEL, server="a", drained=True))
+    desk.start()
+    fleet = desk.fleets.fleet(MODEL).fleet
+    assert (fleet.want, fleet.motion.kind, fleet.motion.check, fleet.max_skew) == (
+        Want(WantKind.NUMBER, 2), MotionKind.CANARY, "probe", 4,
+    )  # fmt: skip
+    assert (fleet.power_of("a"), fleet.power_of("b"), fleet.drained) == (Power.ASLEEP_2, Power.AWAKE, {"a"})
+    assert desk.versions.holders[2] >= {f"fleets/{MODEL}"}, "what it wants is held again"
+
+
+def test_a_rollback_asked_for_twice_is_one_and_its_versions_come_back_on_an_operators_word_alone(desk: Desk) -> None:
+    request = operator_pb2.RollBackFleetRequest(fleet=MODEL, reason="bad answers", request_id="once")
+    for _ in range(2):
+        view = desk.operations.roll_back(request)
+        assert (view.wanted_version, dict(view.fleet.refused)) == (2, {3: "bad answers"})
+        desk.start()
+    desk.update(want=WantMessage(kind="LATEST"))
+    assert desk.fleets.fleet(MODEL).wanted_version == 2
+    desk.versions.publish()
+    desk.fleets.tick()
+    assert desk.fleets.fleet(MODEL).wanted_version == 4, "newer ones are taken"
+    desk.update(want=WantMessage(kind="NUMBER", version=3))
+    view = desk.fleets.fleet(MODEL)
+    assert (view.wanted_version, dict(view.fleet.refused)) == (3, {}), "named, it is wanted again"
+
+
+def test_servers_that_pass_kv_caches_on_are_of_atomic_fleets_alone(desk: Desk) -> None:
+    first = Attached("control", 1, passes_kv=True)
+    with pytest.raises(FailedPrecondition, match="must move atomically") as refused:
+        desk.fleets.attach("a", first)
+    assert refused.value.reason == "KV_FLEET"
+    desk.update(motion=Motion(kind="ATOMIC"))
+    desk.fleets.attach("a", first)
+    with pytest.raises(FailedPrecondition, match="'a'") as refused:
+        desk.update(motion=Motion(kind="ROLLING"))
+    assert refused.value.reason == "KV_FLEET"
+
+
+def test_a_model_s_default_fleet_is_there_and_another_needs_its_model(desk: Desk) -> None:
+    message = Fleet(name="night", model=f"models/{MODEL}", max_skew=1)
+    desk.operations.update(operator_pb2.UpdateFleetRequest(fleet=message, update_mask=FieldMask(paths=["max_skew"])))
+    assert [view.fleet.name for view in desk.fleets.fleets()] == ["night", MODEL]
+    message.name = "none"
+    message.model = "unknown"
+    with pytest.raises(NotFound) as refused:
+        desk.operations.update(operator_pb2.UpdateFleetRequest(fleet=message, update_mask=FieldMask(paths=["max_skew"])))
+    assert refused.value.reason == "MODEL_UNKNOWN"
+
+
+def test_a_fleet_file_that_cannot_be_read_stops_no_other(desk: Desk) -> None:
+    desk.update(max_skew=3)
+    (desk.folder / "broken.json").write_text('{"name": 7')
+    desk.start()
+    assert desk.fleets.fleet(MODEL).fleet.max_skew == 3
+    assert (desk.folder / "broken.json").exists()
