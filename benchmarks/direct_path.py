@@ -36,6 +36,7 @@ from torch.distributed import TCPStore
 from benchmarks import shapes
 from benchmarks.direct_layouts import DENSE, EXPERTS, both_sides, memory_of
 from benchmarks.rows import Row, show, write
+from tests.support.late_group import Late
 
 MIB = 1 << 20
 SENDERS, RECEIVERS = (0, 1), (2, 3)
@@ -211,20 +212,6 @@ class Process:
         return lambda: [held.digest for held in held_digests(self.layout, self.tensors)]
 
 
-class Late:
-    """A group whose second round begins with something else."""
-
-    def __init__(self, group: Group, act: Any) -> None:
-        self.rank, self.size, self.check, self.abort, self.close = group.rank, group.size, group.check, group.abort, group.close
-        self._group, self._act, self._rounds = group, act, 0
-
-    def post(self, *parts: Any) -> Any:
-        self._rounds += 1
-        if self._rounds == 2:
-            self._act()
-        return self._group.post(*parts)
-
-
 def measuring(rank: int, port: int, layout: Layout, part: Own, cpu: bool, job: Job, rounds: int, answers: Any) -> None:
     process = Process(rank, port, layout, part, cpu)
     answers.put((rank, process.measure(job, rounds)))
@@ -239,7 +226,7 @@ def failing(rank: int, port: int, layout: Layout, part: Own, cpu: bool, job: Job
     for act, what in (("sleeps", lambda: time.sleep(2 * timeout)), ("nothing", None), ("is killed", _die)):
         process.fill(len(said))
         group = process.new_group(act)
-        transfer = process.transfer(way, Late(group, what) if rank == 1 and what else group)
+        transfer = process.transfer(way, Late(group, 2, what) if rank == 1 and what else group)
         process.meet(act)
         begin = time.monotonic()
         try:

@@ -24,6 +24,7 @@ from resharder.converters.plan import plan
 from torch.distributed import TCPStore
 
 from benchmarks.direct_layouts import DENSE, EXPERTS, memory_of, written_trainer, written_workers
+from tests.support.late_group import Late
 
 STAGING, DIRECT_BYTES = 1 << 21, 1 << 17
 TIMEOUT, LONG = 2.0, 60.0  # seconds
@@ -48,20 +49,6 @@ def filled(layout: Layout, version: int | None) -> Tensors:
             whole = full(piece.tensor, layout.tensors[piece.tensor].shape, version)
             view_of(tensors[piece.local], piece.view(piece.box)).copy_(whole[box_index(piece.box)])
     return tensors
-
-
-class Late:
-    """A group whose third round does something else first."""
-
-    def __init__(self, group: Group, act: Any) -> None:
-        self.rank, self.size, self.check, self.abort, self.close = group.rank, group.size, group.check, group.abort, group.close
-        self._group, self._act, self._rounds = group, act, 0
-
-    def post(self, *parts: Any) -> Any:
-        self._rounds += 1
-        if self._rounds == 3:
-            self._act()
-        return self._group.post(*parts)
 
 
 class Process:
@@ -105,7 +92,7 @@ class Process:
     def failing(self, act: str, actor: int, what: Any, timeout: float, then: Mapping[int, Any] | None = None) -> None:
         """A transfer in which `actor` does `what` on the way, and others `then`."""
         group = self.group(act)
-        transfer = self.transfer(Late(group, what) if self.rank == actor else group, "experts")
+        transfer = self.transfer(Late(group, 3, what) if self.rank == actor else group, "experts")
         tensors = filled(self.sides["experts"][1], 1 if self.rank < 2 else None)
         connect(group, CPU, *([2, 3], []) if self.rank < 2 else ([], [0, 1]), LONG)
         (then or {}).get(self.rank, lambda _: None)(group)

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,20 +35,6 @@ from tests.support.tiny_hf import tiny_config
 from tests.support.weights import random_weights
 
 PLACE = "policy/00000001"
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="resharder-test-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def store(root: Path) -> Iterator[Store]:
-    made = Store(root / "store", keep_count=2)
-    yield made
-    made.close()
 
 
 @pytest.fixture

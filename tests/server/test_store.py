@@ -4,8 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,20 +22,6 @@ SPECS = [TensorSpec("a", "BF16", (64, 64)), TensorSpec("b", "F32", (16,))]
 LAYOUTS = lay_out(SPECS)
 SIZE = sum(layout.size for layout in LAYOUTS)
 FILES = {"config.json": b"{}", "tokenizer.json": b"[]"}
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="resharder-test-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def store(root: Path) -> Iterator[Store]:
-    made = Store(root / "store", keep_count=2)
-    yield made
-    made.close()
 
 
 def claim(store: Store, job: str = "job", model: str = "policy") -> int:

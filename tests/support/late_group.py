@@ -1,0 +1,20 @@
+"""Members of a transfer's group that do something else first."""
+
+from collections.abc import Callable
+from typing import Any
+
+from resharder.client.direct.group import Group
+
+
+class Late:
+    """A group whose round `at`, counted from 1, begins with `act`."""
+
+    def __init__(self, group: Group, at: int, act: Callable[[], object]) -> None:
+        self.rank, self.size, self.check, self.abort, self.close = group.rank, group.size, group.check, group.abort, group.close
+        self._group, self._at, self._act, self._rounds = group, at, act, 0
+
+    def post(self, *parts: Any) -> Any:
+        self._rounds += 1
+        if self._rounds == self._at:
+            self._act()
+        return self._group.post(*parts)
