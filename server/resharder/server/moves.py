@@ -19,6 +19,7 @@ Times are in seconds since 1970; servers' own are the reconciler's.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import cached_property
 
 from resharder.server.reconciler import Goal, InstallState, Power, Server, Settings
 from resharder.v1 import resources_pb2
@@ -165,6 +166,15 @@ class View:
     settings: Settings
     settling: bool = False
 
+    @cached_property
+    def shown(self) -> dict[int, set[str]]:
+        """Every version that clients may get, and who may serve it."""
+        found: dict[int, set[str]] = {}
+        for id, server in self.servers.items():
+            for version in server.shown:
+                found.setdefault(version, set()).add(id)
+        return found
+
 
 def wanted(fleet: Fleet, view: View) -> int:
     """What `fleet.want` comes to now; 0: no version is READY."""
@@ -195,7 +205,7 @@ def advance(fleet: Fleet, view: View) -> Fleet:
         reason = fleet.refused.get(move.to, f"version {want} is wanted again")
         return replace(fleet, move=replace(move, state=MoveState.BACK, reason=reason))
     single = move.state in (MoveState.TRYING, MoveState.HOLDING, MoveState.MOVING)
-    if single and fleet.mixes(move.to, _shown(view)) and move.to not in fleet.refused:
+    if single and fleet.mixes(move.to, view.shown) and move.to not in fleet.refused:
         return _begin(fleet, move.to, view)  # servers came back with versions that it is too far from
     match move.state:
         case MoveState.STAGING:
@@ -214,7 +224,7 @@ def advance(fleet: Fleet, view: View) -> Fleet:
 def _begin(fleet: Fleet, to: int, view: View) -> Fleet:
     motion, reason = fleet.motion, ""
     back_to = fleet.settled if fleet.settled in view.ready else 0
-    if fleet.mixes(to, _shown(view)):
+    if fleet.mixes(to, view.shown):
         wide = motion.kind != MotionKind.ATOMIC
         motion, reason = Motion(MotionKind.ATOMIC), f"the jump is wider than the skew bound of {fleet.max_skew}" if wide else ""
     elif not back_to:
@@ -235,7 +245,7 @@ def _gives_way(fleet: Fleet, move: Move, want: int, view: View) -> bool:
         return True
     if move.state == MoveState.STOPPED:
         return True
-    return move.motion.kind == MotionKind.ALL_AT_ONCE and not fleet.mixes(want, _shown(view))
+    return move.motion.kind == MotionKind.ALL_AT_ONCE and not fleet.mixes(want, view.shown)
 
 
 # What servers are at
@@ -252,10 +262,6 @@ def _present(fleet: Fleet, view: View) -> dict[str, Server]:
 
 def _attached(server: Server) -> bool:
     return server.lost_at is None and bool(server.controls)
-
-
-def _shown(view: View) -> set[int]:
-    return {version for server in view.servers.values() for version in server.shown}
 
 
 def _hopeless(server: Server, version: int, settings: Settings) -> str:
@@ -367,7 +373,7 @@ def _applying(fleet: Fleet, move: Move, view: View) -> Fleet:
         tried = install is not None and install.version == move.to and install.state == InstallState.FAILED
         if install is not None and tried and server.agreed != move.to:
             return _turn_back(fleet, move, view, f"{id}: {install.error}")
-    if all(server.agreed == move.to for server in present.values()) and _shown(view) <= {move.to}:
+    if all(server.agreed == move.to for server in present.values()) and view.shown.keys() <= {move.to}:
         return _end(fleet, move, MoveState.DONE, view)
     return fleet
 
@@ -485,7 +491,7 @@ def _range(fleet: Fleet, id: str, view: View) -> tuple[int, int] | None:
     if not fleet.max_skew:
         return None
     goals = {fleet.settled, move.to if move is not None else fleet.settled}
-    others = {version for other, server in view.servers.items() if other != id for version in server.shown}
+    others = [version for version, ids in view.shown.items() if ids - {id}]
     low, high = min(goals) - fleet.max_skew, max(goals) + fleet.max_skew
     return max([low, *(other - fleet.max_skew for other in others)]), min([high, *(other + fleet.max_skew for other in others)])
 
