@@ -24,18 +24,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import structlog
-from resharder.converters.digest import digest
 from resharder.converters.files import INDEX_FILE, FileLayout, MappedFiles, index_json
-from resharder.converters.layout import full_box
-from resharder.server import manifest
+from resharder.server import manifest, model_files
 from resharder.server.errors import (
     AlreadyExists,
-    DataLoss,
     FailedPrecondition,
     InvalidArgument,
     NotFound,
@@ -45,6 +41,7 @@ from resharder.server.errors import (
 from resharder.server.failpoints import failpoint
 from resharder.server.kernel import make_folder, sync, unused_elsewhere, write_file, write_zeros
 from resharder.server.manifest import ABORTED, MANIFEST_FILE, READY, RETIRED, STAGING, Manifest, VersionRecord
+from resharder.server.proof import proven
 from resharder.server.room import peak, surplus, wanted_sets
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -219,8 +216,7 @@ class Store:
                 shutil.rmtree(version)
         model.number = max([model.number, *model.records])
         model.epoch = max([model.epoch, *(r.epoch for r in model.records.values())])
-        for part in (folder / "files").glob("*.part"):
-            shutil.rmtree(part)
+        model_files.drop_unfinished(folder)
         _log.info("model_recovered", model=model.name, ready=sorted(model.records), epoch=model.epoch)
         return model
 
@@ -299,7 +295,7 @@ class Store:
             content = dict(files)
             if len(layouts) > 1:
                 content[INDEX_FILE] = index_json(layouts)
-            written = self._write_model_files(model, epoch, content)
+            written = model_files.write(model.folder, epoch, content)
             self._drop_room(model)
             model.room = _Room(epoch, written, layouts, size, sets)
             self._top_up(model)
@@ -309,20 +305,6 @@ class Store:
         sets = wanted_sets(size, self.keep_count, self.keep_bytes)
         if size * sets > self.limit_bytes:
             raise ResourceExhausted("NO_ROOM", f"{sets} versions of {size} bytes do not fit in {self.limit_bytes} bytes")
-
-    def _write_model_files(self, model: _Model, epoch: int, files: Mapping[str, bytes]) -> Path:
-        """A daemon that comes back gets the files of an epoch again, so epochs may have several; the last one counts."""
-        parent = make_folder(model.folder / "files")
-        earlier = _model_files(model)
-        part = make_folder(parent / "new.part")
-        for name, content in files.items():
-            write_file(part / name, content)
-        done = parent / f"{epoch}.{_numbers(earlier[-1])[1] + 1 if earlier else 1}"
-        part.rename(done)
-        sync(parent)
-        for older in earlier:
-            shutil.rmtree(older)
-        return done
 
     def _holdings(self) -> str:
         """Who holds what, for messages."""
@@ -634,7 +616,7 @@ class Store:
         try:
             write(part)
             failpoint("adopt.before-proof")
-            found = _proven(part, name, number, fingerprint)
+            found = proven(part, name, number, fingerprint)
             failpoint("adopt.before-rename")
             with self._changed:
                 self._come_back(model, part, found)
@@ -662,9 +644,9 @@ class Store:
         ready = [*model.of(READY), record]
         model.epoch = max(model.epoch, record.epoch)
         self._write_claim(model)
-        if not _model_files(model):
+        if not model_files.folders(model.folder):
             names = [path for path in found.other_files if path != INDEX_FILE]
-            self._write_model_files(model, record.epoch, {name: (part / name).read_bytes() for name in names})
+            model_files.write(model.folder, record.epoch, {name: (part / name).read_bytes() for name in names})
         parent = make_folder(model.folder / "versions")
         part.rename(self.folder(record))
         failpoint("adopt.after-rename")
@@ -680,12 +662,12 @@ class Store:
     def models(self) -> list[str]:
         """Those that have ever had an ACTIVE publisher, and those of which versions are about to come back."""
         with self._lock:
-            return sorted(m.name for m in self._models.values() if _model_files(m) or m.of(READY) or m.expected)
+            return sorted(m.name for m in self._models.values() if model_files.folders(m.folder) or m.of(READY) or m.expected)
 
     def model_files(self, name: str) -> dict[str, bytes]:
         """config.json, tokenizer files: those of the newest ACTIVE publisher. Raises NotFound (MODEL_UNKNOWN)."""
         with self._lock:
-            folders = _model_files(self._model(name))
+            folders = model_files.folders(self._model(name).folder)
             if not folders:
                 raise NotFound("MODEL_UNKNOWN", f"model {name!r} has no publisher yet; there are {self.models()}")
             return {file.name: file.read_bytes() for file in folders[-1].iterdir() if file.name != INDEX_FILE}
@@ -801,45 +783,9 @@ class Store:
             path.replace(path.with_suffix(".1.jsonl"))
 
 
-def _proven(folder: Path, name: str, number: int, fingerprint: str) -> Manifest:
-    """The manifest of a folder whose files are all that it says, on their medium. Raises DataLoss (CHECKSUM)."""
-    what = f"models/{name}/versions/{number}"
-    try:
-        found = manifest.read(folder)
-    except manifest.BadManifest as error:
-        raise DataLoss("CHECKSUM", f"{what}: {error}") from error
-    record = found.record
-    if (record.model, record.number, record.fingerprint) != (name, number, fingerprint):
-        raise DataLoss("CHECKSUM", f"{what}: expected {fingerprint}, its manifest is that of {record.name}, {record.fingerprint}")
-    with MappedFiles(folder, found.files) as files, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        names = sorted(files.specs, key=lambda n: -files.specs[n].size)
-        digests = dict(zip(names, threads.map(partial(_whole_digest, files), names), strict=True))
-    wrong = sorted(n for n in names if digests[n] != found.digests.get(n))
-    if wrong:
-        raise DataLoss("CHECKSUM", f"{what}: {len(wrong)} tensors are not what was published: {', '.join(wrong[:8])}")
-    for path in (*folder.iterdir(), folder):
-        sync(path)
-    return found
-
-
-def _whole_digest(files: MappedFiles, name: str) -> int:
-    shape = files.specs[name].shape
-    return digest(files.arrays[name], full_box(shape), shape)
-
-
 def _sweep(folder: Path) -> None:
     for leftover in ("pool", "staging", "retired"):
         shutil.rmtree(folder / leftover, ignore_errors=True)
-
-
-def _model_files(model: _Model) -> list[Path]:
-    """The folders of its small files, the one that counts last."""
-    return sorted((model.folder / "files").glob("[0-9]*.[0-9]*"), key=_numbers)
-
-
-def _numbers(folder: Path) -> tuple[int, int]:
-    epoch, _, serial = folder.name.partition(".")
-    return int(epoch), int(serial)
 
 
 def _forget_old(model: _Model) -> None:
