@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from resharder.client.cli import completing
 from resharder.v1 import operator_pb2, resources_pb2
 
 from tests.support.command import answer, resharder
@@ -196,6 +197,7 @@ def test_gc_says_what_goes_and_drops_nothing_unless_told_to(fake: FakeOperator, 
 
 
 def test_the_shell_completes_what_the_daemon_knows(fake: FakeOperator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completing, "SECONDS", 60.0)
     fake.versions.append(resources_pb2.Version(model="policy", number=12, state=resources_pb2.Version.READY))
     fake.versions.append(resources_pb2.Version(model="policy", number=11, state=resources_pb2.Version.RETIRED))
 

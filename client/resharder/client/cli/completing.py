@@ -7,6 +7,7 @@ from resharder.client.errors import ResharderError
 from resharder.client.operator import Operator
 from resharder.v1 import resources_pb2
 
+SECONDS = 1.0
 Question = Callable[[Operator], Iterable[str]]
 
 
@@ -40,7 +41,7 @@ def archived(context: typer.Context, incomplete: str) -> list[str]:
 
 def _known(context: typer.Context, incomplete: str, question: Question) -> list[str]:
     try:
-        with Operator(context.params.get("endpoint"), patience=0, timeout=1) as operator:
+        with Operator(context.params.get("endpoint"), patience=0, timeout=SECONDS) as operator:
             return sorted({name for name in question(operator) if name.startswith(incomplete)})
     except ResharderError:
         return []
