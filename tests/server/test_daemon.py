@@ -164,7 +164,7 @@ def test_a_second_daemon_on_the_same_port_or_store_is_refused(daemon: Daemon) ->
 
 def test_memory_outside_of_the_versions_stays_small_while_a_large_one_arrives() -> None:
     specs = [TensorSpec(f"layer{i}", "BF16", (8192, 2048)) for i in range(12)]  # 32 MiB each
-    with Daemon(keep_count=1) as daemon:
+    with Daemon(keep_count=1, lease_seconds=300) as daemon:  # a rank is silent while a busy machine seals
         job = Job(daemon.channel, specs, [whole(specs[:6]), whole(specs[6:])]).connect()
         most = 0
         for step in (1, 2):
