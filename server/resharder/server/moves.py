@@ -264,10 +264,15 @@ def _attached(server: Server) -> bool:
     return server.lost_at is None and bool(server.controls)
 
 
-def _hopeless(server: Server, version: int, settings: Settings) -> str:
-    """The error that a version failed with as often as it may; empty while there is hope."""
-    failure = server.failures.get(version)
-    return failure.error if failure is not None and failure.count >= settings.attempts else ""
+def _hopeless(server: Server, version: int, move: Move, view: View) -> str:
+    """The error that a version failed with as often as it may; empty while there is hope. What failed before this move, or before
+    an operator had it tried again, does not count: the server has not been told yet."""
+    failure = server.failures.get(version) if server.goal.retry == _tries(move) else None
+    return failure.error if failure is not None and failure.count >= view.settings.attempts else ""
+
+
+def _tries(move: Move) -> tuple[int, int]:
+    return move.id, move.tries
 
 
 def _lost_over(server: Server, version: int) -> bool:
@@ -302,7 +307,7 @@ def _noted(move: Move, view: View) -> Move:
     failed = {id: error for id, error in move.failed.items() if id not in there}
     for id in view.servers.keys() - there - failed.keys():
         server = view.servers[id]
-        if error := _hopeless(server, move.to, view.settings):
+        if error := _hopeless(server, move.to, move, view):
             failed[id] = error
         elif _lost_over(server, move.to):
             failed[id] = "its lease ended while it installed"
@@ -344,13 +349,13 @@ def _trying(fleet: Fleet, move: Move, view: View) -> Fleet:
 def _canary_error(server: Server | None, move: Move, view: View) -> str:
     if server is None or server.lost_at is not None:
         return "its lease ended"
-    return _hopeless(server, move.to, view.settings)
+    return _hopeless(server, move.to, move, view)
 
 
 def _staging(fleet: Fleet, move: Move, view: View) -> Fleet:
     present = _present(fleet, view)
     for id, server in present.items():
-        if error := _hopeless(server, move.to, view.settings):
+        if error := _hopeless(server, move.to, move, view):
             reason = f"{id} could not stage it: {error}"
             return _end(_refuse(fleet, move.to, reason, view.ready), move, MoveState.FAILED, view, reason)
     able = [server for server in present.values() if not _broken(server, move, view)]
@@ -363,7 +368,7 @@ def _staging(fleet: Fleet, move: Move, view: View) -> Fleet:
 
 def _broken(server: Server, move: Move, view: View) -> bool:
     """Out of service, and the version that the fleet comes from cannot mend it."""
-    return not server.opened and bool(_hopeless(server, move.back_to, view.settings))
+    return not server.opened and bool(_hopeless(server, move.back_to, move, view))
 
 
 def _applying(fleet: Fleet, move: Move, view: View) -> Fleet:
@@ -380,7 +385,7 @@ def _applying(fleet: Fleet, move: Move, view: View) -> Fleet:
 
 def _back(fleet: Fleet, move: Move, view: View) -> Fleet:
     present = _present(fleet, view)
-    stuck = {id for id, server in present.items() if _hopeless(server, move.back_to, view.settings)}
+    stuck = {id for id, server in present.items() if _hopeless(server, move.back_to, move, view)}
     if all(server.serving == move.back_to or id in stuck for id, server in present.items()):
         return _end(fleet, move, MoveState.FAILED, view)
     return fleet
@@ -403,7 +408,7 @@ def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
             open=id not in fleet.drained,
             power=fleet.power_of(id),
             strict=fleet.strict,
-            retry=(fleet.move.id, fleet.move.tries) if fleet.move else (0, 0),
+            retry=_tries(fleet.move) if fleet.move else (0, 0),
             why=why,
         )
     return found
