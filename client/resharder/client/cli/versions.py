@@ -46,7 +46,7 @@ def import_(
         Path | None, typer.Option("--tokenizer", metavar="DIR", help="If neither DIR nor --config has the tokenizer.")
     ] = None,
     take_over: Annotated[
-        bool, typer.Option("--take-over", help="Also from a trainer, which then cannot publish any more.")
+        bool, typer.Option("--take-over", help="Also from a trainer that is alive, which then cannot publish any more.")
     ] = False,
     endpoint: Endpoint = None,
     as_json: AsJson = False,
