@@ -374,13 +374,19 @@ def _broken(server: Server, move: Move, view: View) -> bool:
 def _applying(fleet: Fleet, move: Move, view: View) -> Fleet:
     present = {id: server for id, server in _present(fleet, view).items() if id in move.servers}
     for id, server in present.items():
-        install = server.install
-        tried = install is not None and install.version == move.to and install.state == InstallState.FAILED
-        if install is not None and tried and server.agreed != move.to:
-            return _turn_back(fleet, move, view, f"{id}: {install.error}")
+        if server.agreed != move.to and (error := _apply_error(server, move.to)):
+            return _turn_back(fleet, move, view, f"{id}: {error}")
     if all(server.agreed == move.to for server in present.values()) and view.shown.keys() <= {move.to}:
         return _end(fleet, move, MoveState.DONE, view)
     return fleet
+
+
+def _apply_error(server: Server, version: int) -> str:
+    """Of a server that had staged it. Its install may have given way to one that mends it by now."""
+    install, failure = server.install, server.failures.get(version)
+    if install is not None and install.version == version:
+        return install.error if install.state == InstallState.FAILED else ""
+    return failure.error if failure is not None else ""
 
 
 def _back(fleet: Fleet, move: Move, view: View) -> Fleet:
