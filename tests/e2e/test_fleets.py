@@ -5,9 +5,13 @@ The tests share the servers and run in order; each leaves the fleet serving, and
 """
 
 import json
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,7 @@ from resharder.client.operator import Operator
 from resharder.client.waiting import went_well
 from resharder.v1 import resources_pb2
 
-from tests.support.asking import Asked, Client, Turned, wrong
+from tests.support.asking import PROMPTS, Asked, Client, Judge, Turned, ask
 from tests.support.daemon import Daemon
 from tests.support.operating import servers, wait_serving, wait_until
 from tests.support.tiny_hf import save_tokenizer, tiny_config
@@ -24,7 +28,7 @@ from tests.support.vllm_server import VllmServer
 from tests.support.weights import Reference, random_weights
 
 CONFIG = tiny_config("qwen3_tied")
-LEASE = 3.0
+LEASE = 10.0  # long enough for a busy machine: whoever is lost is not waited for
 LONG = 120.0  # seconds that nothing here takes
 PLUGINS = Path(__file__).parents[1] / "support" / "raw_mode"
 Server, Move, Motion, Want = resources_pb2.Server, resources_pb2.Move, resources_pb2.Motion, resources_pb2.Want
@@ -41,9 +45,14 @@ class Fleet:
     clients: list[Client] = field(default_factory=list)
     steps: dict[int, int] = field(default_factory=dict)  # {version: step}; a step is the seed of its weights
     killed: set[str] = field(default_factory=set)  # servers
-    _references: dict[int, Reference] = field(default_factory=dict)
+    killed_at: float = 0.0
+    phase: str = ""
+    say: Callable[[str], None] = print
     _step: int = 0
     _jobs: int = 0
+
+    def __post_init__(self) -> None:
+        self.truth = Judge(lambda version: Reference(CONFIG, random_weights(CONFIG, self.steps[version])))
 
     # Versions
 
@@ -68,10 +77,9 @@ class Fleet:
         self._jobs += 1
         self.publisher = job(self.daemon.endpoint, self.folder, f"job-{self._jobs}")
 
-    def reference(self, version: int) -> Reference:
-        if version not in self._references:
-            self._references[version] = Reference(CONFIG, random_weights(CONFIG, self.steps[version]))
-        return self._references[version]
+    @property
+    def newest(self) -> int:
+        return max(self.steps)
 
     # What is asked of it
 
@@ -80,6 +88,17 @@ class Fleet:
 
     def set(self, motion: resources_pb2.Motion, want: resources_pb2.Want | None = None) -> None:
         self.operator.update_fleet("policy", motion=motion, want=want)
+
+    def restart_daemon(self, phase: str) -> None:
+        self.daemon.kill()
+        self.killed_at, self.phase = time.monotonic(), f"daemon killed {phase}"
+        self.daemon.start()
+
+    def in_time(self, version: int) -> None:
+        """Arrives after what was killed, and says how long it took."""
+        self.arrives(version)
+        self.say(f"{self.phase}: all serve version {version} after {time.monotonic() - self.killed_at:.1f} s")
+        self.everyone_gets(version)
 
     @property
     def move(self) -> resources_pb2.Move:
@@ -132,17 +151,20 @@ class Fleet:
             answers += client.answers[:count]
             turned += client.turned[:others]
             del client.answers[:count], client.turned[:others]
-        assert not [found for answer in answers if (found := wrong(answer, self.reference))]
+        assert not [found for answer in answers if (found := self.truth.wrong(answer))]
         for one in turned:
             refused = one.status == 503 and "not serving: " in one.reason
             assert refused or (one.status == 0 and one.server in self.killed), one
         return answers, turned
 
     def everyone_gets(self, version: int) -> None:
-        """From now on, answers of this version alone, of every server."""
+        self.each_gets(dict.fromkeys(self.servers, version))
+
+    def each_gets(self, versions: dict[str, int]) -> None:
+        """From some moment on, of each server, answers of this version alone."""
         self.judge()
-        names = {(name, (str(version),)) for name in self.servers}
-        wait_until(lambda: names <= {(a.server, a.versions) for c in self.clients for a in list(c.answers)}, "answers", LONG)
+        expected = {(name, (str(version),)) for name, version in versions.items()}
+        wait_until(lambda: expected <= {(a.server, a.versions) for c in self.clients for a in list(c.answers)}, "answers", LONG)
 
 
 def job(endpoint: str, folder: Path, name: str) -> Publisher:
@@ -184,6 +206,15 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         built.publisher.close()
 
 
+@pytest.fixture(autouse=True)
+def _aloud(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    def say(line: str) -> None:
+        with capsys.disabled():
+            print(f"\n{line}", end=" ", flush=True)
+
+    fleet.say = say
+
+
 def test_a_canary_serves_alone_until_an_operator_lets_the_rest_follow(fleet: Fleet) -> None:
     fleet.arrives(1)
     fleet.everyone_gets(1)
@@ -196,3 +227,182 @@ def test_a_canary_serves_alone_until_an_operator_lets_the_rest_follow(fleet: Fle
     assert went_well(asked, fleet.operator.wait_moved(asked, timeout=LONG))
     assert fleet.serving() == {canary: version, other: version}
     fleet.everyone_gets(version)
+
+
+def test_a_canary_whose_check_fails_goes_back_by_itself_as_one_does_that_an_operator_sends_back(fleet: Fleet) -> None:
+    before = fleet.newest
+    fleet.set(Motion(kind=Motion.CANARY, check="answers"))
+    worse = fleet.publish()
+    move = fleet.comes_to(Move.FAILED, worse)
+    assert f"version {worse} is worse" in move.reason
+    assert fleet.serving() == {"left": before, "right": before}
+    fleet.set(Motion(kind=Motion.CANARY, approval=True))
+    other = fleet.publish()
+    fleet.comes_to(Move.HOLDING, other)
+    fleet.operator.decide("policy", go_on=False, reason="too talkative")
+    fleet.comes_to(Move.FAILED, other)
+    fleet.everyone_gets(before)
+    assert [refusal.version for refusal in fleet.operator.fleet("policy").refused] == [worse, other]
+
+
+def test_a_rolling_move_stops_where_an_install_fails_and_goes_on_when_told_to(fleet: Fleet) -> None:
+    before = fleet.serving()["left"]
+    fleet.set(Motion(kind=Motion.ROLLING, at_a_time=1, max_failures=1))
+    with fleet.faults("left", torn_after=fleet.newest):
+        version = fleet.publish()
+        move = fleet.comes_to(Move.STOPPED, version)
+        assert list(move.failed) == ["left"]
+        assert "torn half-way by the test" in move.reason
+        fleet.each_gets({"left": before, "right": version})  # others may go while one waits for its next try
+    asked = fleet.operator.decide("policy", go_on=True)
+    assert went_well(asked, fleet.operator.wait_moved(asked, timeout=LONG))
+    fleet.everyone_gets(version)
+
+
+def test_an_atomic_move_shows_nobody_an_old_version_after_the_new_one(fleet: Fleet) -> None:
+    before = fleet.newest
+    fleet.set(Motion(kind=Motion.ATOMIC))
+    with Client(fleet.servers) as both, fleet.faults("right", apply=1.0):
+        version = fleet.publish()
+        fleet.comes_to(Move.DONE, version)
+        fleet.everyone_gets(version)
+    seen = [answer.versions for answer in both.answers]
+    new = seen.index((str(version),))
+    assert set(seen[new:]) == {(str(version),)}
+    assert seen[0] == (str(before),)
+
+
+def test_an_atomic_move_that_one_server_cannot_make_is_made_by_none(fleet: Fleet) -> None:
+    before = fleet.newest
+    with fleet.faults("right", torn_after=before):
+        version = fleet.publish()
+        assert "right: " in fleet.comes_to(Move.FAILED, version).reason
+        fleet.arrives(before)
+        answers, _ = fleet.judge()
+        assert not [found for one in answers if (found := fleet.truth.wrong(replace(one, versions=(str(before),))))]
+        fleet.everyone_gets(before)
+
+
+def test_a_rolled_back_version_is_not_installed_again_by_itself(fleet: Fleet) -> None:
+    fleet.set(ALL_AT_ONCE)
+    good, bad = fleet.publish(), fleet.publish()
+    fleet.arrives(bad)
+    asked = fleet.operator.roll_back("policy", good, reason="too talkative")
+    assert went_well(asked, fleet.operator.wait_moved(asked, timeout=LONG))
+    fleet.everyone_gets(good)
+    fleet.restart_daemon("after a rollback")
+    fleet.in_time(good)
+    assert fleet.operator.fleet("policy").wanted_version == good
+    fleet.arrives(fleet.publish())
+
+
+def test_a_drained_server_answers_what_it_has_begun_and_nothing_else(fleet: Fleet) -> None:
+    long: list[Asked | Turned] = []
+    asking = threading.Thread(target=lambda: long.append(ask("left", fleet.servers["left"], PROMPTS[0], 300)))
+    asking.start()
+    wait_until(lambda: fleet.server("left").in_flight > 0, "a request is in flight", LONG)
+    fleet.operator.set_drained("policy", True, "left")
+    fleet.operator.wait_drained("policy", "left", timeout=LONG)
+    asking.join(LONG)
+    (answer,) = long
+    assert isinstance(answer, Asked)
+    assert len(answer.token_ids) == 300
+    refusal = ask("left", fleet.servers["left"], PROMPTS[0])
+    assert isinstance(refusal, Turned)
+    assert "drained for maintenance" in refusal.reason
+    assert fleet.server("left").state == Server.DRAINED
+    fleet.operator.set_drained("policy", False, "left")
+    fleet.operator.wait_serving("policy", "left", timeout=LONG)
+    fleet.everyone_gets(fleet.newest)
+
+
+def test_servers_that_dropped_their_weights_wake_with_what_was_published_meanwhile(fleet: Fleet) -> None:
+    fleet.operator.set_power("policy", resources_pb2.ASLEEP_2)
+    fleet.operator.wait_power("policy", resources_pb2.ASLEEP_2, timeout=LONG)
+    for name, server in fleet.servers.items():
+        refusal = ask(name, server, PROMPTS[0])
+        assert isinstance(refusal, Turned)
+        assert "sleep" in refusal.reason
+    version = fleet.publish()
+    assert fleet.serving() == {"left": 0, "right": 0}
+    fleet.operator.set_power("policy", resources_pb2.AWAKE)
+    fleet.operator.wait_power("policy", resources_pb2.AWAKE, timeout=LONG)
+    fleet.arrives(version)
+    fleet.everyone_gets(version)
+
+
+def test_a_daemon_killed_while_a_trainer_uploads_gets_it_all_again(fleet: Fleet) -> None:
+    kills = iter([fleet.restart_daemon])
+    fleet.in_time(fleet.publish(lambda: next(kills, lambda _: None)("in mid-upload")))
+
+
+def test_a_daemon_killed_while_it_commits_gets_the_version_again(fleet: Fleet) -> None:
+    fleet.daemon.kill()
+    fleet.daemon.start(failpoint="commit.before-rename")
+    published: list[int] = []
+    publishing = threading.Thread(target=lambda: published.append(fleet.publish()))
+    publishing.start()
+    assert fleet.daemon.wait(LONG) == 77
+    fleet.killed_at, fleet.phase = time.monotonic(), "daemon killed in mid-commit"
+    fleet.daemon.start()
+    publishing.join(LONG)
+    fleet.in_time(published[0])
+
+
+@pytest.mark.parametrize("phase", ["stage", "apply"])
+def test_a_daemon_killed_while_servers_install_finds_them_and_goes_on(fleet: Fleet, phase: str) -> None:
+    with fleet.faults("left", **{phase: 1.5}), fleet.faults("right", **{phase: 1.0}):
+        version = fleet.publish()
+        fleet.wait_state("left", {"stage": Server.STAGING, "apply": Server.APPLYING}[phase], version)
+        fleet.restart_daemon(f"while servers {phase}")
+        fleet.in_time(version)
+
+
+def test_a_daemon_killed_after_an_install_touches_nobody(fleet: Fleet) -> None:
+    fleet.restart_daemon("while all serve")
+    fleet.in_time(fleet.newest)
+    assert {server.install.version for server in servers(fleet.daemon)} == {0}
+
+
+INTERRUPTED = """
+import os, sys
+from pathlib import Path
+from tests.e2e.test_fleets import CONFIG, job
+from tests.support.weights import random_weights
+def half():
+    for at, item in enumerate(random_weights(CONFIG, 99).items()):
+        if at == 10:
+            print("half-way", flush=True)
+            os.kill(os.getpid(), 9)
+        yield item
+publisher = job(sys.argv[1], Path(sys.argv[2]), "killed")
+publisher.attach_tensors([(name, one.dtype, tuple(one.shape)) for name, one in random_weights(CONFIG, 99).items()])
+publisher.publish_tensors(99, half())
+"""
+
+
+def test_a_trainer_killed_in_mid_publish_changes_nothing_and_the_next_one_publishes(fleet: Fleet) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, fleet.daemon.endpoint, str(fleet.folder)]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=LONG)
+    assert killed.stdout == "half-way\n", killed.stderr
+    fleet.killed_at, fleet.phase = time.monotonic(), "trainer killed in mid-upload"
+    fleet.everyone_gets(fleet.newest)
+    fleet.new_publisher()
+    fleet.in_time(fleet.publish())
+
+
+def test_servers_killed_while_they_stage_and_while_they_apply_boot_on_the_newest_version(fleet: Fleet) -> None:
+    kills = {}
+    with fleet.faults("left", stage=1.5), fleet.faults("right", apply=1.5):
+        for name, state in (("left", Server.STAGING), ("right", Server.APPLYING)):
+            version = fleet.publish()
+            fleet.wait_state(name, state, version)
+            fleet.killed.add(name)
+            fleet.servers[name].kill()
+            kills[name] = time.monotonic()
+            fleet.servers[name].start()
+    for name, at in kills.items():
+        fleet.servers[name].wait_ready()
+        fleet.say(f"{name} killed in mid-install: serves again after {time.monotonic() - at:.1f} s")
+    fleet.killed_at, fleet.phase = max(kills.values()), "both servers killed in mid-install"
+    fleet.in_time(version)

@@ -1,6 +1,7 @@
 """Clients that keep asking servers, and whether each answer that they got is one version's.
 
 with Client({"left": server, "right": other}) as client:   # one after the other, in turn
+    judge = Judge(lambda version: Reference(config, weights_of(version)))
     ...
 for answer in client.answers:
     assert not wrong(answer, reference)
@@ -22,7 +23,7 @@ from tests.support.weights import Reference
 
 PROMPTS = ([5, 17, 42, 7, 300, 11], [800, 2, 9], [77] * 12)
 TOKENS = 8
-_PAUSE = 0.05  # seconds between two questions, so that servers have time for other things
+_PAUSE = 0.2  # seconds between two questions, so that servers have time for other things
 _NEAR = 1e-3
 
 
@@ -73,7 +74,7 @@ class Client:
                     self.answers.append(found)
                 else:
                     self.turned.append(found)
-                time.sleep(_PAUSE if isinstance(found, Asked) else 4 * _PAUSE)
+                time.sleep(_PAUSE if isinstance(found, Asked) else 2 * _PAUSE)
 
 
 def ask(name: str, server: VllmServer, prompt: list[int], tokens: int = TOKENS) -> Asked | Turned:
@@ -94,24 +95,34 @@ def ask(name: str, server: VllmServer, prompt: list[int], tokens: int = TOKENS) 
     )
 
 
-def wrong(answer: Asked, reference: Callable[[int], Reference]) -> str:
-    """Why its tokens are not those of the versions it names, one after the other; empty where they are."""
-    if not all(version.isdigit() for version in answer.versions):
-        return f"it names no version: {answer}"
-    left = list(answer.versions)
-    made = {version: _made(answer, reference(int(version))) for version in left}
-    for at in range(len(answer.token_ids)):
-        while left and not made[left[0]][at]:
-            left.pop(0)
-        if not left:
-            return f"token {at} is not of the version it should be: {answer}, {made}"
-    return ""
+class Judge:
+    """`reference`: of a version. What it would have said is computed once for each text: most answers are alike."""
 
+    def __init__(self, reference: Callable[[int], Reference]) -> None:
+        self._reference = reference
+        self._said: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
-def _made(answer: Asked, reference: Reference) -> list[bool]:
-    """Which of the tokens these weights would have given, after those before them."""
-    logprobs = reference.logprobs([*answer.prompt, *answer.token_ids])[len(answer.prompt) - 1 :]
-    chosen = logprobs.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
-    near = (chosen - torch.tensor(answer.logprobs)).abs() < _NEAR
-    best = logprobs.max(-1).values - chosen < _NEAR
-    return [bool(one) for one in near & best]
+    def wrong(self, answer: Asked) -> str:
+        """Why its tokens are not those of the versions it names, one after the other; empty where they are. The header names each
+        version once: where a fleet goes back, an answer may end with the version that it began with."""
+        if not all(version.isdigit() for version in answer.versions):
+            return f"it names no version: {answer}"
+        left = [*answer.versions, *answer.versions[-2::-1]]
+        made = {version: self._made(answer, version) for version in answer.versions}
+        for at in range(len(answer.token_ids)):
+            while left and not made[left[0]][at]:
+                left.pop(0)
+            if not left:
+                return f"token {at} is not of the version it should be: {answer}, {made}"
+        return ""
+
+    def _made(self, answer: Asked, version: str) -> list[bool]:
+        """Which of the tokens these weights would have given, after those before them."""
+        text = (*answer.prompt, *answer.token_ids)
+        if (version, text) not in self._said:
+            self._said[version, text] = self._reference(int(version)).logprobs(text)
+        logprobs = self._said[version, text][len(answer.prompt) - 1 :]
+        chosen = logprobs.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        near = (chosen - torch.tensor(answer.logprobs)).abs() < _NEAR
+        best = logprobs.max(-1).values - chosen < _NEAR
+        return [bool(one) for one in near & best]

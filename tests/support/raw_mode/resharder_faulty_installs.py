@@ -1,9 +1,9 @@
 """A vLLM plugin for tests: installs take as long, and go as wrong, as the JSON file named by FAULTY_INSTALLS says.
 
-    {"stage": 1.5, "apply": 1.5, "torn": [3]}
+    {"stage": 1.5, "apply": 1.5, "torn_after": 3}
 
-Seconds; versions whose installation ends in an error after a part of the weights was written. Every key may be missing, and the
-file too.
+Seconds; the installation of any version after this one ends in an error when a part of the weights is written. Every key may be
+missing, and the file too.
 """
 
 import json
@@ -33,7 +33,7 @@ def faulty(install):  # type: ignore[no-untyped-def]
 
         faults = said()
         time.sleep(faults.get("apply", 0))
-        if source.manifest.number in faults.get("torn", ()):
+        if source.manifest.number > faults.get("torn_after", source.manifest.number):
             for model in models.values():
                 next(model.parameters()).data.fill_(float("nan"))
             raise InstallError("torn half-way by the test")
