@@ -34,10 +34,10 @@ lint: setup
 types: setup
 	$(BIN)/mypy converters server client
 
-# Layouts take processors, so two files at a time; the others measure memory and time, or start servers of their own.
+# Layouts and clients take processors, so two files at a time; the others measure memory and time, or start servers of their own.
 unit: setup
-	$(BIN)/pytest -n 2 --dist loadfile tests/converters $(PYTEST)
-	$(BIN)/pytest tests/client tests/server tests/vllm tests/e2e tests/gpu $(PYTEST)
+	$(BIN)/pytest -n 2 --dist loadfile tests/converters tests/client $(PYTEST)
+	$(BIN)/pytest tests/server tests/vllm tests/e2e tests/gpu $(PYTEST)
 
 # Generated with an old grpcio-tools on purpose: its output runs on protobuf 5.29, 6 and 7.
 .venv-proto/.ready: pyproject.toml

@@ -322,7 +322,7 @@ def _moving(fleet: Fleet, move: Move, view: View) -> Fleet:
         return replace(fleet, move=noted)
     if rolling and len(move.failed) >= max(1, move.motion.max_failures):
         reason = "; ".join(f"{id}: {error}" for id, error in sorted(move.failed.items()))
-        return replace(fleet, move=replace(move, state=MoveState.STOPPED, reason=f"{len(move.failed)} servers failed: {reason}"))
+        return replace(fleet, move=replace(move, state=MoveState.STOPPED, reason=f"it failed on {reason}"))
     if all(server.serving == move.to or id in noted.failed for id, server in present.items()):
         return _end(fleet, noted, MoveState.DONE, view)
     return fleet
