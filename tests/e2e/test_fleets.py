@@ -24,7 +24,7 @@ from tests.support.asking import PROMPTS, Asked, Client, Judge, Turned, ask
 from tests.support.daemon import Daemon
 from tests.support.operating import servers, wait_serving, wait_until
 from tests.support.tiny_hf import save_tokenizer, tiny_config
-from tests.support.vllm_server import VllmServer
+from tests.support.vllm_server import Token, VllmServer
 from tests.support.weights import Reference, random_weights
 
 CONFIG = tiny_config("qwen3_tied")
@@ -297,16 +297,14 @@ def test_a_rolled_back_version_is_not_installed_again_by_itself(fleet: Fleet) ->
 
 
 def test_a_drained_server_answers_what_it_has_begun_and_nothing_else(fleet: Fleet) -> None:
-    long: list[Asked | Turned] = []
-    asking = threading.Thread(target=lambda: long.append(ask("left", fleet.servers["left"], PROMPTS[0], 300)))
+    tokens: list[Token] = []
+    asking = threading.Thread(target=lambda: tokens.extend(token for token in fleet.servers["left"].stream(PROMPTS[0], 300)))
     asking.start()
-    wait_until(lambda: fleet.server("left").in_flight > 0, "a request is in flight", LONG)
+    wait_until(lambda: len(tokens) > 5, "the answer is on its way", LONG)
     fleet.operator.set_drained("policy", True, "left")
     fleet.operator.wait_drained("policy", "left", timeout=LONG)
     asking.join(LONG)
-    (answer,) = long
-    assert isinstance(answer, Asked)
-    assert len(answer.token_ids) == 300
+    assert len(tokens) == 300
     refusal = ask("left", fleet.servers["left"], PROMPTS[0])
     assert isinstance(refusal, Turned)
     assert "drained for maintenance" in refusal.reason
@@ -324,7 +322,6 @@ def test_servers_that_dropped_their_weights_wake_with_what_was_published_meanwhi
         assert isinstance(refusal, Turned)
         assert "sleep" in refusal.reason
     version = fleet.publish()
-    assert fleet.serving() == {"left": 0, "right": 0}
     fleet.operator.set_power("policy", resources_pb2.AWAKE)
     fleet.operator.wait_power("policy", resources_pb2.AWAKE, timeout=LONG)
     fleet.arrives(version)
@@ -334,19 +331,6 @@ def test_servers_that_dropped_their_weights_wake_with_what_was_published_meanwhi
 def test_a_daemon_killed_while_a_trainer_uploads_gets_it_all_again(fleet: Fleet) -> None:
     kills = iter([fleet.restart_daemon])
     fleet.in_time(fleet.publish(lambda: next(kills, lambda _: None)("in mid-upload")))
-
-
-def test_a_daemon_killed_while_it_commits_gets_the_version_again(fleet: Fleet) -> None:
-    fleet.daemon.kill()
-    fleet.daemon.start(failpoint="commit.before-rename")
-    published: list[int] = []
-    publishing = threading.Thread(target=lambda: published.append(fleet.publish()))
-    publishing.start()
-    assert fleet.daemon.wait(LONG) == 77
-    fleet.killed_at, fleet.phase = time.monotonic(), "daemon killed in mid-commit"
-    fleet.daemon.start()
-    publishing.join(LONG)
-    fleet.in_time(published[0])
 
 
 @pytest.mark.parametrize("phase", ["stage", "apply"])
