@@ -146,10 +146,10 @@ def test_every_report_says_how_awake_the_engine_is_and_how_many_requests_it_answ
         assert (first.power, first.in_flight, first.passes_kv) == (0, 0, True)
         stream.orders.put(server_pb2.Order(kind="RENEWED", lease_seconds=1800))  # the next renewal is ten minutes away
         wait_until(lambda: side.lease.alive)
-        side.about = (Power.ASLEEP_2, 3)
+        side.about = (Power.ASLEEP_2, 3, 7)
         side.thread.tell()
         told = stream.next_report()
-        assert (told.power, told.in_flight, told.done) == (Power.ASLEEP_2, 3, 0)
+        assert (told.power, told.in_flight, told.serving, told.done) == (Power.ASLEEP_2, 3, 7, 0)
         stream.orders.put(STAGE)
         outcome = stream.next_outcome()
         assert (outcome.power, outcome.in_flight) == (Power.ASLEEP_2, 3)
