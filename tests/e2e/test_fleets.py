@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 from resharder.client import Publisher, connect
+from resharder.client.errors import ResharderError
 from resharder.client.operator import Operator
 from resharder.client.waiting import went_well
 from resharder.v1 import resources_pb2
@@ -331,6 +332,26 @@ def test_servers_that_dropped_their_weights_wake_with_what_was_published_meanwhi
 def test_a_daemon_killed_while_a_trainer_uploads_gets_it_all_again(fleet: Fleet) -> None:
     kills = iter([fleet.restart_daemon])
     fleet.in_time(fleet.publish(lambda: next(kills, lambda _: None)("in mid-upload")))
+
+
+def test_a_daemon_killed_while_it_commits_leaves_no_half_version_and_takes_the_next(fleet: Fleet) -> None:
+    before = fleet.newest
+    fleet.set(ALL_AT_ONCE)
+    fleet.daemon.kill()
+    fleet.daemon.start(failpoint="commit.before-rename")
+
+    def publish() -> None:
+        with suppress(ResharderError):  # it is READY later, or its trainer hears that it is not
+            fleet.publish()
+
+    publishing = threading.Thread(target=publish)
+    publishing.start()
+    assert fleet.daemon.wait(LONG) == 77
+    fleet.killed_at, fleet.phase = time.monotonic(), "daemon killed in mid-commit"
+    fleet.each_gets(dict.fromkeys(fleet.servers, before))
+    fleet.daemon.start()
+    publishing.join(LONG)
+    fleet.in_time(fleet.publish())
 
 
 @pytest.mark.parametrize("phase", ["stage", "apply"])
