@@ -291,7 +291,7 @@ class Moving(RuleBasedStateMachine):
         assert version in self.versions.ready, "what is staged is READY"
         named = fleet.want.kind == WantKind.NUMBER and fleet.want.version == version
         held = any(plant.holds == version for plant in self.plants.values())
-        assert version not in fleet.refused or named or held, "a refused version is not installed again by itself"
+        assert version not in fleet.refused or named or held, f"a refused version is not installed again by itself: {fleet}"
 
     def check_service(self, plant: Plant) -> None:
         """A server that leaves service for an install: few enough are out of service for one."""

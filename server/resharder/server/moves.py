@@ -194,6 +194,8 @@ def wanted(fleet: Fleet, view: View) -> int:
 
 def advance(fleet: Fleet, view: View) -> Fleet:
     """The fleet after one step of its move, or itself. To be called until nothing changes."""
+    if (move := fleet.moving) is not None and _taken_back(fleet, move, view):
+        return replace(fleet, move=replace(move, state=MoveState.BACK, reason=fleet.refused[move.to]))
     if view.settling and (fleet.strict or fleet.motion.kind != MotionKind.ALL_AT_ONCE):
         return fleet
     want, move = wanted(fleet, view), fleet.moving
@@ -235,6 +237,14 @@ def _begin(fleet: Fleet, to: int, view: View) -> Fleet:
     number = fleet.move.id + 1 if fleet.move else 1
     move = Move(number, states.get(motion.kind, MoveState.MOVING), back_to, to, motion, view.now, reason)
     return replace(fleet, move=move)
+
+
+def _taken_back(fleet: Fleet, move: Move, view: View) -> bool:
+    """Its version was refused meanwhile, and servers must not take it up even while others are still coming back. Where the one
+    before it was refused too, they go straight to the wanted one, if they can."""
+    if move.state == MoveState.BACK or move.to not in fleet.refused or move.back_to not in view.ready:
+        return False
+    return move.back_to not in fleet.refused or move.state == MoveState.APPLYING or view.settling
 
 
 def _gives_way(fleet: Fleet, move: Move, want: int, view: View) -> bool:
