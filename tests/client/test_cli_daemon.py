@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from resharder.client.operator import Motion, Operator, Want
 
 from tests.client.models import connected, equal, exported, publish_all, weights
-from tests.support.command import answer, resharder
+from tests.support.command import answer, resharder, running
 from tests.support.daemon import Daemon
 from tests.support.operating import wait_until
 from tests.support.simulated import SimulatedServer
@@ -159,8 +158,7 @@ def test_an_exported_folder_is_imported_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_pipe_that_watches_gets_a_picture_for_every_change() -> None:
-    command = [sys.executable, "-m", "resharder.client.cli", "watch", "--every", "0.1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+    with running(["watch", "--every", "0.1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
         assert next(line for line in watching.stdout if line.startswith("store ")).endswith(" used\n")
         said("fleet", "set", "watched", "--model", "policy", "--want", "none")

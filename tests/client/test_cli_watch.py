@@ -4,30 +4,28 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 from resharder.v1 import resources_pb2
 
+from tests.support.command import running
 from tests.support.fake_operator import FakeOperator
 from tests.support.operating import wait_until
-
-COMMAND = [sys.executable, "-m", "resharder.client.cli"]
 
 
 @pytest.fixture
 def fake() -> Iterator[FakeOperator]:
     server = resources_pb2.Server(name="servers/a", fleet="policy", state=resources_pb2.Server.SERVING, version=1)
-    with FakeOperator(resources_pb2.Fleet(name="policy", model="policy", servers=["servers/a"]), servers=[server]) as running:
-        yield running
+    with FakeOperator(resources_pb2.Fleet(name="policy", model="policy", servers=["servers/a"]), servers=[server]) as fake:
+        yield fake
 
 
 def test_on_a_terminal_watch_draws_the_picture_and_ctrl_c_gives_the_screen_back(fake: FakeOperator) -> None:
     ours, theirs = pty.openpty()
-    arguments = [*COMMAND, "watch", "--every", "0.1", "--endpoint", fake.endpoint]
+    arguments = ["watch", "--every", "0.1", "--endpoint", fake.endpoint]
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "200", "LINES": "40"}
-    with subprocess.Popen(arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as watching:
+    with running(arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as watching:
         os.close(theirs)
         seen = bytearray()
 
@@ -45,8 +43,8 @@ def test_on_a_terminal_watch_draws_the_picture_and_ctrl_c_gives_the_screen_back(
 
 
 def test_events_follow_goes_on_after_what_it_has_told_and_ends_by_ctrl_c(fake: FakeOperator) -> None:
-    arguments = [*COMMAND, "events", "--follow", "--endpoint", fake.endpoint]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
+    arguments = ["events", "--follow", "--endpoint", fake.endpoint]
+    with running(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
         assert following.stdout is not None
         for _ in range(2):  # the fake ends its stream after one event, as a daemon does that restarts
             assert following.stdout.readline() == "1970-01-01 00:00:00Z  models/policy/versions/1  ready\n"

@@ -1,8 +1,12 @@
-"""The command line, in this process: quick, and with its exit code, output and errors apart."""
+"""The command line: in this process, quick, with its exit code, output and errors apart; or as a process of its own."""
 
 import io
 import json
-from contextlib import redirect_stderr, redirect_stdout
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, NamedTuple
 
 from resharder.client import cli
@@ -30,3 +34,19 @@ def answer(*arguments: object) -> dict[str, Any]:
     assert done.code == 0, done.err
     found: dict[str, Any] = json.loads(done.out)
     return found
+
+
+@contextmanager
+def running(arguments: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """The command as a process that hears Ctrl-C, even where the tests themselves run in the background and do not; it ends with
+    the block."""
+
+    def hear() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    command = [sys.executable, "-m", "resharder.client.cli", *arguments]
+    with subprocess.Popen(command, preexec_fn=hear, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()

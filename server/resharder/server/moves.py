@@ -485,7 +485,8 @@ def _turns(fleet: Fleet, view: View) -> set[str]:
     present = _present(fleet, view)
     installing = {id for id, server in present.items() if server.install is not None and server.install.active}
     away = installing | {id for id, server in present.items() if not server.serving}
-    room = (motion.at_a_time or len(view.servers)) - len(away)
+    given_up = move.failed.keys() if move else set()
+    room = (motion.at_a_time or len(view.servers)) - len(away - given_up)
     behind = [id for id in present if _in_service(fleet, id, view) not in (0, version) and id not in installing]
     # Who failed waits for its next try in service: others may go first.
     waiting = sorted(behind, key=lambda id: (version in present[id].failures, present[id].serving, id))
