@@ -4,6 +4,7 @@ The fleets are the daemon's own, with a clock, a store and files that the test o
 part of the bargain; what is checked is not what the daemon believes but what their gates really show to clients.
 """
 
+import os
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -430,6 +431,10 @@ class Moving(RuleBasedStateMachine):
 
 
 Moving.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=False
+    max_examples=40,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize="RESHARDER_SEARCH" not in os.environ,  # set it, and --hypothesis-seed, to look where nobody has looked yet
 )
 test_fleets_under_everything = pytest.mark.timeout(300)(Moving.TestCase)

@@ -16,7 +16,7 @@ shut its gate by the time it is called lost.
 Times are in seconds since 1970; servers' own are the reconciler's.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
@@ -161,7 +161,7 @@ class View:
     """What moves go by. `settling`: servers that the fleet had before the daemon started may still come back."""
 
     servers: Mapping[str, Server]
-    ready: Collection[int]
+    ready: Set[int]
     now: float
     settings: Settings
     settling: bool = False
@@ -438,7 +438,7 @@ def boots(fleet: Fleet, view: View) -> int:
         version = move.to
     elif move is not None:
         version = move.back_to
-    return version if version in view.ready else wanted(fleet, view)
+    return version if version in view.ready - fleet.refused.keys() else wanted(fleet, view)
 
 
 def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tuple[int, bool, str]:
@@ -452,7 +452,7 @@ def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tupl
         case MoveState.STAGING:
             if _broken(server, move, view):
                 return move.to, True, ""
-            if move.back_to and not server.opened and server.agreed != move.back_to:
+            if not server.opened and server.agreed != move.back_to and move.back_to in view.ready - fleet.refused.keys():
                 return move.back_to, True, ""
             return move.to, False, "all servers stage before any applies"
         case MoveState.APPLYING:
