@@ -4,6 +4,7 @@ Workers and control sides are models that keep to the plugin's part of the barga
 the rules deliver it in any order, more than once, or after what it is about is over.
 """
 
+import os
 from dataclasses import dataclass, field, replace
 
 from hypothesis import HealthCheck, settings
@@ -319,7 +320,11 @@ class Reconciling(RuleBasedStateMachine):
 
 
 Reconciling.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize="RESHARDER_SEARCH" not in os.environ,
 )
 TestReconciling = Reconciling.TestCase
 
