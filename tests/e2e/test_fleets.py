@@ -264,6 +264,7 @@ def test_an_atomic_move_shows_nobody_an_old_version_after_the_new_one(fleet: Fle
     before = fleet.newest
     fleet.set(Motion(kind=Motion.ATOMIC))
     with Client(fleet.servers) as both, fleet.faults("right", apply=1.0):
+        wait_until(lambda: bool(both.answers), "an answer of the old version", LONG)
         version = fleet.publish()
         fleet.comes_to(Move.DONE, version)
         fleet.everyone_gets(version)
