@@ -109,18 +109,20 @@ class MissingChunks(_message.Message):
     def __init__(self, indices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SealSlotRequest(_message.Message):
-    __slots__ = ("version", "epoch", "rank", "digests", "mapped")
+    __slots__ = ("version", "epoch", "rank", "digests", "mapped", "timings")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     MAPPED_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
     version: str
     epoch: int
     rank: int
     digests: _containers.RepeatedScalarFieldContainer[int]
     mapped: bool
-    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ..., digests: _Optional[_Iterable[int]] = ..., mapped: bool = ...) -> None: ...
+    timings: _containers.RepeatedCompositeFieldContainer[_resources_pb2.Timing]
+    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ..., digests: _Optional[_Iterable[int]] = ..., mapped: bool = ..., timings: _Optional[_Iterable[_Union[_resources_pb2.Timing, _Mapping]]] = ...) -> None: ...
 
 class AbortVersionRequest(_message.Message):
     __slots__ = ("version", "epoch", "reason")

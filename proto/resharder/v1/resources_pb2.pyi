@@ -85,6 +85,16 @@ class StoreAccess(_message.Message):
     nonce: bytes
     def __init__(self, nonce_file: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
+class Timing(_message.Message):
+    __slots__ = ("phase", "start_time", "seconds")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    START_TIME_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    start_time: _timestamp_pb2.Timestamp
+    seconds: float
+    def __init__(self, phase: _Optional[str] = ..., start_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class Publisher(_message.Message):
     __slots__ = ("name", "model", "job", "epoch", "world_size", "state", "reason", "registered_slots", "store", "lease_seconds", "live_ranks")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -144,7 +154,7 @@ class Slot(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[Slot.State, str]] = ..., size_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ...) -> None: ...
 
 class Version(_message.Message):
-    __slots__ = ("name", "model", "number", "state", "reason", "epoch", "step", "job", "size_bytes", "tensor_count", "create_time", "ready_time", "slots", "folder", "fingerprint", "used_by", "servers_serving", "servers_following")
+    __slots__ = ("name", "model", "number", "state", "reason", "epoch", "step", "job", "size_bytes", "tensor_count", "create_time", "ready_time", "slots", "folder", "fingerprint", "used_by", "servers_serving", "servers_following", "trace")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Version.State]
@@ -175,6 +185,7 @@ class Version(_message.Message):
     USED_BY_FIELD_NUMBER: _ClassVar[int]
     SERVERS_SERVING_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FOLLOWING_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     number: int
@@ -193,7 +204,8 @@ class Version(_message.Message):
     used_by: _containers.RepeatedScalarFieldContainer[str]
     servers_serving: int
     servers_following: int
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., number: _Optional[int] = ..., state: _Optional[_Union[Version.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., job: _Optional[str] = ..., size_bytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., create_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., ready_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., folder: _Optional[str] = ..., fingerprint: _Optional[str] = ..., used_by: _Optional[_Iterable[str]] = ..., servers_serving: _Optional[int] = ..., servers_following: _Optional[int] = ...) -> None: ...
+    trace: str
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., number: _Optional[int] = ..., state: _Optional[_Union[Version.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., job: _Optional[str] = ..., size_bytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., create_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., ready_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., folder: _Optional[str] = ..., fingerprint: _Optional[str] = ..., used_by: _Optional[_Iterable[str]] = ..., servers_serving: _Optional[int] = ..., servers_following: _Optional[int] = ..., trace: _Optional[str] = ...) -> None: ...
 
 class Want(_message.Message):
     __slots__ = ("kind", "version", "every_seconds")
@@ -337,7 +349,7 @@ class Fleet(_message.Message):
     def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., wanted_version: _Optional[int] = ..., servers: _Optional[_Iterable[str]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., motion: _Optional[_Union[Motion, _Mapping]] = ..., max_skew: _Optional[int] = ..., settled_version: _Optional[int] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., power: _Optional[_Union[Power, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("rank", "state", "version", "install", "error", "needed_bytes", "transport", "stage_seconds", "apply_seconds", "proven_tensors", "process", "boxed_bytes", "fingerprint", "memory")
+    __slots__ = ("rank", "state", "version", "install", "error", "needed_bytes", "transport", "stage_seconds", "apply_seconds", "proven_tensors", "process", "boxed_bytes", "fingerprint", "timings", "memory")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Worker.State]
@@ -365,6 +377,7 @@ class Worker(_message.Message):
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     BOXED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     rank: int
     state: Worker.State
@@ -379,8 +392,9 @@ class Worker(_message.Message):
     process: str
     boxed_bytes: int
     fingerprint: str
+    timings: _containers.RepeatedCompositeFieldContainer[Timing]
     memory: str
-    def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[Worker.State, str]] = ..., version: _Optional[int] = ..., install: _Optional[str] = ..., error: _Optional[str] = ..., needed_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., stage_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., proven_tensors: _Optional[int] = ..., process: _Optional[str] = ..., boxed_bytes: _Optional[int] = ..., fingerprint: _Optional[str] = ..., memory: _Optional[str] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[Worker.State, str]] = ..., version: _Optional[int] = ..., install: _Optional[str] = ..., error: _Optional[str] = ..., needed_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., stage_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., proven_tensors: _Optional[int] = ..., process: _Optional[str] = ..., boxed_bytes: _Optional[int] = ..., fingerprint: _Optional[str] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., memory: _Optional[str] = ...) -> None: ...
 
 class Install(_message.Message):
     __slots__ = ("id", "version", "state", "error", "start_time", "end_time", "stage_seconds", "apply_seconds", "pause_seconds")
