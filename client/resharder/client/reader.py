@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -48,6 +49,11 @@ class Reader:
     def versions(self, model: str = "") -> list[resources_pb2.Version]:
         """Of one model, or of all."""
         return list(self._pages(self._stub.ListVersions, operator_pb2.ListVersionsRequest(model=model), "versions"))
+
+    def versions_after(self, model: str, number: int) -> list[resources_pb2.Version]:
+        """Those of higher numbers, newest first, as the daemon lists them: no page more is asked for than they take."""
+        pages = self._pages(self._stub.ListVersions, operator_pb2.ListVersionsRequest(model=model), "versions")
+        return list(takewhile(lambda version: version.number > number, pages))
 
     def version(self, name: str) -> resources_pb2.Version:
         answer: resources_pb2.Version = self._call(self._stub.GetVersion, operator_pb2.GetVersionRequest(version=name))
