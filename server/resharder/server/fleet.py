@@ -92,6 +92,13 @@ def _no_note(kind: Kind, subject: str, what: str, reason: str = "", **details: o
     pass
 
 
+class Observer:
+    """Hears of every step of a server and of a fleet. Called with the lock held, so it must not wait."""
+
+    def server_stepped(self, before: Server, after: Server) -> None: ...
+    def fleet_stepped(self, before: Fleet | None, after: Fleet) -> None: ...
+
+
 class Attachment:
     """One control side's stream: `orders` is filled by the reconciler, None ends it."""
 
@@ -112,7 +119,7 @@ class Fleets:
     """Thread-safe. Its lock comes before the intake's and the store's: a subscriber of the store must not wait for it.
 
     `serving_changed` is called, with the lock held, when `serving` may answer otherwise; the intake sets it. `check` is called,
-    with the lock held too, when a canary's check has to run: `checked` says how it ended.
+    with the lock held too, when a canary's check has to run: `checked` says how it ended. `observer` hears of numbers.
     """
 
     def __init__(
@@ -132,6 +139,7 @@ class Fleets:
         self._life, self._started = secrets.token_hex(4), clock()
         self.serving_changed: Callable[[], None] = lambda: None
         self.check: Callable[[Fleet], None] = lambda fleet: None
+        self.observer = Observer()
         self._note = note or _no_note
         self._fleets = files.load() if files else {}
         self._fleets_held: dict[str, frozenset[int]] = {}
@@ -486,6 +494,7 @@ class Fleets:
             fleet = self._fleets[name]
             view = self._see(fleet)
             after = moves.advance(fleet, view)
+        self.observer.server_stepped(before, after)
             if after != fleet:
                 self._keep(after)
                 continue
@@ -527,6 +536,7 @@ class Fleets:
         if move is None or (known is not None and (known.id, known.state) == (move.id, move.state)):
             return
         if move.motion.kind != MotionKind.ALL_AT_ONCE or move.state in (MoveState.STOPPED, MoveState.BACK, MoveState.FAILED):
+        self.observer.fleet_stepped(before, fleet)
             _log.info("move", fleet=after.name, state=move.state.name, to=move.to, back_to=move.back_to, reason=move.reason)
         what, subject = move.state.name.lower(), f"fleets/{after.name}"
         self._note("move", subject, what, move.reason, to=move.to, back_to=move.back_to, motion=move.motion.kind.name)

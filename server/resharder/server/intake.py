@@ -6,8 +6,10 @@ the lease while it has an unsealed slot aborts that version.
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Literal
 
 import structlog
 from resharder.converters.chunks import ChunkHeader
@@ -29,7 +31,7 @@ from resharder.server.manifest import ABORTED, READY, RETIRED, STAGING, VersionR
 from resharder.server.publisher import ACTIVE, FENCED, MAX_WORLD, REGISTERING, Publisher, check_files
 from resharder.server.slots import Boxes
 from resharder.server.staged import ProofFailed, Staged, hash_digests
-from resharder.server.store import Claim, Store, check_model_name
+from resharder.server.store import Store, check_model_name
 
 MAX_STAGING = 2
 _LOOK = 2.0  # seconds; between looks whether a caller that waits is still there
@@ -37,6 +39,16 @@ _CLOSED: dict[str, Reason] = {
     STAGING: "VERSION_CLOSED", READY: "VERSION_READY", RETIRED: "VERSION_RETIRED", ABORTED: "VERSION_ABORTED",
 }  # fmt: skip
 _log = structlog.get_logger("resharder.intake")
+Phase = Literal["registration", "upload", "proof", "commit"]
+
+
+class Observer:
+    """Hears how long things took and how much came. Called with locks held, so it must not wait."""
+
+    def publish_phase(self, phase: Phase, model: str, seconds: float) -> None: ...
+    def received(self, model: str, transport: str, size: int) -> None: ...
+    def slot_sealed(self, transport: str, size: int, seconds: float) -> None: ...
+    def rank_lost(self, model: str) -> None: ...
 
 
 class Intake:
@@ -46,6 +58,7 @@ class Intake:
     those who wait for a version, so anyone may call `wake`. The fleets are asked while none of them is held.
 
     `audience(record)` says (servers that serve this version or a newer one, servers that follow the model); the fleets set it.
+    `observer` hears of numbers; the daemon sets it.
     """
 
     def __init__(
@@ -60,6 +73,7 @@ class Intake:
     ) -> None:
         self.store, self.lease_seconds, self.chunk_bytes = store, lease_seconds, chunk_bytes
         self.audience: Callable[[VersionRecord], tuple[int, int]] = lambda record: (0, 0)
+        self.observer = Observer()
         self._patience, self._clock = writer_patience, clock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -110,7 +124,7 @@ class Intake:
             self._fence(model)
             before = self.store.new_claim(model, job, world_size)
             _log.info("publisher_created", model=model, job=job, epoch=before.epoch, world_size=world_size)
-        publisher = _publisher(model, before)
+        publisher = Publisher(model, before.job, before.epoch, before.world_size, created=self._clock())
         self._publishers[model] = publisher
         return publisher
 
@@ -179,6 +193,7 @@ class Intake:
                 self.store.reserve(publisher.model, publisher.epoch, layouts, publisher.files)
                 publisher.activate(assigned, boxes)
                 self._changed.notify_all()
+            self.observer.publish_phase("registration", publisher.model, self._clock() - publisher.created)
             _log.info("publisher_active", model=publisher.model, epoch=publisher.epoch, tensors=len(publisher.specs))
         except Exception as error:
             known = error if isinstance(error, DaemonError) else FailedPrecondition("REGISTRATION_FAILED", repr(error))
@@ -271,6 +286,7 @@ class Intake:
     def land(self, model: str, header: ChunkHeader, data: memoryview) -> None:
         staged = self.staged(model, header.version, header.epoch)
         staged.land(header, data)
+        self.observer.received(model, "grpc", len(data))
         staged.publisher.seen[header.rank] = self._clock()
 
     def missing(self, model: str, number: int, epoch: int, rank: int) -> list[int]:
@@ -291,12 +307,29 @@ class Intake:
         staged = self._staged.get((model, number))
         if staged is None or record.state != "STAGING":
             return self._compare(self.store.get(model, number), rank, digests)
+        fresh = rank in staged.open_ranks()
         last = staged.seal(rank, digests, mapped)
-        staged.publisher.seen[rank] = self._clock()
+        staged.publisher.seen[rank] = now = self._clock()
+        if fresh:
+            self._observe_seal(staged, rank, mapped, now - staged.created)
         failpoint("seal.after-slot")
         if last:
+            self.observer.publish_phase("upload", model, now - staged.created)
             threading.Thread(target=self._commit, args=(staged,), name="commit").start()
         return self.store.get(model, number)
+
+    def _observe_seal(self, staged: Staged, rank: int, mapped: bool, seconds: float) -> None:
+        """What was written into mapped files is first heard of with the seal."""
+        size, transport = staged.slot(rank).size_bytes, "shared-memory" if mapped else "grpc"
+        if mapped:
+            self.observer.received(staged.record.model, transport, size)
+        self.observer.slot_sealed(transport, size, seconds)
+
+    @contextmanager
+    def _timed(self, phase: Phase, model: str) -> Iterator[None]:
+        began = self._clock()
+        yield
+        self.observer.publish_phase(phase, model, self._clock() - began)
 
     def _compare(self, record: VersionRecord, rank: int, digests: Sequence[int]) -> VersionRecord:
         if record.state not in (READY, RETIRED) or not record.slots:
@@ -311,10 +344,12 @@ class Intake:
         record = staged.record
         try:
             failpoint("commit.before-proof")
-            with ThreadPoolExecutor(self._threads, thread_name_prefix="digest") as threads:  # no other model waits for them
+            # Threads of its own: no other model waits for them.
+            with self._timed("proof", record.model), ThreadPoolExecutor(self._threads, thread_name_prefix="digest") as threads:
                 digests = staged.prove(threads, self._patience)
             failpoint("commit.after-proof")
-            done = self.store.commit(record, digests, staged.slot_digests())
+            with self._timed("commit", record.model):
+                done = self.store.commit(record, digests, staged.slot_digests())
             _log.info("version_ready", version=done.name, step=done.step, fingerprint=done.fingerprint)
         except ProofFailed as error:
             self.store.abort(record.model, record.number, str(error))
@@ -379,8 +414,14 @@ class Intake:
                 silent = now - max(staged.created, staged.publisher.seen.get(rank, 0.0))
                 if silent > self.lease_seconds:
                     reason = f"rank {rank} was silent for {silent:.1f} s, its lease is {self.lease_seconds} s"
+                    self.observer.rank_lost(staged.record.model)
                     self._abort(staged, reason)
                     break
+
+    @property
+    def draining(self) -> bool:
+        """It takes no new versions any more."""
+        return self._draining
 
     def drain(self, seconds: float) -> None:
         """Takes no new versions and lets open ones finish, for at most `seconds`."""
@@ -406,10 +447,6 @@ def parse_name(name: str, kind: str) -> tuple[str, int]:
     ):
         return check_model_name(parts[1]), int(parts[3])
     raise InvalidArgument("RESOURCE_NAME", f"expected models/MODEL/{kind}/NUMBER, got {name[:200]!r}")
-
-
-def _publisher(model: str, claim: Claim) -> Publisher:
-    return Publisher(model, claim.job, claim.epoch, claim.world_size)
 
 
 def _not_staging(record: VersionRecord) -> FailedPrecondition:

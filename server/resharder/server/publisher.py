@@ -42,6 +42,7 @@ class Publisher:
     job: str
     epoch: int
     world_size: int
+    created: float = 0.0  # by the intake's clock
     state: str = REGISTERING
     error: DaemonError | None = None
     files: dict[str, bytes] = field(default_factory=dict)  # until ACTIVE

@@ -1,0 +1,127 @@
+"""Counters and histograms, fed by the intake, the fleets, the journal and refused calls as things happen."""
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from resharder.server import fleet, intake
+from resharder.server.events import Event
+from resharder.server.metrics.installs import Outcome, ended
+from resharder.server.moves import Fleet
+from resharder.server.reconciler import Install, InstallState, Server
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+RATES = (1e6, 1e7, 1e8, 2.5e8, 5e8, 1e9, 2e9, 4e9, 8e9, 1.6e10, 3.2e10, 6.4e10, 1.28e11, 2.56e11, 5.12e11)
+TRANSPORTS = ("grpc", "shared-memory", "direct")
+
+
+class Observed(intake.Observer, fleet.Observer):
+    """Thread-safe; nothing in it waits for long."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"resharder_{name}", help, labels, registry=registry)
+
+        def histogram(name: str, help: str, *labels: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+            return Histogram(f"resharder_{name}", help, labels, buckets=buckets, registry=registry)
+
+        self._publish = histogram(
+            "publish_phase_seconds",
+            "Phases of publishing: registration (from a job's first call to the last rank's), upload (from a version's creation "
+            "to its last slot's seal), proof (digests of all tensors), commit (manifest, fsync, rename)",
+            "model",
+            "phase",
+        )
+        self._received = counter("received_bytes", "Bytes that ranks delivered", "model", "transport")
+        self._slot_rate = histogram(
+            "slot_upload_bytes_per_second",
+            "How fast slots arrived, from their version's creation to their seal",
+            "transport",
+            buckets=RATES,
+        )
+        self._install = histogram(
+            "install_phase_seconds",
+            "Phases of installs that were committed, of the slowest worker: stage (while serving), apply (while paused: copies "
+            "and their proof, in one pass)",
+            "fleet",
+            "phase",
+        )
+        self._pause = histogram(
+            "install_pause_seconds", "How long servers were paused, from asking for the pause to the end of resuming", "fleet"
+        )
+        self._installs = counter(
+            "installs",
+            "Installs that ended: committed, failed (counts as a try of the version), given_up (for reasons that are not the "
+            "version's: lease over, another version wanted, worker replaced)",
+            "fleet",
+            "outcome",
+        )
+        self._torn = counter(
+            "torn_installs_avoided",
+            "Installs that went wrong after workers had begun to write: the server was not resumed on a mix of versions",
+            "fleet",
+        )
+        self._installed = counter(
+            "installed_bytes", "Bytes that workers staged for installs that were committed", "fleet", "transport"
+        )
+        self._stage_rate = histogram(
+            "stage_bytes_per_second", "How fast workers staged what they needed of a version", "transport", buckets=RATES
+        )
+        self._moves = histogram("move_seconds", "How long moves of fleets took, by how they ended", "fleet", "motion", "outcome")
+        self._leases = counter("leases_lost", "Leases that ended: of ranks with an open slot, of servers", "model", "holder")
+        self._refusals = counter("rpc_refusals", "Calls that were refused, by the reason of docs/protocol.md", "reason")
+        self._events = counter("events", "Events of the journal (`resharder events`)", "kind", "what")
+
+    # Publishing
+
+    def publish_phase(self, phase: intake.Phase, model: str, seconds: float) -> None:
+        self._publish.labels(model, phase).observe(seconds)
+
+    def received(self, model: str, transport: str, size: int) -> None:
+        self._received.labels(model, transport).inc(size)
+
+    def slot_sealed(self, transport: str, size: int, seconds: float) -> None:
+        if size and seconds > 0:
+            self._slot_rate.labels(transport).observe(size / seconds)
+
+    def rank_lost(self, model: str) -> None:
+        self._leases.labels(model, "rank").inc()
+
+    # Fleets
+
+    def server_stepped(self, before: Server, after: Server) -> None:
+        if before.lost_at is None and after.lost_at is not None:
+            self._leases.labels(after.model, "server").inc()
+        if (done := ended(before, after)) is not None:
+            self._install_ended(after, *done)
+        was, now = before.install, after.install
+        if was is not None and now is not None and was.id == now.id and now.pause_seconds and not was.pause_seconds:
+            self._pause.labels(after.fleet).observe(now.pause_seconds)
+
+    def _install_ended(self, server: Server, install: Install, outcome: Outcome) -> None:
+        self._installs.labels(server.fleet, outcome).inc()
+        if outcome != "committed":
+            if install.state == InstallState.APPLYING:
+                self._torn.labels(server.fleet).inc()
+            return
+        workers = [worker for worker in server.workers.values() if worker.install == install.id]
+        self._install.labels(server.fleet, "stage").observe(max(worker.stage_seconds for worker in workers))
+        self._install.labels(server.fleet, "apply").observe(max(worker.apply_seconds for worker in workers))
+        for worker in workers:
+            transport = worker.transport if worker.transport in TRANSPORTS else "other"
+            self._installed.labels(server.fleet, transport).inc(max(0, worker.needed_bytes))
+            if worker.needed_bytes > 0 and worker.stage_seconds > 0:
+                self._stage_rate.labels(transport).observe(worker.needed_bytes / worker.stage_seconds)
+
+    def fleet_stepped(self, before: Fleet | None, after: Fleet) -> None:
+        move = after.move
+        if move is None or move.active or before is None or before.moving is None:
+            return
+        self._moves.labels(after.name, move.motion.kind.name.lower(), move.state.name.lower()).observe(
+            max(0.0, move.ended - move.started)
+        )
+
+    # The rest
+
+    def refused(self, reason: str) -> None:
+        self._refusals.labels(reason).inc()
+
+    def happened(self, event: Event) -> None:
+        self._events.labels(event.kind, event.what).inc()
