@@ -36,13 +36,13 @@ Reason = Literal[
     "UPDATE_MASK", "VERSION", "VERSION_NOT_READY", "WANT",
 ]  # fmt: skip
 _log = structlog.get_logger("resharder.rpc")
-
 _listeners: list[Callable[[str], None]] = []
 
 
 def on_refusal(listener: Callable[[str], None]) -> None:
     """`listener(reason)` is called for every call that is refused."""
     _listeners.append(listener)
+
 
 class DaemonError(Exception):
     """The message says what was expected and what came; `reason` is its stable name."""
@@ -96,9 +96,9 @@ def abort(context: grpc.ServicerContext, error: Exception) -> None:
     else:
         _log.error("call_failed", exc_info=error)
         code, reason, message = grpc.StatusCode.INTERNAL, "INTERNAL", "the daemon failed; its log says why"
-    # Some HTTP/2 peers bound headers to 8 KiB, and the message travels in two of them.
     for listener in _listeners:
         listener(reason)
+    # Some HTTP/2 peers bound headers to 8 KiB, and the message travels in two of them.
     message = message if len(message) <= 2000 else message[:2000] + " …"
     detail = any_pb2.Any()
     detail.Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
