@@ -476,6 +476,7 @@ class Fleets:
                 attachment.orders.put(order)
         self._release(id, after.model, self._held.get(id, frozenset()) - in_use(after, now, self.settings))
         self._log_change(before, after)
+        self.observer.server_stepped(before, after)
         self._changed.notify_all()
         if (before.serving, before.lost_at is None) != (after.serving, after.lost_at is None):
             self.serving_changed()
@@ -494,7 +495,6 @@ class Fleets:
             fleet = self._fleets[name]
             view = self._see(fleet)
             after = moves.advance(fleet, view)
-        self.observer.server_stepped(before, after)
             if after != fleet:
                 self._keep(after)
                 continue
@@ -518,6 +518,7 @@ class Fleets:
         self._fleets[fleet.name] = fleet
         self._hold_versions(fleet)
         self._log_move(before, fleet)
+        self.observer.fleet_stepped(before, fleet)
 
     def _hold_versions(self, fleet: Fleet) -> None:
         needed, held = fleet.needs(), self._fleets_held.get(fleet.name, frozenset())
@@ -536,7 +537,6 @@ class Fleets:
         if move is None or (known is not None and (known.id, known.state) == (move.id, move.state)):
             return
         if move.motion.kind != MotionKind.ALL_AT_ONCE or move.state in (MoveState.STOPPED, MoveState.BACK, MoveState.FAILED):
-        self.observer.fleet_stepped(before, fleet)
             _log.info("move", fleet=after.name, state=move.state.name, to=move.to, back_to=move.back_to, reason=move.reason)
         what, subject = move.state.name.lower(), f"fleets/{after.name}"
         self._note("move", subject, what, move.reason, to=move.to, back_to=move.back_to, motion=move.motion.kind.name)
