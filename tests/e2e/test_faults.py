@@ -23,7 +23,7 @@ from tests.support.weights import Reference, random_weights
 
 CONFIG = tiny_config("qwen3_tied")
 PROMPT = [5, 17, 42, 7, 300, 11]
-LEASE = 3.0
+LEASE = 10.0  # longer than a busy machine keeps anybody from saying that it is alive
 
 
 @dataclass
@@ -39,7 +39,7 @@ class System:
         """A version with weights of its own, READY; its number. Its step is its seed."""
         step = len(self.steps) + 1
         handle = self.publisher.publish_tensors(step, random_weights(CONFIG, step).items())
-        handle.wait_ready(60)
+        handle.wait_ready(120)
         self.steps.append(step)
         return handle.version
 
@@ -145,7 +145,7 @@ def test_a_trainer_killed_in_mid_publish_leaves_nothing_and_the_next_one_publish
     assert killed.returncode == -9, killed.stderr
     assert "half-way" in killed.stdout
     check_answers(system, serving)
-    wait_until(lambda: "STAGING" not in versions(system.daemon).values(), "the version is aborted", 5 * LEASE)
+    wait_until(lambda: "STAGING" not in versions(system.daemon).values(), "the version is aborted")
     after = versions(system.daemon)
     assert [state for n, state in after.items() if n not in before] == ["ABORTED"]
     check_answers(system, serving)

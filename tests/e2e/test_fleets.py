@@ -134,9 +134,11 @@ class Fleet:
 
     @contextmanager
     def faults(self, name: str, **said: object) -> Iterator[None]:
-        """How installs of one server go wrong; see `resharder_faulty_installs`."""
+        """How installs of one server stop and go wrong; see `resharder_faulty_installs`."""
         file = faults_of(self.folder, name)
-        file.write_text(json.dumps(said))
+        written = file.with_suffix(".new")
+        written.write_text(json.dumps(said))
+        written.rename(file)
         try:
             yield
         finally:
@@ -145,7 +147,8 @@ class Fleet:
     # What clients got
 
     def judge(self) -> tuple[list[Asked], list[Turned]]:
-        """All that clients got since the last time, each answer of the versions that it names."""
+        """All that clients got since the last time, each answer of the versions that it names. What they are still waiting for
+        comes later, whatever it began on."""
         answers, turned = [], []
         for client in self.clients:
             count, others = len(client.answers), len(client.turned)
@@ -193,7 +196,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
                 "FAULTY_INSTALLS": str(faults_of(folder, name)),
             }
             found[name] = VllmServer(folder, ["--load-format", "resharder"], environment)
-        operator = stack.enter_context(Operator(daemon.endpoint, patience=30))
+        operator = stack.enter_context(Operator(daemon.endpoint))
         built = Fleet(folder, daemon, job(daemon.endpoint, folder, "job-0"), found, operator)
         built.publish()
         for server in found.values():
@@ -263,19 +266,25 @@ def test_a_rolling_move_stops_where_an_install_fails_and_goes_on_when_told_to(fl
 def test_an_atomic_move_shows_nobody_an_old_version_after_the_new_one(fleet: Fleet) -> None:
     before = fleet.newest
     fleet.set(Motion(kind=Motion.ATOMIC))
-    with Client(fleet.servers) as both, fleet.faults("right", apply=1.0):
+    with Client(fleet.servers) as both:
         wait_until(lambda: bool(both.answers), "an answer of the old version", LONG)
-        version = fleet.publish()
+        with fleet.faults("right", held="apply"):
+            version = fleet.publish()
+            fleet.wait_state("right", Server.APPLYING, version)
+            fleet.wait_state("left", Server.WAITING, version)
         fleet.comes_to(Move.DONE, version)
-        fleet.everyone_gets(version)
+        wait_until(lambda: both.answers[-1].versions == (str(version),), "an answer of the new version alone", LONG)
     seen = [answer.versions for answer in both.answers]
     new = seen.index((str(version),))
     assert set(seen[new:]) == {(str(version),)}
     assert seen[0] == (str(before),)
+    fleet.everyone_gets(version)
 
 
 def test_an_atomic_move_that_one_server_cannot_make_is_made_by_none(fleet: Fleet) -> None:
     before = fleet.newest
+    fleet.everyone_gets(before)
+    fleet.judge()  # whatever clients get from now on began on this version
     with fleet.faults("right", torn_after=before):
         version = fleet.publish()
         assert "right: " in fleet.comes_to(Move.FAILED, version).reason
@@ -357,11 +366,12 @@ def test_a_daemon_killed_while_it_commits_leaves_no_half_version_and_takes_the_n
 
 @pytest.mark.parametrize("phase", ["stage", "apply"])
 def test_a_daemon_killed_while_servers_install_finds_them_and_goes_on(fleet: Fleet, phase: str) -> None:
-    with fleet.faults("left", **{phase: 1.5}), fleet.faults("right", **{phase: 1.0}):
+    with fleet.faults("left", held=phase), fleet.faults("right", held=phase):
         version = fleet.publish()
-        fleet.wait_state("left", {"stage": Server.STAGING, "apply": Server.APPLYING}[phase], version)
+        for name in ("left", "right"):
+            fleet.wait_state(name, {"stage": Server.STAGING, "apply": Server.APPLYING}[phase], version)
         fleet.restart_daemon(f"while servers {phase}")
-        fleet.in_time(version)
+    fleet.in_time(version)
 
 
 def test_a_daemon_killed_after_an_install_touches_nobody(fleet: Fleet) -> None:
@@ -398,17 +408,17 @@ def test_a_trainer_killed_in_mid_publish_changes_nothing_and_the_next_one_publis
 
 
 def test_servers_killed_while_they_stage_and_while_they_apply_boot_on_the_newest_version(fleet: Fleet) -> None:
-    kills = {}
-    with fleet.faults("left", stage=1.5), fleet.faults("right", apply=1.5):
-        for name, state in (("left", Server.STAGING), ("right", Server.APPLYING)):
-            version = fleet.publish()
-            fleet.wait_state(name, state, version)
-            fleet.killed.add(name)
-            fleet.servers[name].kill()
-            kills[name] = time.monotonic()
-            fleet.servers[name].start()
-    for name, at in kills.items():
-        fleet.servers[name].wait_ready()
-        fleet.say(f"{name} killed in mid-install: serves again after {time.monotonic() - at:.1f} s")
-    fleet.killed_at, fleet.phase = max(kills.values()), "both servers killed in mid-install"
+    with fleet.faults("left", held="stage"), fleet.faults("right", held="apply"):
+        version = fleet.publish()
+        fleet.wait_state("left", Server.STAGING, version)
+        fleet.wait_state("right", Server.APPLYING, version)
+        fleet.killed |= fleet.servers.keys()
+        for server in fleet.servers.values():
+            server.kill()
+    fleet.killed_at, fleet.phase = time.monotonic(), "both servers killed in mid-install"
+    version = fleet.publish()
+    for server in fleet.servers.values():
+        server.start()
+    for server in fleet.servers.values():
+        server.wait_ready()
     fleet.in_time(version)

@@ -8,7 +8,6 @@ with Daemon() as daemon:
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,10 @@ from types import TracebackType
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.support.ports import free_port
+
+LEASE_SECONDS = 60.0  # a busy machine may stop a test, and its clients with it, for many seconds
 
 
 class Daemon:
@@ -29,7 +32,7 @@ class Daemon:
         self.log = self.folder / "log"
         self.port = port or free_port()
         self.endpoint = f"127.0.0.1:{self.port}"
-        self.options = options
+        self.options = {"lease_seconds": LEASE_SECONDS} | options
         self.process: subprocess.Popen[bytes] | None = None
         self._channel: grpc.Channel | None = None
 
@@ -64,7 +67,7 @@ class Daemon:
 
     def launch(self, *, failpoint: str = "") -> subprocess.Popen[bytes]:
         """Starts the process and waits for nothing."""
-        options = {"listen": self.endpoint, "store": self.store, **self.options}
+        options = {"listen": self.endpoint, "web_listen": "", "store": self.store, **self.options}
         environment = {f"RESHARDERD_{key.upper()}": str(value) for key, value in options.items()}
         if failpoint:
             environment["RESHARDERD_FAILPOINT"] = failpoint
@@ -111,9 +114,3 @@ class Daemon:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -30,18 +30,19 @@ def wait_until(holds: Callable[[], bool], what: str, timeout: float = 60) -> Non
         time.sleep(0.05)
 
 
-def wait_serving(daemon: Daemon, version: int, timeout: float = 60) -> resources_pb2.Server:
-    """Until every live server serves `version`; one of them."""
+def wait_serving(daemon: Daemon, version: int, timeout: float = 120) -> resources_pb2.Server:
+    """Until every live server serves `version`; one of them, as it was then."""
+    live: list[resources_pb2.Server] = []
 
     def serving() -> bool:
-        live = [server for server in servers(daemon) if server.state != resources_pb2.Server.LOST]
+        live[:] = [server for server in servers(daemon) if server.state != resources_pb2.Server.LOST]
         return bool(live) and all(server.state == SERVING and server.version == version for server in live)
 
     try:
         wait_until(serving, f"every server serves version {version}", timeout)
     except TimeoutError as error:
         raise TimeoutError(f"{error}; they are: {servers(daemon)}") from None
-    return next(server for server in servers(daemon) if server.state == SERVING)
+    return live[0]
 
 
 def export(daemon: Daemon, version: str, folder: Path) -> None:

@@ -85,7 +85,7 @@ class Engine:
         self.wait_staged(install)
         return self.rpc("resharder_apply", install)[0]
 
-    def wait_staged(self, install: str, timeout: float = 60) -> None:
+    def wait_staged(self, install: str, timeout: float = 120) -> None:
         deadline = time.monotonic() + timeout
         while not all(answer["staged"] == install for answer in self.rpc("resharder_describe")):
             assert time.monotonic() < deadline, f"{install} was not staged in {timeout:g} s"

@@ -13,7 +13,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from tests.support.ports import free_port
 
 VERSION_HEADER = "X-Resharder-Version"
 MODEL_NAME = "m"
@@ -90,7 +91,7 @@ class VllmServer:
     log: Path | None = None
     python: str = sys.executable
     port: int = 0
-    timeout: float = 180.0  # seconds to become ready; 20 on an idle box
+    timeout: float = 300.0  # seconds to become ready; 20 on an idle box
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     ready_seconds: float = field(default=0.0, init=False)
 
@@ -239,10 +240,3 @@ def completion(prompt: Sequence[int] | str, max_tokens: int, **options: Any) -> 
     """The body of a greedy completion that answers with exactly `max_tokens` token ids and their logprobs."""
     asked = {"model": MODEL_NAME, "prompt": prompt if isinstance(prompt, str) else list(prompt), "max_tokens": max_tokens}
     return {**asked, "temperature": 0, "logprobs": 1, "ignore_eos": True, "return_token_ids": True, **options}
-
-
-def free_port() -> int:
-    """A TCP port on which nothing listens just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -43,17 +43,17 @@ async def main():
         kv_cache_memory_bytes=64 << 20))
     handle = await attach(engine)
     before = handle.version
-    await handle.wait(1, timeout=60)
+    await handle.wait(1, timeout=200)
     print(json.dumps([before, handle.version, await answer(engine)]), flush=True)
     await asyncio.to_thread(sys.stdin.readline)
-    await handle.wait(2, timeout=60)
+    await handle.wait(2, timeout=200)
     try:
         await handle.wait(3, timeout=0.2)
     except WaitTimeout as error:
         print(json.dumps([str(error), handle.version, await answer(engine)]), flush=True)
     await engine.sleep(level=2)
     asleep = handle.version
-    await handle.wait(2, timeout=120)
+    await handle.wait(2, timeout=200)
     print(json.dumps([asleep, handle.version, await answer(engine)]), flush=True)
     handle.close()
     engine.shutdown()
@@ -77,7 +77,7 @@ def test_an_embedded_engine_boots_and_follows_and_its_program_can_wait_for_a_ver
         Daemon() as daemon,
         connect(daemon.endpoint, model="policy", job="j", rank=0, world_size=1, config=config, tokenizer=tmp_path) as publisher,
     ):
-        publisher.publish_tensors(1, random_weights(config, 1).items()).wait_ready(60)
+        publisher.publish_tensors(1, random_weights(config, 1).items()).wait_ready(120)
         environment = {**os.environ, **CPU_ENVIRONMENT, **DROPPING_SLEEP, "RESHARDER_ENDPOINT": daemon.endpoint}
         with (
             (tmp_path / "log").open("wb") as log,
@@ -94,7 +94,7 @@ def test_an_embedded_engine_boots_and_follows_and_its_program_can_wait_for_a_ver
             try:
                 before, first, tokens = _json_line(process.stdout, tmp_path / "log")
                 assert wait_serving(daemon, 1).control_sides == 1
-                publisher.publish_tensors(2, random_weights(config, 2).items()).wait_ready(60)
+                publisher.publish_tensors(2, random_weights(config, 2).items()).wait_ready(120)
                 process.stdin.write(b"\n")
                 process.stdin.flush()
                 error, second, others = _json_line(process.stdout, tmp_path / "log")

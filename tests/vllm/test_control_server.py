@@ -24,6 +24,7 @@ from tests.support.weights import random_weights
 
 PROMPT = [5, 17, 42, 7, 300, 11]
 LONG = 1500  # tokens: an install falls into the answer, even if the client reads much later than the server writes
+LEASE = 8.0
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Deployment:
     def publish(self) -> int:
         """Another version, different from all before; returns when it is READY."""
         self.version += 1
-        self.publisher.publish_tensors(self.version, random_weights(self.config, self.version).items()).wait_ready(60)
+        self.publisher.publish_tensors(self.version, random_weights(self.config, self.version).items()).wait_ready(120)
         return self.version
 
 
@@ -47,7 +48,7 @@ def deployment(folder: Path, *args: str) -> Iterator[Deployment]:
     save_tokenizer(folder, config["vocab_size"])
     (folder / "config.json").write_text(json.dumps(config))
     with ExitStack() as stack:
-        daemon = stack.enter_context(Daemon(lease_seconds=6))
+        daemon = stack.enter_context(Daemon(lease_seconds=LEASE))
         publisher = stack.enter_context(
             connect(daemon.endpoint, model="policy", job="j", rank=0, world_size=1, config=config, tokenizer=folder)
         )
@@ -91,7 +92,7 @@ class Streaming(threading.Thread):
             self.error = error
 
     def finish(self) -> list[Token]:
-        self.join(120)
+        self.join(300)
         assert self.error is None, self.error
         return self.tokens
 
@@ -108,8 +109,14 @@ def test_an_install_in_every_pause_mode_turns_nobody_away(single: Deployment, mo
     """`keep` and `wait` streams come to their end, `abort` ends them early; requests that come meanwhile are answered."""
     with Operator(single.daemon.endpoint) as operator:
         operator.update_fleet("policy", pause_mode=resources_pb2.PauseMode.Value(mode.upper()))
-    lengths = install_under_a_stream(single)
-    assert min(lengths) < LONG if mode == "abort" else set(lengths) == {LONG}
+    for _ in range(5):  # on a busy machine an answer can be over before the install begins, and the next one not be asked for
+        lengths = install_under_a_stream(single)
+        if mode != "abort":
+            assert set(lengths) == {LONG}
+            return
+        if min(lengths) < LONG:
+            return
+    pytest.fail("no install of five ended an answer early")
 
 
 def install_under_a_stream(single: Deployment) -> list[int]:
@@ -139,7 +146,7 @@ def install_under_a_stream(single: Deployment) -> list[int]:
 
 def test_while_the_daemon_is_away_the_server_serves_and_afterwards_takes_versions_again(single: Deployment) -> None:
     single.daemon.kill()
-    time.sleep(7)  # longer than the lease
+    time.sleep(LEASE + 1)
     answer = single.server.generate(PROMPT, 4)
     assert answer.version == str(single.version)
     assert single.server.request("GET", "/health").status == 200

@@ -1,0 +1,23 @@
+"""Ports that nobody else gets, also while what listens on them is dead between two lives."""
+
+import random
+import socket
+
+_OURS = range(20_000, 32_000)  # below those that Linux gives to connections, and to whoever asks for any port
+_random = random.SystemRandom()  # a test's seed is the same in every process
+_held: list[socket.socket] = []  # as long as this process lives
+
+
+def free_port() -> int:
+    """A TCP port of the loopback. Other test processes of this machine see by a socket's name that it is taken."""
+    while True:
+        port, name = _random.choice(_OURS), socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0resharder-test-port-{port}")
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            name.close()
+            continue
+        _held.append(name)
+        return port
