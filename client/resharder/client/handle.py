@@ -24,7 +24,8 @@ class Progress:
 
 
 class Handle:
-    """One published version. `version` is its number, `step` the trainer's label on it."""
+    """One published version. `version` is its number, `step` the trainer's label on it, `trace` the W3C traceparent of its trace;
+    empty where the daemon makes none."""
 
     def __init__(self, channel: Channel, version: resources_pb2.Version) -> None:
         self._channel = channel
@@ -32,6 +33,7 @@ class Handle:
         self.name: str = version.name
         self.version: int = version.number
         self.step: int = version.step
+        self.trace: str = version.trace
 
     def wait_ready(self, timeout: float = 600.0) -> None:
         """Returns when the version is READY. `timeout` in seconds.

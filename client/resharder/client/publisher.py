@@ -13,6 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from resharder.client import tracing
 from resharder.client.channel import Backoff, Channel
 from resharder.client.errors import (
     TOO_MANY_STAGING,
@@ -98,6 +99,7 @@ class Publisher:
         self._sharing = threading.Lock()
         self._ahead: deque[Handle] = deque()
         self._newest: Handle | None = None
+        self._timings: tracing.Timings = []  # of the publish that goes on
         self._lost = ""  # the newest version's name, if a daemon took it with it
         self._lease: Lease | None = None
         self._process, self._lock = os.getpid(), threading.RLock()
@@ -354,6 +356,7 @@ class Publisher:
             )
 
     def _publish(self, step: int, read: "Callable[[Sequence[int]], Iterable[Item]]", *, once: bool = False) -> Handle:
+        self._timings.clear()
         self._give_up_lost()
         if self._newest is not None and self._newest.step == step:
             self._lost = ""  # it does come again
@@ -372,6 +375,7 @@ class Publisher:
             if not restarts:
                 raise
         # The daemon was started anew, and what was STAGING is gone with the old one.
+        self._timings.clear()
         return self._deliver_again(step, read, restarts - 1)
 
     def _begin(self, step: int, restarts: int) -> tuple[Slot, Sequence[int], resources_pb2.Version]:
@@ -380,8 +384,9 @@ class Publisher:
         if registration is None:
             raise UsageError("expected something attached")
         try:
-            slot, positions = registration.assignment(self._register_timeout)
-            return slot, positions, self._create_version(registration, step)
+            with tracing.timed(self._timings, "create"):
+                slot, positions = registration.assignment(self._register_timeout)
+                return slot, positions, self._create_version(registration, step)
         except (NotFound, WaitTimeout) as error:
             if error.reason not in UNREGISTERED or not restarts:
                 raise
@@ -397,20 +402,23 @@ class Publisher:
     ) -> Handle:
         if version.state == State.ABORTED:
             raise VersionAborted(f"{version.name} (step {version.step}) was aborted: {version.reason}")
+        tracing.link(version.trace)
         if not slot.boxes:
             return Handle(self._channel, version)
         try:
             transport = None if _delivered(version, slot.rank) else self._transport()
-            items = read(positions)
-            digests = digests_of(slot, items) if transport is None else transport.deliver(version, slot, items)
+            with tracing.timed(self._timings, "deliver"):
+                items = read(positions)
+                digests = digests_of(slot, items) if transport is None else transport.deliver(version, slot, items)
             request = publisher_pb2.SealSlotRequest(
                 version=version.name,
                 epoch=version.epoch,
                 rank=slot.rank,
                 digests=digests,
                 mapped=transport is not None and transport.mapped,
+                timings=self._timings,
             )
-            self._channel.call(self._stub.SealSlot, request, timeout=300)
+            self._channel.call(partial(self._stub.SealSlot, metadata=tracing.metadata()), request, timeout=300)
         except BaseException as error:
             if not _delivered(version, slot.rank):
                 self._abort(version.name, f"rank {slot.rank}: {type(error).__name__}: {error}"[:500])
@@ -441,7 +449,7 @@ class Publisher:
     def _wait_for_servers(self) -> None:
         """Holds the trainer back until less than `max_ahead` of its versions are not served yet."""
         while self._max_ahead is not None and len(self._ahead) >= self._max_ahead:
-            with suppress(VersionAborted, NotFound):
+            with tracing.timed(self._timings, "wait"), suppress(VersionAborted, NotFound):
                 self._ahead[0].wait_serving(self._staging_timeout)
             self._ahead.popleft()
 

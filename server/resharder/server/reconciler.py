@@ -31,6 +31,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
+from resharder.server.timing import Timing
 from resharder.v1 import resources_pb2, server_pb2
 
 
@@ -103,6 +104,8 @@ class Worker:
     transport: str = ""
     stage_seconds: float = 0.0
     apply_seconds: float = 0.0
+    memory: str = ""  # fingerprint of the layout that the direct path can write to
+    timings: tuple[Timing, ...] = ()
     # What the daemon makes of it.
     holds: int = 0  # the version its parameters are proven to hold; 0: unknown
     ordered: bool = False  # this daemon has ordered this process to apply something
@@ -164,6 +167,7 @@ class Install:
     ended: float = 0.0
     control_done: bool = False
     pause_seconds: float = 0.0
+    timings: tuple[Timing, ...] = ()  # the leader's
 
     @property
     def active(self) -> bool:
@@ -196,9 +200,11 @@ class Server:
     gone: frozenset[str] = frozenset()  # processes that others have replaced
     confirmed: int = 0  # the last version that every worker proved
     opened: int = 0  # the version that control sides were told to serve; 0: closed
+    opened_by: str = ""  # under which id they were told: that of the install, or of none
     resumed: bool = False  # the leader has said that it does
     torn: frozenset[int] = frozenset()  # ranks that may hold a mix
     install: Install | None = None  # the current or the last one
+    ended: Install | None = None  # the last one that ended
     installs: int = 0
     failures: Mapping[int, Failure] = field(default_factory=dict)
     lost_at: float | None = None
@@ -298,6 +304,7 @@ class Reported:
     pause_seconds: float = 0.0
     power: Power = Power.UNKNOWN
     in_flight: int = 0
+    timings: tuple[Timing, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -487,22 +494,31 @@ def _order_done(server: Server, event: Reported, now: float, settings: Settings,
     install, change = server.install, server.change
     if change is not None and event.install == change.id and event.done in (OrderKind.SLEEP, OrderKind.WAKE):
         return _power_changed(server, change, event, now, settings)
-    if event.done == OrderKind.RESUME and server.opened and event.install == _opening(server):
+    if event.done == OrderKind.RESUME and server.opened and event.install == server.opened_by:
         if not event.ok:
             # Workers are proven, but the engine would not go on: whatever state it is in, it is not one to serve from.
             error = f"could not resume on version {server.opened}: {event.error}"
             server = _note_failure(server, server.opened, error, now, settings)
             return _close_gate(replace(server, torn=_all_ranks(server)), orders)
-        if install is not None and install.id == event.install and not install.pause_seconds:
-            server = replace(server, install=replace(install, pause_seconds=event.pause_seconds))
-        return replace(server, resumed=True)
+        return replace(_went_on(server, event), resumed=True)
     if install is None or not install.active or event.install != install.id:
         return server
+    install = replace(install, timings=event.timings)
     if not event.ok and event.done in (OrderKind.STAGE, OrderKind.APPLY):
         return _fail(server, install, f"the control side could not {event.done.name.lower()} it: {event.error}", now, settings)
     if event.done == OrderKind.APPLY and install.state == InstallState.APPLYING:
         return replace(server, install=replace(install, control_done=True))
     return server
+
+
+def _went_on(server: Server, event: Reported) -> Server:
+    """What its leader said of the pause, once; the next install may have begun by then."""
+    ended = server.ended
+    if server.resumed or ended is None or ended.id != event.install or ended.pause_seconds:
+        return server
+    ended = replace(ended, pause_seconds=event.pause_seconds, timings=(*ended.timings, *event.timings))
+    same = server.install is not None and server.install.id == ended.id
+    return replace(server, ended=ended, install=ended if same else server.install)
 
 
 def _let_go(server: Server, gone: set[str], orders: list[Order]) -> Server:
@@ -585,7 +601,8 @@ def _ticked(server: Server, now: float, settings: Settings, orders: list[Order])
 
 def _end_install(server: Server, install: Install, error: str, now: float) -> Server:
     """Given up for a reason that says nothing about the version."""
-    return replace(server, install=replace(install, state=InstallState.FAILED, error=error, ended=now))
+    install = replace(install, state=InstallState.FAILED, error=error, ended=now)
+    return replace(server, install=install, ended=install)
 
 
 def _fail(server: Server, install: Install, error: str, now: float, settings: Settings) -> Server:
@@ -647,9 +664,11 @@ def _hold(install: Install, control: Control) -> Order:
 
 
 def _commit(server: Server, install: Install, now: float) -> Server:
+    install = replace(install, state=InstallState.COMMITTED, ended=now)
     return replace(
         server,
-        install=replace(install, state=InstallState.COMMITTED, ended=now),
+        install=install,
+        ended=install,
         torn=frozenset(),
         confirmed=install.version,
         failures={version: failure for version, failure in server.failures.items() if version > install.version},
@@ -680,19 +699,19 @@ def _open_gate(server: Server, orders: list[Order]) -> Server:
         return server
     controls = tuple(replace(control, closing=False) for control in server.controls)
     server = replace(server, opened=held, confirmed=held, resumed=False, controls=controls)
+    server = replace(server, opened_by=_opening(server))
     orders += [_resume(server, control) for control in server.controls if not _busy_elsewhere(server, control)]
     return server
 
 
 def _opening(server: Server) -> str:
-    """The id under which the gate was opened: that of the install, or of none."""
     install = server.install
     fits = install is not None and install.state == InstallState.COMMITTED and install.version == server.opened
     return install.id if install is not None and fits else f"{server.life}-0"
 
 
 def _resume(server: Server, control: Control) -> Order:
-    return Order(control.nonce, OrderKind.RESUME, _opening(server), server.opened)
+    return Order(control.nonce, OrderKind.RESUME, server.opened_by, server.opened)
 
 
 def target(server: Server, settings: Settings) -> int:

@@ -8,6 +8,7 @@ from resharder.server.manifest import READY, Manifest, VersionRecord
 from resharder.server.moves import Motion, Move
 from resharder.server.reconciler import Attached, Install, OrderKind, Power, Reported, Worker, WorkerState
 from resharder.server.store import Store
+from resharder.server.timing import timings_from_proto, timings_to_proto
 from resharder.v1 import resources_pb2, server_pb2
 
 
@@ -81,6 +82,8 @@ def worker_from_proto(message: resources_pb2.Worker) -> Worker:
         transport=message.transport,
         stage_seconds=message.stage_seconds,
         apply_seconds=message.apply_seconds,
+        memory=message.memory[:128],
+        timings=timings_from_proto(message.timings),
     )
 
 
@@ -99,6 +102,7 @@ def worker_to_proto(worker: Worker) -> resources_pb2.Worker:
         transport=worker.transport,
         stage_seconds=worker.stage_seconds,
         apply_seconds=worker.apply_seconds,
+        timings=timings_to_proto(worker.timings),
     )
 
 
@@ -144,6 +148,7 @@ def report_from_proto(message: server_pb2.ControlReport) -> Reported:
         message.pause_seconds,
         power_from_proto(message.power),
         message.in_flight,
+        timings_from_proto(message.timings),
     )
 
 

@@ -4,12 +4,12 @@ The folder given to vLLM needs config and tokenizer only. All processes of the s
 the version, so that no two ranks boot different ones.
 """
 
-import time
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from resharder.client.errors import NO_VERSION, DaemonUnreachable, ResharderError, UsageError
+from resharder.client.tracing import Timings, timed
 from resharder.client.vllm import compat, install, reach, recorder
 from resharder.client.vllm.compat import Host
 from resharder.client.vllm.install import Fault, Feed, Installed
@@ -63,18 +63,20 @@ class _Booting:
     source: Source | None = None
     installed: Installed = field(default_factory=lambda: Installed(0, 0, 0.0))
     stage_seconds: float = 0.0
+    timings: Timings = field(default_factory=list)
 
     def load(self, model: torch.nn.Module) -> None:
         reach.before_loading(model)
         self.part.record(recorder.record(model, self.manifest.specs, compat.original_loader), self.manifest)
         self.agent.recorded()
         recording = self.part.known
-        started = time.perf_counter()
-        self.source = self.stager.stage(self.manifest, recording.needs)
-        self.stage_seconds = time.perf_counter() - started
+        with timed(self.timings, "stage"):
+            self.source = self.stager.stage(self.manifest, recording.needs)
+        self.stage_seconds = self.timings[-1].seconds
         names = [name for name in self.manifest.specs if name in recording.needs]
         feed = Feed(self.source, names, recording, Fault.from_environment())
-        cast(Any, model).load_weights(iter(feed))
+        with timed(self.timings, "load"):
+            cast(Any, model).load_weights(iter(feed))
         install.refuse(feed.differences())
         self.installed = Installed(len(feed.boxes), 0, 0.0)
 
@@ -85,7 +87,7 @@ class _Booting:
         with compat.calling_vllm(self.agent.host):
             self.part.learn(model, self.source)
         self.source.close()
-        self.agent.booted(self.manifest, self.installed, self.stage_seconds)
+        self.agent.booted(self.manifest, self.installed, self.stage_seconds, self.timings)
 
 
 def _begin(vllm_config: Any) -> Agent | None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from resharder.client.tracing import Timings, timed
 from resharder.client.vllm.gate import Gate, Position
 from resharder.client.vllm.orders import Kind, Mode, Order, Outcome, State, Step, decide
 from resharder.client.vllm.power import STAY_PAUSED, WEIGHTS, Power
@@ -121,21 +122,24 @@ class Control:
 
     async def _apply(self, order: Order) -> Outcome | None:
         self._gate.hold(order.version, f"version {order.version} is being installed")
+        timings: Timings = []
         try:
             if self.state.paused_at is None and self.state.power != Power.WEIGHTS_AWAKE:
                 began = self._clock()
-                await self._engine.pause_generation(mode=order.mode, clear_cache=True)
+                with timed(timings, "pause"):
+                    await self._engine.pause_generation(mode=order.mode, clear_cache=True)
                 self.state = replace(self.state, paused_at=began)
             if not self._gate.lease.alive:  # a pause that waits for requests to end can outlive the lease
                 self._reattach("the lease expired while pausing")
                 return None
             await self._workers("resharder_apply", order.install)
-            await self._reset_caches()
+            with timed(timings, "reset"):
+                await self._reset_caches()
         except BaseException:
             self._gate.shut(f"installing version {order.version} failed")
             raise
         self.state = replace(self.state, dropped=False)
-        return self._remember(Outcome(order.kind, order.install, pause_seconds=self._paused()))
+        return self._remember(Outcome(order.kind, order.install, pause_seconds=self._paused(), timings=tuple(timings)))
 
     async def _reset_caches(self) -> None:
         """What the engine did since the pause cleared them (a KV connector's saves, dummy batches of idle replicas) goes here.
@@ -153,9 +157,11 @@ class Control:
             decided = decide(self.state, None, True, order)
             if isinstance(decided, Outcome):
                 return decided
+        timings: Timings = []
         if paused:
-            await self._engine.resume_generation()
-        outcome = Outcome(order.kind, order.install, pause_seconds=self._paused())
+            with timed(timings, "resume"):
+                await self._engine.resume_generation()
+        outcome = Outcome(order.kind, order.install, pause_seconds=self._paused(), timings=tuple(timings))
         self.state = replace(self.state, paused_at=None, resumed=outcome)
         self._gate.open(order.version)
         logger.info("serving version %d after a pause of %.3f s", order.version, outcome.pause_seconds)

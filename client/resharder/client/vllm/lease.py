@@ -230,5 +230,10 @@ class LeaseThread:
 def _outcome_to_proto(outcome: Outcome) -> server_pb2.ControlReport:
     done = server_pb2.Order.Kind.Name(outcome.kind)
     return server_pb2.ControlReport(
-        install=outcome.install, done=done, ok=outcome.ok, error=outcome.error, pause_seconds=outcome.pause_seconds
+        install=outcome.install,
+        done=done,
+        ok=outcome.ok,
+        error=outcome.error,
+        pause_seconds=outcome.pause_seconds,
+        timings=outcome.timings,
     )

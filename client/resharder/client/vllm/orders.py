@@ -18,7 +18,7 @@ lead. On an expired lease APPLY, RESUME, SLEEP and WAKE are not carried out and 
 the daemon tells again what holds. Nothing but RESUME opens the gate or resumes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Literal
 
@@ -67,6 +67,7 @@ class Outcome:
     ok: bool = True
     error: str = ""
     pause_seconds: float = 0.0
+    timings: tuple[resources_pb2.Timing, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

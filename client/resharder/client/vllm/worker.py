@@ -10,13 +10,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from resharder.client.channel import Channel
 from resharder.client.errors import NotFound, ResharderError
+from resharder.client.tracing import Timings, timed
 from resharder.client.vllm import compat, install, kept, reach, recorder
 from resharder.client.vllm.compat import Host
 from resharder.client.vllm.install import Installed, InstallError
@@ -105,6 +106,7 @@ class _Staged:
     install: str
     source: Source | None = None
     seconds: float = 0.0
+    timings: Timings = field(default_factory=list)
 
 
 class Agent:
@@ -127,6 +129,7 @@ class Agent:
         self._kept: Kept | None = None
         self._applied = ""
         self._staged: _Staged | None = None
+        self._past: _Staged | None = None  # what was staged before
         self._lock = threading.Lock()
 
     def stage_with(self, access: resources_pb2.StoreAccess) -> Stager:
@@ -211,14 +214,16 @@ class Agent:
     def _stage(self, staged: _Staged, version: str, access: resources_pb2.StoreAccess | None, manifest: Manifest | None) -> None:
         started = time.perf_counter()
         try:
-            manifest = manifest or get_manifest(self.channel, version)
-            self._check(manifest)
-            source = self.stage_with(access or resources_pb2.StoreAccess()).stage(manifest, needs(self.parts.values()))
+            with timed(staged.timings, "stage"):
+                manifest = manifest or get_manifest(self.channel, version)
+                self._check(manifest)
+                source = self.stage_with(access or resources_pb2.StoreAccess()).stage(manifest, needs(self.parts.values()))
         except (ResharderError, ConversionError, InstallError, OSError, ValueError) as error:
             with self._lock:
                 if self._staged is staged:
                     self._staged = None
-            self._report(resources_pb2.Worker.FAILED, install=staged.install, error=f"{type(error).__name__}: {error}")
+            error_text = f"{type(error).__name__}: {error}"
+            self._report(resources_pb2.Worker.FAILED, install=staged.install, error=error_text, staged=staged)
             return
         staged.seconds = time.perf_counter() - started
         with self._lock:
@@ -245,7 +250,8 @@ class Agent:
             raise InstallError(f"install {install_id} is not staged here")
         self.version, self.fingerprint, self._applied = 0, "", ""
         try:
-            self._install(models, staged.source)
+            with timed(staged.timings, "apply"):
+                self._install(models, staged.source)
         finally:
             with self._lock:
                 self._drop()
@@ -268,11 +274,12 @@ class Agent:
     def _drop(self) -> None:
         if self._staged is not None and self._staged.source is not None:
             self._staged.source.close()
-        self._staged = None
+        self._staged, self._past = None, self._staged
 
     def failed(self, install_id: str, error: str) -> None:
         """An apply that failed is said until one succeeds: what lies in memory may be a mix, unless nothing was begun."""
-        self._report(resources_pb2.Worker.FAILED, install=install_id, error=error, holds=self.version == 0)
+        staged = self._past if self._past is not None and self._past.install == install_id else None
+        self._report(resources_pb2.Worker.FAILED, install=install_id, error=error, staged=staged, holds=self.version == 0)
 
     # Sleep and wake
 
@@ -298,11 +305,12 @@ class Agent:
             self._kept.put_back()
             self._kept = None
 
-    def booted(self, manifest: Manifest, installed: Installed, stage_seconds: float) -> None:
+    def booted(self, manifest: Manifest, installed: Installed, stage_seconds: float, timings: Timings | None = None) -> None:
         """Said of the model, and again of its drafter."""
         self.version, self.fingerprint = manifest.number, manifest.fingerprint
         self.installed = self.installed + installed if self.installed else installed
-        self._report(resources_pb2.Worker.BOOTED, version=manifest.number, staged=_Staged("", None, stage_seconds), holds=True)
+        staged = _Staged("", None, stage_seconds, timings or [])
+        self._report(resources_pb2.Worker.BOOTED, version=manifest.number, staged=staged, holds=True)
 
     def _report(
         self,
@@ -329,6 +337,7 @@ class Agent:
             boxed_bytes=done.boxed_bytes if done else 0,
             process=PROCESS,
             fingerprint=self.fingerprint,
+            timings=staged.timings if staged else (),
         )
         self.reporter.report(worker, holds=holds)
 

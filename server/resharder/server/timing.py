@@ -1,0 +1,57 @@
+"""What ranks, control sides and workers measure of their work and say in their reports, each by its own clock."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import isfinite
+from time import monotonic, time
+
+from google.protobuf.timestamp_pb2 import Timestamp
+from resharder.v1 import resources_pb2
+
+_MOST = 32  # of one report
+_LONGEST_NAME = 64
+_LAST = 1 << 40  # seconds since 1970; what is later is no time
+
+
+@dataclass(frozen=True)
+class Timing:
+    """`start` in seconds since 1970."""
+
+    phase: str
+    start: float
+    seconds: float
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+
+@contextmanager
+def timed(timings: list[Timing], phase: str) -> Iterator[None]:
+    """Adds how long the block took, however it ends."""
+    start, began = time(), monotonic()
+    try:
+        yield
+    finally:
+        timings.append(Timing(phase, start, monotonic() - began))
+
+
+def timings_from_proto(messages: Sequence[resources_pb2.Timing]) -> tuple[Timing, ...]:
+    """Those that are possible: nobody is refused because of a clock."""
+    return tuple(timing for timing in map(_from_proto, messages[:_MOST]) if timing is not None)
+
+
+def _from_proto(message: resources_pb2.Timing) -> Timing | None:
+    start = message.start_time.seconds + message.start_time.nanos / 1e9
+    possible = message.phase and 0 < start < _LAST and isfinite(message.seconds) and 0 <= message.seconds < _LAST
+    return Timing(message.phase[:_LONGEST_NAME], start, message.seconds) if possible else None
+
+
+def timings_to_proto(timings: Iterable[Timing]) -> list[resources_pb2.Timing]:
+    return [
+        resources_pb2.Timing(
+            phase=t.phase, start_time=Timestamp(seconds=int(t.start), nanos=int(t.start % 1 * 1e9)), seconds=t.seconds
+        )
+        for t in timings
+    ]
