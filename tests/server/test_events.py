@@ -80,12 +80,12 @@ def test_who_follows_gets_what_was_and_what_comes_until_the_journal_closes(tmp_p
 
     with ThreadPoolExecutor(2) as pool:
         both, one = pool.submit(follow, ""), pool.submit(follow, "servers/a")
-        assert all(started.acquire(timeout=20) for _ in range(2))
+        assert all(started.acquire(timeout=60) for _ in range(2))
         events.add("server", "servers/b", "claimed")
         events.add("server", "servers/a", "serving")
-        assert all(started.acquire(timeout=20) for _ in range(3))
+        assert all(started.acquire(timeout=60) for _ in range(3))
         events.close()
-        assert (both.result(20), one.result(20)) == ([1, 2, 3], [1, 3])
+        assert (both.result(60), one.result(60)) == ([1, 2, 3], [1, 3])
     assert events.add("daemon", "daemon", "stopped").id == 4
 
 
@@ -124,10 +124,15 @@ def test_an_operators_event_is_synced_before_it_is_answered_and_others_are_not(
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
     events = Events(tmp_path)
+
+    def of_the_journal() -> list[str]:
+        """Threads that an earlier test left behind may sync as well."""
+        return [path for path in synced if path.startswith(str(tmp_path))]
+
     events.add("server", "servers/a", "claimed")
-    assert synced == []
+    assert of_the_journal() == []
     events.add("operator", "fleets/policy", "rolled-back")
-    assert synced == [str(tmp_path / "events.jsonl"), str(tmp_path)]
+    assert of_the_journal() == [str(tmp_path / "events.jsonl"), str(tmp_path)]
 
 
 def test_a_full_medium_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

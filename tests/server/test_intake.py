@@ -26,6 +26,7 @@ from resharder.server.store import Store
 from resharder.v1 import operator_pb2, publisher_pb2, resources_pb2
 
 from tests.support.daemon import Daemon
+from tests.support.operating import wait_until
 from tests.support.publishing import Held, Job, random_weights, read_folder, reason_of, whole
 
 SPECS = [TensorSpec("a", "BF16", (16, 64)), TensorSpec("b", "F32", (8,))]
@@ -343,7 +344,8 @@ def test_whoever_waits_for_serving_is_woken_by_the_last_server_and_asks_nobody_m
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("resharder.server.intake._LOOK", 60.0)
-    daemon = DaemonInProcess(Config(listen="127.0.0.1:0", store=tmp_path / "store", shared_memory=False))
+    config = Config(listen="127.0.0.1:0", store=tmp_path / "store", shared_memory=False, lease_seconds=300)
+    daemon = DaemonInProcess(config)
     asked: list[tuple[int, int]] = []
     audience = daemon.intake.audience
     daemon.intake.audience = lambda record: asked.append(audience(record)) or asked[-1]  # type: ignore[func-returns-value]
@@ -351,7 +353,8 @@ def test_whoever_waits_for_serving_is_woken_by_the_last_server_and_asks_nobody_m
     daemon.fleets.claim("s", "policy", "", wait_seconds=0, boot=True)
     control = daemon.fleets.attach("s", Attached("control", 1, "10.0.0.1:8000"))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(daemon.intake.wait, "policy", record.number, 30, True, lambda: True)
+        waiting = pool.submit(daemon.intake.wait, "policy", record.number, 60, True, lambda: True)
+        wait_until(lambda: bool(asked), "it looks")
         time.sleep(1.2)
         assert not waiting.done()
         assert asked == [(0, 1)], "nothing has changed, and it looked again"
@@ -360,7 +363,7 @@ def test_whoever_waits_for_serving_is_woken_by_the_last_server_and_asks_nobody_m
         )
         resume = next(order for order in iter(control.orders.get, None) if order.kind == OrderKind.RESUME)
         control.report(Reported("control", resume.install, OrderKind.RESUME, True))
-        assert waiting.result(5) == record
+        assert waiting.result(60) == record
     assert asked == [(0, 1), (1, 1)]
     daemon.server.start()
     daemon.stop()

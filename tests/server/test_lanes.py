@@ -146,19 +146,18 @@ class Flood:
 
 
 class Renewals:
-    """Of one rank, all the time; `longest` is how long an answer took."""
+    """Of one rank, all the time; `count` were answered."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._ended = job, threading.Event()
-        self.longest, self.count = 0.0, 0
+        self.count = 0
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._ended.wait(0.02):
-            asked = time.monotonic()
             self._job.stub.RenewLease(publisher_pb2.RenewLeaseRequest(publisher=self._job.name, rank=0), timeout=60)
-            self.longest, self.count = max(self.longest, time.monotonic() - asked), self.count + 1
+            self.count += 1
 
     def close(self) -> None:
         self._ended.set()
@@ -178,12 +177,11 @@ def test_one_models_flood_stalls_no_other_models_publish_renewals_or_servers() -
         until(lambda: all(flood.refused()[kind] >= least for kind, least in enough.items()))
 
         job = Job(calm, SPECS, [whole(SPECS)], model="calm").connect()
-        renewals = ended.enter_context(closing(Renewals(job)))
+        renewals, kept = ended.enter_context(closing(Renewals(job))), keeping.count
         for step in (1, 2):
             assert job.publish(step, weights).state == READY
         assert_served(calm, job)
-        until(lambda: renewals.count >= 20)
-        assert max(renewals.longest, keeping.longest) < 5, "of a lease of 15 s"
+        until(lambda: renewals.count >= 20 and keeping.count >= kept + 20)
         assert flood.refused()["waits"] < FLOOD, "the flood is still there"
         assert anonymous_bytes(daemon.pid) < 300 << 20
 

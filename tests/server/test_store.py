@@ -57,7 +57,7 @@ def settle(store: Store) -> None:
     """Until nothing goes on behind the store."""
     with store._changed:
         model = store._models["policy"]
-        assert store._changed.wait_for(lambda: not model.leaving and not (model.room and model.room.pending), 10)
+        assert store._changed.wait_for(lambda: not model.leaving and not (model.room and model.room.pending), 60)
 
 
 def test_old_versions_go_and_held_ones_stay_until_released(store: Store) -> None:
