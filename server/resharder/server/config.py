@@ -15,6 +15,7 @@ class Config(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="RESHARDERD_", extra="forbid")
 
     listen: str = Field("127.0.0.1:7677", description="host:port")
+    web_listen: str = Field("127.0.0.1:7678", description="host:port of the status page, metrics and probes; empty: none")
     store: Path = Field(DEFAULT_STORE, description="folder of the versions, in shared memory or on disk")
     store_limit_bytes: int = Field(0, ge=0, description="bytes the versions may take; 0: 80 % of the room there")
     keep_count: int = Field(3, ge=1, description="READY versions kept of each model")

@@ -1,6 +1,5 @@
 """`resharderd`, the daemon's command. With no option it listens on the loopback and keeps versions in shared memory."""
 
-import importlib.metadata
 import signal
 import sys
 import threading
@@ -35,6 +34,7 @@ from resharder.server.operations import Operations
 from resharder.server.reconciler import Settings
 from resharder.server.server_service import ServerService, add_server_service
 from resharder.server.service import OperatorService, PublisherService, Views, add_publisher_service
+from resharder.server.shown import RELEASE, Shown
 from resharder.server.store import Store
 from resharder.v1 import operator_pb2, operator_pb2_grpc
 from yaml import YAMLError
@@ -76,6 +76,7 @@ class Daemon:
         self.fleets.check = self._check
         self.health = health.HealthServicer()
         self.server = self._server()
+        self.shown = self._shown()
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="leases", daemon=True)
 
@@ -107,7 +108,7 @@ class Daemon:
     def _add_services(self, server: grpc.Server) -> None:
         views = Views(self.intake, self.fleets)
         daemon = operator_pb2.Daemon(
-            release=importlib.metadata.version("resharder"),
+            release=RELEASE,
             store_folder=str(self.config.store),
             store_limit_bytes=self.store.limit_bytes,
         )
@@ -117,6 +118,12 @@ class Daemon:
         add_publisher_service(PublisherService(self.intake, views), server)
         add_server_service(ServerService(self.fleets, self.store), server)
         operator_pb2_grpc.add_OperatorServiceServicer_to_server(operator, server)
+
+    def _shown(self) -> Shown:
+        try:
+            return Shown(self.config.web_listen, self.intake, self.fleets, self.events)
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"resharderd: cannot listen on {self.config.web_listen} (web_listen): {error}") from error
 
     def _check(self, fleet: Fleet) -> None:
         """Runs the check of the fleet's canaries, once for each move."""
@@ -135,12 +142,14 @@ class Daemon:
     def start(self) -> None:
         if self.archive is not None:
             self.archive.start(self.config.archive_restore)
-        self.events.add("daemon", "daemon", "started", release=importlib.metadata.version("resharder"))
+        self.events.add("daemon", "daemon", "started", release=RELEASE)
         self.server.start()
         self._ticker.start()
         for name in ("", *SERVICES):
             self.health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        _log.info("daemon_started", listen=self.config.listen, store=str(self.config.store), limit=self.store.limit_bytes)
+        self.shown.started = True
+        listens = {"listen": self.config.listen, "web": self.shown.listen}
+        _log.info("daemon_started", **listens, store=str(self.config.store), limit=self.store.limit_bytes)
 
     def _tick(self) -> None:
         while not self._ended.wait(min(1.0, self.config.lease_seconds / 4)):
@@ -162,6 +171,8 @@ class Daemon:
         self.intake.wake()  # whoever still waits sees that its caller is gone
         if self.archive is not None:
             self.archive.close()
+        self.tracing.close()
+        self.shown.close()
         self.store.close()
         _log.info("daemon_stopped")
 
@@ -173,6 +184,7 @@ app = typer.Typer(add_completion=False)
 def run(
     config: Annotated[Path | None, typer.Option(help="YAML file; keys are these options", envvar="RESHARDERD_CONFIG")] = None,
     listen: Annotated[str | None, typer.Option(help="host:port")] = None,
+    web_listen: Annotated[str | None, typer.Option(help="host:port of the status page, metrics and probes; empty: none")] = None,
     store: Annotated[Path | None, typer.Option(help="folder of the versions, in shared memory or on disk")] = None,
     store_limit_bytes: Annotated[int | None, typer.Option(help="bytes the versions may take; 0: 80 % of the room there")] = None,
     keep_count: Annotated[int | None, typer.Option(help="READY versions kept of each model")] = None,

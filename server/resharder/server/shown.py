@@ -1,0 +1,51 @@
+"""What a daemon shows of itself: its metrics, and over HTTP the status page and probes."""
+
+import importlib.metadata
+import time
+from functools import partial
+from typing import Any
+
+from resharder.server import metrics, snapshot
+from resharder.server.errors import on_refusal
+from resharder.server.events import Events
+from resharder.server.fleet import Fleets
+from resharder.server.intake import Intake
+from resharder.server.web import Judge, Web
+from resharder.server.web.status import status
+
+RELEASE = importlib.metadata.version("resharder")
+_EVENTS = 30  # on the status page
+
+
+class Shown:
+    """Listens once it is made, unless `listen` is empty. `started`: the daemon takes calls. Raises OSError, ValueError."""
+
+    def __init__(self, listen: str, intake: Intake, fleets: Fleets, events: Events, judge: Judge | None = None) -> None:
+        self._intake, self._fleets, self._events = intake, fleets, events
+        self._since = time.time()
+        self.started = False
+        registry, observed = metrics.make(RELEASE)
+        metrics.show(registry, self._look)
+        intake.observer = observed
+        fleets.observers.append(observed)
+        events.heard = observed.happened
+        on_refusal(observed.refused)
+        text = partial(metrics.text, registry)
+        self._web = Web(listen, status=self._status, metrics=text, unready=self._unready, judge=judge) if listen else None
+        self.listen = self._web.listen if self._web else ""
+
+    def close(self) -> None:
+        if self._web is not None:
+            self._web.close()
+
+    def _look(self) -> snapshot.Snapshot:
+        return snapshot.take(self._intake, self._fleets)
+
+    def _status(self) -> dict[str, Any]:
+        return status(self._look(), self._events.last(_EVENTS), release=RELEASE, started=self._since, unready=self._unready())
+
+    def _unready(self) -> str:
+        """Why publishers are not taken; empty where they are."""
+        if not self.started:
+            return "the daemon starts"
+        return "the daemon goes down" if self._intake.draining else ""

@@ -1,0 +1,209 @@
+"""What the status page shows, as plain data: made of a snapshot and of the journal."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from resharder.server.events import Event
+from resharder.server.fleet import FleetView, ServerView
+from resharder.server.manifest import STAGING, VersionRecord
+from resharder.server.moves import Motion, MotionKind, Move, Want, WantKind
+from resharder.server.publisher import Publisher
+from resharder.server.reconciler import Install, InstallState, Server, Worker, WorkerState
+from resharder.server.snapshot import Snapshot
+from resharder.v1 import resources_pb2
+
+_VERSIONS = 12  # of each model, the newest
+
+
+def status(now: Snapshot, events: Sequence[Event], **daemon: object) -> dict[str, Any]:
+    """Times are in seconds since 1970, 0 where there is none."""
+    publishers = {publisher.model: (publisher, live) for publisher, live in now.publishers}
+    return {
+        "time": now.time,
+        "daemon": daemon,
+        "store": {"used": now.store_used, "limit": now.store_limit},
+        "moving": [*_uploads(now), *_installs(now)],
+        "fleets": [_fleet(now, view) for view in now.fleets],
+        "models": [
+            {
+                "name": model,
+                "publisher": _publisher(*publishers[model]) if model in publishers else None,
+                "versions": [_version(now, record) for record in records[: -_VERSIONS - 1 : -1]],
+                "older": max(0, len(records) - _VERSIONS),
+            }
+            for model, records in now.versions.items()
+        ],
+        "events": [_event(event) for event in reversed(events)],
+    }
+
+
+def _uploads(now: Snapshot) -> list[dict[str, Any]]:
+    """What ranks write into mapped files is first heard of with a slot's seal."""
+    found = []
+    for records in now.versions.values():
+        for record in (record for record in records if record.state == STAGING):
+            slots = now.arriving[record.name]
+            took = max(1e-3, now.time - record.create_time)
+            found.append(
+                {
+                    "kind": "publish",
+                    "name": record.name,
+                    "step": record.step,
+                    "since": record.create_time,
+                    "sealed": slots.sealed,
+                    "slots": slots.slots,
+                    "received": slots.received,
+                    "size": slots.size,
+                    "bytes_per_second": slots.received / took,
+                }
+            )
+    return found
+
+
+def _installs(now: Snapshot) -> list[dict[str, Any]]:
+    found = []
+    for fleet, views in now.servers.items():
+        for view in views:
+            install = view.server.install
+            if install is not None and install.active and view.server.lost_at is None:
+                found.append(
+                    {
+                        "kind": "install",
+                        "fleet": fleet,
+                        "server": view.server.id,
+                        "version": install.version,
+                        "state": install.state.name,
+                        "since": install.started + view.to_wall,
+                        "done": _done(view.server, install),
+                        "workers": view.server.world_size,
+                    }
+                )
+    return found
+
+
+def _done(server: Server, install: Install) -> int:
+    """The workers that are through with its current half."""
+    wanted = (WorkerState.STAGED, WorkerState.APPLIED) if install.state == InstallState.STAGING else (WorkerState.APPLIED,)
+    return sum(worker.state in wanted for worker in _about(server, install))
+
+
+def _about(server: Server, install: Install) -> list[Worker]:
+    return [worker for worker in server.workers.values() if worker.install == install.id]
+
+
+def _fleet(now: Snapshot, view: FleetView) -> dict[str, Any]:
+    fleet, lag = view.fleet, now.lag(view)
+    group = now.servers.get(fleet.name, ())
+    return {
+        "name": fleet.name,
+        "model": fleet.model,
+        "reason": view.reason,
+        "want": _want(fleet.want),
+        "motion": _motion(fleet.motion),
+        "wanted": view.wanted_version,
+        "settled": fleet.settled,
+        "refused": sorted(fleet.refused),
+        "lag": {"versions": lag.versions, "seconds": max(0.0, now.time - lag.since) if lag.since else 0.0},
+        "move": _move(fleet.move, group) if fleet.move is not None else None,
+        "servers": [_server(server) for server in group],
+    }
+
+
+def _want(want: Want) -> str:
+    match want.kind:
+        case WantKind.NUMBER:
+            return f"version {want.version}"
+        case WantKind.NONE:
+            return "no other version"
+    return "the latest" + (f", at most every {want.every_seconds:g} s" if want.every_seconds else "")
+
+
+def _motion(motion: Motion) -> str:
+    at_a_time = f"{motion.at_a_time} at a time" if motion.at_a_time else "the rest at once"
+    return {
+        MotionKind.ALL_AT_ONCE: "all at once",
+        MotionKind.ROLLING: f"rolling, {at_a_time}" if motion.at_a_time else "rolling",
+        MotionKind.CANARY: f"canary of {max(1, motion.canaries)}, then {at_a_time}",
+        MotionKind.ATOMIC: "atomically",
+    }[motion.kind]
+
+
+def _move(move: Move, group: Sequence[ServerView]) -> dict[str, Any]:
+    return {
+        "state": move.state.name,
+        "active": move.active,
+        "from": move.back_to,
+        "to": move.to,
+        "reason": move.reason,
+        "started": move.started,
+        "ended": move.ended,
+        "there": sum(view.server.serving == move.to for view in group),
+    }
+
+
+def _server(view: ServerView) -> dict[str, Any]:
+    server = view.server
+    return {
+        "id": server.id,
+        "state": resources_pb2.Server.State.Name(view.state),
+        "reason": view.reason,
+        "version": server.opened or server.agreed,
+        "wanted": server.wanted or server.opened or server.agreed,
+        "workers": server.world_size,
+        "address": server.controls[0].address if server.controls else "",
+        "in_flight": sum(control.in_flight for control in server.controls),
+        "install": _install(server, server.install) if server.install is not None else None,
+    }
+
+
+def _install(server: Server, install: Install) -> dict[str, Any]:
+    """Stage and apply took as long as they took the slowest worker."""
+    workers = _about(server, install)
+    stage = max((worker.stage_seconds for worker in workers), default=0.0)
+    size = sum(worker.needed_bytes for worker in workers)
+    return {
+        "version": install.version,
+        "state": install.state.name,
+        "error": install.error,
+        "stage_seconds": stage,
+        "apply_seconds": max((worker.apply_seconds for worker in workers), default=0.0),
+        "pause_seconds": install.pause_seconds,
+        "bytes": size,
+        "stage_bytes_per_second": size / stage if stage > 0 else 0.0,
+        "transport": ", ".join(sorted({worker.transport for worker in workers} - {""})),
+    }
+
+
+def _publisher(publisher: Publisher, live: int) -> dict[str, Any]:
+    return {
+        "job": publisher.job,
+        "epoch": publisher.epoch,
+        "state": publisher.state,
+        "ranks": publisher.world_size,
+        "live": live,
+        "reason": str(publisher.error or ""),
+    }
+
+
+def _version(now: Snapshot, record: VersionRecord) -> dict[str, Any]:
+    return {
+        "number": record.number,
+        "step": record.step,
+        "state": record.state,
+        "reason": record.reason,
+        "size": record.size_bytes,
+        "created": record.create_time,
+        "ready": record.ready_time,
+        "serving": now.serving(record.model, record.number),
+    }
+
+
+def _event(event: Event) -> dict[str, Any]:
+    return {
+        "id": event.id,
+        "time": event.time,
+        "kind": event.kind,
+        "subject": event.subject,
+        "what": event.what,
+        "reason": event.reason,
+    }
