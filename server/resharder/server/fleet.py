@@ -119,7 +119,7 @@ class Fleets:
     """Thread-safe. Its lock comes before the intake's and the store's: a subscriber of the store must not wait for it.
 
     `serving_changed` is called, with the lock held, when `serving` may answer otherwise; the intake sets it. `check` is called,
-    with the lock held too, when a canary's check has to run: `checked` says how it ended. `observer` hears of numbers.
+    with the lock held too, when a canary's check has to run: `checked` says how it ended. `observers` hear of every step.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Fleets:
         self._life, self._started = secrets.token_hex(4), clock()
         self.serving_changed: Callable[[], None] = lambda: None
         self.check: Callable[[Fleet], None] = lambda fleet: None
-        self.observer = Observer()
+        self.observers: list[Observer] = []
         self._note = note or _no_note
         self._fleets = files.load() if files else {}
         self._fleets_held: dict[str, frozenset[int]] = {}
@@ -476,7 +476,8 @@ class Fleets:
                 attachment.orders.put(order)
         self._release(id, after.model, self._held.get(id, frozenset()) - in_use(after, now, self.settings))
         self._log_change(before, after)
-        self.observer.server_stepped(before, after)
+        for observer in self.observers:
+            observer.server_stepped(before, after)
         self._changed.notify_all()
         if (before.serving, before.lost_at is None) != (after.serving, after.lost_at is None):
             self.serving_changed()
@@ -518,7 +519,8 @@ class Fleets:
         self._fleets[fleet.name] = fleet
         self._hold_versions(fleet)
         self._log_move(before, fleet)
-        self.observer.fleet_stepped(before, fleet)
+        for observer in self.observers:
+            observer.fleet_stepped(before, fleet)
 
     def _hold_versions(self, fleet: Fleet) -> None:
         needed, held = fleet.needs(), self._fleets_held.get(fleet.name, frozenset())
