@@ -43,7 +43,7 @@ def raised() -> set[tuple[str, str]]:
     kinds_of_conversion = {conversion.ConversionError, *conversion.ConversionError.__subclasses__()}
     kinds_of_conversion -= {conversion.ReplicasDiffer}  # ranks find it among themselves
     found |= {("INVALID_ARGUMENT", kind.reason) for kind in kinds_of_conversion}
-    for path in (ROOT / "server/resharder/server").glob("*.py"):
+    for path in (ROOT / "server/resharder/server").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds:
                 found |= {(kinds[node.func.id], reason) for reason in _said(node.args[0])}

@@ -282,7 +282,9 @@ def test_where_the_kernel_gives_no_leases_the_daemon_refuses_to_share_the_store_
         daemon.close()
 
 
+FILE_ONLY = {"checks", "security"}
 OPTIONS = {  # every option, with a value that is not its default
+    "insecure": True, "caller_rate": 7.0, "caller_calls": 8,
     "listen": "127.0.0.1:9", "store": "/elsewhere", "store_limit_bytes": 1 << 40, "keep_count": 9, "keep_bytes": 10,
     "shared_memory": False, "lease_seconds": 7.5, "chunk_bytes": 4096, "max_message_bytes": 3 << 20, "threads": 9, "transfers": 8,
     "digest_threads": 99, "drain_seconds": 1.5, "pause_mode": "wait", "log_format": "json", "log_level": "debug",
@@ -295,7 +297,7 @@ OPTIONS = {  # every option, with a value that is not its default
 def test_every_option_is_a_flag_a_variable_and_a_key_of_the_file(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert OPTIONS.keys() == Config.model_fields.keys() - {"checks"}  # commands, in the file alone
+    assert OPTIONS.keys() == Config.model_fields.keys() - FILE_ONLY
     assert all(getattr(Config(), name) != value for name, value in OPTIONS.items())
     started: list[Config] = []
     monkeypatch.setattr(main, "serve", started.append)
@@ -310,16 +312,16 @@ def test_every_option_is_a_flag_a_variable_and_a_key_of_the_file(
     arguments = {"flags": flags, "environment": [], "file": ["--config", str(tmp_path / "file.yaml")]}[way]
     ended = CliRunner().invoke(main.app, arguments)
     assert ended.exit_code == 0, ended.output
-    assert [config.model_dump(mode="json", exclude={"checks"}) for config in started] == [OPTIONS]
+    assert [config.model_dump(mode="json", exclude=FILE_ONLY) for config in started] == [OPTIONS]
 
 
 def test_the_example_configuration_and_the_page_have_every_option() -> None:
     root = Path(__file__).parents[2]
     load(root / "deploy/resharderd.yaml", {})
     named = {line.split(":")[0] for line in (root / "deploy/resharderd.yaml").read_text().splitlines() if line[:1].isalpha()}
-    assert named == OPTIONS.keys() | {"checks"}
+    assert named == OPTIONS.keys() | FILE_ONLY
     page = (root / "docs/operator.md").read_text()
-    rows = {name for name in [*OPTIONS, "checks"] if f"| `{name.upper()}` |" in page}
+    rows = {name for name in [*OPTIONS, *FILE_ONLY] if f"| `{name.upper()}` |" in page}
     assert rows == named
 
 

@@ -10,6 +10,7 @@ ResharderError
 │   ├── Conflict          it exists already with other content: other bytes of (epoch, step), another registration of this rank
 │   ├── OutOfRoom         the store has no room for the model, or too many versions are STAGING
 │   ├── MessageTooLarge   one message exceeds the daemon's bound: a registration of very many tensors
+│   ├── AccessDenied      no certificate or token that the daemon knows, or one without the role for this
 │   ├── NotFound          no such model, version, publisher or server
 │   └── CorruptData       bytes arrived other than they were sent
 ├── VersionAborted        the version will never be READY
@@ -73,6 +74,10 @@ class MessageTooLarge(Refused):
     reason = "MESSAGE_TOO_LARGE"
 
 
+class AccessDenied(Refused):
+    reason = "NOT_ALLOWED"
+
+
 class NotFound(Refused):
     reason = "NOT_FOUND"
 
@@ -97,6 +102,7 @@ class GenerationEnded(ResharderError):
     reason = "GENERATION_ENDED"
 
 
+TOO_FAST = "TOO_FAST"
 TOO_MANY_CALLS = "TOO_MANY_CALLS"
 TOO_MANY_STAGING = "TOO_MANY_STAGING"
 NO_VERSION = "NO_VERSION"
@@ -110,6 +116,8 @@ _BY_REASON: dict[str, type[ResharderError]] = {
     "NO_ROOM": OutOfRoom,
     NO_VERSION: WaitTimeout,
     TOO_MANY_CALLS: WaitTimeout,
+    TOO_FAST: WaitTimeout,
+    "MESSAGE_TOO_LARGE": MessageTooLarge,
     "VERSION_ABORTED": VersionAborted,
 }
 _BY_CODE: dict[grpc.StatusCode, type[ResharderError]] = {
@@ -118,6 +126,8 @@ _BY_CODE: dict[grpc.StatusCode, type[ResharderError]] = {
     grpc.StatusCode.ALREADY_EXISTS: Conflict,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OutOfRoom,
     grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.UNAUTHENTICATED: AccessDenied,
+    grpc.StatusCode.PERMISSION_DENIED: AccessDenied,
     grpc.StatusCode.DATA_LOSS: CorruptData,
 }
 

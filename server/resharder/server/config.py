@@ -3,10 +3,11 @@
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+from resharder.server.security.settings import Security, is_loopback
 
 DEFAULT_STORE = Path(f"/dev/shm/resharder-{os.getuid()}")
 
@@ -15,6 +16,10 @@ class Config(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="RESHARDERD_", extra="forbid")
 
     listen: str = Field("127.0.0.1:7677", description="host:port")
+    security: Security | None = Field(None, description="certificates, tokens, and who has which roles (file only)")
+    insecure: bool = Field(False, description="whether to listen beyond the loopback without security")
+    caller_rate: float = Field(1000.0, ge=0, description="calls that one caller may begin in a second; 0: no bound")
+    caller_calls: int = Field(1024, ge=1, description="calls that wait or carry much that one caller may have open")
     web_listen: str = Field("127.0.0.1:7678", description="host:port of the status page, metrics and probes; empty: none")
     store: Path = Field(DEFAULT_STORE, description="folder of the versions, in shared memory or on disk")
     store_limit_bytes: int = Field(0, ge=0, description="bytes the versions may take; 0: 80 % of the room there")
@@ -44,6 +49,15 @@ class Config(BaseSettings):
         if isinstance(checks, dict):
             return {name: shlex.split(command) if isinstance(command, str) else command for name, command in checks.items()}
         return checks
+
+    @model_validator(mode="after")
+    def _protected(self) -> Self:
+        if self.security is None and not self.insecure and not is_loopback(self.listen):
+            raise ValueError(
+                f"expected a loopback address without security, got {self.listen}: anybody who reaches it could change and read "
+                "every model. Set security, or insecure to trust that network"
+            )
+        return self
 
 
 def load(file: Path | None, flags: dict[str, Any]) -> Config:

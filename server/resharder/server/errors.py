@@ -5,10 +5,12 @@ DaemonError
 ├── NotFound
 ├── AlreadyExists        the same key with other content
 ├── FailedPrecondition   right call, wrong time: fenced epoch, missing chunks, layouts that do not tile
-├── ResourceExhausted    no room, too many versions STAGING, too many calls of one model
+├── ResourceExhausted    no room, too many versions STAGING, too many calls of one model or caller
 ├── DataLoss             bytes that are not the bytes that were sent
 ├── Unavailable          not now: no version yet, draining
-└── DeadlineExceeded     waited as long as asked
+├── DeadlineExceeded     waited as long as asked
+├── Unauthenticated      nobody that the daemon knows
+└── PermissionDenied     somebody who may not
 """
 
 from collections.abc import Callable, Iterator
@@ -32,6 +34,7 @@ Reason = Literal[
     "VERSION_CLOSED", "VERSION_GONE", "VERSION_READY", "VERSION_RETIRED", "VERSION_UNKNOWN", "WAIT_SECONDS", "WORKER",
     "WORLD_SIZE", "STORE_FILESYSTEM", "STORE_LOCKED", "STORE_OWNER",
     "ARCHIVE_FAILED", "KEEP", "NOT_ARCHIVED", "NO_ARCHIVE", "VERSION_DIFFERS",
+    "MESSAGE", "MESSAGE_TOO_LARGE", "NOT_ALLOWED", "NO_IDENTITY", "TOKEN_UNKNOWN", "TOO_FAST",
     "CHECK_UNKNOWN", "FLEET_UNKNOWN", "KV_FLEET", "MAX_SKEW", "MOTION", "NOTHING_TO_DECIDE", "NO_EARLIER", "PAUSE_MODE", "POWER",
     "UPDATE_MASK", "VERSION", "VERSION_NOT_READY", "WANT",
 ]  # fmt: skip
@@ -84,6 +87,14 @@ class Unavailable(DaemonError):
 
 class DeadlineExceeded(DaemonError):
     code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class Unauthenticated(DaemonError):
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class PermissionDenied(DaemonError):
+    code = grpc.StatusCode.PERMISSION_DENIED
 
 
 def abort(context: grpc.ServicerContext, error: Exception) -> None:

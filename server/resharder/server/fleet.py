@@ -403,6 +403,16 @@ class Fleets:
         with self._changed:
             return self._servers[server].model if server in self._servers else ""
 
+    def fleet_of(self, server: str) -> str:
+        """Empty for a server that is not known."""
+        with self._changed:
+            return self._servers[server].fleet if server in self._servers else ""
+
+    def following(self) -> dict[str, str]:
+        """The model of every fleet. A model's default fleet may not be there yet."""
+        with self._changed:
+            return {fleet.name: fleet.model for fleet in self._fleets.values()}
+
     def policy(self, server: str) -> tuple[PauseMode, bool]:
         """What an install does to requests, and whether leases are strict. Raises NotFound (SERVER_UNKNOWN)."""
         with self._changed:

@@ -37,6 +37,7 @@ _TRANSFERS = {
     "RestoreVersion",
     "UploadChunks",
 }
+LONG = frozenset(_WAITS | _TRANSFERS)
 
 
 class Lanes:
@@ -69,7 +70,7 @@ class Lanes:
 
 
 class LaneInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
-    """The outermost one: threads are chosen by what it returns, so it answers its refusals itself.
+    """Threads are chosen by what it returns, so it answers its refusals itself.
 
     `waits`: places of each method that waits for something, `transfers`: of each that moves or computes much. `model_of` says
     which model a server has, if any.

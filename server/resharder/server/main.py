@@ -26,12 +26,17 @@ from resharder.server.fleet import Fleets
 from resharder.server.fleet_files import FleetFiles
 from resharder.server.intake import Intake
 from resharder.server.kernel import raise_malloc_thresholds
-from resharder.server.lanes import SHORT_THREADS, LaneInterceptor
+from resharder.server.lanes import LONG, SHORT_THREADS, LaneInterceptor
 from resharder.server.logs import configure_logs
 from resharder.server.manifest import VersionRecord
 from resharder.server.moves import Fleet, PauseMode
 from resharder.server.operations import Operations
 from resharder.server.reconciler import Settings
+from resharder.server.security.access import Access, add_port
+from resharder.server.security.files import SecurityFilesError
+from resharder.server.security.interceptor import AccessInterceptor
+from resharder.server.security.limits import Limits
+from resharder.server.security.settings import is_loopback
 from resharder.server.server_service import ServerService, add_server_service
 from resharder.server.service import OperatorService, PublisherService, Views, add_publisher_service
 from resharder.server.shown import RELEASE, Shown
@@ -74,6 +79,8 @@ class Daemon:
         self.fleets.serving_changed = self.intake.wake
         self.checks = Checks(config.checks, config.check_seconds)
         self.fleets.check = self._check
+        limits = Limits(self.config.caller_rate, self.config.caller_calls)
+        self.access = Access(self.config.security, limits, self.config.max_message_bytes, self.fleets)
         self.health = health.HealthServicer()
         self.server = self._server()
         self.shown = self._shown()
@@ -84,7 +91,11 @@ class Daemon:
         size = self.config.max_message_bytes
         server = grpc.server(
             ThreadPoolExecutor(SHORT_THREADS, thread_name_prefix="rpc"),
-            interceptors=[LaneInterceptor(self.config.threads, self.config.transfers, self.fleets.model_of), ErrorInterceptor()],
+            interceptors=[
+                AccessInterceptor(self.access, LONG),
+                LaneInterceptor(self.config.threads, self.config.transfers, self.fleets.model_of),
+                ErrorInterceptor(),
+            ],
             options=[
                 ("grpc.so_reuseport", 0),  # else two daemons share one port
                 ("grpc.max_receive_message_length", size),
@@ -100,7 +111,7 @@ class Daemon:
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         try:
-            server.add_insecure_port(self.config.listen)
+            add_port(server, self.config.listen, self.config.security)
         except RuntimeError as error:
             raise SystemExit(f"resharderd: cannot listen on {self.config.listen}: {error}") from error
         return server
@@ -144,6 +155,9 @@ class Daemon:
             self.archive.start(self.config.archive_restore)
         self.events.add("daemon", "daemon", "started", release=RELEASE)
         self.server.start()
+        if self.config.security is None:
+            say, whom = (_log.info, "of this host") if is_loopback(self.config.listen) else (_log.warning, "who reaches the port")
+            say("no_security", listen=self.config.listen, allowed=f"everybody {whom}")
         self._ticker.start()
         for name in ("", *SERVICES):
             self.health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -191,6 +205,9 @@ def run(
     keep_bytes: Annotated[int | None, typer.Option(help="bytes of READY versions kept of each model; 0: no bound")] = None,
     shared_memory: Annotated[bool | None, typer.Option(help="whether clients on this host may map the store")] = None,
     lease_seconds: Annotated[float | None, typer.Option(help="how long a rank or server may be silent")] = None,
+    insecure: Annotated[bool | None, typer.Option(help="listen beyond the loopback without security")] = None,
+    caller_rate: Annotated[float | None, typer.Option(help="calls that one caller may begin in a second; 0: no bound")] = None,
+    caller_calls: Annotated[int | None, typer.Option(help="long calls that one caller may have open")] = None,
     chunk_bytes: Annotated[int | None, typer.Option(help="largest chunk")] = None,
     max_message_bytes: Annotated[int | None, typer.Option(help="largest message")] = None,
     threads: Annotated[int | None, typer.Option(help="control sides attached at once, and calls that wait")] = None,
@@ -228,7 +245,7 @@ def serve(config: Config) -> None:
     signal.signal(signal.SIGINT, end)
     try:
         daemon = Daemon(config)
-    except DaemonError as error:
+    except (DaemonError, SecurityFilesError) as error:
         sys.exit(f"resharderd: {error}")
     daemon.start()
     ended.wait()

@@ -1,0 +1,14 @@
+"""Who may do what.
+
+    identities.py    names of a caller, from its certificate and token
+    roles.py         the table of the configuration: names to roles
+    rules.py         which roles each call wants, and the decision, pure
+    resources.py     which model or fleets a request is about
+    limits.py        rates, open calls and sizes, per caller
+    files.py         certificates and tokens, read again when they change
+    answers.py       what an answer keeps from those who may not read weights
+    access.py        all of it together, for gRPC and HTTP
+    interceptor.py   in front of every call, before anything is read or changed
+
+Without `security` in the configuration everybody who can connect may do everything; the limits hold all the same.
+"""

@@ -1,0 +1,146 @@
+"""Who calls, whether they may, and how much: what stands in front of every call and of the web page."""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+from resharder.server.errors import DaemonError, PermissionDenied, ResourceExhausted, Unauthenticated
+from resharder.server.security import identities, rules
+from resharder.server.security.answers import narrow
+from resharder.server.security.files import Pems, Watched, hash_of, read_pems, read_tokens, server_credentials
+from resharder.server.security.limits import Limits
+from resharder.server.security.resources import World, model, resource_of
+from resharder.server.security.roles import Grant, Role, Roles
+from resharder.server.security.rules import Resource
+from resharder.server.security.settings import Security
+
+_RENEWALS = {"RenewLease", "ReportWorker", "Check"}
+_SAY_AGAIN = 60.0  # seconds between two lines of the log about the same refusal
+_log = structlog.get_logger("resharder.security")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """`name`: for limits and the log. `grants`: None where there is no security, and everything is allowed."""
+
+    name: str
+    grants: tuple[Grant, ...] | None = None
+
+
+class Access:
+    """Thread-safe. Raises SecurityFilesError."""
+
+    def __init__(self, security: Security | None, limits: Limits, max_message_bytes: int, world: World) -> None:
+        self._limits, self._most, self._world = limits, max_message_bytes, world
+        self._said: dict[tuple[str, str], float] = {}
+        self._roles: Roles | None = None
+        self._tokens: Watched[dict[str, str]] | None = None
+        if security is not None:
+            self._roles = Roles(security.roles)
+            if tokens := security.tokens:
+                self._tokens = Watched([tokens], lambda: read_tokens(tokens))
+
+    def caller(self, context: grpc.ServicerContext) -> Caller:
+        """Raises Unauthenticated."""
+        peer = context.peer()
+        if self._roles is None:
+            return Caller(peer)
+        headers = [str(value) for key, value in context.invocation_metadata() if key == "authorization"]
+        return self._known(identities.of_grpc(context.auth_context()), headers, peer.rpartition(":")[0])
+
+    def _known(self, names: Sequence[str], headers: Sequence[str], host: str) -> Caller:
+        assert self._roles is not None
+        if token := identities.bearer(headers):
+            name = self._tokens.value.get(hash_of(token)) if self._tokens else None
+            if name is None:
+                raise Unauthenticated("TOKEN_UNKNOWN", "expected a token that the daemon knows, got another one")
+            names = [f"token:{name}", *names]
+        if not names:
+            raise Unauthenticated("NO_IDENTITY", "expected a client certificate or a token (authorization: Bearer …), got none")
+        return Caller(f"{names[0]}@{host}", self._roles.of(names))
+
+    def admit(self, method: str, context: grpc.ServicerContext) -> Caller:
+        """The caller, if some role of it has this call. Raises Unauthenticated, PermissionDenied, ResourceExhausted."""
+        rule = rules.rule_of(method)
+        caller = Caller(context.peer()) if rule is rules.EVERYBODY else self.caller(context)
+        self._limits.begin(caller.name, method.rpartition("/")[2] in _RENEWALS)
+        if caller.grants is not None and (refusal := rules.lacks_role(caller.grants, rule)):
+            raise _not_allowed(caller, method, refusal)
+        return caller
+
+    def check_size(self, method: str, size: int) -> None:
+        """Raises ResourceExhausted (MESSAGE_TOO_LARGE)."""
+        rule = rules.rule_of(method)
+        most = self._most if rule is not None and rule.large else min(self._most, rules.SMALL_BYTES)
+        if size > most:
+            name = method.rpartition("/")[2]
+            raise ResourceExhausted("MESSAGE_TOO_LARGE", f"expected a {name} request of at most {most} bytes, got {size}")
+
+    def judge(self, caller: Caller, method: str, request: Any) -> Resource:
+        """What the request is about. Raises PermissionDenied, and NotFound for a server that is not known."""
+        rule = rules.rule_of(method)
+        if caller.grants is None or rule is None:
+            return Resource()
+        resource = resource_of(method, rule, request, self._world)
+        self.decide(caller, method, resource)
+        return resource
+
+    def decide(self, caller: Caller, method: str, resource: Resource) -> None:
+        """Raises PermissionDenied."""
+        if caller.grants is not None and (refusal := rules.decide(caller.grants, rules.rule_of(method), resource)):
+            raise _not_allowed(caller, method, refusal)
+
+    def open(self, caller: Caller) -> AbstractContextManager[None]:
+        """Held while a long call lasts. Raises ResourceExhausted."""
+        return self._limits.open(caller.name)
+
+    def narrow(self, caller: Caller, answer: Any) -> None:
+        grants = caller.grants
+        if grants is None:
+            return
+
+        def reads(name: str) -> bool:
+            return not rules.decide(grants, rules.READS, model(name, self._world))
+
+        narrow(answer, any(grant.role is Role.VIEWER for grant in grants), reads)
+
+    def viewer(self, headers: Sequence[str], certificate: Mapping[str, Any] | None, host: str) -> Caller:
+        """Somebody who looks at the daemon by HTTP: the `Authorization` headers and `SSLSocket.getpeercert()`.
+
+        Raises Unauthenticated, PermissionDenied, ResourceExhausted.
+        """
+        caller = Caller(host) if self._roles is None else self._known(identities.of_ssl(certificate), headers, host)
+        self._limits.begin(caller.name)
+        if caller.grants is not None and (refusal := rules.lacks_role(caller.grants, rules.LOOKS)):
+            raise PermissionDenied("NOT_ALLOWED", f"{caller.name} may not look: {refusal}")
+        return caller
+
+    def note(self, method: str, peer: str, error: DaemonError) -> None:
+        """Says in the log that a call was refused; of many that are alike, one in a while."""
+        now, key = time.monotonic(), (method, peer.rpartition(":")[0])
+        if now - self._said.get(key, -_SAY_AGAIN) < _SAY_AGAIN:
+            return
+        if len(self._said) > 1000:
+            self._said.clear()
+        self._said[key] = now
+        _log.warning("call_refused", method=method, peer=peer, reason=error.reason, message=str(error))
+
+
+def _not_allowed(caller: Caller, method: str, refusal: str) -> PermissionDenied:
+    return PermissionDenied("NOT_ALLOWED", f"{caller.name} may not call {method.rpartition('/')[2]}: {refusal}")
+
+
+def watched_pems(security: Security) -> Watched[Pems]:
+    files = (security.certificate, security.key, security.client_ca)
+    return Watched([path for path in files if path is not None], lambda: read_pems(*files))
+
+
+def add_port(server: grpc.Server, listen: str, security: Security | None) -> int:
+    """Raises RuntimeError where it cannot listen, and SecurityFilesError."""
+    if security is None:
+        return int(server.add_insecure_port(listen))
+    return int(server.add_secure_port(listen, server_credentials(watched_pems(security))))

@@ -1,0 +1,40 @@
+"""What an answer keeps to itself: where weights lie, from those who may not read them, and other models, from those who are no
+viewers. The messages are the answers' own, and changed in place."""
+
+from collections.abc import Callable
+from typing import Any
+
+from resharder.v1 import operator_pb2, resources_pb2
+
+Reads = Callable[[str], bool]
+"""Whether the caller may read versions of this model."""
+
+
+def narrow(answer: Any, looks: bool, reads: Reads) -> None:
+    if isinstance(answer, operator_pb2.Daemon):
+        _narrow_daemon(answer, looks, reads)
+    elif isinstance(answer, operator_pb2.ListVersionsResponse):
+        for version in answer.versions:
+            _narrow_version(version, reads)
+    elif isinstance(answer, resources_pb2.Version):
+        _narrow_version(answer, reads)
+
+
+def _narrow_version(version: resources_pb2.Version, reads: Reads) -> None:
+    if not reads(version.model):
+        version.ClearField("folder")
+
+
+def _narrow_daemon(daemon: operator_pb2.Daemon, looks: bool, reads: Reads) -> None:
+    readable = {model for model in daemon.models if reads(model)}
+    if not readable:
+        daemon.ClearField("store")
+        daemon.ClearField("store_folder")
+    if not looks:
+        daemon.models[:] = [model for model in daemon.models if model in readable]
+        kept = [publisher for publisher in daemon.publishers if publisher.model in readable]
+        del daemon.publishers[:]
+        daemon.publishers.extend(kept)
+    for publisher in daemon.publishers:
+        if publisher.model not in readable:
+            publisher.ClearField("store")

@@ -1,0 +1,115 @@
+"""The daemon's certificate, its clients' authorities and the tokens: files that are read again when they change.
+
+What cannot be read, or does not fit together (a key that was not yet replaced), is said once and changes nothing.
+"""
+
+import hashlib
+import re
+import ssl
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+import grpc
+import structlog
+
+Value = TypeVar("Value")
+_TOKEN_LINE = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._@-]{0,63})\s+sha256:(?P<hash>[0-9a-f]{64})")
+_log = structlog.get_logger("resharder.security")
+
+
+class SecurityFilesError(Exception):
+    """A certificate, key or list of tokens that cannot be used."""
+
+
+class Watched(Generic[Value]):
+    """Thread-safe. `value` of the files as they are now, or as they last were good. Raises SecurityFilesError when it is made."""
+
+    def __init__(self, paths: Sequence[Path], read: Callable[[], Value]) -> None:
+        self._paths, self._read = paths, read
+        self._lock = threading.Lock()
+        self._stamp = self._look()
+        try:
+            self._value = read()
+        except (OSError, ValueError) as error:
+            raise SecurityFilesError(str(error)) from error
+
+    def _look(self) -> tuple[object, ...]:
+        try:
+            found = [path.stat() for path in self._paths]
+        except OSError as error:
+            return (str(error),)
+        return tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in found)
+
+    @property
+    def value(self) -> Value:
+        with self._lock:
+            stamp = self._look()
+            if stamp != self._stamp:
+                self._stamp = stamp
+                try:
+                    self._value = self._read()
+                    _log.info("security_files_reloaded", files=[str(path) for path in self._paths])
+                except (OSError, ValueError) as error:
+                    _log.error("security_files_not_reloaded", files=[str(path) for path in self._paths], reason=str(error))
+            return self._value
+
+
+class Pems(NamedTuple):
+    certificate: bytes
+    key: bytes
+    client_ca: bytes | None
+
+
+def read_pems(certificate: Path, key: Path, client_ca: Path | None) -> Pems:
+    """Raises OSError, or ValueError for what is no certificate or for a key that is another's."""
+    found = Pems(certificate.read_bytes(), key.read_bytes(), client_ca.read_bytes() if client_ca else None)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key, password="")  # never asked for on a terminal
+        if client_ca is not None:
+            context.load_verify_locations(client_ca)
+    except (ssl.SSLError, OSError) as error:
+        raise ValueError(f"expected a certificate, its key, authorities in {certificate}, {key}, {client_ca}: {error}") from error
+    if found != Pems(certificate.read_bytes(), key.read_bytes(), client_ca.read_bytes() if client_ca else None):
+        raise ValueError(f"{certificate}, {key} or {client_ca} changed while they were read")
+    return found
+
+
+def server_credentials(pems: Watched[Pems]) -> grpc.ServerCredentials:
+    """Every handshake has the files as they are by then. With `client_ca` nobody connects without a certificate of it."""
+    current = pems.value
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal current
+        found = pems.value
+        if found is current:
+            return None
+        current = found
+        return _configuration(found)
+
+    return grpc.dynamic_ssl_server_credentials(_configuration(current), fetch, current.client_ca is not None)
+
+
+def _configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.certificate)], root_certificates=pems.client_ca)
+
+
+def hash_of(token: str) -> str:
+    """Tokens are long and random, so one pass is enough."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def read_tokens(path: Path) -> dict[str, str]:
+    """{hash: name} of lines `NAME sha256:HEX`; `#` begins a comment. Raises OSError, ValueError."""
+    tokens = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        said = line.partition("#")[0].strip()
+        if not said:
+            continue
+        found = _TOKEN_LINE.fullmatch(said)
+        if found is None:
+            raise ValueError(f"{path}, line {number}: expected NAME sha256:HEX, of 64 lower case digits")
+        tokens[found["hash"]] = found["name"]
+    return tokens

@@ -1,0 +1,58 @@
+"""What one caller may take of the daemon: calls begun in a time, and calls open at once."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from resharder.server.errors import ResourceExhausted
+
+BURST_SECONDS = 10.0
+_MOST_CALLERS = 4096
+
+
+class Limits:
+    """Thread-safe. `rate`: calls begun in a second, with bursts of ten times as many; 0: no bound. `calls`: open at once.
+
+    A caller's renewals are counted by themselves, so that its flood of other calls does not cost it its lease.
+    """
+
+    def __init__(self, rate: float, calls: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate, self._calls, self._clock = rate, calls, clock
+        self._lock = threading.Lock()
+        self._left: dict[tuple[str, bool], tuple[float, float]] = {}  # calls left, and when that was
+        self._open: Counter[str] = Counter()
+
+    def begin(self, caller: str, renewal: bool = False) -> None:
+        """Raises ResourceExhausted (TOO_FAST)."""
+        if not self._rate:
+            return
+        now, most = self._clock(), self._rate * BURST_SECONDS
+        with self._lock:
+            left, then = self._left.get((caller, renewal), (most, now))
+            left = min(most, left + (now - then) * self._rate)
+            if left < 1:
+                raise ResourceExhausted("TOO_FAST", f"{caller} begins more than {self._rate:g} calls a second: try again later")
+            self._left[caller, renewal] = left - 1, now
+            if len(self._left) > _MOST_CALLERS:
+                self._forget(now, most)
+
+    def _forget(self, now: float, most: float) -> None:
+        """Those that have all their calls back."""
+        self._left = {key: (left, then) for key, (left, then) in self._left.items() if left + (now - then) * self._rate < most}
+
+    @contextmanager
+    def open(self, caller: str) -> Iterator[None]:
+        """Raises ResourceExhausted (TOO_MANY_CALLS)."""
+        with self._lock:
+            if self._open[caller] >= self._calls:
+                raise ResourceExhausted("TOO_MANY_CALLS", f"{caller} has {self._calls} calls open, which is as many as it may")
+            self._open[caller] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open[caller] -= 1
+                if not self._open[caller]:
+                    del self._open[caller]

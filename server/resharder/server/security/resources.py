@@ -1,0 +1,102 @@
+"""Which model or fleets a request is about, read as the services themselves read it."""
+
+from typing import Any, Protocol
+
+from resharder.converters.chunks import unframe
+from resharder.server.errors import NotFound
+from resharder.server.security.rules import About, Resource, Rule
+
+
+class World(Protocol):
+    """What has to be known of fleets."""
+
+    def only_model(self) -> str: ...
+    def following(self) -> dict[str, str]: ...
+    def fleet_of(self, server: str) -> str: ...
+
+
+def resource_of(method: str, rule: Rule, request: Any, world: World) -> Resource:
+    """Raises what the service would raise for a server that is not known, or for no model where there are several."""
+    name = method.rpartition("/")[2]
+    if rule.about in (About.NOTHING, About.EVERYTHING):
+        return Resource()
+    if name == "UploadChunks":
+        return model(_model_of_chunk(request), world)
+    if name == "ClaimServer":
+        return _claim(request, world)
+    if name in ("Attend", "ReportWorker"):
+        return _server(request.server, world)
+    if hasattr(request, "member"):
+        return _member(request, world)
+    if name == "UpdateFleet":
+        return _fleet(request.fleet.name, world)
+    if rule.about is About.FLEET:
+        return _fleet(request.fleet, world)
+    if name == "CreatePublisher":
+        return model(request.model.name, world)
+    if name == "GetModel":
+        return model(request.model.removeprefix("models/") or world.only_model(), world)
+    if name == "ListVersions":
+        return model(request.model, world)
+    return model(_model_in(getattr(request, "publisher", "") or request.version), world)
+
+
+def model(name: str, world: World) -> Resource:
+    if not name:
+        return Resource("a model that it does not name")
+    followers = (fleet for fleet, followed in (world.following() | _default(name, world)).items() if followed == name)
+    return Resource(f"models/{name}", name, tuple(followers))
+
+
+def _default(name: str, world: World) -> dict[str, str]:
+    """A model's default fleet has its name, and is there before any server."""
+    return {} if name in world.following() else {name: name}
+
+
+def _claim(request: Any, world: World) -> Resource:
+    """A fleet that is neither there nor the model's default one would follow whatever the server names: an operator makes it."""
+    wanted = request.model.removeprefix("models/") or world.only_model()
+    fleet = request.fleet or wanted
+    there = world.following() | _default(wanted, world)
+    if there.get(fleet) is None:
+        return Resource(f"fleet {fleet!r}, which is not there: an operator makes it")
+    known = world.fleet_of(request.server.removeprefix("servers/"))
+    return Resource(f"fleets/{fleet}", "", tuple({fleet, known or fleet}))
+
+
+def _server(name: str, world: World) -> Resource:
+    id = name.removeprefix("servers/")
+    fleet = world.fleet_of(id)
+    if not fleet:
+        raise NotFound("SERVER_UNKNOWN", f"server {id!r} is not known here; it has to claim its id first")
+    return Resource(f"fleets/{fleet}", "", (fleet,))
+
+
+def _member(request: Any, world: World) -> Resource:
+    owner, version = request.member.owner, _model_in(getattr(request, "version", ""))
+    if not owner.startswith("servers/"):
+        named = _model_in(owner)
+        return model(named if version in ("", named) else "", world)
+    found = _server(owner, world)
+    if version and world.following().get(found.fleets[0]) != version:
+        return Resource(f"models/{version}")
+    return found
+
+
+def _fleet(name: str, world: World) -> Resource:
+    name = name.removeprefix("fleets/")
+    there = name in world.following()
+    return Resource(f"fleets/{name}", "", (name,) if there else ())
+
+
+def _model_in(name: str) -> str:
+    """Of models/{model}/…; empty for other names, which the services refuse."""
+    parts = name.split("/")
+    return parts[1] if len(parts) == 4 and parts[0] == "models" else ""
+
+
+def _model_of_chunk(message: bytes) -> str:
+    try:
+        return unframe(message)[2]
+    except ValueError:  # the service says so
+        return ""

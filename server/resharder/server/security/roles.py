@@ -1,0 +1,85 @@
+"""The table of the configuration: which names have which roles.
+
+    roles:
+      dns:trainer.rl.example:      [publisher:policy]        # a model
+      dns:*.serve.example:         [server:policy]           # a fleet
+      token:alice:                 [operator]
+      token:bob:                   [operator:canaries]       # of one fleet
+      token:prometheus:            [viewer]
+
+In a name `*` stands for anything but `.` and `/`, alone for anything; in models and fleets for anything. A caller has the roles
+of every row that one of its names matches.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from resharder.server.security.identities import KINDS, identity
+
+ALL = "*"
+_OF = re.compile(r"[A-Za-z0-9*][A-Za-z0-9*._-]{0,63}")
+
+
+class Role(Enum):
+    PUBLISHER = "publisher"  # of models
+    SERVER = "server"  # of fleets
+    OPERATOR = "operator"
+    VIEWER = "viewer"
+
+
+@dataclass(frozen=True)
+class Grant:
+    """`of`: a pattern of models (publisher) or fleets (server, operator)."""
+
+    role: Role
+    of: str = ALL
+
+    def covers(self, name: str) -> bool:
+        return re.fullmatch(re.escape(self.of).replace(r"\*", ".*"), name) is not None
+
+    def __str__(self) -> str:
+        return self.role.value if self.of == ALL and self.role in (Role.OPERATOR, Role.VIEWER) else f"{self.role.value}:{self.of}"
+
+
+@dataclass(frozen=True)
+class Row:
+    names: re.Pattern[str]
+    grants: tuple[Grant, ...]
+
+
+class Roles:
+    def __init__(self, table: Mapping[str, Sequence[str]]) -> None:
+        """Raises ValueError, which names the row."""
+        self._rows = [
+            Row(_names(who), tuple(grant for role in roles for grant in _grants(who, role))) for who, roles in table.items()
+        ]
+
+    def of(self, identities: Iterable[str]) -> tuple[Grant, ...]:
+        names = list(identities)
+        found = (grant for row in self._rows if any(map(row.names.fullmatch, names)) for grant in row.grants)
+        return tuple(dict.fromkeys(found))
+
+
+def _names(who: str) -> re.Pattern[str]:
+    kind, colon, name = who.partition(":")
+    if not colon or kind not in KINDS or not name:
+        raise ValueError(f"expected a row as KIND:NAME with a KIND of {', '.join(KINDS)}, got {who!r}")
+    anything = ".*" if name == ALL else r"[^./]*"
+    return re.compile(re.escape(identity(kind, name)).replace(r"\*", anything))
+
+
+def _grants(who: str, said: str) -> tuple[Grant, ...]:
+    """Operators are viewers too."""
+    name, colon, of = said.partition(":")
+    if name not in {role.value for role in Role}:
+        raise ValueError(f"{who}: expected a role of {', '.join(role.value for role in Role)}, got {said!r}")
+    role = Role(name)
+    if role in (Role.PUBLISHER, Role.SERVER) and not colon:
+        what = "model" if role is Role.PUBLISHER else "fleet"
+        raise ValueError(f"{who}: expected {name}:{what.upper()}, or {name}:* for every {what}, got {said!r}")
+    if colon and (role is Role.VIEWER or not _OF.fullmatch(of)):
+        raise ValueError(f"{who}: expected {'viewer alone' if role is Role.VIEWER else 'a name after the colon'}, got {said!r}")
+    grant = Grant(role, of or ALL)
+    return (grant, Grant(Role.VIEWER)) if role is Role.OPERATOR else (grant,)

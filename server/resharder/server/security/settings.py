@@ -1,0 +1,38 @@
+"""`security` in the daemon's configuration."""
+
+from ipaddress import ip_address
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from resharder.server.security.roles import Roles
+
+
+class Security(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    certificate: Path = Field(description="PEM: the daemon's certificate, and those between it and its authority")
+    key: Path = Field(description="PEM: its key")
+    client_ca: Path | None = Field(None, description="PEM: the authorities of clients' certificates; without it, tokens alone")
+    tokens: Path | None = Field(None, description="lines of NAME sha256:HEX")
+    roles: dict[str, list[str]] = Field(description="which names have which roles")
+
+    @field_validator("roles")
+    @classmethod
+    def _read(cls, roles: dict[str, list[str]]) -> dict[str, list[str]]:
+        Roles(roles)
+        return roles
+
+    @model_validator(mode="after")
+    def _identified(self) -> "Security":
+        if self.client_ca is None and self.tokens is None:
+            raise ValueError("expected client_ca, tokens or both: else nobody could say who they are")
+        return self
+
+
+def is_loopback(listen: str) -> bool:
+    """Whether this address is reached from this host alone."""
+    host = listen.rpartition(":")[0].strip("[]")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or listen.startswith(("unix:", "unix-abstract:"))
