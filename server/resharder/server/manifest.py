@@ -5,9 +5,9 @@ The manifest is written last, so a folder with a valid one is complete. Its fing
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from blake3 import blake3
 from resharder.converters.files import FileLayout, parse_header
@@ -39,6 +39,12 @@ class VersionRecord:
     @property
     def name(self) -> str:
         return f"models/{self.model}/versions/{self.number}"
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Self:
+        """What was written down of one, also by a later release that knows more of it. Raises TypeError where something lacks."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in said.items() if name in known})
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ def read(folder: Path) -> Manifest:
                 others.append(name)
         version = dict(content["version"])
         slots = tuple((int(rank), str(digest)) for rank, digest in version.pop("slots"))
-        record = VersionRecord(state=READY, fingerprint=content["fingerprint"], slots=slots, **version)
+        record = VersionRecord.of(version | {"state": READY, "fingerprint": content["fingerprint"], "slots": slots})
         digests = {name: int(value, 16) for name, value in content["digests"].items()}
     except BadManifest:
         raise

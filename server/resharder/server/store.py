@@ -225,7 +225,7 @@ class Store:
         lines = path.read_bytes().splitlines() if path.exists() else []
         for line in lines:
             with suppress(ValueError, TypeError, KeyError):
-                record = VersionRecord(**json.loads(line))
+                record = VersionRecord.of(json.loads(line))
                 model = self._models.get(record.model)
                 if model is not None and (record.number not in model.records or model.records[record.number].state != READY):
                     if record.state == READY:

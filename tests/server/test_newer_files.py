@@ -1,0 +1,55 @@
+"""A store that a later release has written to, before a daemon of this one: what it does not know of is no damage."""
+
+import json
+from pathlib import Path
+
+from resharder.server import manifest
+from resharder.server.fleet_files import FleetFiles
+from resharder.server.manifest import ABORTED
+from resharder.server.moves import Fleet
+from resharder.server.store import Store
+
+from tests.server.test_store import claim, numbers, publish
+
+
+def test_versions_with_fields_that_this_release_does_not_know_are_kept(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    epoch = claim(store)
+    publish(store, epoch, 0)
+    kept = publish(store, epoch, 1)
+    store.abort("policy", store.begin("policy", epoch, 2, "job").number, "given up")
+    file, history = store.folder(kept) / manifest.MANIFEST_FILE, store.root / "history.jsonl"
+    store.close()
+    content = json.loads(file.read_bytes())
+    content["version"]["mood"], content["weather"] = "cheerful", {"is": "fine"}
+    content["fingerprint"] = manifest._fingerprint(content)
+    file.write_bytes(manifest._canonical(content))
+    history.write_text(
+        "".join(json.dumps(json.loads(line) | {"mood": "grim"}) + "\n" for line in history.read_text().splitlines())
+    )
+    again = Store(tmp_path / "store")
+    assert numbers(again) == [1, 2]
+    assert numbers(again, ABORTED) == [3]
+    assert again.folder(kept).is_dir()
+    again.close()
+
+
+def test_a_manifest_of_another_format_is_no_version(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    folder = store.folder(publish(store, claim(store), 0))
+    store.close()
+    file = folder / manifest.MANIFEST_FILE
+    content = json.loads(file.read_bytes()) | {"format": manifest.FORMAT + 1}
+    content["fingerprint"] = manifest._fingerprint(content)
+    file.write_bytes(manifest._canonical(content))
+    again = Store(tmp_path / "store")
+    assert numbers(again) == []
+    again.close()
+
+
+def test_fleets_with_fields_that_this_release_does_not_know_are_kept(tmp_path: Path) -> None:
+    files = FleetFiles(tmp_path)
+    files.save(fleet := Fleet("policy", "policy", settled=3))
+    file = tmp_path / "policy.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"mood": "grim"}))
+    assert files.load() == {"policy": fleet}
