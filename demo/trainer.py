@@ -1,6 +1,6 @@
 """One rank of a Megatron trainer under torchrun: builds a model, publishes when told to, scores tokens with its own forward.
 
-torchrun --nproc-per-node 4 -m demo.trainer ENDPOINT MODEL FOLDER '{"config": {…}, "tp": 2, "pp": 2}'
+torchrun --nproc-per-node 4 -m demo.trainer ENDPOINT MODEL FOLDER '{"config": {…}, "tp": 2, "pp": 2, "connect": {…}}'
 """
 
 import json
@@ -24,14 +24,14 @@ def main() -> None:
     endpoint, model_name, folder, settings = sys.argv[1], sys.argv[2], Path(sys.argv[3]), json.loads(sys.argv[4])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    config = settings.pop("config")
+    config, options = settings.pop("config"), settings.pop("connect", {})
     chunks = build_model(config, **settings)
     if dist.get_rank() == 0:
         save_tokenizer(folder / "tokenizer", config["vocab_size"])
     dist.barrier()
     fill_from_hf(chunks, config, random_weights(config, seed=0))
 
-    publisher = connect(endpoint, model=model_name)
+    publisher = connect(endpoint, model=model_name, **options)
     publisher.attach(chunks, config, tokenizer=folder / "tokenizer")
     number = 0
     while True:

@@ -15,14 +15,17 @@ from demo.jobs import JobFailed, Request, Requests
 
 
 class TrainerJob:
-    """`settings`: a HF `config`, `tp`, `pp`, … as `build_model` takes them. Its output goes to FOLDER/trainer.log."""
+    """`settings`: a HF `config`, options of `connect`, `tp`, `pp`, … as `build_model` takes them. Its output goes to
+    FOLDER/trainer.log."""
 
-    def __init__(self, endpoint: str, model: str, folder: Path, settings: dict[str, Any], ranks: int = 4) -> None:
+    def __init__(
+        self, endpoint: str, model: str, folder: Path, settings: dict[str, Any], ranks: int = 4, module: str = "demo.trainer"
+    ) -> None:
         self._log_path = folder / "trainer.log"
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [*torchrun, "demo.trainer", endpoint, model, str(folder), json.dumps(settings)],
+                [*torchrun, module, endpoint, model, str(folder), json.dumps(settings)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -57,6 +57,7 @@ from resharder.v1 import operator_pb2, operator_pb2_grpc, publisher_pb2, publish
 
 if TYPE_CHECKING:
     import torch
+    from resharder.client.direct.sender import Sender
     from resharder.client.offload import Aside
     from resharder.client.transport.base import Item
     from resharder.converters.in_memory import Model, Rename
@@ -78,6 +79,7 @@ class Publisher:
         max_ahead: int | None,
         staging_timeout: float,
         register_timeout: float,
+        direct_wait: float = 0.0,
     ) -> None:
         if max_ahead is not None and max_ahead < 1:
             raise UsageError(f"expected max_ahead of at least 1 or None, got {max_ahead}")
@@ -88,6 +90,8 @@ class Publisher:
         self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
         self._transport_name, self._max_ahead = transport, max_ahead
         self._staging_timeout, self._register_timeout = staging_timeout, register_timeout
+        self._direct_wait = direct_wait
+        self._sender: Sender | None = None
         self._files: list[resources_pb2.ModelFile] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._holding: Holding | None = None
@@ -139,6 +143,7 @@ class Publisher:
                 self._check_replicas(layout, tensors)
             self._live = LiveTensors(layout, tensors)
             self._model, self._chunks = model, megatron_chunks(model)
+            self._open_sender(layout, tensors)
             self._register(holding_of_layout(layout), wait)
 
     def attach_config(self, hf_config: Config, tokenizer: Tokenizer | None = None) -> None:
@@ -153,6 +158,7 @@ class Publisher:
         """
         with self._alone():
             self._live, self._model, self._chunks = None, None, ()
+            self._close_sender()
             self._register(holding_of_declared(declared), wait)
 
     def publish(self, step: int, *, sync: bool = False) -> Handle:
@@ -166,7 +172,10 @@ class Publisher:
             if live is None:
                 raise UsageError("expected an attached model: call attach(model_chunks, hf_config) before publish")
             self._refuse_stale(sync)
-            return self._publish(step, live.items)
+            handle = self._publish(step, live.items)
+            if self._sender is not None and self._registration is not None:
+                self._sender.offer(self._registration.name, handle.name, self._direct_wait)
+            return handle
 
     def publish_tensors(self, step: int, items: Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]) -> Handle:
         """Hands over HF tensors that the trainer has made itself: (hf_name, tensor) or (hf_name, index, part), spread over
@@ -256,6 +265,7 @@ class Publisher:
         """Ends the lease's renewal and the channel. Versions that every rank has sealed are not touched."""
         if self._lease is not None:
             self._lease.stop()
+        self._close_sender()
         self._channel.close()
 
     def __enter__(self) -> "Publisher":
@@ -286,6 +296,18 @@ class Publisher:
             raise UsageError(f"expected publish_tensors({step}, …) before generation({step}), or an attached model")
         return self.publish(step)
 
+    def _open_sender(self, layout: "Layout", tensors: "Mapping[str, torch.Tensor]") -> None:
+        self._close_sender()
+        if self._direct_wait > 0:
+            from resharder.client.direct.sender import Sender
+
+            self._sender = Sender(self._channel, self.identity.rank, layout, tensors)
+
+    def _close_sender(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = None
+
     def _register(self, holding: Holding, wait: bool) -> None:
         if not self._files:
             raise UsageError("expected the model's config: pass config to connect, or call attach_config first")
@@ -294,6 +316,8 @@ class Publisher:
         if self._lease is not None:
             self._lease.stop()
         self._lease = Lease(self._channel, self._registration, self.identity.rank, self._again_if_idle, self._give_up_lost)
+        if self._sender is not None:
+            self._sender.declare(self._registration.name)
         compile_for(ITEM_SIZES[spec.dtype] for spec in holding.tensors.values())  # while others register, not in a publish
         if wait:
             self._registration.assignment(self._register_timeout)

@@ -35,6 +35,7 @@ def connect(
     patience: float = 60.0,
     staging_timeout: float = 600.0,
     register_timeout: float = 600.0,
+    direct_wait: float = 0.0,
 ) -> Publisher:
     """This rank's way to publish versions of `model`.
 
@@ -45,6 +46,9 @@ def connect(
     `max_ahead`: publish waits until fewer than so many of this trainer's versions are not served yet; None: no bound of its own.
     `patience`: seconds to try while the daemon cannot be reached; `staging_timeout`: to wait for room among STAGING versions or
     for servers; `register_timeout`: for the other ranks to register.
+    `direct_wait`: above 0, servers that can be reached take versions from this trainer's memory, GPU to GPU; `publish` then
+    returns when all that are expected have done so, but keeps the weights no longer than so many seconds after the version is
+    READY. Who comes later takes it from the daemon.
 
     Raises UsageError. Nothing is sent before something is attached.
     """
@@ -59,6 +63,7 @@ def connect(
         max_ahead=max_ahead,
         staging_timeout=staging_timeout,
         register_timeout=register_timeout,
+        direct_wait=direct_wait,
     )
     if config is not None:
         publisher.attach_config(config, tokenizer)

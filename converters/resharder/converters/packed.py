@@ -103,6 +103,40 @@ def pack(layouts: Mapping[Process, Layout]) -> Pieces[Process]:
     )
 
 
+def join(parts: Sequence[Pieces[Process]]) -> Pieces[Process]:
+    """The pieces of several, each of processes of its own.
+
+    Raises LayoutError where two of them know a tensor by other shapes or dtypes.
+    """
+    width = max((part.strides.shape[1] for part in parts), default=1)
+    specs: dict[str, TensorSpec] = {}
+    locals_: dict[str, int] = {}
+    tensors, names, processes, first = [], [], [], 0
+    for part in parts:
+        for spec in part.specs:
+            if specs.setdefault(spec.name, spec) != spec:
+                one, other = (f"{s.dtype} {list(s.shape)}" for s in (specs[spec.name], spec))
+                raise LayoutError(f"{spec.name}: held as {one} and, by {part.processes[0]}, as {other}")
+        numbers = {name: i for i, name in enumerate(specs)}
+        tensors.append(np.array([numbers[spec.name] for spec in part.specs], np.int64)[part.tensor])
+        names.append(np.array([locals_.setdefault(name, len(locals_)) for name in part.locals], np.int64)[part.local])
+        processes.append(part.process + first)
+        first += len(part.processes)
+    wide = [part.widened(width) for part in parts]
+    return Pieces(
+        tuple(specs.values()),
+        tuple(process for part in parts for process in part.processes),
+        tuple(locals_),
+        np.concatenate(tensors),
+        np.concatenate(processes),
+        np.concatenate(names),
+        Ranges(*(np.concatenate(columns) for columns in zip(*(part.boxes for part in wide), strict=True))),
+        np.concatenate([part.offset for part in wide]),
+        np.concatenate([part.strides for part in wide]),
+        np.concatenate([part.plus for part in wide]),
+    )
+
+
 def _columns(rows: Sequence[tuple[tuple[int, ...], ...]], width: int, filler: tuple[int, ...]) -> Ints:
     """Each row flat, with as many fillers at its end as it is short of `width`."""
     fill = [(filler,) * (width - n) for n in range(width + 1)]

@@ -460,6 +460,24 @@ class Fleets:
             live = [s for s in self._servers.values() if s.model == model and s.lost_at is None and s.goal.in_service]
             return sum(1 for server in live if server.serving >= number), len(live)
 
+    def awaiting(self, model: str, number: int) -> frozenset[str]:
+        """Live servers whose workers can be written to by the direct path and that are to install this version next, as far as
+        nothing has gone wrong with it there."""
+        self._look(model)
+        with self._changed:
+            for server in [server for server in self._servers.values() if server.model == model]:
+                self._see_versions(server.id)
+                self._steer(server.fleet)
+            return frozenset(
+                id for id, server in self._servers.items() if server.model == model and _is_to_install(server, number)
+            )
+
+    def processes(self, server: str) -> dict[int, str]:
+        """The process of every worker, by rank; empty where not all of them are known. Raises NotFound (SERVER_UNKNOWN)."""
+        with self._changed:
+            known = self.server(server)
+            return {rank: worker.process for rank, worker in known.workers.items()} if known.complete else {}
+
     def wait_change(self, timeout: float) -> None:
         """Until a server may have changed, or the time is over."""
         with self._changed:
@@ -575,3 +593,10 @@ class Fleets:
             state = resources_pb2.Server.State.Name(state_of(after))
             _log.info("server", server=after.id, state=state, version=after.opened, reason=reason)
             self._note("server", f"servers/{after.id}", state.lower(), reason, version=after.opened, fleet=after.fleet)
+
+
+def _is_to_install(server: Server, number: int) -> bool:
+    """By boxes that come from other memory than the store's."""
+    reachable = server.complete and all(worker.memory for worker in server.workers.values())
+    up = server.lost_at is None and bool(server.controls) and not server.power.asleep and not server.goal.power.asleep
+    return reachable and up and server.wanted == number != server.agreed and number not in server.failures

@@ -25,9 +25,23 @@ _LEASE_THREADS = 4
 _SPARE = 4  # threads of a method that look whether there is a place
 
 _LEASES = {"RenewLease", "ReportWorker", "Check"}
-_WAITS = {"Attend", "ClaimServer", "CreateVersion", "GetAssignment", "ListEvents", "ServerReflectionInfo", "WaitVersion", "Watch"}
+_WAITS = {
+    "Attend",
+    "ClaimServer",
+    "CreateVersion",
+    "GetAssignment",
+    "GetGroupKey",
+    "JoinTransfer",
+    "ListEvents",
+    "OfferVersion",
+    "ServerReflectionInfo",
+    "StartTransfer",
+    "WaitVersion",
+    "Watch",
+}
 _TRANSFERS = {
     "ArchiveVersion",
+    "DeclareMemory",
     "DigestBoxes",
     "DownloadChunks",
     "ExportVersion",

@@ -30,7 +30,8 @@ def check_fit(moves: Moves, sources: Sequence[str], source: Ints, targets: Seque
     ):
         ends = at + (moves.rows - 1) * stride + moves.width
         inside = local >= 0
-        wrong = np.flatnonzero(inside & (ends > (known[:, 1] - known[:, 0])[np.where(inside, local, 0)])) if len(known) else ()
+        sizes = (known[:, 1] - known[:, 0])[np.where(inside, local, 0)] if len(known) else 0
+        wrong = np.flatnonzero(inside & ((ends > sizes) | (at < 0) | (stride < 0)))
         for i in wrong[:1]:
             begin, end = known[local[i]].tolist()
             raise ValueError(f"{names[local[i]]}: expected {ends[i]} bytes of memory, got {end - begin}")

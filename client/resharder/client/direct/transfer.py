@@ -30,12 +30,13 @@ class Seconds(NamedTuple):
 class Transfer:
     """One process's side of one plan over one group: made once, prepared and run for every version, by one thread at a time."""
 
-    def __init__(self, schedule: Schedule, group: Group, device: torch.device) -> None:
+    def __init__(self, schedule: Schedule, group: Group, device: torch.device, memory: torch.Tensor | None = None) -> None:
+        """`memory`: of the device, for buffers; transfers that do not run at once may share it."""
         self.schedule, self.group, self._device = schedule, group, device
         slots = min(SLOTS, len(schedule.rounds) - 1)
-        self._packed = [_buffer(schedule.pack_slot, device) for _ in range(slots)]
-        self._unpacked = [_buffer(schedule.unpack_slot, device) for _ in range(slots)]
-        self._ready = _buffer(schedule.ready_size, device)
+        sizes = [*[schedule.pack_slot] * slots, *[schedule.unpack_slot] * slots, schedule.ready_size]
+        buffers = _buffers(sizes, device, memory)
+        self._packed, self._unpacked, self._ready = buffers[:slots], buffers[slots:-1], buffers[-1]
         self._pack, self._wire, self._unpack = Lane(device), Lane(device, first=True), Lane(device)
         posts = [(exchange.sends, exchange.receives) for exchange in schedule.rounds]
         sent, received = ([post.local for pair in posts for post in pair[i]] for i in (0, 1))
@@ -157,13 +158,16 @@ class Transfer:
         return self._unpack.mark()
 
 
-def _buffer(size: int, device: torch.device) -> torch.Tensor:
-    """Beginning at a multiple of `ALIGN`."""
-    if device.type == "cuda":  # as the allocator has it
-        return torch.empty(size, dtype=torch.uint8, device=device)
-    whole = torch.empty(size + ALIGN, dtype=torch.uint8)
-    first = -whole.data_ptr() % ALIGN
-    return whole[first : first + size]
+def _buffers(sizes: list[int], device: torch.device, memory: torch.Tensor | None) -> list[torch.Tensor]:
+    """Each beginning at a multiple of `ALIGN`. Raises ValueError where `memory` is too small."""
+    spaces = [-(-size // ALIGN) * ALIGN for size in sizes]
+    if memory is None:
+        memory = torch.empty(sum(spaces) + ALIGN, dtype=torch.uint8, device=device)
+    first = -memory.data_ptr() % ALIGN
+    if first + sum(spaces) > memory.numel():
+        raise ValueError(f"expected {first + sum(spaces)} bytes for buffers, got {memory.numel()}")
+    begins = [first + sum(spaces[:i]) for i in range(len(spaces))]
+    return [memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
 
 
 def _used(*locals_: Ints | list[int]) -> list[int]:

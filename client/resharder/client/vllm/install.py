@@ -8,7 +8,7 @@ straight into memory from then on; modules where it is not (packed, quantised) a
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -100,7 +100,7 @@ def gather_evidence(
     unlike = {name for name, local in recording.locals.items() if not _is_like(local, live.get(name))}
     unlike |= _overlapping(recording)
     pieces = [piece for piece in recording.layout.pieces if piece.local not in unlike]
-    for piece, found in zip(pieces, _read_all(live, pieces, source.specs), strict=True):
+    for piece, found in zip(pieces, read_all(live, pieces, source.specs), strict=True):
         if found != source.expected[piece.tensor, piece.box]:
             unlike.add(piece.local)
     return Evidence(frozenset(unlike), _derived(model, recording, live, shared))
@@ -207,7 +207,7 @@ def _read(tensor: torch.Tensor, piece: Piece, specs: Mapping[str, TensorSpec]) -
     return digest_on_device(_region(tensor, piece), piece.box, shape)
 
 
-def _read_all(live: Mapping[str, torch.Tensor], pieces: Iterable[Piece], specs: Mapping[str, TensorSpec]) -> list[int]:
+def read_all(live: Mapping[str, torch.Tensor], pieces: Iterable[Piece], specs: Mapping[str, TensorSpec]) -> list[int]:
     return _numbers([_read(live[piece.local], piece, specs) for piece in pieces])
 
 
@@ -250,9 +250,18 @@ class Installed:
 
 
 def install(
-    host: Host, model: torch.nn.Module, model_config: Any, recording: Recording, route: Route, source: Source
+    host: Host,
+    model: torch.nn.Module,
+    model_config: Any,
+    recording: Recording,
+    route: Route,
+    source: Source,
+    arrived: Sequence[int] | None = None,
 ) -> Installed:
-    """Brings `model` to the version of `source`, or raises InstallError; then it may hold a mix, but never an empty parameter."""
+    """Brings `model` to the version of `source`, or raises InstallError; then it may hold a mix, but never an empty parameter.
+
+    `arrived`: the digests of what lies where the route's boxes go, if they came over the direct path.
+    """
     started = time.perf_counter()
     _synchronize(host)
     fault = Fault.from_environment()
@@ -267,7 +276,8 @@ def install(
 
     with compat.calling_vllm(host):
         live = live_tensors(model)
-        for piece, found in _write_all(host, live, route.boxed, source, fault):
+        there = zip(route.boxed, arrived, strict=True) if arrived is not None else _write_all(host, live, route.boxed, source, fault)
+        for piece, found in there:
             check(piece.tensor, piece.box, found, f"in {piece.local}")
         fault.half_way()
         if route.loaded:
@@ -278,7 +288,7 @@ def install(
             wrong += fed.differences()
             proven |= fed.boxes
             live = live_tensors(model)
-            for piece, found in zip(route.readable, _read_all(live, route.readable, source.specs), strict=True):
+            for piece, found in zip(route.readable, read_all(live, route.readable, source.specs), strict=True):
                 check(piece.tensor, piece.box, found, f"in {piece.local}")
     _synchronize(host)
     refuse(wrong)

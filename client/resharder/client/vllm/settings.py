@@ -20,7 +20,7 @@ class Settings:
     """Where the daemon is and who this server is.
 
     `prefer`: start on vLLM's own weights where the daemon has none, and serve those until it gives a version. `transport` is
-    `grpc` where the daemon's files must not be mapped, else empty.
+    `grpc` where the daemon's files must not be mapped, else empty. `direct`: versions may come from trainers' memory.
     """
 
     endpoint: str
@@ -31,6 +31,7 @@ class Settings:
     hold_seconds: float = 30.0
     boot_wait_seconds: float = 600.0
     transport: str = ""
+    direct: bool = True
     staging_dir: str = "/dev/shm"
 
     @classmethod
@@ -47,6 +48,7 @@ class Settings:
             hold_seconds=_seconds(given, "RESHARDER_HOLD_SECONDS", cls.hold_seconds),
             boot_wait_seconds=_seconds(given, "RESHARDER_BOOT_WAIT_SECONDS", cls.boot_wait_seconds, _LONGEST_BOOT_WAIT),
             transport=_one_of(given, "RESHARDER_TRANSPORT", ("", GRPC)),
+            direct=_one_of(given, "RESHARDER_DIRECT", ("on", "off")) == "on",
             staging_dir=_folder(given, "RESHARDER_STAGING_DIR", cls.staging_dir),
         )
 

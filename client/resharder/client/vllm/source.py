@@ -52,7 +52,7 @@ def shares_memory(access: resources_pb2.StoreAccess, settings: Settings) -> bool
 class Source:
     """A version's tensors where this process can read them, and what the digests of the needed boxes must be.
 
-    In a mirror only the needed boxes have bytes.
+    In a mirror only the needed boxes have bytes, and not all of those where it is not `whole`.
     """
 
     def __init__(
@@ -62,8 +62,9 @@ class Source:
         files: tuple[FileLayout, ...],
         transport: str,
         expected: dict[tuple[str, Box], int],
+        whole: bool = True,
     ) -> None:
-        self.manifest, self.transport, self.expected = manifest, transport, expected
+        self.manifest, self.transport, self.expected, self.whole = manifest, transport, expected, whole
         self._files = MappedFiles(folder, files)
 
     @property
@@ -112,16 +113,17 @@ class Stager:
     def transport(self) -> str:
         return SHARED if self.shared else REMOTE
 
-    def stage(self, manifest: Manifest, needs: Needs) -> Source:
-        """Raises ResharderError."""
+    def stage(self, manifest: Manifest, needs: Needs, without: frozenset[str] = frozenset()) -> Source:
+        """`without`: tensors that need not be fetched, since they come another way. Raises ResharderError."""
         with self._lock:
             expected = expected_digests(self._channel, manifest, needs)
             if self.shared:
-                folder, files = Path(manifest.folder), manifest.files
+                folder, files, without = Path(manifest.folder), manifest.files, frozenset()
             else:
                 folder, files = DESCRIPTORS, self._mirror.prepare(manifest.files)
-                self._fetch(manifest, needs, expected, [file.path for file in files])
-            source = Source(manifest, folder, files, self.transport, expected)
+                fetched = {name: boxes for name, boxes in needs.items() if name not in without}
+                self._fetch(manifest, fetched, expected, [file.path for file in files])
+            source = Source(manifest, folder, files, self.transport, expected, whole=not without)
             source.populate(needs)
             return source
 

@@ -20,10 +20,11 @@ from resharder.client.errors import NotFound, ResharderError
 from resharder.client.tracing import Timings, timed
 from resharder.client.vllm import compat, install, kept, reach, recorder
 from resharder.client.vllm.compat import Host
-from resharder.client.vllm.install import Installed, InstallError
+from resharder.client.vllm.install import Installed, InstallError, Route
 from resharder.client.vllm.kept import Kept
 from resharder.client.vllm.parts import DRAFTER, MODEL, Models, Part, needs, shared_modules
 from resharder.client.vllm.power import WEIGHTS, Slumber
+from resharder.client.vllm.receiver import Open, Receiver, open_memory
 from resharder.client.vllm.settings import Settings
 from resharder.client.vllm.source import Manifest, Source, Stager, get_manifest
 from resharder.converters.errors import ConversionError
@@ -107,6 +108,7 @@ class _Staged:
     source: Source | None = None
     seconds: float = 0.0
     timings: Timings = field(default_factory=list)
+    direct: Open | None = None  # what comes from trainers' memory
 
 
 class Agent:
@@ -127,6 +129,9 @@ class Agent:
         self.slumber = Slumber()
         self.dropped = False  # a sleep took the weights, and no version came since
         self._kept: Kept | None = None
+        self._receiver = Receiver(self.channel, settings.server, host.rank, PROCESS, host.device)
+        self._memory: Open | None = None  # what ranks may write to
+        self._routes: list[Route | None] = []  # that it was made of
         self._applied = ""
         self._staged: _Staged | None = None
         self._past: _Staged | None = None  # what was staged before
@@ -156,7 +161,7 @@ class Agent:
             "boxed_bytes": self.installed.boxed_bytes if self.installed else 0,
             "proven": self.installed.proven if self.installed else 0,
             "apply_seconds": self.installed.seconds if self.installed else 0.0,
-            "loaded": sorted({name for part in self.parts.values() for name in part.loaded}),
+            "loaded": sorted(self._loaded),
             "impure": {
                 name: why for part in self.parts.values() if part.recording for name, why in part.recording.impure.items()
             },
@@ -175,7 +180,8 @@ class Agent:
         if self.stager is None:
             access = claim(self.channel, self.settings, boot=False, patience=_RPC_PATIENCE).store
         manifest = self.record_running(models, version)
-        work = (staged, version, access, manifest)
+        self.learned()
+        work = (models, staged, version, access, manifest)
         threading.Thread(target=self._stage, args=work, name="resharder-stage", daemon=True).start()
         return {}
 
@@ -211,13 +217,24 @@ class Agent:
             box_size(box) * ITEM_SIZES[specs[name].dtype] for name, boxes in needs(self.parts.values()).items() for box in boxes
         )
 
-    def _stage(self, staged: _Staged, version: str, access: resources_pb2.StoreAccess | None, manifest: Manifest | None) -> None:
+    def _stage(
+        self,
+        models: Models,
+        staged: _Staged,
+        version: str,
+        access: resources_pb2.StoreAccess | None,
+        manifest: Manifest | None,
+    ) -> None:
         started = time.perf_counter()
         try:
             with timed(staged.timings, "stage"):
                 manifest = manifest or get_manifest(self.channel, version)
                 self._check(manifest)
-                source = self.stage_with(access or resources_pb2.StoreAccess()).stage(manifest, needs(self.parts.values()))
+                stager, without = self.stage_with(access or resources_pb2.StoreAccess()), frozenset[str]()
+                if self._memory is not None and self._receiver.join(self._memory, models, version, staged.install):
+                    staged.direct = self._memory
+                    without = frozenset(self._memory.layout.tensors) - self._loaded
+                source = stager.stage(manifest, needs(self.parts.values()), without)
         except (ResharderError, ConversionError, InstallError, OSError, ValueError) as error:
             with self._lock:
                 if self._staged is staged:
@@ -251,7 +268,7 @@ class Agent:
         self.version, self.fingerprint, self._applied = 0, "", ""
         try:
             with timed(staged.timings, "apply"):
-                self._install(models, staged.source)
+                self._install(models, staged, staged.source)
         finally:
             with self._lock:
                 self._drop()
@@ -261,15 +278,33 @@ class Agent:
         self._report(resources_pb2.Worker.APPLIED, install=install_id, version=self.version, staged=staged, holds=True)
         return {"version": self.version}
 
-    def _install(self, models: Models, source: Source) -> None:
-        done = Installed(0, 0, 0.0)
+    def _install(self, models: Models, staged: _Staged, source: Source) -> None:
+        done, arrived = Installed(0, 0, 0.0), None
+        if staged.direct is not None and staged.direct is self._memory:
+            arrived = self._receiver.receive(staged.direct, models, staged.install, source.expected)
+        if arrived is None and not source.whole:
+            raise InstallError("the direct transfer failed, and what it was to bring is not staged here")
         for name, model in models.items():
             part = self.part(name)
             route = part.route or install.first_route(part.known, model, part.shared)
-            done += install.install(self.host, model, part.config, part.known, route, source)
+            done += install.install(
+                self.host, model, part.config, part.known, route, source, arrived[name] if arrived is not None else None
+            )
             if part.route is None:
                 part.learn(model, source)
         self.installed = done
+        self.learned()
+
+    def learned(self) -> None:
+        """Looks anew which memory ranks may write to, where routes have changed."""
+        parts = list(self.parts.values())
+        if self.settings.direct and self._routes != (routes := [part.route for part in parts]):
+            self._memory, self._routes = open_memory(parts, self.host.rank), routes
+
+    @property
+    def _loaded(self) -> frozenset[str]:
+        """HF tensors that go through `load_weights` each time."""
+        return frozenset(name for part in self.parts.values() for name in part.loaded)
 
     def _drop(self) -> None:
         if self._staged is not None and self._staged.source is not None:
@@ -295,6 +330,7 @@ class Agent:
         self.version, self.fingerprint, self._applied, self.installed = 0, "", "", None
         self.dropped = True
         self._report(resources_pb2.Worker.EMPTY, holds=True)
+        self._receiver.close()
         self._kept = kept.keep(self.host.device, models, self.parts)
         logger.info("kept %d bytes on the host that no version brings back", self._kept.size_bytes)
 
@@ -308,6 +344,7 @@ class Agent:
     def booted(self, manifest: Manifest, installed: Installed, stage_seconds: float, timings: Timings | None = None) -> None:
         """Said of the model, and again of its drafter."""
         self.version, self.fingerprint = manifest.number, manifest.fingerprint
+        self.learned()
         self.installed = self.installed + installed if self.installed else installed
         staged = _Staged("", None, stage_seconds, timings or [])
         self._report(resources_pb2.Worker.BOOTED, version=manifest.number, staged=staged, holds=True)
@@ -337,6 +374,7 @@ class Agent:
             boxed_bytes=done.boxed_bytes if done else 0,
             process=PROCESS,
             fingerprint=self.fingerprint,
+            memory=self._memory.fingerprint if self._memory else "",
             timings=staged.timings if staged else (),
         )
         self.reporter.report(worker, holds=holds)

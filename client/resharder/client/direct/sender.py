@@ -1,0 +1,107 @@
+"""A rank's side of the direct path: it offers the version that lies in its memory, and sends what it is told to."""
+
+import logging
+import uuid
+from collections.abc import Mapping
+
+import torch
+import xxhash
+from resharder.client.channel import Channel
+from resharder.client.direct.group import DirectFailed
+from resharder.client.direct.meeting import Link, declare, finish
+from resharder.client.errors import ResharderError
+from resharder.converters.direct_messages import layout_to_proto
+from resharder.converters.layout import Layout
+from resharder.converters.packed import pack
+from resharder.v1 import direct_pb2, direct_pb2_grpc
+
+logger = logging.getLogger(__name__)
+_UNKNOWN = "MEMORY_UNKNOWN"
+
+
+class Sender:
+    """Of one attached model. Nothing in here raises where a transfer goes wrong: then servers take the staged path."""
+
+    def __init__(self, channel: Channel, rank: int, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._channel, self._rank, self._tensors, self._process = channel, rank, tensors, uuid.uuid4().hex
+        self._device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+        self._layout = layout_to_proto(pack({rank: layout}))
+        self._memory = xxhash.xxh3_128_hexdigest(self._layout.SerializeToString(deterministic=True))
+        self._links: dict[str, Link] = {}
+        self._buffers: torch.Tensor | None = None
+
+    def declare(self, publisher: str) -> None:
+        """Raises ResharderError."""
+        declare(self._channel, self._member(publisher), self._memory, self._layout)
+
+    def offer(self, publisher: str, version: str, wait_seconds: float) -> None:
+        """Returns when the tensors may change. They are read until then."""
+        request = direct_pb2.OfferVersionRequest(
+            member=self._member(publisher), version=version, memory=self._memory, wait_seconds=wait_seconds
+        )
+        try:
+            try:
+                self._serve(request)
+            except ResharderError as error:
+                if error.reason != _UNKNOWN:
+                    raise
+                self.declare(publisher)
+                self._serve(request)
+        except ResharderError as error:
+            logger.warning("%s goes to servers over the staged path: %s", version, error)
+
+    def _serve(self, request: direct_pb2.OfferVersionRequest) -> None:
+        call = direct_pb2_grpc.DirectServiceStub(self._channel.grpc).OfferVersion(request)
+        try:
+            for task in self._channel.stream(call):
+                match task.kind:
+                    case direct_pb2.DirectTask.LINK:
+                        self._meet(request.member, task.link)
+                    case direct_pb2.DirectTask.RUN:
+                        self._run(request.member, task.group)
+                    case direct_pb2.DirectTask.DROP:
+                        self._drop(task.group)
+        finally:
+            call.cancel()
+
+    def _meet(self, member: direct_pb2.Member, message: direct_pb2.DirectLink) -> None:
+        if self._buffers is None or self._buffers.numel() < message.staging_bytes:
+            self._buffers = torch.empty(message.staging_bytes, dtype=torch.uint8, device=self._device)
+        try:
+            link = self._links[message.group] = Link(self._channel, message, self._device, self._buffers)
+            link.prepare(self._tensors, {})
+        except DirectFailed as error:
+            self._failed(member, message.group, error)
+
+    def _run(self, member: direct_pb2.Member, group: str) -> None:
+        try:
+            if group not in self._links:
+                raise DirectFailed(f"rank {self._rank} has no link of group {group}")
+            self._links[group].prepare(self._tensors, {})
+            took = self._links[group].run()
+        except DirectFailed as error:
+            self._failed(member, group, error)
+            return
+        logger.debug("sent over group %s: %s", group, took)
+        finish(self._channel, member, group, seconds=took.total)
+
+    def _failed(self, member: direct_pb2.Member, group: str, error: DirectFailed) -> None:
+        logger.warning("the direct path fails: %s", error)
+        self._drop(group)
+        try:
+            finish(self._channel, member, group, str(error))
+        except ResharderError as unheard:
+            logger.info("the daemon has ended group %s already: %s", group, unheard)
+
+    def _drop(self, group: str) -> None:
+        link = self._links.pop(group, None)
+        if link is not None:
+            link.close()
+
+    def close(self) -> None:
+        for group in list(self._links):
+            self._drop(group)
+        self._buffers = None
+
+    def _member(self, publisher: str) -> direct_pb2.Member:
+        return direct_pb2.Member(owner=publisher, rank=self._rank, process=self._process)

@@ -1,0 +1,464 @@
+"""The direct path's coordinator: who holds what in which memory, who sends what to whom, and whose turn it is.
+
+An *offer* is a version that the ranks of a publisher still hold in memory. A *group* is one server's workers and the ranks that
+send to them, planned once and kept from version to version while its processes live. A *turn* is one group's transfer: one at a
+time for each offer, so that a rank needs no buffers but one transfer's.
+
+    worker: join (staging) ........................ start (paused) - turn - finish
+    rank:   offer ... LINK: meets the group ............... RUN: sends - finish ... end: memory may change
+
+Nothing here decides what a server installs: it asks the fleets whom an offer is still good for. Whatever goes wrong ends the
+group, and the server's install goes on over the staged path.
+"""
+
+import queue
+import secrets
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+import structlog
+from resharder.converters.copies import Copies, copies_of
+from resharder.converters.errors import LayoutError
+from resharder.converters.packed import Pieces, join
+from resharder.converters.plan import plan_pieces
+from resharder.server.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+
+_log = structlog.get_logger("resharder.direct")
+_MEET = 10.0  # seconds that a worker waits for the ranks' offers and for the other workers
+_LOOK = 0.25  # seconds between looks whether an offer is still good for anybody
+_SLACK = 5.0  # beyond a transfer's own bound
+_KEYS, _KEY_BYTES = 4096, 1 << 16
+_PLANS = 8
+
+
+class Member(NamedTuple):
+    """A rank of a publisher, or a worker of a server, in one life of its process."""
+
+    owner: str
+    rank: int
+    process: str
+
+
+class Servers(Protocol):
+    """What is asked of the fleets."""
+
+    def awaiting(self, model: str, number: int) -> frozenset[str]:
+        """Servers that are to install this version next and can be written to directly."""
+
+    def processes(self, server: str) -> dict[int, str]:
+        """Of every worker by rank; empty where not all of them are known."""
+
+
+class Act(Enum):
+    LINK = "link"
+    RUN = "run"
+    DROP = "drop"
+
+
+@dataclass(frozen=True)
+class Link:
+    """One member's side of a group."""
+
+    group: str
+    rank: int
+    size: int
+    copies: Copies
+    most_peers: int
+    most_made: int
+
+
+class Task(NamedTuple):
+    act: Act
+    group: str
+    link: Link | None = None
+
+
+class _Memory(NamedTuple):
+    process: str
+    fingerprint: str
+    pieces: Pieces[int]
+
+
+class _Planned(NamedTuple):
+    copies: Copies
+    senders: tuple[int, ...]  # ranks, in the order of the group
+
+
+@dataclass
+class _Group:
+    id: str
+    server: str
+    key: Hashable  # processes and memories of all that it was planned for
+    members: tuple[Member, ...]  # in the group's order, senders first
+    senders: int
+    planned: Copies
+    install: str = ""  # that workers start now
+    started: set[int] = field(default_factory=set)  # workers
+    finished: set[Member] = field(default_factory=set)
+    granted: str = ""  # the install whose turn it is or was
+    began: float = 0.0
+    error: str = ""
+    keys: dict[str, bytes] = field(default_factory=dict)
+
+    def link(self, member: Member) -> Link:
+        rank = self.members.index(member)
+        copies = self.planned
+        return Link(self.id, rank, len(self.members), copies.of(rank), copies.most_peers, copies.most_made)
+
+
+@dataclass
+class _Offer:
+    """`ranks`: those that hold the version, each with its queue of tasks."""
+
+    model: str
+    number: int
+    publisher: str
+    world_size: int
+    wait_seconds: float
+    ranks: dict[int, tuple[Member, str, "queue.SimpleQueue[Task | None]"]] = field(default_factory=dict)
+    turns: deque[_Group] = field(default_factory=deque)
+    running: _Group | None = None
+    ready_at: float | None = None
+    ended: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return len(self.ranks) == self.world_size
+
+    def tell(self, group: _Group, act: Act, *, link: bool = False) -> None:
+        for member in group.members[: group.senders]:
+            there = self.ranks.get(member.rank)
+            if there is not None and there[0] == member:
+                there[2].put(Task(act, group.id, group.link(member) if link else None))
+
+    def end(self) -> None:
+        self.ended = True
+        for _, _, tasks in self.ranks.values():
+            tasks.put(None)
+
+
+class Heard(Protocol):
+    """Told of every transfer that ended: `reason` is empty where it went well."""
+
+    def __call__(self, server: str, version: int, seconds: float, size_bytes: int, reason: str) -> None: ...
+
+
+def _unheard(server: str, version: int, seconds: float, size_bytes: int, reason: str) -> None:
+    pass
+
+
+class Direct:
+    """Thread-safe. Its lock comes last: the fleets are asked without it.
+
+    `staging_bytes`: of memory beyond the weights, that each member may use. `seconds`: for members to meet, and for a transfer.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        *,
+        staging_bytes: int = 512 << 20,
+        seconds: float = 10.0,
+        heard: Heard = _unheard,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.staging_bytes, self.seconds = staging_bytes, seconds
+        self._servers, self._heard, self._clock = servers, heard, clock
+        self._news = threading.Condition()
+        self._memories: dict[tuple[str, int], _Memory] = {}
+        self._offers: dict[str, _Offer] = {}  # the newest of each model
+        self._joined: dict[str, tuple[str, dict[int, tuple[Member, str]]]] = {}  # server -> install, workers and their memories
+        self._groups: dict[str, _Group] = {}  # by server
+        self._planning: set[str] = set()
+        self._plans: OrderedDict[Hashable, _Planned] = OrderedDict()
+        self._refused: dict[str, int] = {}  # server -> the version that it takes over the staged path
+
+    # What is held where
+
+    def declare(self, member: Member, fingerprint: str, pieces: Pieces[int]) -> None:
+        with self._news:
+            if "/publishers/" in member.owner:  # of a model only the newest publisher's count
+                model = member.owner.partition("/publishers/")[0]
+                stale = [key for key in self._memories if key[0].startswith(f"{model}/publishers/") and key[0] != member.owner]
+                for key in stale:
+                    del self._memories[key]
+            self._memories[member.owner, member.rank] = _Memory(member.process, fingerprint, pieces)
+
+    def _check_declared(self, member: Member, fingerprint: str) -> None:
+        known = self._memories.get((member.owner, member.rank))
+        if known is None or (known.process, known.fingerprint) != (member.process, fingerprint):
+            raise FailedPrecondition("MEMORY_UNKNOWN", f"{member.owner}, rank {member.rank}: declare what it holds first")
+
+    # Offers
+
+    def offer(self, member: Member, memory: str, model: str, number: int, world_size: int, wait_seconds: float) -> _Offer:
+        """Enters one rank's offer. Raises FailedPrecondition (MEMORY_UNKNOWN, NOT_OFFERED: a later version's has begun)."""
+        with self._news:
+            self._check_declared(member, memory)
+            offer = self._offers.get(model)
+            if offer is None or offer.publisher != member.owner or offer.number < number:
+                if offer is not None:
+                    offer.end()
+                offer = self._offers[model] = _Offer(model, number, member.owner, world_size, wait_seconds)
+            if offer.number > number or offer.ended:
+                raise FailedPrecondition("NOT_OFFERED", f"version {number} of {model}: its offer is over")
+            offer.wait_seconds = min(offer.wait_seconds, wait_seconds)
+            offer.ranks[member.rank] = (member, memory, queue.SimpleQueue())
+            self._news.notify_all()
+            return offer
+
+    def task(self, offer: _Offer, rank: int, state: str) -> Task | None:
+        """The rank's next one, None when its memory may change, TimeoutError after a while without either. `state` is the
+        version's."""
+        self._look(offer, state)
+        try:
+            return offer.ranks[rank][2].get(timeout=_LOOK)
+        except queue.Empty:
+            raise TimeoutError from None
+
+    def leave(self, offer: _Offer, rank: int) -> None:
+        """The rank is done with the offer, or gone: then it sends no more."""
+        with self._news:
+            member, _, _ = offer.ranks[rank]
+            if offer.ended:
+                return
+            for group in [g for g in self._groups.values() if member in g.members]:
+                self._fail(group, f"rank {rank} of {member.owner} is gone")
+            offer.end()
+            self._news.notify_all()
+
+    def _look(self, offer: _Offer, state: str) -> None:
+        """Ends what nobody is expected to need any more, and what takes too long."""
+        now = self._clock()
+        awaited = self._servers.awaiting(offer.model, offer.number) if state == "READY" else frozenset()
+        with self._news:
+            running = offer.running
+            if running is not None and now > running.began + self.seconds + _SLACK:
+                self._fail(running, f"not every member was done after {self.seconds + _SLACK:g} s")
+            if state == "READY" and offer.ready_at is None:
+                offer.ready_at = now
+            wanted = any(self._refused.get(server) != offer.number for server in awaited)
+            if not offer.ended and self._is_over(offer, state, now, wanted):
+                offer.end()
+                self._news.notify_all()
+
+    def _is_over(self, offer: _Offer, state: str, now: float, wanted: bool) -> bool:
+        if state != "READY" or offer.ready_at is None:
+            return state != "STAGING"
+        waited = now - offer.ready_at
+        if offer.running is not None or offer.turns:
+            return waited > offer.wait_seconds + self.seconds
+        return waited > offer.wait_seconds or not wanted or (waited > _MEET and not offer.complete)
+
+    # Workers
+
+    def join(self, member: Member, memory: str, model: str, number: int, install: str) -> Link:
+        """A worker's link, once all ranks and all workers are there. Raises FailedPrecondition (MEMORY_UNKNOWN, NOT_OFFERED)."""
+        server, deadline = member.owner.removeprefix("servers/"), self._clock() + _MEET
+        with self._news:
+            self._check_declared(member, memory)
+            current, workers = self._joined.get(server, ("", {}))
+            if current != install:
+                workers = {}
+                self._joined[server] = install, workers
+            workers[member.rank] = (member, memory)
+            self._news.notify_all()
+        processes = self._servers.processes(server)
+        if processes.get(member.rank) != member.process:
+            raise FailedPrecondition("NOT_OFFERED", f"{member.owner}: not all of its workers are known yet")
+        with self._news:
+            while True:
+                offer = self._good_offer(server, model, number)
+                there = {rank: worker.process for rank, (worker, _) in workers.items()} == processes
+                if there and offer is not None and offer.complete and server not in self._planning:
+                    break
+                if self._clock() > deadline:
+                    self._refuse(server, number, "not all ranks and workers came in time")
+                self._news.wait(_LOOK)
+            ranks = {rank: (m, memory) for rank, (m, memory, _) in offer.ranks.items()}
+            key = (tuple(sorted(ranks.items())), tuple(sorted(workers.items())))
+            group = self._groups.get(server)
+            if group is not None and group.key == key and not group.error:
+                return group.link(member)
+            self._planning.add(server)
+        try:
+            planned = self._plan(ranks, workers)
+        except (LayoutError, ValueError) as error:
+            with self._news:
+                self._refuse(server, number, f"{error}")
+        finally:
+            with self._news:
+                self._planning.discard(server)
+                self._news.notify_all()
+        with self._news:
+            return self._make(offer, server, key, planned, ranks, workers).link(member)
+
+    def _good_offer(self, server: str, model: str, number: int) -> _Offer | None:
+        """The one of this version, None where it may still come. Raises FailedPrecondition (NOT_OFFERED)."""
+        offer = self._offers.get(model)
+        if self._refused.get(server) == number:
+            self._refuse(server, number, "it has failed before")
+        if offer is not None and (offer.number > number or (offer.number == number and offer.ended)):
+            self._refuse(server, number, "its offer is over")
+        if offer is None or offer.number != number:
+            if not any(owner.startswith(f"models/{model}/publishers/") for owner, _ in self._memories):
+                self._refuse(server, number, "no publisher offers it")
+            return None
+        return offer
+
+    def _refuse(self, server: str, number: int, why: str) -> None:
+        """Always raises."""
+        self._refused[server] = number
+        self._news.notify_all()
+        raise FailedPrecondition("NOT_OFFERED", f"version {number} goes to server {server} over the staged path: {why}")
+
+    def _plan(self, ranks: Mapping[int, tuple[Member, str]], workers: Mapping[int, tuple[Member, str]]) -> _Planned:
+        """Raises LayoutError, and ValueError where the staging memory does not suffice."""
+        key = tuple(tuple(sorted((rank, memory) for rank, (_, memory) in side.items())) for side in (ranks, workers))
+        with self._news:
+            if key in self._plans:
+                self._plans.move_to_end(key)
+                return self._plans[key]
+            sides = [[self._memories[m.owner, rank].pieces for rank, (m, _) in sorted(s.items())] for s in (ranks, workers)]
+        began = self._clock()
+        found = plan_pieces(*(join(side) for side in sides))
+        sending = sorted({int(p) for p in set(found.sources.process[found.have].tolist())})
+        order = {process: i for i, process in enumerate(sending)}
+        copies = copies_of(
+            found,
+            [order.get(process, -1) for process in range(len(ranks))],
+            [len(sending) + i for i in range(len(workers))],
+        )
+        planned = _Planned(copies, tuple(sorted(ranks)[process] for process in sending))
+        _log.info("direct_planned", ranks=len(ranks), workers=len(workers), copies=len(copies), seconds=self._clock() - began)
+        with self._news:
+            self._plans[key] = planned
+            while len(self._plans) > _PLANS:
+                self._plans.popitem(last=False)
+        return planned
+
+    def _make(
+        self,
+        offer: _Offer,
+        server: str,
+        key: Hashable,
+        planned: _Planned,
+        ranks: Mapping[int, tuple[Member, str]],
+        workers: Mapping[int, tuple[Member, str]],
+    ) -> _Group:
+        former = self._groups.get(server)
+        if former is not None and former.key == key and not former.error:
+            return former
+        if offer.ended:
+            self._refuse(server, offer.number, "its offer is over")
+        if former is not None:
+            offer.tell(former, Act.DROP)
+        members = (*(ranks[rank][0] for rank in planned.senders), *(workers[rank][0] for rank in sorted(workers)))
+        group = _Group(secrets.token_hex(12), server, key, members, len(planned.senders), planned.copies)
+        self._groups[server] = group
+        offer.tell(group, Act.LINK, link=True)
+        _log.info("direct_group", server=server, group=group.id, senders=group.senders, members=len(members))
+        return group
+
+    def start(self, member: Member, id: str, install: str) -> None:
+        """When it returns, the transfer has begun. Raises FailedPrecondition (NOT_OFFERED)."""
+        with self._news:
+            group = self._group(id)
+            if member not in group.members[group.senders :]:
+                raise InvalidArgument("WORKER", f"{member.owner}, rank {member.rank}: not a worker of group {id}")
+            if group.install != install:
+                group.install, group.started, group.finished = install, set(), set()
+            group.started.add(member.rank)
+            offer, deadline = self._offer_of(group), self._clock() + self.seconds
+            if len(group.started) == len(group.members) - group.senders:
+                offer.turns.append(group)
+                self._next(offer)
+            while group.granted != install:
+                if group.error or offer.ended:
+                    self._refuse(group.server, offer.number, group.error or "its offer is over")
+                if group not in offer.turns and self._clock() > deadline:
+                    self._fail(group, f"not every worker was ready after {self.seconds:g} s")
+                self._news.wait(_LOOK)
+
+    def _offer_of(self, group: _Group) -> _Offer:
+        offer = next((o for o in self._offers.values() if o.publisher == group.members[0].owner), None)
+        if offer is None or offer.ended:
+            raise FailedPrecondition("NOT_OFFERED", f"group {group.id}: the offer of its version is over")
+        return offer
+
+    def _next(self, offer: _Offer) -> None:
+        while offer.running is None and offer.turns:
+            group = offer.turns.popleft()
+            if not group.error:
+                offer.running, group.granted, group.began = group, group.install, self._clock()
+                offer.tell(group, Act.RUN)
+                self._news.notify_all()
+
+    def finish(self, member: Member, id: str, ok: bool, error: str, seconds: float, size_bytes: int) -> None:
+        with self._news:
+            group = self._group(id)
+            if member not in group.members:
+                raise InvalidArgument("WORKER", f"{member.owner}, rank {member.rank}: not a member of group {id}")
+            if not ok:
+                self._fail(group, f"{member.owner}, rank {member.rank}: {error[:500]}")
+                return
+            group.finished.add(member)
+            offer = self._offers.get(group.members[0].owner.split("/")[1])
+            if len(group.finished) == len(group.members) and offer is not None and offer.running is group:
+                offer.running = None
+                took = self._clock() - group.began
+                _log.info("direct_transfer", server=group.server, version=offer.number, group=group.id, seconds=took)
+                self._heard(group.server, offer.number, took, size_bytes, "")
+                self._next(offer)
+
+    def _group(self, id: str) -> _Group:
+        group = next((g for g in self._groups.values() if g.id == id), None)
+        if group is None:
+            raise FailedPrecondition("NOT_OFFERED", f"group {id[:64]} is over")
+        return group
+
+    def _fail(self, group: _Group, why: str) -> None:
+        if group.error:
+            return
+        group.error = why
+        _log.warning("direct_failed", server=group.server, group=group.id, reason=why)
+        for offer in self._offers.values():
+            if offer.publisher == group.members[0].owner:
+                if not offer.ended:
+                    self._refused[group.server] = offer.number
+                offer.tell(group, Act.DROP)
+                if offer.running is group:
+                    offer.running = None
+                self._heard(group.server, offer.number, 0.0, 0, why)
+                self._next(offer)
+        self._news.notify_all()
+
+    # How members meet
+
+    def set_key(self, id: str, key: str, value: bytes) -> None:
+        with self._news:
+            group = self._group(id)
+            if len(value) > _KEY_BYTES or len(key) > 1024 or (len(group.keys) >= _KEYS and key not in group.keys):
+                raise ResourceExhausted(
+                    "TOO_MANY_KEYS", f"expected at most {_KEYS} keys of {_KEY_BYTES} bytes, got {len(value)} more of group {id}"
+                )
+            group.keys[key] = value
+            self._news.notify_all()
+
+    def key(self, id: str, key: str, wait_seconds: float) -> bytes | None:
+        """None where nobody sets it in time. Raises FailedPrecondition (NOT_OFFERED) once the group has failed."""
+        deadline = time.monotonic() + wait_seconds
+        with self._news:
+            while True:
+                group = self._group(id)
+                if group.error:
+                    raise FailedPrecondition("NOT_OFFERED", f"group {id} is over: {group.error}")
+                left = deadline - time.monotonic()
+                if key in group.keys or left <= 0:
+                    return group.keys.get(key)
+                self._news.wait(min(left, 1.0))

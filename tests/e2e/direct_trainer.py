@@ -1,0 +1,49 @@
+"""`demo.trainer` whose ranks go wrong in mid-transfer when they are told to.
+
+`fault`: {"rank": 1, "what": "sleep" | "die" | "change"} happens in that rank's next transfer.
+"""
+
+import os
+import signal
+import time
+from typing import Any
+
+from demo import trainer
+
+# isort: split
+import torch
+import torch.distributed as dist
+from resharder.client.direct.transfer import Seconds, Transfer
+
+SLEEP = 12.0  # seconds: beyond what the daemon of these tests allows a transfer
+_plain_run = Transfer.run
+_next = ""
+
+
+def fault(publisher: Any, chunks: Any, config: Any, rank: int, what: str) -> dict[str, Any]:
+    global _next
+    if dist.get_rank() == rank:
+        _next = what
+    return {}
+
+
+def run(self: Transfer, timeout: float) -> Seconds:
+    global _next
+    what, _next = _next, ""
+    if what == "sleep":
+        time.sleep(SLEEP)
+    if what == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "change":
+        for source in self._sources.values():
+            with torch.no_grad():
+                source.add_(1)
+            break
+    return _plain_run(self, timeout)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    Transfer.run = run  # type: ignore[method-assign]
+    trainer.ACTIONS["fault"] = fault
+    trainer.main()
