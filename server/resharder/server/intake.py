@@ -32,6 +32,7 @@ from resharder.server.publisher import ACTIVE, FENCED, MAX_WORLD, REGISTERING, P
 from resharder.server.slots import Boxes
 from resharder.server.staged import ProofFailed, Staged, hash_digests
 from resharder.server.store import Store, check_model_name
+from resharder.server.timing import Timing, timed
 
 MAX_STAGING = 2
 _LOOK = 2.0  # seconds; between looks whether a caller that waits is still there
@@ -58,7 +59,7 @@ class Intake:
     those who wait for a version, so anyone may call `wake`. The fleets are asked while none of them is held.
 
     `audience(record)` says (servers that serve this version or a newer one, servers that follow the model); the fleets set it.
-    `observer` hears of numbers; the daemon sets it.
+    `observer` hears of numbers, `ended` of every version that is STAGING no longer; the daemon sets both.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Intake:
     ) -> None:
         self.store, self.lease_seconds, self.chunk_bytes = store, lease_seconds, chunk_bytes
         self.audience: Callable[[VersionRecord], tuple[int, int]] = lambda record: (0, 0)
+        self.ended: Callable[[Staged, VersionRecord], None] = lambda staged, record: None
         self.observer = Observer()
         self._patience, self._clock = writer_patience, clock
         self._lock = threading.RLock()
@@ -300,15 +302,25 @@ class Intake:
         staged.publisher.seen[rank] = self._clock()
         return missing
 
-    def seal(self, model: str, number: int, epoch: int, rank: int, digests: Sequence[int], mapped: bool) -> VersionRecord:
-        """The rank's word that everything is delivered. The last one's starts the proof, behind the caller."""
+    def seal(
+        self,
+        model: str,
+        number: int,
+        epoch: int,
+        rank: int,
+        digests: Sequence[int],
+        mapped: bool,
+        timings: tuple[Timing, ...] = (),
+        trace: str = "",
+    ) -> VersionRecord:
+        """The rank's word that everything is delivered, and what took how long. The last one's starts the proof behind it."""
         record = self.store.get(model, number)
         self._check_epoch(record, epoch)
         staged = self._staged.get((model, number))
         if staged is None or record.state != "STAGING":
             return self._compare(self.store.get(model, number), rank, digests)
         fresh = rank in staged.open_ranks()
-        last = staged.seal(rank, digests, mapped)
+        last = staged.seal(rank, digests, mapped, timings, trace)
         staged.publisher.seen[rank] = now = self._clock()
         if fresh:
             self._observe_seal(staged, rank, mapped, now - staged.created)
@@ -326,10 +338,10 @@ class Intake:
         self.observer.slot_sealed(transport, size, seconds)
 
     @contextmanager
-    def _timed(self, phase: Phase, model: str) -> Iterator[None]:
-        began = self._clock()
-        yield
-        self.observer.publish_phase(phase, model, self._clock() - began)
+    def _timed(self, phase: Phase, staged: Staged) -> Iterator[None]:
+        with timed(staged.timings, phase):
+            yield
+        self.observer.publish_phase(phase, staged.record.model, staged.timings[-1].seconds)
 
     def _compare(self, record: VersionRecord, rank: int, digests: Sequence[int]) -> VersionRecord:
         if record.state not in (READY, RETIRED) or not record.slots:
@@ -345,10 +357,10 @@ class Intake:
         try:
             failpoint("commit.before-proof")
             # Threads of its own: no other model waits for them.
-            with self._timed("proof", record.model), ThreadPoolExecutor(self._threads, thread_name_prefix="digest") as threads:
+            with self._timed("proof", staged), ThreadPoolExecutor(self._threads, thread_name_prefix="digest") as threads:
                 digests = staged.prove(threads, self._patience)
             failpoint("commit.after-proof")
-            with self._timed("commit", record.model):
+            with self._timed("commit", staged):
                 done = self.store.commit(record, digests, staged.slot_digests())
             _log.info("version_ready", version=done.name, step=done.step, fingerprint=done.fingerprint)
         except ProofFailed as error:
@@ -362,8 +374,10 @@ class Intake:
 
     def _forget(self, staged: Staged) -> None:
         with self._changed:
-            self._staged.pop((staged.record.model, staged.record.number), None)
+            known = self._staged.pop((staged.record.model, staged.record.number), None)
             self._changed.notify_all()
+        if known is not None:
+            self.ended(staged, self.store.get(staged.record.model, staged.record.number))
 
     def _abort(self, staged: Staged, reason: str) -> VersionRecord:
         staged.close()

@@ -41,6 +41,8 @@ from resharder.server.server_service import ServerService, add_server_service
 from resharder.server.service import OperatorService, PublisherService, Views, add_publisher_service
 from resharder.server.shown import RELEASE, Shown
 from resharder.server.store import Store
+from resharder.server.traced import Traced
+from resharder.server.tracing import Tracing
 from resharder.v1 import operator_pb2, operator_pb2_grpc
 from yaml import YAMLError
 
@@ -71,6 +73,8 @@ class Daemon:
             pause_mode=PauseMode[config.pause_mode.upper()],
             note=self.events.add,
         )
+        self.tracing = Tracing()
+        Traced(self.tracing, self.store, self.intake, self.fleets)
         self.store.subscribe(self._note_version)
         self.archive = Archive(self.store, config.archive_url, config.archive_every) if config.archive_url else None
         if self.archive is not None:
@@ -117,7 +121,7 @@ class Daemon:
         return server
 
     def _add_services(self, server: grpc.Server) -> None:
-        views = Views(self.intake, self.fleets)
+        views = Views(self.intake, self.fleets, self.tracing)
         daemon = operator_pb2.Daemon(
             release=RELEASE,
             store_folder=str(self.config.store),
@@ -185,6 +189,7 @@ class Daemon:
         self.intake.wake()  # whoever still waits sees that its caller is gone
         if self.archive is not None:
             self.archive.close()
+        self.tracing.close()
         self.tracing.close()
         self.shown.close()
         self.store.close()

@@ -21,6 +21,8 @@ from resharder.server.operations import Operations
 from resharder.server.publisher import Publisher
 from resharder.server.slots import read_boxes
 from resharder.server.store import Store
+from resharder.server.timing import timings_from_proto
+from resharder.server.tracing import Tracing, traceparent_of
 from resharder.server.views import fleet_to_proto, server_to_proto, store_access, timestamp, version_to_proto
 from resharder.v1 import operator_pb2, publisher_pb2, resources_pb2
 
@@ -31,8 +33,8 @@ _PART_BYTES = 1 << 20
 class Views:
     """Publishers and versions as messages."""
 
-    def __init__(self, intake: Intake, fleets: Fleets) -> None:
-        self.intake, self.store, self.fleets = intake, intake.store, fleets
+    def __init__(self, intake: Intake, fleets: Fleets, tracing: Tracing) -> None:
+        self.intake, self.store, self.fleets, self._tracing = intake, intake.store, fleets, tracing
 
     def publisher(self, publisher: Publisher) -> resources_pb2.Publisher:
         return resources_pb2.Publisher(
@@ -51,6 +53,7 @@ class Views:
 
     def version(self, record: VersionRecord, slots: bool = True) -> resources_pb2.Version:
         message = version_to_proto(self.store, record, self.fleets.serving(record.model, record.number))
+        message.trace = self._tracing.traceparent(record)
         if record.state == STAGING and self.store.shared:
             message.folder = str(self.store.folder(record))
         if slots and record.state == STAGING:
@@ -110,7 +113,9 @@ class PublisherService:
 
     def SealSlot(self, request: publisher_pb2.SealSlotRequest, context: grpc.ServicerContext) -> Message:
         model, number = parse_name(request.version, "versions")
-        return self._views.version(self._intake.seal(model, number, request.epoch, request.rank, request.digests, request.mapped))
+        timings, trace = timings_from_proto(request.timings), traceparent_of(context.invocation_metadata())
+        said = (request.rank, request.digests, request.mapped, timings, trace)
+        return self._views.version(self._intake.seal(model, number, request.epoch, *said))
 
     def AbortVersion(self, request: publisher_pb2.AbortVersionRequest, context: grpc.ServicerContext) -> Message:
         model, number = parse_name(request.version, "versions")

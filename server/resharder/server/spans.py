@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from resharder.server.manifest import ABORTED, VersionRecord
 from resharder.server.reconciler import Install, InstallState, Server, Worker, WorkerState
+from resharder.server.staged import Delivery
 from resharder.server.timing import Timing
 
 ROOT = "version"
@@ -35,16 +36,6 @@ class Span:
     error: str = ""
     attributes: Attributes = field(default_factory=dict)
     link: str = ""
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """What a rank said when it sealed its slot. `trace`: the traceparent of what the trainer was at, or empty."""
-
-    timings: tuple[Timing, ...] = ()
-    transport: str = ""
-    size_bytes: int = 0
-    trace: str = ""
 
 
 def version_spans(record: VersionRecord, deliveries: Mapping[int, Delivery], own: Sequence[Timing], now: float) -> list[Span]:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,17 @@ from resharder.server.kernel import unwritten_elsewhere
 from resharder.server.manifest import VersionRecord
 from resharder.server.publisher import Publisher
 from resharder.server.slots import Slot
+from resharder.server.timing import Timing
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What a rank said when it sealed its slot. `trace`: W3C traceparent of what the trainer was at, or empty."""
+
+    timings: tuple[Timing, ...]
+    transport: str
+    size_bytes: int
+    trace: str
 
 
 class Staged:
@@ -40,6 +52,8 @@ class Staged:
         now: float,
     ) -> None:
         self.record, self.publisher, self.folder, self.created = record, publisher, folder, now
+        self.deliveries: dict[int, Delivery] = {}
+        self.timings: list[Timing] = []  # of what the daemon did itself
         self._shared = shared  # whether others may have mapped the files
         self._files, self._chunk_bytes = files, chunk_bytes
         self._lock = threading.Condition()
@@ -114,7 +128,7 @@ class Staged:
         with self._lock:
             return [] if rank in self._sealed else [int(i) for i in np.flatnonzero(~self._bitmap(rank))]
 
-    def seal(self, rank: int, digests: Sequence[int], mapped: bool) -> bool:
+    def seal(self, rank: int, digests: Sequence[int], mapped: bool, timings: tuple[Timing, ...] = (), trace: str = "") -> bool:
         """Whether this was the last open slot. Raises FailedPrecondition (MISSING_CHUNKS), AlreadyExists (SLOT_DIFFERS)."""
         self.publisher.check_rank(rank)
         boxes = len(self.publisher.boxes[rank])
@@ -134,6 +148,8 @@ class Staged:
                     f"{self.record.name}: {missing} of {self.slot(rank).chunks} chunks of rank {rank} are missing",
                 )
             self._sealed[rank] = packed
+            transport, size = "shared-memory" if mapped else "grpc", self.slot(rank).size_bytes
+            self.deliveries[rank] = Delivery(timings, transport, size, trace)
             if len(self._sealed) < self.publisher.world_size:
                 return False
             self._closed = True

@@ -1,7 +1,8 @@
 """What Prometheus gets: numbers that add up as things happen (observed.py), and how things stand when it asks (states.py).
 
     registry, observed = metrics.make(release)
-    intake.observer = fleets.observer = observed
+    intake.observer = observed
+    fleets.observers.append(observed)
     metrics.show(registry, lambda: snapshot.take(intake, fleets))
     metrics.text(registry)
 
