@@ -3,6 +3,7 @@
 Made when first asked for, never at import: processes that fork later must not inherit a channel.
 """
 
+import importlib.metadata
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 import grpc
 from resharder.client.errors import NO_VERSION, TOO_MANY_CALLS, ResharderError, UsageError, error_of, reason_of
+from resharder.v1.revision import user_agent
 
 Answer = TypeVar("Answer")
 
@@ -57,7 +59,8 @@ class Channel:
         if not colon or not port.isdigit():
             raise UsageError(f"expected an endpoint as host:port, got {endpoint!r}")
         self.endpoint, self.patience = endpoint, patience
-        self.grpc = grpc.insecure_channel(endpoint, options=_OPTIONS)
+        agent = user_agent(importlib.metadata.version("resharder"))
+        self.grpc = grpc.insecure_channel(endpoint, options=(*_OPTIONS, ("grpc.primary_user_agent", agent)))
 
     def call(
         self, method: Callable[..., Answer], request: Any, *, timeout: float = 30.0, patience: float | None = None
