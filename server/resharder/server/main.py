@@ -31,6 +31,7 @@ from resharder.server.logs import configure_logs
 from resharder.server.manifest import VersionRecord
 from resharder.server.moves import Fleet, PauseMode
 from resharder.server.operations import Operations
+from resharder.server.protocol import ProtocolInterceptor
 from resharder.server.reconciler import Settings
 from resharder.server.security.access import Access, add_port
 from resharder.server.security.files import SecurityFilesError
@@ -96,6 +97,7 @@ class Daemon:
         server = grpc.server(
             ThreadPoolExecutor(SHORT_THREADS, thread_name_prefix="rpc"),
             interceptors=[
+                ProtocolInterceptor(),
                 AccessInterceptor(self.access, LONG),
                 LaneInterceptor(self.config.threads, self.config.transfers, self.fleets.model_of),
                 ErrorInterceptor(),
