@@ -27,7 +27,7 @@ from benchmarks.direct_layouts import DENSE, EXPERTS, memory_of, written_trainer
 from tests.support.late_group import Late
 
 STAGING, DIRECT_BYTES = 1 << 21, 1 << 17
-TIMEOUT, LONG = 2.0, 60.0  # seconds
+TIMEOUT, LONG = 8.0, 120.0  # seconds: one that a test waits for, and one that nothing here takes
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
 
@@ -109,6 +109,10 @@ class Process:
         if any(not torch.equal(tensor.view(torch.int16), tensors[name].view(torch.int16)) for name, tensor in before.items()):
             self.say(act, started, error="memory was written to after the error")
 
+    def after(self, act: str, *ranks: int) -> None:
+        """Sleeps until that act has failed for these."""
+        self.store.wait([f"{act}/{rank}" for rank in ranks], timedelta(seconds=LONG))
+
     def survivors(self) -> None:
         """Those that are left, in a group of three: rank 0 has everything."""
         started = time.monotonic()
@@ -132,9 +136,9 @@ def main() -> None:
     process = Process(int(sys.argv[1]), int(sys.argv[2]))
     process.versions("dense", "dense", (1, 2))
     process.versions("experts", "experts", (1, 2))
-    process.failing("asleep", 1, lambda: time.sleep(2 * TIMEOUT), TIMEOUT)
+    process.failing("asleep", 1, lambda: process.after("asleep", 2, 3), TIMEOUT)
     asked = {2: lambda group: threading.Timer(0.5, group.abort, ["the daemon said so"]).start()}
-    process.failing("aborted", 1, lambda: time.sleep(TIMEOUT), LONG, asked)
+    process.failing("aborted", 1, lambda: process.after("aborted", 2), LONG, asked)
     process.versions("again", "experts", (3,))
     process.failing("killed", 1, lambda: os.kill(os.getpid(), signal.SIGKILL), LONG)
     process.survivors()

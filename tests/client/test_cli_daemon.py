@@ -123,8 +123,11 @@ def test_status_and_events_tell_what_was_done() -> None:
     assert any(line.split()[:3] == ["told", "policy", "none"] for line in status.splitlines())
     said("sleep", "--fleet", "told")
     said("update", "latest", "--fleet", "told")
-    told = said("events", "--subject", "fleets/told", "--last", 5).splitlines()
-    assert [line.split()[3] for line in told] == ["update", "sleep", "update", "moving", "done"], "what was asked for comes first"
+
+    def told() -> list[str]:
+        return [line.split()[3] for line in said("events", "--subject", "fleets/told", "--last", 5).splitlines()]
+
+    wait_until(lambda: told() == ["update", "sleep", "update", "moving", "done"], "what was asked for, then what came of it")
 
 
 def test_versions_are_archived_dropped_and_restored() -> None:

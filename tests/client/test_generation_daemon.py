@@ -22,7 +22,7 @@ Server, Power = resources_pb2.Server, resources_pb2.Power
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    with Daemon(lease_seconds=2) as running:
+    with Daemon(lease_seconds=8) as running:  # a server that dies is LOST after so long
         yield running
 
 
@@ -107,7 +107,7 @@ def test_memory_stays_aside_when_a_server_was_lost_until_somebody_says_that_it_i
         ends.enter_context(SimulatedServer(daemon, "stays"))
         dying = ends.enter_context(SimulatedServer(daemon, "dies"))
         weights = [parameter.detach().clone() for parameter in model.parameters()]
-        with pytest.raises(ServersNotAsleep, match=r"servers/dies: LOST"), publisher.generation(2, offload=True, timeout=60):
+        with pytest.raises(ServersNotAsleep, match=r"servers/dies: LOST"), publisher.generation(2, offload=True, timeout=120):
             dying.__exit__(None, None, None)
         with pytest.raises(UsageError, match=r"bring_back\(\)"), publisher.generation(3):
             pass

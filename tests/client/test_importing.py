@@ -138,7 +138,7 @@ def test_a_trainer_that_is_gone_for_a_lease_is_in_nobodys_way(checkpoint: Path) 
     with Daemon(lease_seconds=3) as daemon, Operator(daemon.endpoint) as operator:
         with connect(daemon.endpoint, model="trained", job="trainer", config=config) as publisher:
             publisher.publish_tensors(1, random_weights(config, 1).items()).wait_ready(60)
-            assert [known.live_ranks for known in operator.daemon().publishers] == [1]
+            wait_until(lambda: [known.live_ranks for known in operator.daemon().publishers] == [1], "a live rank")
         wait_until(lambda: [known.live_ranks for known in operator.daemon().publishers] == [0], "no live rank")
         assert import_checkpoint(daemon.endpoint, checkpoint, "trained").number == 2
 

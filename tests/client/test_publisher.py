@@ -4,10 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 from resharder.client.channel import Channel
@@ -38,7 +42,7 @@ Change = Callable[[dict[str, tuple[str, tuple[int, ...]]]], dict[str, tuple[str,
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    with Daemon(lease_seconds=3) as running:
+    with Daemon() as running:
         yield running
 
 
@@ -92,26 +96,25 @@ def test_after_a_daemon_restart_all_ranks_publish_the_next_step(daemon: Daemon, 
     assert equal(exported(daemon.endpoint, str(handle.version), tmp_path / "two"), weights(2))
 
 
-def test_a_step_that_one_rank_delivered_to_a_dead_daemon_holds_nobody_up(daemon: Daemon, tmp_path: Path) -> None:
-    publishers = connected(daemon.endpoint, 2, "half")
-    publishers[0].publish_tensors(1, parts(weights(1), spread(2)[0]))
-    daemon.kill()
-    daemon.start()
-    with pytest.raises(VersionAborted):
-        publishers[1].publish_tensors(1, list(parts(weights(1), spread(2)[1]))).wait_ready(30)
-    publish_all(publishers, 2, weights(2))[0].wait_ready(30)
-    assert equal(exported(daemon.endpoint, "latest", tmp_path / "out"), weights(2))
+def test_a_step_that_one_rank_delivered_to_a_dead_daemon_holds_nobody_up(tmp_path: Path) -> None:
+    with Daemon(lease_seconds=9) as daemon:  # a rank learns of the restart when it renews its lease
+        publishers = connected(daemon.endpoint, 2, "half")
+        publishers[0].publish_tensors(1, parts(weights(1), spread(2)[0]))
+        daemon.kill()
+        daemon.start()
+        with pytest.raises(VersionAborted):
+            publishers[1].publish_tensors(1, list(parts(weights(1), spread(2)[1]))).wait_ready(60)
+        publish_all(publishers, 2, weights(2))[0].wait_ready(60)
+        assert equal(exported(daemon.endpoint, "latest", tmp_path / "out"), weights(2))
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shared-memory"])
-def test_a_later_job_ends_an_earlier_one_at_once(daemon: Daemon, transport: str) -> None:
+def test_a_later_job_ends_an_earlier_one(daemon: Daemon, transport: str) -> None:
     (old,) = connected(daemon.endpoint, 1, "old", transport=transport)
     publish_all([old], 1, weights(1))[0].wait_ready(60)
     (new,) = connected(daemon.endpoint, 1, "new", transport=transport)
-    started = time.monotonic()
     with pytest.raises(StaleEpoch, match=r"later job|epoch"):
         publish_all([old], 2, weights(2))
-    assert time.monotonic() - started < 5
     handle = publish_all([new], 1, weights(3))[0]
     handle.wait_ready(60)
     with Operator(daemon.endpoint) as operator:
@@ -135,10 +138,20 @@ def test_a_publish_that_fails_leaves_no_version_behind(daemon: Daemon) -> None:
 
 
 COPYING = """
-import sys, torch
+import os, signal, sys, torch
 from resharder.client.trainer import DeclaredTensor, connect
+from resharder.client.transport import grpc_chunks, shared_memory
 endpoint, transport = sys.argv[1:]
-tensor = torch.full((64 << 10, 1024), 0x07070707, dtype=torch.int32)
+tensor = torch.full((32 << 10, 1024), 0x07070707, dtype=torch.int32)
+host_parts = grpc_chunks.host_parts
+def half(*given):
+    left = tensor.nbytes // 2
+    for part in host_parts(*given):
+        yield part
+        left -= part.array.nbytes
+        if left <= 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+grpc_chunks.host_parts = shared_memory.host_parts = half
 publisher = connect(endpoint, model="policy", job="killed", config={"architectures": ["None"]}, transport=transport)
 publisher.attach_tensors([DeclaredTensor("large", tensor.dtype, tuple(tensor.shape))])
 publisher.publish_tensors(1, [("large", tensor)])
@@ -150,19 +163,16 @@ def test_a_trainer_killed_in_the_middle_of_a_tensor_leaves_nothing_and_the_next_
     transport: str, tmp_path: Path
 ) -> None:
     held, tensor = one_large(32)
-    with Daemon(lease_seconds=1, keep_count=1) as daemon:
-        trainer = subprocess.Popen([sys.executable, "-c", COPYING, daemon.endpoint, transport])
-        file = daemon.store / "models/policy/staging/00000001/model.safetensors"
-        deadline = time.monotonic() + 60
-        while not half_written(file):
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        os.kill(trainer.pid, signal.SIGSTOP)
-        assert half_written(file), "the trainer was too quick for this test"
-        trainer.kill()
-        assert trainer.wait(30) == -signal.SIGKILL
+    with Daemon(lease_seconds=7, keep_count=1) as daemon:
+        trainer = psutil.Popen([sys.executable, "-c", COPYING, daemon.endpoint, transport])
+        try:
+            wait_until(lambda: trainer.status() == psutil.STATUS_STOPPED, "the trainer is half-way", 120)
+            assert half_written(daemon.store / "models/policy/staging/00000001/model.safetensors")
+        finally:
+            trainer.kill()
+        assert trainer.wait(60) == -signal.SIGKILL
         seen = set()
-        wait_until(lambda: seen.add(versions(daemon)[1]) or "ABORTED" in seen, "the lease ends", 20)  # type: ignore[func-returns-value]
+        wait_until(lambda: seen.add(versions(daemon)[1]) or "ABORTED" in seen, "the lease ends")  # type: ignore[func-returns-value]
         assert seen <= {"STAGING", "ABORTED"}
         assert not list(daemon.store.glob("models/policy/versions/*"))
         with connect(daemon.endpoint, model="policy", job="next", config=CONFIG, transport=transport) as publisher:
@@ -174,12 +184,9 @@ def test_a_trainer_killed_in_the_middle_of_a_tensor_leaves_nothing_and_the_next_
 
 def half_written(path: Path) -> bool:
     """Whether the trainer's bytes are at the start of the file's tensor and not at its end."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb", buffering=0) as file:
-            start, end = os.pread(file.fileno(), 16, size // 8), os.pread(file.fileno(), 16, size - 16)
-    except FileNotFoundError:
-        return False
+    size = path.stat().st_size
+    with path.open("rb", buffering=0) as file:
+        start, end = os.pread(file.fileno(), 16, size // 8), os.pread(file.fileno(), 16, size - 16)
     return start == bytes([7]) * 16 and end == bytes(16)
 
 
@@ -215,36 +222,48 @@ def test_kernels_are_compiled_when_a_model_is_attached_and_never_in_a_publish(da
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     assert done.stdout.splitlines() == ["shared-memory True 0", "grpc True 0"], done.stderr
     assert bool(list(tmp_path.rglob("*.nbi"))) == (cache == "empty")
 
 
-def test_the_lease_outlives_a_step_that_takes_longer(daemon: Daemon) -> None:
-    publishers = connected(daemon.endpoint, 2, "slow", transport="shared-memory")
+def test_the_lease_outlives_a_step_that_takes_longer() -> None:
+    lease = 8.0  # longer than a busy machine keeps ranks from renewing theirs
+    with Daemon(lease_seconds=lease) as daemon:
+        publishers = connected(daemon.endpoint, 2, "slow", transport="shared-memory")
 
-    def publish(rank: int) -> object:
-        time.sleep(5 * rank)
-        return publishers[rank].publish_tensors(1, parts(weights(1), spread(2)[rank]))
+        def publish(rank: int) -> object:
+            time.sleep((lease + 2) * rank)
+            return publishers[rank].publish_tensors(1, parts(weights(1), spread(2)[rank]))
 
-    together(publish, 2)[0].wait_ready(30)
+        together(publish, 2)[0].wait_ready(60)
 
 
 def test_a_third_staging_version_waits_for_the_first(daemon: Daemon) -> None:
-    publishers = connected(daemon.endpoint, 2, "ahead")
-    full = weights(1)
+    publishers, full = connected(daemon.endpoint, 2, "ahead"), weights(1)
+    ahead = threading.Semaphore(0)
 
-    def publish(rank: int) -> object:
+    def publish(rank: int, step: int) -> Any:
+        return publishers[rank].publish_tensors(step, parts(full, spread(2)[rank]))
+
+    def run_ahead() -> Any:
         handles = []
         for step in (1, 2, 3):
-            time.sleep(1.0 * rank)
-            handles.append(publishers[rank].publish_tensors(step, parts(full, spread(2)[rank])))
+            handles.append(publish(0, step))
+            ahead.release()
         return handles[-1]
 
-    started = time.monotonic()
-    together(publish, 2)[0].wait_ready(30)
-    assert time.monotonic() - started > 3
+    with ThreadPoolExecutor(1) as pool:
+        third = pool.submit(run_ahead)
+        assert all(ahead.acquire(timeout=60) for _ in range(2))
+        assert not ahead.acquire(timeout=1), "a third version is STAGING beside two others"
+        assert versions(daemon) == {1: "STAGING", 2: "STAGING"}
+        publish(1, 1).wait_ready(60)
+        handle = third.result(60)
+        for step in (2, 3):
+            publish(1, step)
+        handle.wait_ready(60)
 
 
 def test_a_trainer_too_far_ahead_of_staging_is_told_so_in_bounded_time(daemon: Daemon) -> None:
@@ -277,7 +296,7 @@ def test_replicas_are_sent_once_and_evenly() -> None:
         for rank in range(4):
             holding = Holding(specs, tuple(Held(name, full_box(spec.shape), rank > 0) for name, spec in specs.items()))
             registered.append(register(channel, "policy", [config_file(CONFIG)], Identity("even", rank, 4), holding))
-        slots = [registration.assignment(10)[0] for registration in registered]
+        slots = [registration.assignment(60)[0] for registration in registered]
     sent = [sum(box_size(box) for box in slot.boxes) for slot in slots]
     assert sum(sent) == sum(256 * (64 + i) for i in range(16))
     assert max(sent) < 1.1 * min(sent)
@@ -324,7 +343,7 @@ def attach_llama(daemon: Daemon, job: str, change: Change = lambda tensors: tens
 def publish_llama(publisher: Publisher) -> None:
     ones = [(name, torch.ones(shape)) for name, shape in expected_shapes(LLAMA).items()]
     with publisher:
-        publisher.publish_tensors(1, ones).wait_ready(30)
+        publisher.publish_tensors(1, ones).wait_ready(60)
 
 
 @pytest.mark.parametrize(
@@ -378,13 +397,16 @@ def test_ranks_that_disagree_on_a_dtype_are_both_told(daemon: Daemon) -> None:
 
 
 def test_that_there_is_no_version_yet_is_an_answer_and_not_asked_for_again(daemon: Daemon) -> None:
-    request = server_pb2.ClaimServerRequest(server="s", model="policy", boot=True, wait_seconds=0.2)
-    with Channel(daemon.endpoint, patience=30) as channel:
-        started = time.monotonic()
+    request, asked = server_pb2.ClaimServerRequest(server="s", model="policy", boot=True, wait_seconds=0.2), []
+    with Channel(daemon.endpoint) as channel:
+
+        def claim(request: server_pb2.ClaimServerRequest, timeout: float) -> server_pb2.Claim:
+            asked.append(request)
+            return server_pb2_grpc.ServerServiceStub(channel.grpc).ClaimServer(request, timeout=timeout)
+
         with pytest.raises(WaitTimeout, match=r"no READY version after 0\.2 s") as refusal:
-            channel.call(server_pb2_grpc.ServerServiceStub(channel.grpc).ClaimServer, request)
-    assert refusal.value.reason == "NO_VERSION"
-    assert time.monotonic() - started < 10
+            channel.call(claim, request)
+    assert (refusal.value.reason, len(asked)) == ("NO_VERSION", 1)
 
 
 def test_what_was_not_registered_or_does_not_come_is_named(daemon: Daemon) -> None:
