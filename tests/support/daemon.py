@@ -36,10 +36,13 @@ class Daemon:
         self.process: subprocess.Popen[bytes] | None = None
         self._channel: grpc.Channel | None = None
 
+    def connect(self, options: list[tuple[str, int]]) -> grpc.Channel:
+        return grpc.insecure_channel(self.endpoint, options=options)
+
     @property
     def channel(self) -> grpc.Channel:
         if self._channel is None:
-            self._channel = grpc.insecure_channel(self.endpoint, options=[("grpc.max_receive_message_length", -1)])
+            self._channel = self.connect([("grpc.max_receive_message_length", -1)])
         return self._channel
 
     @property
@@ -52,7 +55,7 @@ class Daemon:
         """Returns when its health service says SERVING. With `failpoint` it dies hard when it gets there."""
         self.launch(failpoint=failpoint)
         deadline = time.monotonic() + timeout
-        with grpc.insecure_channel(self.endpoint, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        with self.connect([("grpc.use_local_subchannel_pool", 1)]) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while time.monotonic() < deadline:
                 if self.process is None or self.process.poll() is not None:

@@ -13,15 +13,17 @@ from resharder.client.errors import ResharderError
 if TYPE_CHECKING:
     from resharder.client.filling import Filled, fill
     from resharder.client.operator import Operator
+    from resharder.client.tls import Tls
     from resharder.client.trainer import Handle, Publisher, connect
 
-__all__ = ["Filled", "Handle", "Operator", "Publisher", "ResharderError", "connect", "fill"]
+__all__ = ["Filled", "Handle", "Operator", "Publisher", "ResharderError", "Tls", "connect", "fill"]
 
 _HOMES = {
     "Filled": "resharder.client.filling",
     "Handle": "resharder.client.trainer",
     "Operator": "resharder.client.operator",
     "Publisher": "resharder.client.trainer",
+    "Tls": "resharder.client.tls",
     "connect": "resharder.client.trainer",
     "fill": "resharder.client.filling",
 }

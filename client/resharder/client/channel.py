@@ -11,7 +11,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import grpc
-from resharder.client.errors import NO_VERSION, TOO_MANY_CALLS, ResharderError, UsageError, error_of, reason_of
+from resharder.client.errors import NO_VERSION, TOO_FAST, TOO_MANY_CALLS, ResharderError, UsageError, error_of, reason_of
+from resharder.client.secure_channel import SecureChannel
+from resharder.client.tls import Tls
 from resharder.v1.revision import user_agent
 
 Answer = TypeVar("Answer")
@@ -49,18 +51,21 @@ class Backoff:
 
 
 class Channel:
-    """A channel to `endpoint` (`host:port`).
+    """A channel to `endpoint` (`host:port`). `tls`: else what RESHARDER_TLS_* say; without either it is not encrypted.
 
     `call` retries while the daemon cannot be reached, for `patience` seconds; every call of this API may be repeated.
     """
 
-    def __init__(self, endpoint: str, patience: float = 60.0) -> None:
+    def __init__(self, endpoint: str, patience: float = 60.0, tls: Tls | None = None) -> None:
         _, colon, port = endpoint.rpartition(":")
         if not colon or not port.isdigit():
             raise UsageError(f"expected an endpoint as host:port, got {endpoint!r}")
         self.endpoint, self.patience = endpoint, patience
-        agent = user_agent(importlib.metadata.version("resharder"))
-        self.grpc = grpc.insecure_channel(endpoint, options=(*_OPTIONS, ("grpc.primary_user_agent", agent)))
+        self.tls = tls or Tls.from_environment()
+        options = (*_OPTIONS, ("grpc.primary_user_agent", user_agent(importlib.metadata.version("resharder"))))
+        self.grpc: grpc.Channel = (
+            SecureChannel(endpoint, self.tls, options) if self.tls else grpc.insecure_channel(endpoint, options=options)
+        )
 
     def call(
         self, method: Callable[..., Answer], request: Any, *, timeout: float = 30.0, patience: float | None = None
@@ -105,6 +110,6 @@ def unreachable(error: grpc.RpcError) -> bool:
     if code is grpc.StatusCode.UNAVAILABLE:
         return reason_of(error) != NO_VERSION
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return reason_of(error) == TOO_MANY_CALLS
+        return reason_of(error) in (TOO_MANY_CALLS, TOO_FAST)
     # A connection cut in the middle of a message can look like a reset stream.
     return code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL) and "RST_STREAM" in (error.details() or "")

@@ -149,7 +149,8 @@ def error_of(error: grpc.RpcError, endpoint: str) -> ResharderError:
     kind = _BY_REASON.get(reason) or _BY_CODE.get(code, Refused)
     if kind is DaemonUnreachable and not reason:
         return DaemonUnreachable(
-            f"expected a Resharder daemon at {endpoint}, got {code.name}: {details}; is resharderd running there?"
+            f"expected a Resharder daemon at {endpoint}, got {code.name}: {details}; is resharderd running there, and do its "
+            "TLS and this client's (RESHARDER_TLS_CA, _CERT, _KEY) fit?"
         )
     return kind(f"{details} [{reason or code.name}]", reason or code.name)
 

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 from resharder.client import waiting
 from resharder.client.channel import Backoff, Channel
 from resharder.client.errors import DaemonUnreachable, NotFound, UsageError, WaitTimeout
+from resharder.client.tls import Tls
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
 
 Answer = TypeVar("Answer")
@@ -22,13 +23,14 @@ _RESTART = 60.0
 
 
 class Reader:
-    """A connection to one daemon. `patience`: seconds to try while it cannot be reached; `timeout`: seconds for one answer."""
+    """A connection to one daemon. `patience`: seconds to try while it cannot be reached; `timeout`: seconds for one answer;
+    `tls`: else what RESHARDER_TLS_* say."""
 
-    def __init__(self, endpoint: str | None = None, patience: float = 3.0, timeout: float = 30.0) -> None:
+    def __init__(self, endpoint: str | None = None, patience: float = 3.0, timeout: float = 30.0, tls: Tls | None = None) -> None:
         where = endpoint or os.environ.get("RESHARDER_ENDPOINT")
         if not where:
             raise UsageError("expected the daemon's endpoint, got none: pass --endpoint host:port or set RESHARDER_ENDPOINT")
-        self._channel, self._timeout = Channel(where, patience), timeout
+        self._channel, self._timeout = Channel(where, patience, tls), timeout
         self._stub = operator_pb2_grpc.OperatorServiceStub(self._channel.grpc)
 
     @property

@@ -17,8 +17,9 @@ from resharder.client.holding import DeclaredTensor
 from resharder.client.identity import identify
 from resharder.client.model_files import Config, Tokenizer
 from resharder.client.publisher import Publisher
+from resharder.client.tls import Tls
 
-__all__ = ["DeclaredTensor", "Handle", "Progress", "Publisher", "connect"]
+__all__ = ["DeclaredTensor", "Handle", "Progress", "Publisher", "Tls", "connect"]
 
 
 def connect(
@@ -36,6 +37,7 @@ def connect(
     staging_timeout: float = 600.0,
     register_timeout: float = 600.0,
     direct_wait: float = 0.0,
+    tls: Tls | None = None,
 ) -> Publisher:
     """This rank's way to publish versions of `model`.
 
@@ -45,7 +47,7 @@ def connect(
     `transport`: `auto` writes into the daemon's shared memory where it can, `grpc` and `shared-memory` do nothing else.
     `max_ahead`: publish waits until fewer than so many of this trainer's versions are not served yet; None: no bound of its own.
     `patience`: seconds to try while the daemon cannot be reached; `staging_timeout`: to wait for room among STAGING versions or
-    for servers; `register_timeout`: for the other ranks to register.
+    for servers; `register_timeout`: for the other ranks to register. `tls`: else what RESHARDER_TLS_* say.
     `direct_wait`: above 0, servers that can be reached take versions from this trainer's memory, GPU to GPU; `publish` then
     returns when all that are expected have done so, but keeps the weights no longer than so many seconds after the version is
     READY. Who comes later takes it from the daemon.
@@ -56,7 +58,7 @@ def connect(
     if not where:
         raise UsageError("expected the daemon's endpoint, got none: pass host:port or set RESHARDER_ENDPOINT")
     publisher = Publisher(
-        Channel(where, patience),
+        Channel(where, patience, tls),
         model,
         identify(job, rank, world_size),
         transport=transport,

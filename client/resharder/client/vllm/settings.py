@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Self
 
 from resharder.client.errors import UsageError
+from resharder.client.tls import Tls
 
 GRPC = "grpc"
 FAULTS = ("skip", "misplace", "swap", "half-way")
@@ -39,6 +40,7 @@ class Settings:
         """What docs/vllm.md lists. A variable that is empty counts as not set. Raises UsageError, which names the variable."""
         given = {name: value for name, value in environment.items() if value}
         fault(given)
+        Tls.from_environment(given)
         return cls(
             endpoint=_endpoint(given),
             server=_server(given),

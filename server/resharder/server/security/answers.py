@@ -18,6 +18,10 @@ def narrow(answer: Any, looks: bool, reads: Reads) -> None:
             _narrow_version(version, reads)
     elif isinstance(answer, resources_pb2.Version):
         _narrow_version(answer, reads)
+    elif isinstance(answer, operator_pb2.ListServersResponse) and not looks:
+        _keep(answer.servers, reads)
+    elif isinstance(answer, operator_pb2.ListFleetsResponse) and not looks:
+        _keep(answer.fleets, reads)
 
 
 def _narrow_version(version: resources_pb2.Version, reads: Reads) -> None:
@@ -32,9 +36,14 @@ def _narrow_daemon(daemon: operator_pb2.Daemon, looks: bool, reads: Reads) -> No
         daemon.ClearField("store_folder")
     if not looks:
         daemon.models[:] = [model for model in daemon.models if model in readable]
-        kept = [publisher for publisher in daemon.publishers if publisher.model in readable]
-        del daemon.publishers[:]
-        daemon.publishers.extend(kept)
+        _keep(daemon.publishers, readable.__contains__)
     for publisher in daemon.publishers:
         if publisher.model not in readable:
             publisher.ClearField("store")
+
+
+def _keep(messages: Any, reads: Reads) -> None:
+    """Those of models that may be read."""
+    kept = [message for message in messages if reads(message.model)]
+    del messages[:]
+    messages.extend(kept)

@@ -78,11 +78,11 @@ RULES: dict[str, dict[str, Rule]] = {
         "GetModel": READS,
     },
     "resharder.v1.OperatorService": {
-        "GetDaemon": WITH_A_ROLE,  # what it says is narrowed: see answers.py
+        "GetDaemon": WITH_A_ROLE,  # what it and lists say is narrowed: see answers.py
         "ListVersions": LOOKS_AT_A_MODEL,
         "GetVersion": LOOKS_AT_A_MODEL,
-        "ListServers": LOOKS,
-        "ListFleets": LOOKS,
+        "ListServers": WITH_A_ROLE,
+        "ListFleets": WITH_A_ROLE,
         "ListEvents": LOOKS,
         "ListArchive": LOOKS,
         "ExportVersion": READS,
