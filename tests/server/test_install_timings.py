@@ -1,0 +1,88 @@
+"""What a server's state keeps of an install that ended, for metrics and traces, though the next one begins in the same step."""
+
+from resharder.server.reconciler import (
+    Attached,
+    InstallState,
+    OrderKind,
+    Reported,
+    Server,
+    Settings,
+    VersionsChanged,
+    Worker,
+    WorkerReported,
+    WorkerState,
+    step,
+)
+from resharder.server.timing import Timing
+
+SETTINGS = Settings()
+PAUSE, RESUME = Timing("pause", 1.0, 0.5), Timing("resume", 2.0, 0.1)
+
+
+class Story:
+    """A server with one worker and one control side that serves version 1."""
+
+    def __init__(self) -> None:
+        self.server = Server("a", "policy", "policy", "life", 0.0, {1: "1"}, boot_version=1)
+        self.worker(WorkerState.BOOTED, 1)
+        self.happens(Attached("control", 1))
+        self.says(OrderKind.RESUME, self.server.opened_by)
+
+    def happens(self, event: object) -> None:
+        self.server, self.orders = step(self.server, event, 1.0, SETTINGS)  # type: ignore[arg-type]
+
+    def says(self, done: OrderKind, install: str, *timings: Timing, pause: float = 0.0, ok: bool = True) -> None:
+        self.happens(Reported("control", install, done, ok=ok, pause_seconds=pause, timings=timings))
+
+    def worker(self, state: WorkerState, version: int, install: str = "") -> None:
+        self.happens(WorkerReported(Worker(0, state, version, install, process="p", fingerprint=str(version))))
+
+    def ready(self, *versions: int) -> None:
+        self.happens(VersionsChanged({version: str(version) for version in versions}))
+
+    def installed(self, version: int) -> str:
+        """Up to RESUME."""
+        assert self.server.install is not None
+        install = self.server.install.id
+        self.worker(WorkerState.STAGED, version, install)
+        self.says(OrderKind.APPLY, install, PAUSE)
+        self.worker(WorkerState.APPLIED, version, install)
+        return install
+
+
+def test_an_install_that_ended_is_kept_with_what_its_leader_said_then_and_later() -> None:
+    story = Story()
+    story.ready(1, 2)
+    install = story.installed(2)
+    ended = story.server.ended
+    assert ended is not None
+    assert (ended.id, ended.state, ended.timings) == (install, InstallState.COMMITTED, (PAUSE,))
+    for _ in range(2):  # said again, it changes nothing
+        story.says(OrderKind.RESUME, install, RESUME, pause=0.7)
+        assert story.server.ended == story.server.install
+        assert story.server.ended is not None
+        assert (story.server.ended.timings, story.server.ended.pause_seconds) == ((PAUSE, RESUME), 0.7)
+
+
+def test_a_server_that_goes_on_while_the_next_version_is_staged_serves() -> None:
+    story = Story()
+    story.ready(1, 2)
+    story.ready(1, 2, 3)
+    install = story.installed(2)
+    assert [order.kind for order in story.orders if order.kind != OrderKind.RENEWED] == [OrderKind.RESUME, OrderKind.STAGE]
+    story.says(OrderKind.RESUME, install, RESUME, pause=0.7)
+    assert story.server.serving == 2
+    assert story.server.ended is not None
+    assert (story.server.ended.id, story.server.ended.timings) == (install, (PAUSE, RESUME))
+    assert story.server.install is not None
+    assert (story.server.install.version, story.server.install.timings) == (3, ())
+
+
+def test_an_install_that_is_given_up_for_the_next_one_is_kept_too() -> None:
+    story = Story()
+    story.ready(1, 2)
+    first = story.server.install
+    assert first is not None
+    story.says(OrderKind.STAGE, first.id, ok=False)
+    assert story.server.ended is not None
+    assert (story.server.ended.id, story.server.ended.state) == (first.id, InstallState.FAILED)
