@@ -167,12 +167,3 @@ def test_a_killed_daemon_comes_back_with_its_versions_and_the_server_never_stops
     version = system.publish()
     wait_serving(system.daemon, version)
     check_answers(system, version)
-
-
-def test_a_killed_server_boots_on_the_newest_version(system: System) -> None:
-    system.server.kill()
-    version = system.publish()
-    system.server.start()
-    system.server.wait_ready()
-    wait_serving(system.daemon, version)
-    check_answers(system, version)

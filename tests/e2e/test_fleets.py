@@ -5,8 +5,6 @@ The tests share the servers and run in order; each leaves the fleet serving, and
 """
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -50,7 +48,6 @@ class Fleet:
     phase: str = ""
     say: Callable[[str], None] = print
     _step: int = 0
-    _jobs: int = 0
 
     def __post_init__(self) -> None:
         self.truth = Judge(lambda version: Reference(CONFIG, random_weights(CONFIG, self.steps[version])))
@@ -72,11 +69,6 @@ class Fleet:
         handle.wait_ready(LONG)
         self.steps[handle.version] = step
         return handle.version
-
-    def new_publisher(self) -> None:
-        self.publisher.close()
-        self._jobs += 1
-        self.publisher = job(self.daemon.endpoint, self.folder, f"job-{self._jobs}")
 
     @property
     def newest(self) -> int:
@@ -372,39 +364,6 @@ def test_a_daemon_killed_while_servers_install_finds_them_and_goes_on(fleet: Fle
             fleet.wait_state(name, {"stage": Server.STAGING, "apply": Server.APPLYING}[phase], version)
         fleet.restart_daemon(f"while servers {phase}")
     fleet.in_time(version)
-
-
-def test_a_daemon_killed_after_an_install_touches_nobody(fleet: Fleet) -> None:
-    fleet.restart_daemon("while all serve")
-    fleet.in_time(fleet.newest)
-    assert {server.install.version for server in servers(fleet.daemon)} == {0}
-
-
-INTERRUPTED = """
-import os, sys
-from pathlib import Path
-from tests.e2e.test_fleets import CONFIG, job
-from tests.support.weights import random_weights
-def half():
-    for at, item in enumerate(random_weights(CONFIG, 99).items()):
-        if at == 10:
-            print("half-way", flush=True)
-            os.kill(os.getpid(), 9)
-        yield item
-publisher = job(sys.argv[1], Path(sys.argv[2]), "killed")
-publisher.attach_tensors([(name, one.dtype, tuple(one.shape)) for name, one in random_weights(CONFIG, 99).items()])
-publisher.publish_tensors(99, half())
-"""
-
-
-def test_a_trainer_killed_in_mid_publish_changes_nothing_and_the_next_one_publishes(fleet: Fleet) -> None:
-    command = [sys.executable, "-c", INTERRUPTED, fleet.daemon.endpoint, str(fleet.folder)]
-    killed = subprocess.run(command, capture_output=True, text=True, timeout=LONG)
-    assert killed.stdout == "half-way\n", killed.stderr
-    fleet.killed_at, fleet.phase = time.monotonic(), "trainer killed in mid-upload"
-    fleet.everyone_gets(fleet.newest)
-    fleet.new_publisher()
-    fleet.in_time(fleet.publish())
 
 
 def test_servers_killed_while_they_stage_and_while_they_apply_boot_on_the_newest_version(fleet: Fleet) -> None:

@@ -437,4 +437,4 @@ Moving.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
     derandomize="RESHARDER_SEARCH" not in os.environ,  # set it, and --hypothesis-seed, to look where nobody has looked yet
 )
-test_fleets_under_everything = pytest.mark.timeout(300)(Moving.TestCase)
+test_fleets_under_everything = pytest.mark.timeout(1200)(Moving.TestCase)
