@@ -49,7 +49,7 @@ def main() -> None:
 
 def publish(publisher: Any, chunks: Any, config: Any, step: int) -> dict[str, Any]:
     """An "optimizer step" (new random weights), then the publish. The weights are spoilt at once: nobody may need them."""
-    fill_from_hf(chunks, config, random_weights(config, seed=step))
+    fill_from_hf(chunks, config, random_weights(config, step))
     dist.barrier()
     start = time.perf_counter()
     handle = publisher.publish(step)
@@ -62,7 +62,7 @@ def publish(publisher: Any, chunks: Any, config: Any, step: int) -> dict[str, An
     ready = time.perf_counter() - start
     times = torch.tensor([handed_over, ready])
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    fill_from_hf(chunks, config, random_weights(config, seed=step))
+    fill_from_hf(chunks, config, random_weights(config, step))
     return {"version": handle.version, "handed_over_s": times[0].item(), "ready_s": times[1].item()}
 
 

@@ -31,18 +31,18 @@ class TrainerJob:
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
-        self._requests = Requests(folder, lambda: self.process.poll() is None)
+        self.requests = Requests(folder, lambda: self.process.poll() is None)
 
     def ask(self, **request: Any) -> Request:
         """Raises JobFailed with the end of the ranks' output."""
         try:
-            return self._requests.ask(**request)
+            return self.requests.ask(**request)
         except JobFailed as error:
             raise JobFailed(f"{error}\n{self._log_path.read_text(errors='replace')[-6000:]}") from None
 
     def tell(self, **request: Any) -> None:
         """Does not wait."""
-        self._requests.send(**request)
+        self.requests.send(**request)
 
     def kill(self) -> None:
         """SIGKILL to every rank at once."""

@@ -1,6 +1,7 @@
 """`demo.trainer` whose ranks go wrong in mid-transfer when they are told to.
 
-`fault`: {"rank": 1, "what": "sleep" | "die" | "change"} happens in that rank's next transfer.
+`fault`: {"rank": 1, "what": "sleep" | "die" | "change"} happens in that rank's next transfer. `reseed`: {"step": 13, "seed": 11}
+gives a step the weights of another.
 """
 
 import os
@@ -27,6 +28,12 @@ def fault(publisher: Any, chunks: Any, config: Any, rank: int, what: str) -> dic
     return {}
 
 
+def reseed(publisher: Any, chunks: Any, config: Any, step: int, seed: int) -> dict[str, Any]:
+    plain = trainer.random_weights
+    trainer.random_weights = lambda config, seed_: plain(config, seed if seed_ == step else seed_)
+    return {}
+
+
 def run(self: Transfer, timeout: float) -> Seconds:
     global _next
     what, _next = _next, ""
@@ -45,5 +52,5 @@ def run(self: Transfer, timeout: float) -> Seconds:
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     Transfer.run = run  # type: ignore[method-assign]
-    trainer.ACTIONS["fault"] = fault
+    trainer.ACTIONS |= {"fault": fault, "reseed": reseed}
     trainer.main()

@@ -58,6 +58,13 @@ class System:
         lines = [json.loads(line) for line in self.daemon.log.read_text().splitlines() if line.startswith("{")]
         return [line for line in lines if line["event"].startswith("direct_")]
 
+    def failures(self) -> list[str]:
+        return [line["reason"] for line in self.transfers() if line["event"] == "direct_failed"]
+
+    def began(self) -> int:
+        """The version of the last transfer that began."""
+        return max((line["version"] for line in self.transfers() if line["event"] == "direct_turn"), default=0)
+
     def sent(self, version: int) -> bool:
         return any(line["event"] == "direct_transfer" and line["version"] == version for line in self.transfers())
 
@@ -105,13 +112,57 @@ def test_the_next_version_goes_over_the_same_group(system: System) -> None:
     assert len([line for line in system.transfers() if line["event"] == "direct_group"]) == 1
 
 
-def test_workers_then_hold_what_a_fresh_server_holds_and_answer_the_same(system: System) -> None:
-    version = system.publish(4)
-    assert system.sent(version), system.transfers()
-    held, answer = system.fingerprints(), system.server.generate(PROMPT, 24)
+def test_weights_that_change_before_they_are_sent_are_noticed_and_come_from_the_store(system: System) -> None:
+    system.trainer.ask(do="fault", rank=1, what="change")
+    version = system.publish(5)
+    assert not system.sent(version)
+    assert "are not what the store holds" in system.failures()[-1]
+    assert system.sent(system.publish(6)), system.transfers()
+
+
+def test_a_rank_that_hangs_costs_its_servers_no_more_than_the_bound(system: System) -> None:
+    system.trainer.ask(do="fault", rank=0, what="sleep")
+    failed = len(system.failures())
+    version = system.publish(7)
+    assert not system.sent(version)
+    assert len(system.failures()) > failed
+    assert system.sent(system.publish(8)), system.transfers()
+
+
+def test_a_rank_killed_in_mid_transfer_leaves_the_server_serving_what_the_store_has(system: System) -> None:
+    system.trainer.ask(do="fault", rank=1, what="die")
+    system.trainer.tell(do="publish", step=9)
+    version = max(system.steps) + 1
+    system.steps[version] = 9
+    system.serves(version)
+    assert not system.sent(version)
+    held = system.fingerprints()
+    system.trainer.kill()
+    system.start_trainer()
+    assert system.sent(system.publish(10)), system.transfers()
+    assert system.fingerprints() != held
+
+
+def test_a_worker_killed_in_mid_transfer_leaves_the_trainer_as_it_was(system: System) -> None:
+    system.trainer.ask(do="fault", rank=0, what="sleep")
+    version = max(system.steps) + 1
+    asked = system.trainer.requests.send(do="publish", step=11)
+    wait_until(lambda: system.began() == version, "the transfer has begun")
     system.server.kill()
+    assert system.trainer.requests.reply(asked)["version"] == version
+    system.steps[version] = 11
     system.server.start()
     system.server.wait_ready()
     system.serves(version)
+
+
+def test_workers_hold_what_a_fresh_server_holds_and_answer_the_same(system: System) -> None:
+    """The server before has just booted with the weights of step 11."""
+    held, answer = system.fingerprints(), system.server.generate(PROMPT, 24)
+    assert system.sent(system.publish(12)), system.transfers()
+    assert system.fingerprints() != held
+    system.trainer.ask(do="reseed", step=13, seed=11)
+    assert system.sent(system.publish(13)), system.transfers()
     assert system.fingerprints() == held
-    assert system.server.generate(PROMPT, 24) == answer
+    again = system.server.generate(PROMPT, 24)
+    assert (again.token_ids, again.logprobs) == (answer.token_ids, answer.logprobs)

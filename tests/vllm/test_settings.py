@@ -23,8 +23,10 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
         "RESHARDER_BOOT_WAIT_SECONDS": "0",
         "RESHARDER_TRANSPORT": "grpc",
         "RESHARDER_STAGING_DIR": str(tmp_path),
+        "RESHARDER_DIRECT": "off",
     }
-    assert Settings.from_environment(ENVIRONMENT | given) == Settings("d:1", "s", "m", "f", True, 2.5, 0, "grpc", str(tmp_path))
+    expected = Settings("d:1", "s", "m", "f", True, 2.5, 0, "grpc", str(tmp_path), direct=False)
+    assert Settings.from_environment(ENVIRONMENT | given) == expected
     assert Settings.from_environment(ENVIRONMENT | dict.fromkeys(given, "")) == Settings("d:1", "s")
 
 
@@ -45,6 +47,7 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
         ({"RESHARDER_BOOT_WAIT_SECONDS": "3601"}, "expected seconds of 0 to 3600 in RESHARDER_BOOT_WAIT_SECONDS, got '3601'"),
         ({"RESHARDER_TRANSPORT": "rdma"}, "expected nothing or grpc in RESHARDER_TRANSPORT, got 'rdma'"),
         ({"RESHARDER_STAGING_DIR": "/no/such"}, "expected a folder in RESHARDER_STAGING_DIR, got '/no/such'"),
+        ({"RESHARDER_DIRECT": "yes"}, "expected on or off in RESHARDER_DIRECT, got 'yes'"),
         ({"RESHARDER_FAULT": "drop:a"}, "expected skip:NAME, .* in RESHARDER_FAULT, got 'drop:a'"),
     ],
 )

@@ -397,6 +397,7 @@ class Direct:
             if not group.error:
                 offer.running, group.granted, group.began = group, group.install, self._clock()
                 offer.tell(group, Act.RUN)
+                _log.info("direct_turn", server=group.server, version=offer.number, group=group.id)
                 self._news.notify_all()
 
     def finish(self, member: Member, id: str, ok: bool, error: str, seconds: float, size_bytes: int) -> None:

@@ -32,8 +32,8 @@ class Settings:
     hold_seconds: float = 30.0
     boot_wait_seconds: float = 600.0
     transport: str = ""
-    direct: bool = True
     staging_dir: str = "/dev/shm"
+    direct: bool = True
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
@@ -50,8 +50,8 @@ class Settings:
             hold_seconds=_seconds(given, "RESHARDER_HOLD_SECONDS", cls.hold_seconds),
             boot_wait_seconds=_seconds(given, "RESHARDER_BOOT_WAIT_SECONDS", cls.boot_wait_seconds, _LONGEST_BOOT_WAIT),
             transport=_one_of(given, "RESHARDER_TRANSPORT", ("", GRPC)),
-            direct=_one_of(given, "RESHARDER_DIRECT", ("on", "off")) == "on",
             staging_dir=_folder(given, "RESHARDER_STAGING_DIR", cls.staging_dir),
+            direct=_one_of(given, "RESHARDER_DIRECT", ("on", "off")) == "on",
         )
 
 
