@@ -4,12 +4,14 @@
 nothing on the CPU, so that it is `dropping_sleep`'s here, which drops what a GPU would.
 """
 
+import fcntl
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +69,14 @@ class Session:
 
 
 @contextmanager
+def alone() -> Iterator[None]:
+    """The page names ports and the store, so one session a machine."""
+    with (Path(tempfile.gettempdir()) / "resharder-tutorial.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
 def open_session(folder: Path) -> Iterator[Session]:
     """In a folder with what the page takes as given."""
     for number in (100, 200, 300):
@@ -90,10 +100,10 @@ def open_session(folder: Path) -> Iterator[Session]:
     shutil.rmtree(STORE, ignore_errors=True)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_each_command_of_the_tutorial_prints_what_the_page_says(tmp_path: Path) -> None:
     found = []
-    with open_session(tmp_path) as session:
+    with alone(), open_session(tmp_path) as session:
         for step in steps(PAGE.read_text()):
             if wrong := difference(step.output, session.run(step)):
                 found.append(f"docs/tutorial.md, line {step.line}: {step.command}\n{wrong}")

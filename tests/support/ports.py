@@ -3,7 +3,7 @@
 import random
 import socket
 
-_OURS = range(20_000, 32_000)  # below those that Linux gives to connections, and to whoever asks for any port
+_OURS = range(20_000, 29_000)  # below those that torch takes, and that Linux gives to connections and whoever asks for any
 _random = random.SystemRandom()  # a test's seed is the same in every process
 _held: list[socket.socket] = []  # as long as this process lives
 
