@@ -4,6 +4,8 @@ and comes back with what it holds when the daemon was away.
 with SimulatedServer(daemon, "left") as server:
     server.in_flight = 3
     server.broken = {2}     # it fails to stage these
+    server.torn = {3}       # and to apply these
+    server.measured = {"stage_seconds": 0.5}    # what its worker says of each version, next to what it did
 """
 
 import queue
@@ -22,9 +24,12 @@ Reports = queue.SimpleQueue[server_pb2.ControlReport]
 
 
 class SimulatedServer:
-    def __init__(self, daemon: Daemon, id: str, *, fleet: str = "") -> None:
-        self.id, self.broken = id, set[int]()
-        self._fleet = fleet
+    def __init__(self, daemon: Daemon, id: str, *, fleet: str = "", model: str = "") -> None:
+        self.id, self.broken, self.torn = id, set[int](), set[int]()
+        self.error = ""
+        self.measured: dict[str, object] = {}
+        self.pause_seconds = 0.0
+        self._fleet, self._model = fleet, model
         self._stub = server_pb2_grpc.ServerServiceStub(daemon.channel)
         self._operator = operator_pb2_grpc.OperatorServiceStub(daemon.channel)
         self._power, self._in_flight = resources_pb2.AWAKE, 0
@@ -46,7 +51,7 @@ class SimulatedServer:
         self._say()
 
     def _claim(self, boot: bool) -> server_pb2.Claim:
-        request = server_pb2.ClaimServerRequest(server=self.id, fleet=self._fleet, boot=boot, wait_seconds=30)
+        request = server_pb2.ClaimServerRequest(server=self.id, model=self._model, fleet=self._fleet, boot=boot, wait_seconds=30)
         return self._stub.ClaimServer(request, wait_for_ready=True)
 
     def _attach(self) -> None:
@@ -76,11 +81,15 @@ class SimulatedServer:
         if order.kind in (Order.RENEWED, Order.LEAD):
             return
         if order.kind == Order.STAGE and order.version in self.broken:
-            self._say(install=order.install, done=order.kind, ok=False, error=f"no version {order.version} for me")
+            self._say(install=order.install, done=order.kind, ok=False, error=self.error or f"no version {order.version} for me")
+            return
+        if order.kind == Order.APPLY and order.version in self.torn:
+            self._say(install=order.install, done=order.kind, ok=False, error=f"version {order.version} went in half-way")
             return
         if order.kind in (Order.SLEEP, Order.WAKE):
             self._power = order.power
-        self._say(install=order.install, done=order.kind, ok=True)
+        pause = self.pause_seconds if order.kind in (Order.APPLY, Order.RESUME) else 0.0
+        self._say(install=order.install, done=order.kind, ok=True, pause_seconds=pause)
         if order.kind == Order.STAGE:
             self._report(self._worker(Worker.STAGED, order.version, order.install))
         if order.kind == Order.APPLY:
@@ -94,7 +103,9 @@ class SimulatedServer:
     def _worker(self, state: int, version: int, install: str = "") -> resources_pb2.Worker:
         name = f"models/{self._model}/versions/{version}"
         found = self._operator.GetVersion(operator_pb2.GetVersionRequest(version=name)).fingerprint
-        return Worker(state=state, version=version, install=install, fingerprint=found, process=f"process-{self.id}")
+        return Worker(
+            state=state, version=version, install=install, fingerprint=found, process=f"process-{self.id}", **self.measured
+        )
 
     def _report(self, worker: resources_pb2.Worker) -> None:
         self._stub.ReportWorker(server_pb2.ReportWorkerRequest(server=f"servers/{self.id}", worker=worker))

@@ -14,7 +14,7 @@ from resharder.server.web import Judge, Web
 from resharder.server.web.status import status
 
 RELEASE = importlib.metadata.version("resharder")
-_EVENTS = 30  # on the status page
+_EVENTS = 15  # on the status page
 
 
 class Shown:

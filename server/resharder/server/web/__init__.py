@@ -27,6 +27,7 @@ _PAGE = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/status.js": ("status.js", "text/javascript; charset=utf-8"),
     "/status.css": ("status.css", "text/css; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "

@@ -78,17 +78,18 @@ class HttpServer:
         self._thread.start()
 
     def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._server.close()
-        for transport in self._open.values():
-            transport.abort()
-        tasks = list(self._open)
-        for task in tasks:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _end(self) -> None:
+        self._server.close()
+        for task, transport in self._open.items():
+            transport.abort()
+            task.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -1,0 +1,186 @@
+"""The status page in a real Chromium, before a real daemon."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from resharder.client.operator import Operator
+
+from tests.support.browser import NARROW, WIDE, browser, needs_browser, resize
+from tests.support.daemon import Daemon
+from tests.support.operating import wait_until
+from tests.support.ports import free_port
+from tests.support.publishing import Job
+from tests.support.scene import job, publish, scene, upload_half
+from tests.support.simulated import SimulatedServer
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
+
+HOSTILE = "<img src=x onerror=\"document.title='owned'\">&amp;<script>document.title='owned'</script>"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Chrome]":
+    needs_browser()
+    with browser(tmp_path_factory.mktemp("profile")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    needs_browser()
+    with Daemon(web_listen=f"127.0.0.1:{free_port()}") as running:
+        yield running
+
+
+def open_page(page: "Chrome", daemon: Daemon) -> None:
+    page.get(f"http://{daemon.options['web_listen']}/")
+    wait_until(lambda: text(page, "#link") == "live", "the page is drawn")
+
+
+def text(page: "Chrome", selector: str) -> str:
+    """What a person reads there; empty where there is nothing yet."""
+    return str(page.execute_script("return document.querySelector(arguments[0])?.innerText ?? ''", selector)).replace(
+        "\u00a0", " "
+    )
+
+
+def rows(page: "Chrome", fleet: str) -> dict[str, list[str]]:
+    """The cells of each server of a fleet."""
+    found: list[list[str]] = page.execute_script(
+        "return [...document.querySelectorAll(`[data-fleet='${arguments[0]}'] tbody tr`)].map("
+        "row => [...row.children].map(cell => cell.innerText))",
+        fleet,
+    )
+    return {cells[0]: cells[1:] for cells in found}
+
+
+def problems(page: "Chrome") -> list[Any]:
+    """What Chromium had to say: errors of scripts, and what the policy kept from running."""
+    return [entry for entry in page.get_log("browser") if "/api/status" not in entry["message"]]
+
+
+def test_it_shows_what_the_daemon_says_of_fleets_servers_versions_and_what_moves(page: "Chrome", daemon: Daemon) -> None:
+    with scene(daemon), Operator(daemon.endpoint) as operator:
+        open_page(page, daemon)
+        for fleet in operator.fleets():
+            card = text(page, f"[data-fleet='{fleet.name}']")
+            assert fleet.reason in card, (fleet, card)
+            shown = rows(page, fleet.name)
+            assert {f"servers/{id}" for id in shown} == set(fleet.servers)
+            for server in operator.servers(fleet.name):
+                state, version, why, _, requests = shown[server.name.removeprefix("servers/")]
+                numbers = [server.version] if server.version == server.wanted_version else [server.version, server.wanted_version]
+                assert (state, version, why) == (server.State.Name(server.state), " → ".join(map(str, numbers)), server.reason)
+                assert int(requests) == server.in_flight == 17
+        assert rows(page, "policy")["rollout-0"][3] == "staged in 412 ms (7.5 GB/s), applied in 161 ms, paused for 206 ms"
+        assert "1 version, " in text(page, "[data-fleet='policy'] .chip.warn"), "it is said how far a fleet lags"
+        assert "failed 3 times" in rows(page, "policy")["rollout-2"][2], "and why a server does"
+        assert "HOLDING" in text(page, "[data-fleet='tried'] .head")
+        moving = text(page, "#moving")
+        assert "models/draft/versions/2" in moving
+        assert "2.1 MB of 4.2 MB, 0 of 1 slot sealed" in moving
+        lines = page.execute_script(
+            "return [...document.querySelectorAll('#models .line:not(.axis)')].map(line => line.innerText)"
+        )
+        listed = [version for model in ("draft", "policy") for version in operator.versions(model)]
+        assert [line.split()[0] for line in lines] == [str(version.number) for version in listed], (
+            "newest first, as the command lists"
+        )
+        assert all(version.State.Name(version.state) in line for line, version in zip(lines, listed, strict=True))
+        assert text(page, "#events").count("\n") > 10
+        assert not problems(page)
+
+
+def test_what_happens_is_seen_without_a_reload(page: "Chrome", daemon: Daemon) -> None:
+    seen = job(daemon, "seen")
+    publish(seen, 1)
+    with SimulatedServer(daemon, "watched", fleet="seen", model="seen") as server:
+        open_page(page, daemon)
+        wait_until(lambda: rows(page, "seen").get("watched", ["", ""])[1] == "1", "version 1 is served")
+        page.execute_script("window.since = 'the same page'")
+        publish(seen, 2)
+        wait_until(lambda: rows(page, "seen")["watched"][:2] == ["SERVING", "2"], "version 2 is served")
+        server.in_flight = 5
+        wait_until(lambda: rows(page, "seen")["watched"][4] == "5", "requests are counted")
+        version = upload_half(seen, 3)
+        wait_until(lambda: version.name in text(page, "#moving"), "a version arrives")
+        assert page.execute_script("return window.since") == "the same page"
+    assert not problems(page)
+
+
+def test_a_daemon_that_is_away_is_said_and_its_return_is_seen(page: "Chrome", daemon: Daemon) -> None:
+    with Daemon(web_listen=f"127.0.0.1:{free_port()}") as other:
+        open_page(page, other)
+        other.kill()
+        wait_until(lambda: "the daemon is not reachable since" in text(page, "#link"), "the page says so")
+        assert text(page, "#store").startswith("store:"), "what was known stays"
+        other.start()
+        wait_until(lambda: text(page, "#link") == "live", "the page follows again")
+
+
+def test_names_and_reasons_are_text_whatever_stands_in_them(page: "Chrome", daemon: Daemon) -> None:
+    """Names of models, servers and fleets have no such letters; jobs, reasons and errors of workers may have any."""
+    hostile = job(daemon, "hostile", HOSTILE)
+    publish(hostile, 1)
+    with SimulatedServer(daemon, "victim", fleet="hostile", model="hostile") as server:
+        server.broken, server.error = {2}, HOSTILE
+        publish(hostile, 2)
+        abort(hostile, HOSTILE)
+        open_page(page, daemon)
+        wait_until(lambda: HOSTILE in rows(page, "hostile")["victim"][2], "the error is shown as it is")
+        assert HOSTILE in text(page, "#models"), "and the job"
+        wait_until(lambda: HOSTILE in text(page, "#events"), "and the reason of an event")
+        assert page.title == "Resharder"
+        assert not page.execute_script("return document.querySelectorAll('main img, main script').length")
+        assert not problems(page)
+
+
+def abort(job: Job, reason: str) -> None:
+    from resharder.v1 import publisher_pb2
+
+    version = job.begin(9)
+    job.stub.AbortVersion(publisher_pb2.AbortVersionRequest(version=version.name, epoch=job.epoch, reason=reason))
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1280", "400"])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_it_can_be_read_wide_and_narrow_light_and_dark(
+    page: "Chrome", daemon: Daemon, size: tuple[int, int], dark: bool, tmp_path: Path
+) -> None:
+    shown = job(daemon, "readable")
+    publish(shown, 1, 2)
+    with ExitStack() as stack:
+        stack.callback(resize, page, WIDE)
+        stack.enter_context(SimulatedServer(daemon, "readable-0", fleet="readable", model="readable"))
+        resize(page, size, dark=dark)
+        open_page(page, daemon)
+        wait_until(lambda: "readable-0" in rows(page, "readable"), "the server is shown")
+        width = page.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]")
+        assert width[0] <= width[1] == size[0], "nothing is to be scrolled sideways to"
+        colours = page.execute_script(
+            "return ['.card', '.soft', '.chip.good', '.chip.busy', '#link'].flatMap(which => {"
+            "  const found = document.querySelector(which);"
+            "  if (!found) return [];"
+            "  let behind = found;"
+            "  while (getComputedStyle(behind).backgroundColor === 'rgba(0, 0, 0, 0)') behind = behind.parentElement;"
+            "  return [[which, getComputedStyle(found).color, getComputedStyle(behind).backgroundColor]]; })"
+        )
+        for which, text_colour, back in colours:
+            assert contrast(text_colour, back) >= 4.5, (which, text_colour, back)  # WCAG 2.1, level AA
+        assert (light(colours[0][2]) < 0.5) == dark
+
+
+def light(colour: str) -> float:
+    """Relative luminance of `rgb(r, g, b)`, by WCAG 2.1."""
+    parts = [int(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    dark, bright = sorted((light(one), light(other)))
+    return (bright + 0.05) / (dark + 0.05)

@@ -1,0 +1,50 @@
+"""Takes docs/images/status.png: the status page of a real daemon with simulated servers. Needs Debian's Chromium.
+
+python -m tools.screenshot [--folder DIR]    # also narrow and dark, into DIR
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.wait import WebDriverWait
+
+from tests.support.browser import NARROW, WIDE, browser, resize
+from tests.support.daemon import Daemon
+from tests.support.ports import free_port
+from tests.support.scene import scene
+
+ROOT = Path(__file__).parents[1]
+
+
+def take(folder: Path) -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    with (
+        tempfile.TemporaryDirectory() as profile,
+        Daemon(web_listen=listen) as daemon,
+        scene(daemon),
+        browser(Path(profile)) as page,
+    ):
+        page.get(f"http://{listen}/")
+        WebDriverWait(page, 60).until(lambda page: page.find_element(By.ID, "link").text == "live")
+        for name, size, dark in (("status", WIDE, False), ("dark", WIDE, True), ("narrow", NARROW, False)):
+            resize(page, size, dark=dark)
+            height = page.execute_script("return document.documentElement.scrollHeight")
+            resize(page, (size[0], height), dark=dark)
+            page.save_screenshot(str(folder / f"{name}.png"))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path)
+    asked = parser.parse_args().folder
+    with tempfile.TemporaryDirectory() as made:
+        folder = asked or Path(made)
+        folder.mkdir(parents=True, exist_ok=True)
+        take(folder)
+        picture = ROOT / "docs" / "images" / "status.png"
+        picture.parent.mkdir(exist_ok=True)
+        Image.open(folder / "status.png").convert("RGB").quantize(128).save(picture, optimize=True)
+        print(picture)
