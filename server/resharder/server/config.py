@@ -54,9 +54,10 @@ class Config(BaseSettings):
 
     @model_validator(mode="after")
     def _protected(self) -> Self:
-        if self.security is None and not self.insecure and not is_loopback(self.listen):
+        open_ = [listen for listen in (self.listen, self.web_listen) if listen and not is_loopback(listen)]
+        if open_ and self.security is None and not self.insecure:
             raise ValueError(
-                f"expected a loopback address without security, got {self.listen}: anybody who reaches it could change and read "
+                f"expected a loopback address without security, got {open_[0]}: anybody who reaches it could change and read "
                 "every model. Set security, or insecure to trust that network"
             )
         return self

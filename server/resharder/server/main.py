@@ -33,6 +33,7 @@ from resharder.server.moves import Fleet, PauseMode
 from resharder.server.operations import Operations
 from resharder.server.protocol import ProtocolInterceptor
 from resharder.server.reconciler import Settings
+from resharder.server.security import web
 from resharder.server.security.access import Access, add_port
 from resharder.server.security.files import SecurityFilesError
 from resharder.server.security.interceptor import AccessInterceptor
@@ -137,8 +138,10 @@ class Daemon:
         operator_pb2_grpc.add_OperatorServiceServicer_to_server(operator, server)
 
     def _shown(self) -> Shown:
+        security = self.config.security
+        judge, tls = (web.judge(self.access), web.tls_context(security)) if security is not None else (None, None)
         try:
-            return Shown(self.config.web_listen, self.intake, self.fleets, self.events)
+            return Shown(self.config.web_listen, self.intake, self.fleets, self.events, judge, tls)
         except (OSError, ValueError) as error:
             raise SystemExit(f"resharderd: cannot listen on {self.config.web_listen} (web_listen): {error}") from error
 

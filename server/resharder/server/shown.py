@@ -1,6 +1,7 @@
 """What a daemon shows of itself: its metrics, and over HTTP the status page and probes."""
 
 import importlib.metadata
+import ssl
 import time
 from functools import partial
 from typing import Any
@@ -20,7 +21,15 @@ _EVENTS = 15  # on the status page
 class Shown:
     """Listens once it is made, unless `listen` is empty. `started`: the daemon takes calls. Raises OSError, ValueError."""
 
-    def __init__(self, listen: str, intake: Intake, fleets: Fleets, events: Events, judge: Judge | None = None) -> None:
+    def __init__(
+        self,
+        listen: str,
+        intake: Intake,
+        fleets: Fleets,
+        events: Events,
+        judge: Judge | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._intake, self._fleets, self._events = intake, fleets, events
         self._since = time.time()
         self.started = False
@@ -31,7 +40,8 @@ class Shown:
         events.heard = observed.happened
         on_refusal(observed.refused)
         text = partial(metrics.text, registry)
-        self._web = Web(listen, status=self._status, metrics=text, unready=self._unready, judge=judge) if listen else None
+        web = partial(Web, status=self._status, metrics=text, unready=self._unready, judge=judge, tls=tls)
+        self._web = web(listen) if listen else None
         self.listen = self._web.listen if self._web else ""
 
     def close(self) -> None:

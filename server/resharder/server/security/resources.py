@@ -38,7 +38,7 @@ def resource_of(method: str, rule: Rule, request: Any, world: World) -> Resource
         return model(request.model.removeprefix("models/") or world.only_model(), world)
     if name == "ListVersions":
         return model(request.model, world)
-    return model(_model_in(getattr(request, "publisher", "") or request.version), world)
+    return model(_model_in(getattr(request, "publisher", "") or getattr(request, "version", "")), world)
 
 
 def model(name: str, world: World) -> Resource:

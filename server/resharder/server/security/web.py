@@ -1,0 +1,69 @@
+"""The status page's port: the same certificates, and viewers alone. A token may also come as the password of basic
+authentication, which browsers ask for."""
+
+import base64
+import binascii
+import ssl
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+
+from resharder.server.errors import DaemonError, ResourceExhausted, Unauthenticated
+from resharder.server.security.access import Access
+from resharder.server.security.files import Watched
+from resharder.server.security.settings import Security
+from resharder.server.web.http import Answer, Request
+
+_ASK = ("WWW-Authenticate", 'Basic realm="resharder: the token as password"')
+
+
+def judge(access: Access) -> Callable[[Request], Answer | None]:
+    def judged(request: Request) -> Answer | None:
+        try:
+            access.viewer(_bearers(request.headers.get("authorization", [])), request.certificate, "web")
+        except DaemonError as error:
+            status = _status(error)
+            return Answer(f"{error}\n".encode(), status=status, headers=(_ASK,) if status == HTTPStatus.UNAUTHORIZED else ())
+        return None
+
+    return judged
+
+
+def tls_context(security: Security) -> ssl.SSLContext:
+    """Every handshake has the files as they are by then. Certificates of clients are verified, and not asked of everybody: probes
+    have none. Raises SecurityFilesError."""
+    files = [path for path in (security.certificate, security.key, security.client_ca) if path is not None]
+    made = Watched(files, lambda: _context(security))
+
+    def choose(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = made.value
+
+    front = _context(security)
+    front.sni_callback = choose  # called without a name, too
+    return front
+
+
+def _context(security: Security) -> ssl.SSLContext:
+    """Raises OSError (ssl.SSLError)."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(security.certificate, security.key, password="")
+    if security.client_ca is not None:
+        context.load_verify_locations(security.client_ca)
+        context.verify_mode = ssl.CERT_OPTIONAL
+    return context
+
+
+def _bearers(headers: Sequence[str]) -> list[str]:
+    return [f"Bearer {_password(header)}" if header[:6].lower() == "basic " else header for header in headers]
+
+
+def _password(header: str) -> str:
+    try:
+        return base64.b64decode(header[6:], validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+
+
+def _status(error: DaemonError) -> HTTPStatus:
+    if isinstance(error, Unauthenticated):
+        return HTTPStatus.UNAUTHORIZED
+    return HTTPStatus.TOO_MANY_REQUESTS if isinstance(error, ResourceExhausted) else HTTPStatus.FORBIDDEN

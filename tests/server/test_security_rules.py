@@ -1,0 +1,327 @@
+"""Who may do what, as a decision: the table of roles, the rules of every call, what a request is about, a caller's limits."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from resharder.converters.chunks import ChunkHeader, frame
+from resharder.server.config import Config, load
+from resharder.server.errors import DaemonError, ResourceExhausted
+from resharder.server.lanes import LONG
+from resharder.server.security import rules
+from resharder.server.security.files import read_tokens
+from resharder.server.security.identities import bearer, identity, of_grpc, of_ssl
+from resharder.server.security.limits import BURST_SECONDS, Limits
+from resharder.server.security.resources import resource_of
+from resharder.server.security.roles import Grant, Role, Roles
+from resharder.server.security.rules import RULES, Resource, Rule, decide, rule_of
+from resharder.server.security.settings import is_loopback
+from resharder.v1 import direct_pb2, operator_pb2, publisher_pb2, resources_pb2, server_pb2
+
+PROTO = Path(__file__).parents[2] / "proto/resharder/v1"
+
+
+def methods() -> Iterator[tuple[str, MethodDescriptor]]:
+    """Every call of every service that the daemon could offer."""
+    own = [file.DESCRIPTOR for file in (publisher_pb2, server_pb2, operator_pb2, direct_pb2)]
+    for file in [*own, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR]:
+        for service in file.services_by_name.values():
+            for method in service.methods:
+                yield f"/{service.full_name}/{method.name}", method
+
+
+def test_every_call_of_every_service_has_a_rule_and_no_rule_is_of_a_call_that_is_none() -> None:
+    """A new call that has none is refused to everybody: say in security/rules.py who may make it, and in security/resources.py
+    what it is about."""
+    ruled = {f"/{service}/{name}" for service, calls in RULES.items() for name in calls}
+    assert {name for name, _ in methods()} == ruled
+    in_files = {
+        line.split()[1] for path in PROTO.glob("*.proto") for line in path.read_text().splitlines() if line[:8] == "service "
+    }
+    assert {f"resharder.v1.{name}" for name in in_files} == {service for service in RULES if service.startswith("resharder.")}
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_call_without_a_rule_is_refused_to_every_role(role: Role) -> None:
+    assert rule_of("/resharder.v1.OperatorService/NoSuchCall") is None
+    assert "no entry" in decide([Grant(role)], None, Resource("models/policy", "policy", ("policy",)))
+
+
+class World:
+    """Fleets `policy` and `canaries` follow policy, `other` follows other; server s is of canaries."""
+
+    fleets = {"policy": "policy", "canaries": "policy", "other": "other"}  # noqa: RUF012
+
+    def only_model(self) -> str:
+        return "policy"
+
+    def following(self) -> dict[str, str]:
+        return dict(self.fleets)
+
+    def fleet_of(self, server: str) -> str:
+        return {"s": "canaries"}.get(server, "")
+
+
+def about(name: str, request: object) -> Resource:
+    method = next(full for full, method in methods() if method.name == name)
+    rule = rule_of(method)
+    assert rule is not None
+    return resource_of(method, rule, request, World())
+
+
+VERSION = "models/policy/versions/3"
+HEADER = ChunkHeader(3, 1, 0, 0, 0)
+POLICY = ("policy", ("policy", "canaries"))
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "model", "fleets"),
+    [
+        ("CreatePublisher", publisher_pb2.CreatePublisherRequest(model=resources_pb2.Model(name="policy")), *POLICY),
+        ("RenewLease", publisher_pb2.RenewLeaseRequest(publisher="models/policy/publishers/1"), *POLICY),
+        ("SealSlot", publisher_pb2.SealSlotRequest(version=VERSION), *POLICY),
+        ("SealSlot", publisher_pb2.SealSlotRequest(version="models/policy"), "", ()),
+        ("UploadChunks", frame(HEADER, b"", "policy"), *POLICY),
+        ("UploadChunks", frame(HEADER, b""), "", ()),
+        ("UploadChunks", b"\xff" * 9, "", ()),
+        ("GetManifest", server_pb2.GetManifestRequest(version=VERSION), *POLICY),
+        ("GetModel", server_pb2.GetModelRequest(), *POLICY),
+        ("GetModel", server_pb2.GetModelRequest(model="models/new"), "new", ("new",)),
+        ("ListVersions", operator_pb2.ListVersionsRequest(), "", ()),
+        ("ListVersions", operator_pb2.ListVersionsRequest(model="policy"), *POLICY),
+        ("ClaimServer", server_pb2.ClaimServerRequest(server="new", fleet="canaries"), "", ("canaries",)),
+        ("ClaimServer", server_pb2.ClaimServerRequest(server="new"), "", ("policy",)),
+        ("ClaimServer", server_pb2.ClaimServerRequest(server="new", model="new"), "", ("new",)),
+        ("ClaimServer", server_pb2.ClaimServerRequest(server="new", model="other", fleet="mine"), "", ()),
+        ("ClaimServer", server_pb2.ClaimServerRequest(server="s", fleet="policy"), "", ("canaries", "policy")),
+        ("Attend", server_pb2.ControlReport(server="servers/s"), "", ("canaries",)),
+        ("ReportWorker", server_pb2.ReportWorkerRequest(server="s"), "", ("canaries",)),
+        ("UpdateFleet", operator_pb2.UpdateFleetRequest(fleet=resources_pb2.Fleet(name="canaries")), "", ("canaries",)),
+        ("UpdateFleet", operator_pb2.UpdateFleetRequest(fleet=resources_pb2.Fleet(name="new", model="other")), "", ()),
+        ("SetPower", operator_pb2.SetPowerRequest(fleet="fleets/canaries"), "", ("canaries",)),
+        ("RetireVersions", operator_pb2.RetireVersionsRequest(model="policy"), "", ()),
+        ("DeclareMemory", direct_pb2.DeclareMemoryRequest(member={"owner": "models/policy/publishers/1"}), *POLICY),
+        ("DeclareMemory", direct_pb2.DeclareMemoryRequest(member={"owner": "servers/s"}), "", ("canaries",)),
+        ("JoinTransfer", direct_pb2.JoinTransferRequest(member={"owner": "servers/s"}, version=VERSION), "", ("canaries",)),
+        (
+            "JoinTransfer",
+            direct_pb2.JoinTransferRequest(member={"owner": "servers/s"}, version="models/other/versions/1"),
+            "",
+            (),
+        ),
+    ],
+)
+def test_what_a_request_is_about(name: str, request_: object, model: str, fleets: tuple[str, ...]) -> None:
+    found = about(name, request_)
+    assert (found.model, sorted(found.fleets)) == (model, sorted(fleets))
+
+
+@pytest.mark.parametrize("method", [name for name, _ in methods()])
+def test_an_empty_request_is_about_nothing_that_a_narrow_role_covers(method: str) -> None:
+    rule, descriptor = rule_of(method), dict(methods())[method]
+    assert rule is not None
+    request = message_factory.GetMessageClass(descriptor.input_type)()
+    try:
+        resource = resource_of(method, rule, b"" if descriptor.name == "UploadChunks" else request, World())
+    except DaemonError:
+        return
+    grants = [Grant(Role.PUBLISHER, "other"), Grant(Role.SERVER, "other"), Grant(Role.OPERATOR, "other")]
+    assert rule.about is rules.About.NOTHING or decide(grants, rule, resource)
+
+
+NAMED = [
+    ("dns:trainer.test", "dns:trainer.test", True),
+    ("dns:trainer.test", "dns:TRAINER.test", True),
+    ("dns:trainer.test", "cn:trainer.test", False),
+    ("dns:trainer.test", "token:trainer.test", False),
+    ("dns:trainer.test", "dns:trainerxtest", False),
+    ("dns:*.test", "dns:a.test", True),
+    ("dns:*.test", "dns:a.b.test", False),
+    ("dns:*.test", "dns:a.test.evil", False),
+    ("uri:spiffe://x/ns/serve/sa/*", "uri:spiffe://x/ns/serve/sa/vllm", True),
+    ("uri:spiffe://x/ns/serve/sa/*", "uri:spiffe://x/ns/serve/sa/vllm/more", False),
+    ("uri:spiffe://x/ns/*/sa/vllm", "uri:spiffe://x/ns/a/b/sa/vllm", False),
+    ("token:*", "token:a.b", True),
+    ("cn:*", "dns:a", False),
+]
+
+
+@pytest.mark.parametrize(("row", "name", "matches"), NAMED)
+def test_a_row_is_of_the_names_that_it_matches_whole(row: str, name: str, matches: bool) -> None:
+    kind, _, said = name.partition(":")
+    assert bool(Roles({row: ["viewer"]}).of([identity(kind, said)])) is matches
+
+
+def test_a_caller_has_the_roles_of_all_its_rows_and_operators_are_viewers() -> None:
+    roles = Roles({"dns:a": ["publisher:p", "server:f*"], "token:b": ["operator:g"], "token:c": ["operator"]})
+    assert roles.of(["dns:a", "token:b"]) == (
+        Grant(Role.PUBLISHER, "p"),
+        Grant(Role.SERVER, "f*"),
+        Grant(Role.OPERATOR, "g"),
+        Grant(Role.VIEWER),
+    )
+    assert roles.of(["dns:b"]) == ()
+    assert Grant(Role.SERVER, "f*").covers("f.1")
+    assert not Grant(Role.SERVER, "f*").covers("g")
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"trainer": ["viewer"]}, "expected a row as KIND:NAME with a KIND of dns, .*got 'trainer'"),
+        ({"dns:": ["viewer"]}, "expected a row as KIND:NAME"),
+        ({"host:a": ["viewer"]}, "got 'host:a'"),
+        ({"dns:a": ["root"]}, "dns:a: expected a role of publisher, server, operator, viewer, got 'root'"),
+        ({"dns:a": ["publisher"]}, "dns:a: expected publisher:MODEL, or publisher:\\* for every model"),
+        ({"dns:a": ["server"]}, "expected server:FLEET"),
+        ({"dns:a": ["server:"]}, "dns:a: expected a name after the colon"),
+        ({"dns:a": ["viewer:policy"]}, "dns:a: expected viewer alone"),
+    ],
+)
+def test_a_wrong_row_is_refused_by_name(table: dict[str, list[str]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Roles(table)
+
+
+def any_rule() -> st.SearchStrategy[Rule]:
+    return st.sampled_from([rule for calls in RULES.values() for rule in calls.values() if rule is not rules.EVERYBODY])
+
+
+@given(any_rule(), st.lists(st.builds(Grant, st.sampled_from(Role), st.sampled_from(["a", "b"])), max_size=4))
+def test_more_roles_allow_more_and_what_is_anothers_stays_anothers(rule: Rule, grants: list[Grant]) -> None:
+    theirs = Resource("models/c", "c", ("c",))
+    wider = [*grants, Grant(Role.PUBLISHER, "c"), Grant(Role.SERVER, "c"), Grant(Role.OPERATOR), Grant(Role.VIEWER)]
+    assert not decide(wider, rule, theirs)
+    looks = [grant for grant in grants if grant.role is Role.VIEWER]
+    if rule.about is not rules.About.NOTHING and not (looks and Role.VIEWER in rule.who):
+        assert decide(grants, rule, theirs)
+
+
+def test_names_are_those_of_a_verified_certificate_and_keep_their_kind() -> None:
+    properties = {"peer_dns": [b"A.test"], "peer_email": [b"dns:b.test"], "x509_common_name": [b"c"], "x509_subject": [b"CN=c"]}
+    assert of_grpc(properties) == ("dns:a.test", "email:dns:b.test", "cn:c")
+    assert of_grpc({}) == ()
+    certificate = {
+        "subject": ((("commonName", "c"),),),
+        "subjectAltName": (("DNS", "A.test"), ("URI", "spiffe://x"), ("other", "y")),
+    }
+    assert of_ssl(certificate) == ("dns:a.test", "uri:spiffe://x", "cn:c")
+    assert of_ssl(None) == ()
+
+
+@pytest.mark.parametrize("headers", [["Basic x"], ["Bearer "], ["x"], [""], ["Bearer a", "Bearer a"]])
+def test_an_authorization_that_is_no_token_is_refused(headers: list[str]) -> None:
+    with pytest.raises(DaemonError, match="expected one authorization header"):
+        bearer(headers)
+
+
+def test_lines_of_tokens_are_a_name_and_a_hash(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(f"# all\n\nalice sha256:{'a' * 64}  # old\nalice sha256:{'b' * 64}\n")
+    assert read_tokens(file) == {"a" * 64: "alice", "b" * 64: "alice"}
+    for wrong in ("alice", f"alice {'a' * 64}", f"alice sha256:{'a' * 63}", f"al/ice sha256:{'a' * 64}"):
+        file.write_text(f"bob sha256:{'a' * 64}\n{wrong}")
+        with pytest.raises(ValueError, match=r"tokens, line 2: expected NAME sha256:HEX"):
+            read_tokens(file)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_caller_that_begins_too_many_calls_is_refused_until_time_has_passed_and_others_are_not() -> None:
+    clock = Clock()
+    limits = Limits(2, 1, clock)
+    for _ in range(round(2 * BURST_SECONDS)):
+        limits.begin("a")
+    for _ in range(3):
+        with pytest.raises(ResourceExhausted, match="a begins more than 2 calls a second") as caught:
+            limits.begin("a")
+        assert caught.value.reason == "TOO_FAST"
+    limits.begin("b")
+    limits.begin("a", renewal=True)
+    clock.now = 0.5
+    limits.begin("a")
+    with pytest.raises(ResourceExhausted):
+        limits.begin("a")
+    Limits(0, 1, clock).begin("a")
+
+
+def test_who_has_all_its_calls_back_is_forgotten() -> None:
+    clock = Clock()
+    limits = Limits(1, 1, clock)
+    for i in range(5000):
+        limits.begin(f"caller {i}")
+    clock.now = 60.0
+    limits.begin("one more")
+    assert len(limits._left) == 1
+
+
+def test_a_caller_has_no_more_calls_open_than_it_may() -> None:
+    limits = Limits(0, 2)
+    with limits.open("a"), limits.open("a"), limits.open("b"):
+        with pytest.raises(ResourceExhausted, match="a has 2 calls open") as caught, limits.open("a"):
+            pass
+        assert caught.value.reason == "TOO_MANY_CALLS"
+    with limits.open("a"), limits.open("a"):
+        pass
+    assert not limits._open
+
+
+def test_calls_with_long_messages_are_those_that_carry_much() -> None:
+    large = {name for calls in RULES.values() for name, rule in calls.items() if rule.large}
+    carrying = {"CreatePublisher", "RegisterSlot", "UploadChunks", "SealSlot", "DigestBoxes", "DownloadChunks"}
+    assert large == carrying | {"DeclareMemory", "SetGroupKey", "GetGroupKey"}
+    assert {"UploadChunks", "DownloadChunks", "RegisterSlot"} <= LONG
+
+
+@pytest.mark.parametrize(
+    ("listen", "is_"),
+    [
+        ("127.0.0.1:1", True),
+        ("127.9.9.9:1", True),
+        ("[::1]:1", True),
+        ("localhost:1", True),
+        ("unix:/run/resharder.sock", True),
+        ("0.0.0.0:1", False),
+        ("[::]:1", False),
+        ("127.example.com:1", False),
+        ("daemon:1", False),
+        ("10.0.0.1:1", False),
+    ],
+)
+def test_a_daemon_without_security_listens_on_the_loopback_unless_it_is_told_to_be_insecure(listen: str, is_: bool) -> None:
+    assert is_loopback(listen) is is_
+    for option in ("listen", "web_listen"):
+        if is_:
+            assert getattr(Config(**{option: listen}), option) == listen
+        else:
+            with pytest.raises(ValidationError, match=f"expected a loopback address without security, got .*{listen[-1]}"):
+                Config(**{option: listen})
+        Config(**{option: listen}, insecure=True)
+
+
+@pytest.mark.parametrize(
+    ("security", "message"),
+    [
+        ("{certificate: a, key: b, roles: {}}", "expected client_ca, tokens or both"),
+        ("{certificate: a, tokens: c, roles: {}}", "security.key"),
+        ("{certificate: a, key: b, tokens: c}", "security.roles"),
+        ("{certificate: a, key: b, tokens: c, roles: {dns:a: [root]}}", "dns:a: expected a role"),
+        ("{certificate: a, key: b, tokens: c, roles: {}, rolls: {}}", "rolls"),
+    ],
+)
+def test_a_wrong_security_is_refused_by_name(security: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file.yaml").write_text(f"security: {security}")
+    with pytest.raises(ValidationError, match=message):
+        load(tmp_path / "file.yaml", {})
