@@ -6,7 +6,7 @@ COMPAT := .venv-compat
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup demo test lint types proto proto-check unit test-compat bench clean
+.PHONY: setup demo test lint types proto proto-check unit test-compat bench docs-metrics docs-picture clean
 
 setup: $(VENV)/.ready
 
@@ -68,6 +68,13 @@ test-compat: $(COMPAT)/.ready
 
 bench: setup
 	$(BIN)/python -m benchmarks.staged_path $(if $(JSON),--json $(JSON))
+
+# Generated: what the daemon and the plugin count, and a picture of the status page (needs Debian's Chromium).
+docs-metrics: setup
+	$(BIN)/python -m tools.metrics_page
+
+docs-picture: setup
+	$(BIN)/python -m tools.screenshot
 
 clean:
 	rm -rf $(VENV) .venv-proto $(COMPAT)
