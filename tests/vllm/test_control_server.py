@@ -17,7 +17,7 @@ from resharder.client.publisher import Publisher
 from resharder.v1 import resources_pb2
 
 from tests.support.daemon import Daemon
-from tests.support.operating import wait_serving
+from tests.support.operating import wait_serving, wait_until
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_server import Token, VllmServer
 from tests.support.weights import random_weights
@@ -72,6 +72,12 @@ def double(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
         yield deployed
 
 
+def metrics(server: VllmServer) -> dict[str, float]:
+    """The plugin's samples on vLLM's own page."""
+    lines = server.request("GET", "/metrics").body.decode().splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line.startswith("resharder_vllm_"))}
+
+
 class Streaming(threading.Thread):
     """A client that reads a stream in the background."""
 
@@ -101,6 +107,7 @@ class Streaming(threading.Thread):
 def test_a_booted_server_says_its_version_on_every_route(single: Deployment) -> None:
     for path in ("/health", "/v1/models", "/version", "/metrics", "/no/such/route"):
         assert single.server.request("GET", path).version == str(single.version), path
+    assert metrics(single.server)["resharder_vllm_served_version"] == single.version
 
 
 @pytest.mark.compat
@@ -166,3 +173,8 @@ def test_two_api_servers_share_one_server_and_both_gates_follow(double: Deployme
     answers = [double.server.generate(PROMPT, 8) for _ in range(16)]
     assert {answer.version for answer in answers} == {str(reached)}
     assert len({answer.token_ids for answer in answers}) == 1
+    wait_until(lambda: metrics(double.server)['resharder_vllm_gate_position{position="open"}'] == 2, "both gates are open")
+    counted = metrics(double.server)
+    assert counted["resharder_vllm_served_version"] == reached
+    assert counted["resharder_vllm_pause_seconds_count"] >= 1
+    assert counted['resharder_vllm_installs_total{outcome="applied"}'] >= 1

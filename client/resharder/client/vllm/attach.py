@@ -14,7 +14,7 @@ from typing import Any
 
 from resharder.client.channel import Channel
 from resharder.client.errors import UsageError, WaitTimeout
-from resharder.client.vllm import compat
+from resharder.client.vllm import compat, metrics
 from resharder.client.vllm.control import Control
 from resharder.client.vllm.gate import Gate, Position
 from resharder.client.vllm.lease import Identity, LeaseThread
@@ -62,8 +62,16 @@ async def attach(engine: Any, settings: Settings | None = None, *, gate: Gate | 
     identity = Identity(settings.server, world_size, address, settings.model, settings.fleet, passes_kv)
     gate = gate or Gate(prefer=settings.prefer, hold_seconds=settings.hold_seconds)
 
+    numbers = metrics.numbers()
+    gate.watch(numbers)
+    gate.lease.renewed = numbers.renewed
+
     async def carry_out(order: Order) -> Outcome | None:
-        return await control.carry_out(order)
+        began = time.monotonic()
+        outcome = await control.carry_out(order)
+        if outcome is not None:
+            numbers.carried_out(outcome, time.monotonic() - began)
+        return outcome
 
     def about() -> tuple[Power, int, int]:
         return control.state.power, gate.in_flight, gate.shown

@@ -59,10 +59,11 @@ LEASE_ENDED = "the lease ended and the fleet allows no server without one"
 
 class Lease:
     """Written by the thread of the stream, read on the event loop; `until` is of the monotonic clock. `strict`: without it the
-    gate may not stand open. `lapses`: how often it ended while it was."""
+    gate may not stand open. `lapses`: how often it ended while it was. `renewed` hears for how many seconds it lasts."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self.renewed: Callable[[float], None] = lambda seconds: None
         self.until = float("-inf")
         self.strict = False
         self.lapses = 0
@@ -71,6 +72,7 @@ class Lease:
         if self.strict and not self.alive:
             self.lapses += 1  # before `until`: who sees the lease alive again sees this too
         self.until, self.strict = max(self.until, until), strict
+        self.renewed(self.until - self._clock())
 
     @property
     def alive(self) -> bool:
@@ -85,6 +87,14 @@ class Position(Enum):
     OPEN = "open"
     HELD = "held"
     SHUT = "shut"
+
+
+class Watcher:
+    """Hears what a gate does. `reason`: late, lease_ended or shut."""
+
+    def moved(self, position: Position, version: int) -> None: ...
+    def refused(self, reason: str) -> None: ...
+    def waited(self, seconds: float) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -121,6 +131,12 @@ class Gate:
         self._held_at = 0.0
         self._begun = [UNCONFIRMED]  # every version that may have made an answer, in order
         self._changed = asyncio.Event()
+        self._watcher = Watcher()
+
+    def watch(self, watcher: Watcher) -> None:
+        """Has it hear of everything from here on, and where the gate stands."""
+        self._watcher = watcher
+        watcher.moved(self.position, self.version)
 
     @property
     def position(self) -> Position:
@@ -152,9 +168,16 @@ class Gate:
 
     async def enter(self) -> Ticket | Refusal:
         """Waits while the gate is held, not longer than until it is late."""
+        came = self._clock() if self.position is Position.HELD else None
         while self.position is Position.HELD and not self._late():
             await self.changed(self._held_at + self._hold_seconds - self._clock())
-        return self.ticket() if self.position is Position.OPEN else Refusal(self._why())
+        if came is not None:
+            self._watcher.waited(self._clock() - came)
+        if self.position is Position.OPEN:
+            return self.ticket()
+        ended = "lease_ended" if self._reason == LEASE_ENDED else "shut"
+        self._watcher.refused("late" if self.position is Position.HELD else ended)
+        return Refusal(self._why())
 
     def look(self) -> Ticket | Refusal:
         """The same for a health check, which never waits."""
@@ -193,6 +216,7 @@ class Gate:
 
     def _move(self, position: Position) -> None:
         self._position = position
+        self._watcher.moved(position, self.version)
         self._changed.set()
         self._changed = asyncio.Event()
 
