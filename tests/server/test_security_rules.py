@@ -41,7 +41,7 @@ def test_every_call_of_every_service_has_a_rule_and_no_rule_is_of_a_call_that_is
     """A new call that has none is refused to everybody: say in security/rules.py who may make it, and in security/resources.py
     what it is about."""
     ruled = {f"/{service}/{name}" for service, calls in RULES.items() for name in calls}
-    assert {name for name, _ in methods()} == ruled
+    assert {name for name, _ in methods()} ^ ruled <= {"/grpc.health.v1.Health/List"}, "which older ones of grpcio do not have"
     in_files = {
         line.split()[1] for path in PROTO.glob("*.proto") for line in path.read_text().splitlines() if line[:8] == "service "
     }
