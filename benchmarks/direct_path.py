@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import TCPStore
 
-from benchmarks import shapes
+from benchmarks import shapes, vllm_nccl
 from benchmarks.direct_layouts import DENSE, EXPERTS, both_sides, memory_of
 from benchmarks.rows import Row, show, write
 from tests.support.late_group import Late
@@ -286,7 +286,7 @@ def seconds_of(took: list[list[tuple[float, float, Any]]]) -> float:
     return median(max(end for _, end, _ in each) - max(begin for begin, _, _ in each) for each in zip(*took, strict=True))
 
 
-def report(job: Job, said: dict[int, dict[str, Any]]) -> list[Row]:
+def report(job: Job, said: dict[int, dict[str, Any]], peer: float | None) -> list[Row]:
     kept = max(said[rank]["bytes"] for rank in RECEIVERS)
     rates = {name: job.link_bytes / seconds_of([said[r]["links"][name] for r in range(4)]) for name in ("straight", "crossed")}
     limit = kept / rates["straight"]
@@ -308,12 +308,12 @@ def report(job: Job, said: dict[int, dict[str, Any]]) -> list[Row]:
         table.add_row(str(way), *shown)
         if wrong:
             raise AssertionError(f"{job.name}, {way}: {wrong} elements are wrong")
-        rows.append(Row(f"direct {job.name}" + (f", {way}" if i else ""), total, None, limit))
+        rows.append(Row(f"direct {job.name}" + (f", {way}" if i else ""), total, peer, limit))
     Console(width=180).print(table)
     proven, alone = seconds_of([one["proven"] for one in said.values()]), [t for *_, t in said[2]["proven"]]
     if sum(one["unproven"] for one in said.values()):
         raise AssertionError(f"{job.name}: digests are wrong")
-    rows.append(Row(f"direct {job.name}, with the digest proof", proven, None, limit))
+    rows.append(Row(f"direct {job.name}, with the digest proof", proven, peer, limit))
     print(f"{job.name}: the group takes {said[0]['group MiB']:.0f} MiB of a sender and {said[2]['group MiB']:.0f} of a receiver; "
           f"with the proof {proven * 1000:.1f} ms, {proven / rows[0].ours - 1:+.0%}; alone {median(alone) * 1000:.1f}, "
           f"made in {said[2]['proof made'] * 1000:.0f}; schedules prepared in {said[0]['prepared'] * 1000:.0f} ms, again in "
@@ -327,10 +327,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cpu-tiny", action="store_true")
     parser.add_argument("--recorded", action="store_true")
+    parser.add_argument("--peer", action="store_true", help="measure vLLM's own transfer in the same run, on three of the GPUs")
     arguments = parser.parse_args()
     jobs, rows = CPU_JOBS if arguments.cpu_tiny else GPU_JOBS, list[Row]()
     for job in jobs:
-        rows += report(job, dict(processes(job, measuring, arguments, 90)))
+        peer = vllm_nccl.measure(job.name) if arguments.peer else None
+        rows += report(job, dict(processes(job, measuring, arguments, 90)), peer)
         if arguments.json:
             write(rows, arguments.json)
     show(rows)

@@ -161,10 +161,11 @@ class Publisher:
             self._close_sender()
             self._register(holding_of_declared(declared), wait)
 
-    def publish(self, step: int, *, sync: bool = False) -> Handle:
+    def publish(self, step: int, *, sync: bool = False, direct: bool = True) -> Handle:
         """Hands this rank's part of the attached model over; returns when the trainer may change its weights.
 
-        `sync`: gather parameters first that `overlap_param_gather` left stale (a collective). Raises StaleParameters otherwise,
+        `sync`: gather parameters first that `overlap_param_gather` left stale (a collective). `direct`: False where servers are
+        to take this version from the daemon, though `connect` was given a `direct_wait`; alike on all ranks. Raises StaleParameters otherwise,
         StaleEpoch, Conflict, VersionAborted, OutOfRoom, WaitTimeout, DaemonUnreachable; the version is aborted then.
         """
         with self._alone():
@@ -173,7 +174,7 @@ class Publisher:
                 raise UsageError("expected an attached model: call attach(model_chunks, hf_config) before publish")
             self._refuse_stale(sync)
             handle = self._publish(step, live.items)
-            if self._sender is not None and self._registration is not None:
+            if direct and self._sender is not None and self._registration is not None:
                 self._sender.offer(self._registration.name, handle.name, self._direct_wait)
             return handle
 
