@@ -6,7 +6,7 @@ COMPAT := .venv-compat
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup demo test lint types proto proto-check unit test-compat bench docs-metrics docs-picture clean
+.PHONY: setup demo test lint docs types proto proto-check unit test-compat bench docs-metrics docs-picture clean
 
 setup: $(VENV)/.ready
 
@@ -24,19 +24,23 @@ $(VENV)/.ready: pyproject.toml Makefile
 demo: setup
 	$(BIN)/python -m demo.main $(if $(JSON),--json $(JSON))
 
-test: setup lint types proto-check unit
+test: setup lint types proto-check docs unit
 
 lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
 
+# README.md, CHANGELOG.md and docs/ as a site, in site/; a link that leads nowhere, or a page that nobody finds, is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 types: setup
 	$(BIN)/mypy converters server client
 
 # Layouts and clients take processors, so two files at a time; the others measure memory and time, or start servers of their own.
 unit: setup
-	$(BIN)/pytest -n 2 --dist loadfile tests/converters tests/client $(PYTEST)
+	$(BIN)/pytest -n 2 --dist loadfile tests/converters tests/client tests/deploy $(PYTEST)
 	$(BIN)/pytest tests/server tests/vllm tests/e2e tests/gpu $(PYTEST)
 
 # Generated with an old grpcio-tools on purpose: its output runs on protobuf 5.29, 6 and 7.

