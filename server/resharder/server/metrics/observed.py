@@ -1,14 +1,18 @@
 """Counters and histograms, fed by the intake, the fleets, the journal and refused calls as things happen."""
 
+from collections.abc import Iterable
+from typing import Literal
+
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from resharder.server import fleet, intake
 from resharder.server.events import Event
-from resharder.server.metrics.installs import Outcome, ended
 from resharder.server.moves import Fleet
 from resharder.server.reconciler import Install, InstallState, Server
+from resharder.server.timing import Timing
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 RATES = (1e6, 1e7, 1e8, 2.5e8, 5e8, 1e9, 2e9, 4e9, 8e9, 1.6e10, 3.2e10, 6.4e10, 1.28e11, 2.56e11, 5.12e11)
+CONTROL_PHASES = ("pause", "reset", "resume")
 TRANSPORTS = ("grpc", "shared-memory", "direct")
 
 
@@ -38,8 +42,8 @@ class Observed(intake.Observer, fleet.Observer):
         )
         self._install = histogram(
             "install_phase_seconds",
-            "Phases of installs that were committed, of the slowest worker: stage (while serving), apply (while paused: copies "
-            "and their proof, in one pass)",
+            "Phases of installs that were committed: stage (while serving), then pause, apply (copies and their proof, in one "
+            "pass), reset (caches), resume; stage and apply are the slowest worker's",
             "fleet",
             "phase",
         )
@@ -89,26 +93,36 @@ class Observed(intake.Observer, fleet.Observer):
     def server_stepped(self, before: Server, after: Server) -> None:
         if before.lost_at is None and after.lost_at is not None:
             self._leases.labels(after.model, "server").inc()
-        if (done := ended(before, after)) is not None:
-            self._install_ended(after, *done)
-        was, now = before.install, after.install
-        if was is not None and now is not None and was.id == now.id and now.pause_seconds and not was.pause_seconds:
-            self._pause.labels(after.fleet).observe(now.pause_seconds)
-
-    def _install_ended(self, server: Server, install: Install, outcome: Outcome) -> None:
-        self._installs.labels(server.fleet, outcome).inc()
-        if outcome != "committed":
-            if install.state == InstallState.APPLYING:
-                self._torn.labels(server.fleet).inc()
+        known, done = before.ended, after.ended
+        if done is None or done is known:
             return
-        workers = [worker for worker in server.workers.values() if worker.install == install.id]
-        self._install.labels(server.fleet, "stage").observe(max(worker.stage_seconds for worker in workers))
-        self._install.labels(server.fleet, "apply").observe(max(worker.apply_seconds for worker in workers))
+        if known is None or known.id != done.id:
+            self._install_ended(before, after, done)
+            self._phases(after.fleet, done, done.timings)
+        else:  # its leader has said how it went on
+            if done.pause_seconds:
+                self._pause.labels(after.fleet).observe(done.pause_seconds)
+            self._phases(after.fleet, done, done.timings[len(known.timings) :])
+
+    def _install_ended(self, before: Server, after: Server, install: Install) -> None:
+        self._installs.labels(after.fleet, outcome(before, after, install)).inc()
+        if install.state != InstallState.COMMITTED:
+            if before.install is not None and before.install.state == InstallState.APPLYING:
+                self._torn.labels(after.fleet).inc()
+            return
+        workers = [worker for worker in after.workers.values() if worker.install == install.id]
+        self._install.labels(after.fleet, "stage").observe(max(worker.stage_seconds for worker in workers))
+        self._install.labels(after.fleet, "apply").observe(max(worker.apply_seconds for worker in workers))
         for worker in workers:
             transport = worker.transport if worker.transport in TRANSPORTS else "other"
-            self._installed.labels(server.fleet, transport).inc(max(0, worker.needed_bytes))
+            self._installed.labels(after.fleet, transport).inc(max(0, worker.needed_bytes))
             if worker.needed_bytes > 0 and worker.stage_seconds > 0:
                 self._stage_rate.labels(transport).observe(worker.needed_bytes / worker.stage_seconds)
+
+    def _phases(self, fleet: str, install: Install, timings: Iterable[Timing]) -> None:
+        for timing in timings if install.state == InstallState.COMMITTED else ():
+            if timing.phase in CONTROL_PHASES:
+                self._install.labels(fleet, timing.phase).observe(timing.seconds)
 
     def fleet_stepped(self, before: Fleet | None, after: Fleet) -> None:
         move = after.move
@@ -125,3 +139,14 @@ class Observed(intake.Observer, fleet.Observer):
 
     def happened(self, event: Event) -> None:
         self._events.labels(event.kind, event.what).inc()
+
+
+def outcome(before: Server, after: Server, install: Install) -> Literal["committed", "failed", "given_up"]:
+    """Of an install that has ended between the two."""
+    if install.state == InstallState.COMMITTED:
+        return "committed"
+    return "failed" if _tries(after, install.version) > _tries(before, install.version) else "given_up"
+
+
+def _tries(server: Server, version: int) -> int:
+    return server.failures[version].count if version in server.failures else 0

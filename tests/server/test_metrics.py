@@ -1,0 +1,335 @@
+"""What Prometheus gets: of a real daemon, and of steps of servers and fleets."""
+
+import http.client
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+from resharder.client.operator import Motion, Operator
+from resharder.server import metrics, snapshot
+from resharder.server.fleet import FleetView, ServerView
+from resharder.server.manifest import ABORTED, READY, RETIRED, VersionRecord
+from resharder.server.metrics.observed import Observed
+from resharder.server.moves import Fleet, Move, MoveState
+from resharder.server.moves import Motion as HowToMove
+from resharder.server.reconciler import (
+    Attached,
+    Goal,
+    OrderKind,
+    Reported,
+    Server,
+    Settings,
+    Ticked,
+    VersionsChanged,
+    Worker,
+    WorkerReported,
+    WorkerState,
+    step,
+)
+from resharder.server.timing import Timing
+from resharder.v1 import publisher_pb2
+
+from tests.client.models import connected, publish_all, weights
+from tests.support.daemon import Daemon
+from tests.support.operating import wait_until
+from tests.support.ports import free_port
+from tests.support.scene import job, publish
+from tests.support.simulated import SimulatedServer
+from tools.metrics_page import PAGE, page
+
+SIZE = 4 * 4096 * 64 * 4  # of a version of `job`
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon(web_listen=f"127.0.0.1:{free_port()}", keep_count=2) as running:
+        yield running
+
+
+def exposition(daemon: Daemon, accept: str = "") -> str:
+    connection = http.client.HTTPConnection(str(daemon.options["web_listen"]), timeout=60)
+    try:
+        connection.request("GET", "/metrics", headers={"Accept": accept})
+        return connection.getresponse().read().decode()
+    finally:
+        connection.close()
+
+
+def read(daemon: Daemon) -> Callable[..., float | None]:
+    """`read(daemon)(name, **labels)`: the sample, as it is now; None where there is none."""
+    samples = {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(exposition(daemon))
+        for sample in family.samples
+    }
+    return lambda name, **labels: samples.get((f"resharder_{name}", frozenset(labels.items())))
+
+
+def test_the_page_of_the_documentation_is_what_the_code_declares() -> None:
+    assert PAGE.read_text() == page(), "run `make docs-metrics`"
+
+
+def test_every_phase_of_a_publish_and_every_byte_is_counted_by_transport(daemon: Daemon) -> None:
+    sent = job(daemon, "sent")
+    publish(sent, 1, 2, 3)
+    publishers = connected(daemon.endpoint, 2, "mapped")  # on the daemon's own host
+    publish_all(publishers, 10, weights(1))[0].wait_ready(60)
+    for publisher in publishers:
+        publisher.close()
+    wait_until(lambda: read(daemon)("publish_phase_seconds_count", model="policy", phase="commit") == 1, "it is counted")
+    value = read(daemon)
+    assert value("received_bytes_total", model="sent", transport="grpc") == 3 * SIZE
+    assert value("received_bytes_total", model="policy", transport="shared-memory") == sum(
+        tensor.numel() * tensor.element_size() for tensor in weights(1).values()
+    )
+    for model, times in (("sent", 3), ("policy", 1)):
+        counts = {
+            phase: value("publish_phase_seconds_count", model=model, phase=phase) for phase in ("upload", "proof", "commit")
+        }
+        assert counts == dict.fromkeys(counts, times)
+        assert value("publish_phase_seconds_count", model=model, phase="registration") == 1
+    assert value("slot_upload_bytes_per_second_count", transport="grpc") == 3
+    assert value("slot_upload_bytes_per_second_count", transport="shared-memory") == 2
+
+
+def test_versions_the_store_and_publishers_are_as_the_daemon_has_them(daemon: Daemon) -> None:
+    kept = job(daemon, "kept")
+    publish(kept, 1, 2, 3)
+    open_version = kept.begin(4)
+    value = read(daemon)
+    states = {state: value("versions", model="kept", state=state) for state in ("STAGING", "READY", "RETIRED", "ABORTED")}
+    assert states == {"STAGING": 1, "READY": 2, "RETIRED": 1, "ABORTED": 0}
+    assert value("newest_version", model="kept") == 3
+    assert (value("publisher_ranks", model="kept"), value("publisher_live_ranks", model="kept")) == (1, 1)
+    with Operator(daemon.endpoint) as operator:
+        ready = operator.version("models/kept/versions/3").ready_time
+        assert value("newest_version_ready_timestamp_seconds", model="kept") == pytest.approx(ready.ToNanoseconds() / 1e9)
+        assert value("store_limit_bytes") == operator.daemon().store_limit_bytes
+    kept.stub.AbortVersion(publisher_pb2.AbortVersionRequest(version=open_version.name, epoch=kept.epoch, reason="a test"))
+    assert read(daemon)("versions", model="kept", state="ABORTED") == 1
+    assert (read(daemon)("store_used_bytes") or 0) >= 2 * SIZE
+
+
+def test_fleets_say_how_far_they_are_behind_and_installs_how_they_went(daemon: Daemon) -> None:
+    moved = job(daemon, "moved")
+    publish(moved, 1)
+    with (
+        SimulatedServer(daemon, "moved-a", fleet="moved", model="moved") as good,
+        SimulatedServer(daemon, "moved-b", fleet="moved", model="moved") as bad,
+        Operator(daemon.endpoint) as operator,
+    ):
+        for server in (good, bad):
+            server.measured = {"stage_seconds": 0.5, "apply_seconds": 0.25, "needed_bytes": 1000, "transport": "grpc"}
+            server.pause_seconds = 0.75
+        good.in_flight = 4
+        names = {"fleet": "moved", "model": "moved"}
+        wait_until(lambda: read(daemon)("servers", **names, state="SERVING") == 2, "both serve")
+        bad.torn = {2}
+        publish(moved, 2)
+        wait_until(lambda: (read(daemon)("installs_total", fleet="moved", outcome="failed") or 0) >= 1, "one went in half-way")
+        wait_until(lambda: read(daemon)("install_pause_seconds_count", fleet="moved") is not None, "one went on")
+        wait_until(lambda: read(daemon)("fleet_lag_versions", **names) == 1, "the fleet is behind")
+        value = read(daemon)
+        assert (value("torn_installs_avoided_total", fleet="moved") or 0) >= 1
+        assert (value("fleet_lag_seconds", **names) or 0) > 0
+        assert value("fleet_wanted_version", **names) == 2
+        assert value("requests_in_flight", **names) == 4
+        assert value("install_phase_seconds_sum", fleet="moved", phase="stage") is not None
+        bad.torn = set()
+        operator.update_fleet("moved", motion=Motion(kind=Motion.ALL_AT_ONCE))
+        publish(moved, 3)
+        wait_until(lambda: read(daemon)("fleet_served_version", **names) == 3, "both serve version 3")
+        wait_until(lambda: read(daemon)("fleet_lag_versions", **names) == 0, "and are not behind")
+        value = read(daemon)
+        done = value("installs_total", fleet="moved", outcome="committed")
+        assert done is not None
+        assert value("install_phase_seconds_count", fleet="moved", phase="stage") == done
+        assert value("install_phase_seconds_sum", fleet="moved", phase="apply") == 0.25 * done
+        assert value("installed_bytes_total", fleet="moved", transport="grpc") == 1000 * done
+        assert value("fleet_lag_seconds", **names) == 0
+        wait_until(
+            lambda: (read(daemon)("move_seconds_count", fleet="moved", motion="all_at_once", outcome="done") or 0) >= 2,
+            "moves end",
+        )
+    text = exposition(daemon)
+    assert "moved-a" not in text, "no server is a label"
+    assert not re.search(r'version="', text), "and no version"
+
+
+def test_refused_calls_are_counted_by_reason_and_events_by_kind(daemon: Daemon) -> None:
+    before = read(daemon)("rpc_refusals_total", reason="VERSION_UNKNOWN") or 0
+    with Operator(daemon.endpoint) as operator, pytest.raises(Exception, match="is not known"):
+        operator.version("models/sent/versions/999")
+    value = read(daemon)
+    assert value("rpc_refusals_total", reason="VERSION_UNKNOWN") == before + 1
+    assert value("events_total", kind="daemon", what="started") == 1
+    assert value("build_info", release=Operator(daemon.endpoint).daemon().release) == 1
+
+
+def test_a_rank_and_a_server_that_fall_silent_are_counted() -> None:
+    with Daemon(web_listen=f"127.0.0.1:{free_port()}", lease_seconds=2) as short:
+        silent = job(short, "policy")
+        publish(silent, 1)
+        server = SimulatedServer(short, "silent", fleet="policy", model="policy")
+        with server:
+            wait_until(lambda: read(short)("servers", fleet="policy", model="policy", state="SERVING") == 1, "it serves")
+        version = silent.begin(2)
+        wait_until(lambda: read(short)("leases_lost_total", model="policy", holder="rank") == 1, "the rank is given up")
+        wait_until(lambda: read(short)("leases_lost_total", model="policy", holder="server") == 1, "and the server")
+        assert version.number == 2
+
+
+def test_prometheus_own_linter_has_nothing_to_say(daemon: Daemon) -> None:
+    if not (promtool := shutil.which("promtool")):
+        pytest.skip("needs promtool, of Debian's package prometheus")
+    said = subprocess.run([promtool, "check", "metrics"], input=exposition(daemon), capture_output=True, text=True)
+    assert (said.returncode, said.stdout + said.stderr) == (0, "")
+
+
+def test_openmetrics_is_there_for_those_who_ask_for_it(daemon: Daemon) -> None:
+    assert exposition(daemon, "application/openmetrics-text; version=1.0.0").endswith("# EOF\n")
+    with pytest.raises(AssertionError):
+        assert exposition(daemon, "text/plain").endswith("# EOF\n")
+
+
+# Steps
+
+
+class Story:
+    """A server of one worker that serves version 1, and what is counted of it."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.observed = Observed(self.registry)
+        self.server, self.now = Server("a", "policy", "policy", "life", 0.0, {1: "1"}, boot_version=1), 1.0
+        self.worker(WorkerState.BOOTED, 1)
+        self.happens(Attached("control", 1))
+        self.happens(Reported("control", self.server.opened_by, OrderKind.RESUME))
+
+    def happens(self, event: object) -> None:
+        before = self.server
+        self.server, _ = step(before, event, self.now, Settings())  # type: ignore[arg-type]
+        self.observed.server_stepped(before, self.server)
+
+    def worker(self, state: WorkerState, version: int, **more: object) -> None:
+        install = self.server.install.id if self.server.install else ""
+        said = Worker(0, state, version, install, process="p", fingerprint=str(version))
+        self.happens(WorkerReported(replace(said, **more)))  # type: ignore[arg-type]
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"resharder_{name}", labels)
+
+    def stage(self, version: int) -> str:
+        self.happens(VersionsChanged({number: str(number) for number in range(1, version + 1)}))
+        assert self.server.install is not None
+        return self.server.install.id
+
+    def outcomes(self) -> dict[str, float | None]:
+        return {
+            outcome: self.value("installs_total", fleet="policy", outcome=outcome)
+            for outcome in ("committed", "failed", "given_up")
+        }
+
+
+def test_an_install_is_counted_once_with_all_its_phases() -> None:
+    story = Story()
+    install = story.stage(2)
+    story.worker(WorkerState.STAGED, 2, stage_seconds=4.0)
+    timings = (Timing("pause", 0.0, 0.5), Timing("reset", 0.0, 0.25), Timing("a name from elsewhere", 0.0, 9.0))
+    story.happens(Reported("control", install, OrderKind.APPLY, timings=timings))
+    measured = {"stage_seconds": 4.0, "apply_seconds": 2.0, "needed_bytes": 8000, "transport": "nobody-knows"}
+    for _ in range(2):
+        story.worker(WorkerState.APPLIED, 2, **measured)
+    resumed = Reported("control", install, OrderKind.RESUME, pause_seconds=3.0, timings=(Timing("resume", 0.0, 0.125),))
+    for _ in range(2):
+        story.happens(resumed)
+    phases = ("stage", "pause", "apply", "reset", "resume")
+    sums = {phase: story.value("install_phase_seconds_sum", fleet="policy", phase=phase) for phase in phases}
+    assert sums == {"stage": 4.0, "pause": 0.5, "apply": 2.0, "reset": 0.25, "resume": 0.125}
+    assert [story.value("install_phase_seconds_count", fleet="policy", phase=phase) for phase in phases] == [1] * 5
+    assert story.value("install_phase_seconds_count", fleet="policy", phase="a name from elsewhere") is None
+    assert story.value("install_pause_seconds_sum", fleet="policy") == 3.0
+    assert story.value("installed_bytes_total", fleet="policy", transport="other") == 8000
+    assert story.outcomes() == {"committed": 1, "failed": None, "given_up": None}
+
+
+@pytest.mark.parametrize("half", ["staging", "applying"])
+def test_only_an_install_that_had_begun_to_write_is_a_torn_one_avoided(half: str) -> None:
+    story = Story()
+    install = story.stage(2)
+    if half == "applying":
+        story.worker(WorkerState.STAGED, 2)
+    kind = OrderKind.APPLY if half == "applying" else OrderKind.STAGE
+    story.happens(Reported("control", install, kind, ok=False, error="no"))
+    assert story.outcomes() == {"committed": None, "failed": 1, "given_up": None}
+    assert story.value("torn_installs_avoided_total", fleet="policy") == (1 if half == "applying" else None)
+    assert story.server.opened == (0 if half == "applying" else 1)
+
+
+def test_a_lease_that_ends_gives_its_install_up_and_says_nothing_about_the_version() -> None:
+    story = Story()
+    story.stage(2)
+    story.now = 1000.0
+    for _ in range(3):
+        story.happens(Ticked())
+    assert story.outcomes() == {"committed": None, "failed": None, "given_up": 1}
+    assert story.value("leases_lost_total", model="policy", holder="server") == 1
+
+
+def test_moves_that_end_are_counted_with_how_long_they_took() -> None:
+    story = Story()
+    move = Move(1, MoveState.MOVING, 1, 2, HowToMove(), started=100.0)
+    going = Fleet("policy", "policy", move=move)
+    story.observed.fleet_stepped(None, going)
+    done = replace(going, move=replace(move, state=MoveState.DONE, ended=107.5))
+    story.observed.fleet_stepped(going, done)
+    story.observed.fleet_stepped(done, replace(done, max_skew=3))
+    labels = {"fleet": "policy", "motion": "all_at_once", "outcome": "done"}
+    assert (story.value("move_seconds_count", **labels), story.value("move_seconds_sum", **labels)) == (1, 7.5)
+
+
+# Lag
+
+
+def record(number: int, state: str = READY) -> VersionRecord:
+    """READY 10 s after the one before."""
+    return VersionRecord(
+        "policy", number, state, 1, number, "job", 1, 1, 0.0, ready_time=0.0 if state == ABORTED else 10.0 * number
+    )
+
+
+def serving(version: int, *, in_service: bool = True, confirmed: int = 0) -> ServerView:
+    server = Server(f"at-{version}", "policy", "policy", "life", 0.0, goal=Goal(open=in_service))
+    return ServerView(replace(server, opened=version, resumed=bool(version), confirmed=confirmed or version), 0, "", 0.0, 0.0)
+
+
+def lag(wanted: int, *servers: ServerView, moved: float = 0.0) -> tuple[int, float]:
+    records = [record(1, RETIRED), record(2), record(3, ABORTED), record(4), record(5)]
+    move = Move(1, MoveState.MOVING, 0, wanted, HowToMove(), started=moved)
+    return snapshot.lag(FleetView(Fleet("policy", "policy", move=move), wanted, (), ""), servers, records)
+
+
+def test_a_fleet_lags_as_far_as_the_last_of_its_servers_in_service() -> None:
+    assert lag(5, serving(5), serving(5)) == (0, 0.0)
+    assert lag(5, serving(5), serving(4)) == (1, 50.0)
+    assert lag(5, serving(5), serving(1)) == (3, 20.0), "aborted versions are none that it misses"
+    assert lag(5, serving(5), serving(1, in_service=False)) == (0, 0.0), "nobody waits for one that is drained"
+    assert lag(5, serving(5), serving(0)) == (0, 0.0), "nor for one that boots"
+    assert lag(5, serving(5), serving(0, confirmed=2)) == (2, 40.0), "a closed one is where it was"
+    assert lag(2, serving(2), serving(1)) == (1, 20.0), "what a pinned fleet does not want it does not miss"
+    assert lag(2, serving(5), serving(2), moved=77.0) == (2, 77.0), "on the way back it is behind since that was wanted"
+    assert lag(0, serving(5)) == (0, 0.0)
+    assert lag(5) == (0, 0.0)
+
+
+def test_families_are_declared_before_anything_has_happened() -> None:
+    registry, _ = metrics.make("1.2.3")
+    metrics.show(registry, lambda: metrics.states.NOTHING)
+    names = {family.name for family in registry.collect()}
+    assert {"resharder_fleet_lag_seconds", "resharder_installs", "resharder_store_used_bytes"} <= names
+    assert all(name.startswith(("resharder_", "process_")) for name in names)
