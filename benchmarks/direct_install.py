@@ -1,6 +1,6 @@
 """Installs over the direct and the staged path with everything in its place: two Megatron ranks on two GPUs, a daemon, one vLLM
-server of two workers on two others. `python -m benchmarks.direct_install [--rounds N] [--json FILE] [--only NAME]`; `--cpu-tiny`
-runs it all on a CPU, to try it.
+server of two workers on two others. `python -m benchmarks.direct_install [--rounds N] [--json FILE] [--only NAME] [--peer]`;
+`--each 1`: one rank to one worker, on two GPUs; `--cpu-tiny` runs it all on a CPU, to try it.
 
 For each version: the pause as the daemon has it from the server, as a client sees it (the longest wait between two tokens of an
 answer that goes on through the install), and what the workers said of it. At the end the weights of the first version come once
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks import shapes
+from benchmarks import shapes, vllm_nccl
 from benchmarks.direct_layouts import DENSE, EXPERTS
 from benchmarks.rows import Row, show, write
 from demo.trainer_job import TrainerJob
@@ -34,11 +34,11 @@ PROMPT = [5, 17, 42, 7, 300, 11]
 class Job(NamedTuple):
     name: str
     config: dict[str, Any]
-    layout: dict[str, int]
+    kind: str  # of the trainer's parallelism
 
 
-GPU_JOBS = (Job("Qwen3-8B", shapes.QWEN3_8B, {"tp": 2}), Job("Qwen3-30B-A3B", shapes.QWEN3_30B_A3B, {"ep": 2}))
-CPU_JOBS = (Job("tiny dense", DENSE, {"tp": 2}), Job("tiny experts", EXPERTS, {"ep": 2}))
+GPU_JOBS = (Job("Qwen3-8B", shapes.QWEN3_8B, "tp"), Job("Qwen3-30B-A3B", shapes.QWEN3_30B_A3B, "ep"))
+CPU_JOBS = (Job("tiny dense", DENSE, "tp"), Job("tiny experts", EXPERTS, "ep"))
 
 
 class Client:
@@ -75,7 +75,7 @@ def fingerprints(server: VllmServer) -> list[dict[str, int]]:
     return [one["tensors"] for one in said]
 
 
-def run(job: Job, rounds: int, cpu: bool) -> list[Row]:
+def run(job: Job, rounds: int, cpu: bool, each: int, peer: float | None) -> list[Row]:
     began = time.monotonic()
 
     def say(what: str) -> None:
@@ -92,15 +92,17 @@ def run(job: Job, rounds: int, cpu: bool) -> list[Row]:
             "VLLM_PLUGINS": "resharder,raw_mode" if cpu else "resharder",
             "PYTHONPATH": f"{ROOT}/tests/support/raw_mode:{os.environ.get('PYTHONPATH', '')}" if cpu else None,
             "VLLM_SERVER_DEV_MODE": "1",
-            "CUDA_VISIBLE_DEVICES": ",".join(devices[2:4]),
+            "CUDA_VISIBLE_DEVICES": ",".join(devices[each : 2 * each]),
         }
         if environment["PYTHONPATH"] is None:
             del environment["PYTHONPATH"]
-        arguments = ["--load-format", "resharder", "--tensor-parallel-size", "2"]
+        arguments = ["--load-format", "resharder", "--tensor-parallel-size", str(each)]
         server = VllmServer(folder, arguments, environment, dtype="bfloat16", timeout=400)  # type: ignore[arg-type]
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[:2])
-        settings = {"config": job.config, **job.layout, "connect": {"direct_wait": 120.0}}
-        trainer = TrainerJob(daemon.endpoint, "policy", folder / "trainer", settings, ranks=2, module="benchmarks.direct_trainer")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[:each])
+        settings = {"config": job.config, job.kind: each, "connect": {"direct_wait": 120.0}}
+        trainer = TrainerJob(
+            daemon.endpoint, "policy", folder / "trainer", settings, ranks=each, module="benchmarks.direct_trainer"
+        )
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         try:
             server.start()
@@ -126,7 +128,7 @@ def run(job: Job, rounds: int, cpu: bool) -> list[Row]:
                     found[direct].append((there.install.pause_seconds, client.longest(), applied))
                     pause, seen, applied = found[direct][-1]
                     say(
-                        f"version {said['version']}, {'direct' if direct else 'staged'}: handed over in {said['publish_s']:.2f} s,"
+                        f"version {said['version']}, {'direct' if direct else 'staged'}: published in {said['publish_s']:.2f} s,"
                         f" pause {pause * 1000:.0f} ms, client {seen * 1000:.0f} ms, applied in {applied * 1000:.0f} ms"
                     )
             said = trainer.ask(timeout=300, do="publish", step=step + 1, seed=1, direct=True)
@@ -146,10 +148,11 @@ def run(job: Job, rounds: int, cpu: bool) -> list[Row]:
             taken = [line.split("] ", 1)[-1] for line in server.log_text().splitlines() if "received" in line]
             say("; ".join(taken[-2:]))
             rows = []
-            for direct, each in found.items():
-                path, (pauses, seen_, _) = "direct" if direct else "staged", zip(*each[1:], strict=True)
-                rows.append(Row(f"pause, {path} {job.name}", median(pauses), None, None))
-                rows.append(Row(f"pause as a client sees it, {path} {job.name}", median(seen_), None, None))
+            for direct, rounds_ in found.items():
+                path, (pauses, seen_, _) = "direct" if direct else "staged", zip(*rounds_[1:], strict=True)
+                what = f"{path} {job.name}, {each} to {each}"
+                rows.append(Row(f"pause, {what}", median(pauses), peer, None))
+                rows.append(Row(f"pause as a client sees it, {what}", median(seen_), peer, None))
             return rows
         except BaseException:
             print(server.log_tail(30), (folder / "trainer" / "trainer.log").read_text()[-3000:], flush=True)
@@ -166,11 +169,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only")
     parser.add_argument("--cpu-tiny", action="store_true")
+    parser.add_argument("--each", type=int, default=2, help="ranks of the trainer, and workers of the server")
+    parser.add_argument("--peer", action="store_true", help="measure vLLM's own transfer to as many workers in the same run")
     arguments = parser.parse_args()
     rows: list[Row] = []
     for job in CPU_JOBS if arguments.cpu_tiny else GPU_JOBS:
         if arguments.only in (None, job.name):
-            rows += run(job, arguments.rounds, arguments.cpu_tiny)
+            peer = vllm_nccl.measure(job.name, arguments.each) if arguments.peer else None
+            rows += run(job, arguments.rounds, arguments.cpu_tiny, arguments.each, peer)
             if arguments.json:
                 write(rows, arguments.json)
     show(rows)

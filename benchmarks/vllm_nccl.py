@@ -1,6 +1,6 @@
-"""The direct path's peer: vLLM's own packed NCCL transfer (0.26 and later), one trainer GPU to a server of two.
+"""The direct path's peer: vLLM's own packed NCCL transfer (0.26 and later), one trainer GPU to a server of one or two.
 
-`python -m benchmarks.vllm_nccl NAME` prints the seconds of each update: start, the transfer and `load_weights`, finish. vLLM
+`python -m benchmarks.vllm_nccl NAME WORKERS` prints the seconds of each update: start, the transfer and `load_weights`, finish. vLLM
 makes no proof of what arrived.
 """
 
@@ -20,13 +20,13 @@ from resharder.converters.checkpoint import expected_shapes
 from benchmarks import shapes
 
 MODELS = {"Qwen3-8B": shapes.QWEN3_8B, "Qwen3-30B-A3B": shapes.QWEN3_30B_A3B}
-TP, ROUNDS, WARM_UP = 2, 5, 1
+ROUNDS, WARM_UP = 5, 1
 PORT = 29700
 
 
-def measure(name: str, seconds: float = 200.0) -> float | None:
+def measure(name: str, workers: int = 2, seconds: float = 200.0) -> float | None:
     """The median of the rounds after the first; None, with the end of its output, where it does not work here."""
-    command = [sys.executable, "-m", "benchmarks.vllm_nccl", name]
+    command = [sys.executable, "-m", "benchmarks.vllm_nccl", name, str(workers)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("SECONDS ")]
     if not lines:
@@ -37,7 +37,7 @@ def measure(name: str, seconds: float = 200.0) -> float | None:
     return median(took[WARM_UP:])
 
 
-def trainer(name: str) -> None:
+def trainer(name: str, workers: int) -> None:
     """Holds every tensor whole on one GPU; sends them all for each line of its input."""
     import torch
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine as Engine
@@ -47,19 +47,19 @@ def trainer(name: str) -> None:
         for tensor, shape in expected_shapes(MODELS[name]).items()
     ]
     print("READY", flush=True)
-    group = Engine.trainer_init({"master_address": "127.0.0.1", "master_port": PORT, "world_size": TP + 1})
+    group = Engine.trainer_init({"master_address": "127.0.0.1", "master_port": PORT, "world_size": workers + 1})
     for _ in sys.stdin:
         Engine.trainer_send_weights(iter(weights), {"group": group, "packed": True})
         torch.cuda.synchronize()
 
 
-def server(name: str) -> None:
-    command = [sys.executable, "-m", "benchmarks.vllm_nccl", name, "trainer"]
+def server(name: str, workers: int) -> None:
+    command = [sys.executable, "-m", "benchmarks.vllm_nccl", name, str(workers), "trainer"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
     sender = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
     assert sender.stdin is not None
     assert sender.stdout is not None
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(1 + i) for i in range(TP))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(1 + i) for i in range(workers))
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
@@ -70,7 +70,7 @@ def server(name: str) -> None:
             load_format="dummy",
             skip_tokenizer_init=True,
             enforce_eager=True,
-            tensor_parallel_size=TP,
+            tensor_parallel_size=workers,
             gpu_memory_utilization=0.85,
             max_model_len=2048,
             weight_transfer_config=WeightTransferConfig(backend="nccl"),
@@ -78,7 +78,7 @@ def server(name: str) -> None:
     while "READY" not in (line := sender.stdout.readline()):
         if not line:
             raise RuntimeError("the sender ended")
-    where = {"master_address": "127.0.0.1", "master_port": PORT, "rank_offset": 1, "world_size": TP + 1}
+    where = {"master_address": "127.0.0.1", "master_port": PORT, "rank_offset": 1, "world_size": workers + 1}
     engine.init_weight_transfer_engine({"init_info": where})
     known = expected_shapes(MODELS[name])
     update = {
@@ -102,4 +102,4 @@ def server(name: str) -> None:
 
 
 if __name__ == "__main__":
-    (trainer if sys.argv[2:] == ["trainer"] else server)(sys.argv[1])
+    (trainer if sys.argv[3:] == ["trainer"] else server)(sys.argv[1], int(sys.argv[2]))
