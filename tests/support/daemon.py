@@ -26,7 +26,7 @@ LEASE_SECONDS = 60.0  # a busy machine may stop a test, and its clients with it,
 class Daemon:
     """`options` are the daemon's own, as environment: `keep_count=2` becomes RESHARDERD_KEEP_COUNT=2."""
 
-    def __init__(self, *, port: int | None = None, **options: object) -> None:
+    def __init__(self, *, port: int | None = None, umask: int = -1, **options: object) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="resharder-test-", dir="/dev/shm"))
         self.store = self.folder / "store"
         self.log = self.folder / "log"
@@ -34,6 +34,7 @@ class Daemon:
         self.endpoint = f"127.0.0.1:{self.port}"
         self.options = {"lease_seconds": LEASE_SECONDS} | options
         self.process: subprocess.Popen[bytes] | None = None
+        self._umask = umask
         self._channel: grpc.Channel | None = None
 
     def connect(self, options: list[tuple[str, int]]) -> grpc.Channel:
@@ -76,7 +77,11 @@ class Daemon:
             environment["RESHARDERD_FAILPOINT"] = failpoint
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "resharder.server.main"], env=os.environ | environment, stdout=log, stderr=log
+                [sys.executable, "-m", "resharder.server.main"],
+                env=os.environ | environment,
+                stdout=log,
+                stderr=log,
+                umask=self._umask,
             )
         return self.process
 

@@ -168,6 +168,7 @@ class Store:
         owner = self.root.stat().st_uid
         if owner != os.geteuid():  # /dev/shm is everybody's
             raise FailedPrecondition("STORE_OWNER", f"{self.root} belongs to user {owner}, expected {os.geteuid()}")
+        self.root.chmod(0o700)
         descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

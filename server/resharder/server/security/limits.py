@@ -28,7 +28,7 @@ class Limits:
         """Raises ResourceExhausted (TOO_FAST)."""
         if not self._rate:
             return
-        now, most = self._clock(), self._rate * BURST_SECONDS
+        now, most = self._clock(), max(1.0, self._rate * BURST_SECONDS)
         with self._lock:
             left, then = self._left.get((caller, renewal), (most, now))
             left = min(most, left + (now - then) * self._rate)
