@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
+from resharder.client.vllm.metrics import Numbers
 from resharder.server import metrics
 
 from tests.support.tools import checked, tool
@@ -19,13 +21,14 @@ NAMED = re.compile(r"\bresharder_[a-z0-9_]+")
 
 
 def exported() -> set[str]:
-    """Every sample's name that Prometheus can get of a daemon."""
-    registry, _ = metrics.make("test")
-    metrics.show(registry, lambda: metrics.states.NOTHING)
+    """Every sample's name that Prometheus can get of a daemon, or of the plugin."""
+    daemon, _ = metrics.make("test")
+    metrics.show(daemon, lambda: metrics.states.NOTHING)
+    Numbers(plugin := CollectorRegistry())
     suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}
     return {
         f"{family.name}{suffix}"
-        for collector in list(registry._collector_to_names)
+        for collector in [*daemon._collector_to_names, *plugin._collector_to_names]
         for family in (collector.describe() if hasattr(collector, "describe") else collector.collect())
         for suffix in suffixes.get(family.type, ("",))
     }

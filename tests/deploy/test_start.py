@@ -3,7 +3,9 @@
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -14,15 +16,20 @@ from tests.support.daemon import free_port
 PAGE = Path(__file__).parents[2] / "docs" / "start.md"
 
 
-@pytest.mark.timeout(300)
-def test_the_first_five_minutes_are_as_the_page_says(tmp_path: Path) -> None:
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    with TemporaryDirectory(prefix="resharder-test-", dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_the_first_five_minutes_are_as_the_page_says(tmp_path: Path, memory: Path) -> None:
     page = PAGE.read_text()
     (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "train.py").write_text(program)
-    page = page.replace("127.0.0.1:7677", endpoint := f"127.0.0.1:{free_port()}").replace(
-        "/dev/shm/five-minutes", str(tmp_path / "store")
-    )
+    endpoint = f"127.0.0.1:{free_port()}"
+    page = page.replace("127.0.0.1:7677", endpoint).replace("/dev/shm/five-minutes", str(memory / "store"))
     assert f"RESHARDER_ENDPOINT={endpoint}" in page
+    assert str(memory) in page
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RESHARDER")}
     environment |= {"RESHARDERD_LISTEN": endpoint, "RESHARDERD_WEB_LISTEN": "", "HF_HUB_OFFLINE": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
