@@ -371,6 +371,10 @@ class Moving(RuleBasedStateMachine):
         request = operator_pb2.SetDrainedRequest(fleet=FLEET, server=f"servers/{name}", drained=drained)
         self.ask(lambda: self.operations.set_drained(request))
 
+    @rule(name=st.sampled_from(NAMES))
+    def profile(self, name: str) -> None:
+        self.ask(lambda: self.fleets.reinstall(name))
+
     @precondition(lambda self: self.plants)
     @rule(rounds=st.integers(1, 4))
     def all_goes_well(self, rounds: int) -> None:

@@ -22,6 +22,7 @@ from resharder.converters.layout import Box, Range, TensorSpec, box_index, full_
 from resharder.converters.messages import boxes_to_proto
 from resharder.server.errors import ErrorInterceptor
 from resharder.server.fleet import Fleets
+from resharder.server.profiles import Profiles
 from resharder.server.reconciler import Settings
 from resharder.server.server_service import ServerService, add_server_service
 from resharder.server.store import Store
@@ -131,7 +132,7 @@ def site() -> Iterator[Site]:
         settings, ahead = Settings(lease=LEASE, grace=0.5, first_retry=0.05, last_retry=0.1), [0.0]
         fleets = Fleets(store, settings=settings, clock=lambda: time.monotonic() + sum(ahead))
         server = grpc.server(ThreadPoolExecutor(16), interceptors=[ErrorInterceptor()])
-        add_server_service(ServerService(fleets, store), server)
+        add_server_service(ServerService(fleets, store, Profiles(fleets)), server)
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:

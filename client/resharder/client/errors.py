@@ -113,6 +113,7 @@ _BY_REASON: dict[str, type[ResharderError]] = {
     "LAYOUT_MISMATCH": LayoutRejected,
     "TENSOR_MISMATCH": LayoutRejected,
     "NOT_REGISTERED": WaitTimeout,
+    "NO_PROFILE": WaitTimeout,
     "NO_ROOM": OutOfRoom,
     NO_VERSION: WaitTimeout,
     TOO_MANY_CALLS: WaitTimeout,

@@ -11,7 +11,7 @@ Answers are the messages of `resharder.v1`.
 """
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,6 +74,14 @@ class Operator(Reader):
         return self._fleet(
             self._stub.DecideMove, operator_pb2.DecideMoveRequest(fleet=fleet, move=move, go_on=go_on, reason=reason)
         )
+
+    def profile_install(self, server: str, timeout: float = 600.0) -> Iterator[resources_pb2.Profile]:
+        """What the server serves is installed once more, under a profiler in every worker; each worker's profile as it comes.
+
+        Raises Refused where the server is at anything else or the install fails, WaitTimeout after `timeout` seconds, NotFound.
+        """
+        request = operator_pb2.ProfileInstallRequest(server=server_name(server), wait_seconds=timeout)
+        yield from self._channel.stream(self._stub.ProfileInstall(request, timeout=timeout + 30))
 
     def set_power(self, fleet: str, power: resources_pb2.Power, server: str = "") -> resources_pb2.Fleet:
         """Of one server, or of all, those that come later too."""

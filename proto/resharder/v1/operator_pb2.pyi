@@ -188,6 +188,14 @@ class RetireVersionsResponse(_message.Message):
     freed_bytes: int
     def __init__(self, retired: _Optional[_Iterable[_Union[_resources_pb2.Version, _Mapping]]] = ..., kept: _Optional[_Iterable[_Union[_resources_pb2.Version, _Mapping]]] = ..., freed_bytes: _Optional[int] = ...) -> None: ...
 
+class ProfileInstallRequest(_message.Message):
+    __slots__ = ("server", "wait_seconds")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    server: str
+    wait_seconds: float
+    def __init__(self, server: _Optional[str] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+
 class Event(_message.Message):
     __slots__ = ("id", "time", "kind", "subject", "what", "reason", "details")
     class DetailsEntry(_message.Message):

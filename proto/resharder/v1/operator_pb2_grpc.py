@@ -95,6 +95,11 @@ class OperatorServiceStub(object):
                 request_serializer=resharder_dot_v1_dot_operator__pb2.RetireVersionsRequest.SerializeToString,
                 response_deserializer=resharder_dot_v1_dot_operator__pb2.RetireVersionsResponse.FromString,
                 _registered_method=True)
+        self.ProfileInstall = channel.unary_stream(
+                '/resharder.v1.OperatorService/ProfileInstall',
+                request_serializer=resharder_dot_v1_dot_operator__pb2.ProfileInstallRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_resources__pb2.Profile.FromString,
+                _registered_method=True)
         self.ListEvents = channel.unary_stream(
                 '/resharder.v1.OperatorService/ListEvents',
                 request_serializer=resharder_dot_v1_dot_operator__pb2.ListEventsRequest.SerializeToString,
@@ -200,6 +205,14 @@ class OperatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ProfileInstall(self, request, context):
+        """Installs the version that a server serves once more, as any other install but for a profiler in every worker; their profiles
+        as they come. FAILED_PRECONDITION (NOT_SERVING) where it is at anything else, or the install fails.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListEvents(self, request, context):
         """What happened, oldest first; with `follow` the stream goes on.
         """
@@ -289,6 +302,11 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.RetireVersions,
                     request_deserializer=resharder_dot_v1_dot_operator__pb2.RetireVersionsRequest.FromString,
                     response_serializer=resharder_dot_v1_dot_operator__pb2.RetireVersionsResponse.SerializeToString,
+            ),
+            'ProfileInstall': grpc.unary_stream_rpc_method_handler(
+                    servicer.ProfileInstall,
+                    request_deserializer=resharder_dot_v1_dot_operator__pb2.ProfileInstallRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_resources__pb2.Profile.SerializeToString,
             ),
             'ListEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.ListEvents,
@@ -635,6 +653,33 @@ class OperatorService(object):
             '/resharder.v1.OperatorService/RetireVersions',
             resharder_dot_v1_dot_operator__pb2.RetireVersionsRequest.SerializeToString,
             resharder_dot_v1_dot_operator__pb2.RetireVersionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProfileInstall(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/resharder.v1.OperatorService/ProfileInstall',
+            resharder_dot_v1_dot_operator__pb2.ProfileInstallRequest.SerializeToString,
+            resharder_dot_v1_dot_resources__pb2.Profile.FromString,
             options,
             channel_credentials,
             insecure,

@@ -95,6 +95,20 @@ class Timing(_message.Message):
     seconds: float
     def __init__(self, phase: _Optional[str] = ..., start_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., seconds: _Optional[float] = ...) -> None: ...
 
+class Profile(_message.Message):
+    __slots__ = ("rank", "install", "trace", "table", "error")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INSTALL_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    install: str
+    trace: bytes
+    table: str
+    error: str
+    def __init__(self, rank: _Optional[int] = ..., install: _Optional[str] = ..., trace: _Optional[bytes] = ..., table: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+
 class Publisher(_message.Message):
     __slots__ = ("name", "model", "job", "epoch", "world_size", "state", "reason", "registered_slots", "store", "lease_seconds", "live_ranks")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):

@@ -71,7 +71,7 @@ class ControlReport(_message.Message):
     def __init__(self, server: _Optional[str] = ..., control: _Optional[str] = ..., world_size: _Optional[int] = ..., address: _Optional[str] = ..., install: _Optional[str] = ..., done: _Optional[_Union[Order.Kind, str]] = ..., ok: bool = ..., error: _Optional[str] = ..., pause_seconds: _Optional[float] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., in_flight: _Optional[int] = ..., serving: _Optional[int] = ..., timings: _Optional[_Iterable[_Union[_resources_pb2.Timing, _Mapping]]] = ..., passes_kv: bool = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("kind", "install", "version", "pause_mode", "lease_seconds", "reason", "power", "strict_lease")
+    __slots__ = ("kind", "install", "version", "pause_mode", "lease_seconds", "reason", "power", "profile", "strict_lease")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Order.Kind]
@@ -101,6 +101,7 @@ class Order(_message.Message):
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     POWER_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
     STRICT_LEASE_FIELD_NUMBER: _ClassVar[int]
     kind: Order.Kind
     install: str
@@ -109,8 +110,9 @@ class Order(_message.Message):
     lease_seconds: float
     reason: str
     power: _resources_pb2.Power
+    profile: bool
     strict_lease: bool
-    def __init__(self, kind: _Optional[_Union[Order.Kind, str]] = ..., install: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[_resources_pb2.PauseMode, str]] = ..., lease_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., strict_lease: bool = ...) -> None: ...
+    def __init__(self, kind: _Optional[_Union[Order.Kind, str]] = ..., install: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[_resources_pb2.PauseMode, str]] = ..., lease_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., profile: bool = ..., strict_lease: bool = ...) -> None: ...
 
 class ReportWorkerRequest(_message.Message):
     __slots__ = ("server", "worker")
@@ -119,6 +121,18 @@ class ReportWorkerRequest(_message.Message):
     server: str
     worker: _resources_pb2.Worker
     def __init__(self, server: _Optional[str] = ..., worker: _Optional[_Union[_resources_pb2.Worker, _Mapping]] = ...) -> None: ...
+
+class PutProfileRequest(_message.Message):
+    __slots__ = ("server", "profile")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
+    server: str
+    profile: _resources_pb2.Profile
+    def __init__(self, server: _Optional[str] = ..., profile: _Optional[_Union[_resources_pb2.Profile, _Mapping]] = ...) -> None: ...
+
+class PutProfileResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class GetManifestRequest(_message.Message):
     __slots__ = ("version",)

@@ -51,6 +51,11 @@ class ServerServiceStub(object):
                 request_serializer=resharder_dot_v1_dot_server__pb2.ReportWorkerRequest.SerializeToString,
                 response_deserializer=resharder_dot_v1_dot_resources__pb2.Server.FromString,
                 _registered_method=True)
+        self.PutProfile = channel.unary_unary(
+                '/resharder.v1.ServerService/PutProfile',
+                request_serializer=resharder_dot_v1_dot_server__pb2.PutProfileRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_server__pb2.PutProfileResponse.FromString,
+                _registered_method=True)
         self.GetManifest = channel.unary_unary(
                 '/resharder.v1.ServerService/GetManifest',
                 request_serializer=resharder_dot_v1_dot_server__pb2.GetManifestRequest.SerializeToString,
@@ -94,6 +99,13 @@ class ServerServiceServicer(object):
 
     def ReportWorker(self, request, context):
         """A worker's own confirmation, independent of the control side.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutProfile(self, request, context):
+        """A worker's own, of an install that it was ordered to profile. Only whoever waits for it gets it; nothing is kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -143,6 +155,11 @@ def add_ServerServiceServicer_to_server(servicer, server):
                     servicer.ReportWorker,
                     request_deserializer=resharder_dot_v1_dot_server__pb2.ReportWorkerRequest.FromString,
                     response_serializer=resharder_dot_v1_dot_resources__pb2.Server.SerializeToString,
+            ),
+            'PutProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.PutProfile,
+                    request_deserializer=resharder_dot_v1_dot_server__pb2.PutProfileRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_server__pb2.PutProfileResponse.SerializeToString,
             ),
             'GetManifest': grpc.unary_unary_rpc_method_handler(
                     servicer.GetManifest,
@@ -246,6 +263,33 @@ class ServerService(object):
             '/resharder.v1.ServerService/ReportWorker',
             resharder_dot_v1_dot_server__pb2.ReportWorkerRequest.SerializeToString,
             resharder_dot_v1_dot_resources__pb2.Server.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.ServerService/PutProfile',
+            resharder_dot_v1_dot_server__pb2.PutProfileRequest.SerializeToString,
+            resharder_dot_v1_dot_server__pb2.PutProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

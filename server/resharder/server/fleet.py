@@ -22,13 +22,14 @@ from resharder.server.events import Kind
 from resharder.server.explain import explain, explain_fleet, state_of
 from resharder.server.fleet_files import FleetFiles
 from resharder.server.manifest import READY, VersionRecord
-from resharder.server.moves import Fleet, MotionKind, MoveState, PauseMode, View
+from resharder.server.moves import Fleet, MotionKind, PauseMode, View
 from resharder.server.reconciler import (
     Attached,
     Claimed,
     Detached,
     Event,
     Order,
+    Reinstalled,
     Reported,
     Server,
     Settings,
@@ -446,6 +447,23 @@ class Fleets:
             self._changed.notify_all()
             return self._fleet_view(self._fleets[name])
 
+    def reinstall(self, server: str) -> tuple[str, int]:
+        """Has it install what it serves once more, under a profiler; the install's id and the number of its workers.
+
+        Raises NotFound (SERVER_UNKNOWN), FailedPrecondition (NOT_SERVING).
+        """
+        with self._changed:
+            known = self.server(server)
+            fleet = self._fleets[known.fleet]
+            if fleet.moving is None:
+                self._happen(server, Reinstalled())
+            install = self._servers[server].install
+            if install is None or install is known.install or not install.profiled:
+                why = f"fleet {fleet.name} moves" if fleet.moving else explain(known, self._clock(), self.settings)
+                raise FailedPrecondition("NOT_SERVING", f"server {server} does not just serve what it should: {why}")
+            self._note("operator", f"servers/{server}", "profile", version=install.version, install=install.id)
+            return install.id, known.world_size
+
     def checked(self, name: str, move: int, passed: bool, message: str) -> None:
         """How the check of a canary ended."""
         with self._changed:
@@ -503,7 +521,7 @@ class Fleets:
             if attachment is not None:
                 attachment.orders.put(order)
         self._release(id, after.model, self._held.get(id, frozenset()) - in_use(after, now, self.settings))
-        self._log_change(before, after)
+        self._note_change(before, after)
         for observer in self.observers:
             observer.server_stepped(before, after)
         self._changed.notify_all()
@@ -546,7 +564,7 @@ class Fleets:
             self._files.save(fleet)
         self._fleets[fleet.name] = fleet
         self._hold_versions(fleet)
-        self._log_move(before, fleet)
+        self._note_move(before, fleet)
         for observer in self.observers:
             observer.fleet_stepped(before, fleet)
 
@@ -561,13 +579,11 @@ class Fleets:
             self._store.release(fleet.model, number, f"fleets/{fleet.name}")
         self._fleets_held[fleet.name] = needed
 
-    def _log_move(self, before: Fleet | None, after: Fleet) -> None:
+    def _note_move(self, before: Fleet | None, after: Fleet) -> None:
         move = after.move
         known = before.move if before is not None else None
         if move is None or (known is not None and (known.id, known.state) == (move.id, move.state)):
             return
-        if move.motion.kind != MotionKind.ALL_AT_ONCE or move.state in (MoveState.STOPPED, MoveState.BACK, MoveState.FAILED):
-            _log.info("move", fleet=after.name, state=move.state.name, to=move.to, back_to=move.back_to, reason=move.reason)
         what, subject = move.state.name.lower(), f"fleets/{after.name}"
         self._note("move", subject, what, move.reason, to=move.to, back_to=move.back_to, motion=move.motion.kind.name)
 
@@ -587,11 +603,10 @@ class Fleets:
         for number in numbers:
             self._store.release(model, number, f"servers/{id}")
 
-    def _log_change(self, before: Server, after: Server) -> None:
+    def _note_change(self, before: Server, after: Server) -> None:
         if state_of(before) != state_of(after) or before.opened != after.opened:
             reason = explain(after, self._clock(), self.settings)
             state = resources_pb2.Server.State.Name(state_of(after))
-            _log.info("server", server=after.id, state=state, version=after.opened, reason=reason)
             self._note("server", f"servers/{after.id}", state.lower(), reason, version=after.opened, fleet=after.fleet)
 
 

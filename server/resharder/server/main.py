@@ -20,6 +20,8 @@ from resharder.server import checks
 from resharder.server.archive import Archive
 from resharder.server.checks import Checks
 from resharder.server.config import Config, load
+from resharder.server.direct import Direct
+from resharder.server.direct_service import DirectService
 from resharder.server.errors import DaemonError, ErrorInterceptor
 from resharder.server.events import Events
 from resharder.server.fleet import Fleets
@@ -27,10 +29,11 @@ from resharder.server.fleet_files import FleetFiles
 from resharder.server.intake import Intake
 from resharder.server.kernel import raise_malloc_thresholds
 from resharder.server.lanes import LONG, SHORT_THREADS, LaneInterceptor
-from resharder.server.logs import configure_logs
+from resharder.server.logs import configure_logs, log_event
 from resharder.server.manifest import VersionRecord
 from resharder.server.moves import Fleet, PauseMode
 from resharder.server.operations import Operations
+from resharder.server.profiles import Profiles
 from resharder.server.protocol import ProtocolInterceptor
 from resharder.server.reconciler import Settings
 from resharder.server.security import web
@@ -45,10 +48,10 @@ from resharder.server.shown import RELEASE, Shown
 from resharder.server.store import Store
 from resharder.server.traced import Traced
 from resharder.server.tracing import Tracing
-from resharder.v1 import operator_pb2, operator_pb2_grpc
+from resharder.v1 import direct_pb2_grpc, operator_pb2, operator_pb2_grpc
 from yaml import YAMLError
 
-SERVICES = ("resharder.v1.PublisherService", "resharder.v1.ServerService", "resharder.v1.OperatorService")
+SERVICES = tuple(f"resharder.v1.{name}Service" for name in ("Publisher", "Server", "Operator", "Direct"))
 _log = structlog.get_logger("resharder.main")
 
 
@@ -68,6 +71,7 @@ class Daemon:
             self.store, lease_seconds=config.lease_seconds, chunk_bytes=config.chunk_bytes, threads=config.digest_threads
         )
         self.events = Events(config.store)
+        self.events.listeners.append(log_event)
         self.fleets = Fleets(
             self.store,
             settings=replace(Settings(), lease=config.lease_seconds),
@@ -83,6 +87,7 @@ class Daemon:
             self.archive.heard = lambda name, what, reason: self.events.add("archive", name, what, reason)
         self.intake.audience = lambda record: self.fleets.serving(record.model, record.number)
         self.fleets.serving_changed = self.intake.wake
+        self.direct = Direct(self.fleets, staging_bytes=config.direct_staging_bytes, seconds=config.direct_seconds)
         self.checks = Checks(config.checks, config.check_seconds)
         self.fleets.check = self._check
         limits = Limits(self.config.caller_rate, self.config.caller_calls)
@@ -132,9 +137,11 @@ class Daemon:
         )
         daemon.start_time.GetCurrentTime()
         operations = Operations(self.fleets, self.config.checks, self.events.add)
-        operator = OperatorService(views, operations, self.events, self.archive, daemon)
+        profiles = Profiles(self.fleets)
+        operator = OperatorService(views, operations, self.events, self.archive, profiles, daemon)
         add_publisher_service(PublisherService(self.intake, views), server)
-        add_server_service(ServerService(self.fleets, self.store), server)
+        add_server_service(ServerService(self.fleets, self.store, profiles), server)
+        direct_pb2_grpc.add_DirectServiceServicer_to_server(DirectService(self.direct, self.intake), server)
         operator_pb2_grpc.add_OperatorServiceServicer_to_server(operator, server)
 
     def _shown(self) -> Shown:
@@ -172,7 +179,7 @@ class Daemon:
             self.health.set(name, health_pb2.HealthCheckResponse.SERVING)
         self.shown.started = True
         listens = {"listen": self.config.listen, "web": self.shown.listen}
-        _log.info("daemon_started", **listens, store=str(self.config.store), limit=self.store.limit_bytes)
+        _log.info("listening", **listens, store=str(self.config.store), limit=self.store.limit_bytes)
 
     def _tick(self) -> None:
         while not self._ended.wait(min(1.0, self.config.lease_seconds / 4)):
@@ -194,7 +201,6 @@ class Daemon:
         self.intake.wake()  # whoever still waits sees that its caller is gone
         if self.archive is not None:
             self.archive.close()
-        self.tracing.close()
         self.tracing.close()
         self.shown.close()
         self.store.close()
@@ -223,6 +229,8 @@ def run(
     threads: Annotated[int | None, typer.Option(help="control sides attached at once, and calls that wait")] = None,
     transfers: Annotated[int | None, typer.Option(help="uploads at once, downloads, and calls that compute")] = None,
     digest_threads: Annotated[int | None, typer.Option(help="threads that prove a version")] = None,
+    direct_staging_bytes: Annotated[int | None, typer.Option(help="of memory that the direct path takes of each GPU")] = None,
+    direct_seconds: Annotated[float | None, typer.Option(help="how long one transfer of the direct path may take")] = None,
     drain_seconds: Annotated[float | None, typer.Option(help="how long arriving versions may take after SIGTERM")] = None,
     pause_mode: Annotated[str | None, typer.Option(help="keep, wait or abort")] = None,
     archive_url: Annotated[str | None, typer.Option(help="folder or fsspec URL that versions are archived in")] = None,

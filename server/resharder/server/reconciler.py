@@ -168,6 +168,7 @@ class Install:
     control_done: bool = False
     pause_seconds: float = 0.0
     timings: tuple[Timing, ...] = ()  # the leader's
+    profiled: bool = False  # workers are to profile it
 
     @property
     def active(self) -> bool:
@@ -332,7 +333,12 @@ class Wanted:
     goal: Goal
 
 
-Event = Claimed | Attached | Reported | Detached | WorkerReported | VersionsChanged | Ticked | Wanted
+@dataclass(frozen=True)
+class Reinstalled:
+    """An operator wants what is served to be installed once more, and profiled; ignored by a server that is at anything else."""
+
+
+Event = Claimed | Attached | Reported | Detached | WorkerReported | VersionsChanged | Ticked | Wanted | Reinstalled
 
 
 @dataclass(frozen=True)
@@ -343,6 +349,7 @@ class Order:
     version: int = 0
     reason: str = ""
     power: Power = Power.UNKNOWN
+    profile: bool = False
 
 
 def step(server: Server, event: Event, now: float, settings: Settings) -> tuple[Server, tuple[Order, ...]]:
@@ -367,6 +374,8 @@ def step(server: Server, event: Event, now: float, settings: Settings) -> tuple[
         case Wanted():
             again = event.goal.retry != server.goal.retry
             server = replace(server, goal=event.goal, failures={} if again else server.failures)
+        case Reinstalled() if _rests(server):
+            server = _stage(server, server.serving, now, orders, profiled=True)
     if server.lost_at is None and server.controls and server.complete and not _busy_elsewhere(server, server.controls[0]):
         server = _move_install_on(_drop_unwanted(replace(server, booting=False), now, orders), now, settings, orders)
         server = _change_power(_close_gate(server, orders), now, settings, orders)
@@ -455,7 +464,7 @@ def _greet(server: Server, control: Control, orders: list[Order], *, leads: bool
     if not leads or install is None or not install.active or control.busy == install.id:
         return server
     kind = OrderKind.STAGE if install.state == InstallState.STAGING else OrderKind.APPLY
-    orders.append(Order(control.nonce, kind, install.id, install.version))
+    orders.append(Order(control.nonce, kind, install.id, install.version, profile=install.profiled))
     return replace(server, install=replace(install, control_done=False))
 
 
@@ -642,7 +651,7 @@ def _move_install_on(server: Server, now: float, settings: Settings, orders: lis
 def _apply(server: Server, install: Install, now: float, orders: list[Order]) -> Server:
     leader, *others = server.controls
     orders += [_hold(install, control) for control in others]
-    orders.append(Order(leader.nonce, OrderKind.APPLY, install.id, install.version))
+    orders.append(Order(leader.nonce, OrderKind.APPLY, install.id, install.version, profile=install.profiled))
     return replace(
         server,
         install=replace(install, state=InstallState.APPLYING, step_started=now),
@@ -735,10 +744,22 @@ def _begin_install(server: Server, now: float, settings: Settings, orders: list[
     version = target(server, settings)
     if not version or (version in server.failures and now < server.failures[version].retry_at):
         return server
+    return _stage(server, version, now, orders)
+
+
+def _stage(server: Server, version: int, now: float, orders: list[Order], *, profiled: bool = False) -> Server:
     number = server.installs + 1
-    install = Install(f"{server.life}-{number}", version, InstallState.STAGING, now, now)
-    orders.append(Order(server.controls[0].nonce, OrderKind.STAGE, install.id, version))
+    install = Install(f"{server.life}-{number}", version, InstallState.STAGING, now, now, profiled=profiled)
+    orders.append(Order(server.controls[0].nonce, OrderKind.STAGE, install.id, version, profile=profiled))
     return replace(server, install=install, installs=number)
+
+
+def _rests(server: Server) -> bool:
+    """It serves what it should, and neither does nor waits for anything."""
+    installs = server.install is not None and server.install.active
+    busy = installs or server.change is not None or any(control.busy for control in server.controls)
+    served = server.serving if server.serving == server.agreed == server.wanted else 0
+    return served in server.ready and bool(server.controls) and server.goal.apply and server.goal.permits(served) and not busy
 
 
 def _drop_unwanted(server: Server, now: float, orders: list[Order]) -> Server:

@@ -9,6 +9,7 @@ from resharder.server.boxes import Digester, check_boxes, chunks
 from resharder.server.errors import DaemonError, InvalidArgument
 from resharder.server.fleet import Attachment, Fleets
 from resharder.server.intake import parse_name
+from resharder.server.profiles import Profiles
 from resharder.server.reconciler import Order
 from resharder.server.store import Store
 from resharder.server.views import (
@@ -29,8 +30,8 @@ SERVICE = "resharder.v1.ServerService"
 class ServerService:
     """One thread of the gRPC server for every attached control side, every download and every claim that waits."""
 
-    def __init__(self, fleets: Fleets, store: Store) -> None:
-        self._fleets, self._store = fleets, store
+    def __init__(self, fleets: Fleets, store: Store, profiles: Profiles) -> None:
+        self._fleets, self._store, self._profiles = fleets, store, profiles
         self._digester = Digester(store)
 
     def ClaimServer(self, request: server_pb2.ClaimServerRequest, context: grpc.ServicerContext) -> server_pb2.Claim:
@@ -77,11 +78,16 @@ class ServerService:
             power=power_to_proto(order.power),
             lease_seconds=self._fleets.settings.lease,
             reason=order.reason,
+            profile=order.profile,
         )
 
     def ReportWorker(self, request: server_pb2.ReportWorkerRequest, context: grpc.ServicerContext) -> resources_pb2.Server:
         view = self._fleets.report_worker(request.server.removeprefix("servers/"), worker_from_proto(request.worker))
         return server_to_proto(view)
+
+    def PutProfile(self, request: server_pb2.PutProfileRequest, context: grpc.ServicerContext) -> server_pb2.PutProfileResponse:
+        self._profiles.put(request.server.removeprefix("servers/"), request.profile)
+        return server_pb2.PutProfileResponse()
 
     def GetManifest(self, request: server_pb2.GetManifestRequest, context: grpc.ServicerContext) -> server_pb2.Manifest:
         model, number = parse_name(request.version, "versions")
@@ -134,6 +140,7 @@ def add_server_service(service: ServerService, server: grpc.Server) -> None:
     unary: dict[str, type[Message]] = {
         "ClaimServer": server_pb2.ClaimServerRequest,
         "ReportWorker": server_pb2.ReportWorkerRequest,
+        "PutProfile": server_pb2.PutProfileRequest,
         "GetManifest": server_pb2.GetManifestRequest,
         "DigestBoxes": server_pb2.BoxesRequest,
         "GetModel": server_pb2.GetModelRequest,

@@ -18,6 +18,7 @@ from resharder.server.fleet import Fleets
 from resharder.server.intake import Intake, parse_name
 from resharder.server.manifest import MANIFEST_FILE, STAGING, VersionRecord
 from resharder.server.operations import Operations
+from resharder.server.profiles import Profiles
 from resharder.server.publisher import Publisher
 from resharder.server.slots import read_boxes
 from resharder.server.store import Store
@@ -81,7 +82,7 @@ class PublisherService:
 
     def GetAssignment(self, request: publisher_pb2.GetAssignmentRequest, context: grpc.ServicerContext) -> Message:
         publisher, boxes = self._intake.assignment(
-            request.publisher, request.rank, _seconds(request.wait_seconds), context.is_active
+            request.publisher, request.rank, seconds(request.wait_seconds), context.is_active
         )
         return publisher_pb2.Assignment(
             publisher=self._views.publisher(publisher), boxes=boxes, chunk_bytes=self._intake.chunk_bytes
@@ -124,7 +125,7 @@ class PublisherService:
     def WaitVersion(self, request: publisher_pb2.WaitVersionRequest, context: grpc.ServicerContext) -> Message:
         model, number = parse_name(request.version, "versions")
         return self._views.version(
-            self._intake.wait(model, number, _seconds(request.wait_seconds), request.serving, context.is_active)
+            self._intake.wait(model, number, seconds(request.wait_seconds), request.serving, context.is_active)
         )
 
 
@@ -135,10 +136,12 @@ class OperatorService:
         operations: Operations,
         events: Events,
         archive: Archive | None,
+        profiles: Profiles,
         daemon: operator_pb2.Daemon,
     ) -> None:
         self._intake, self._store, self._views, self._fleets = views.intake, views.store, views, views.fleets
         self._operations, self._events, self._archive, self._daemon = operations, events, archive, daemon
+        self._profiles = profiles
 
     def GetDaemon(self, request: operator_pb2.GetDaemonRequest, context: grpc.ServicerContext) -> Message:
         answer = operator_pb2.Daemon()
@@ -194,6 +197,9 @@ class OperatorService:
     def SetDrained(self, request: operator_pb2.SetDrainedRequest, context: grpc.ServicerContext) -> Message:
         return fleet_to_proto(self._operations.set_drained(request))
 
+    def ProfileInstall(self, request: operator_pb2.ProfileInstallRequest, context: grpc.ServicerContext) -> Iterator[Message]:
+        yield from self._profiles.take(request.server.removeprefix("servers/"), seconds(request.wait_seconds), context.is_active)
+
     def RetireVersions(self, request: operator_pb2.RetireVersionsRequest, context: grpc.ServicerContext) -> Message:
         done = self._store.retire(request.model.removeprefix("models/"), request.versions, request.keep, request.dry_run)
         if done.retired and not request.dry_run:
@@ -243,7 +249,7 @@ def _export(store: Store, record: VersionRecord) -> Iterator[Message]:
                 yield operator_pb2.FilePart(path=name, offset=offset, size_bytes=size, data=data, checksum=checksum)
 
 
-def _seconds(wanted: float) -> float:
+def seconds(wanted: float) -> float:
     """Raises InvalidArgument (WAIT_SECONDS); NaN too."""
     if not 0 <= wanted <= _MAX_WAIT:
         raise InvalidArgument("WAIT_SECONDS", f"expected wait_seconds of 0 to {_MAX_WAIT:.0f}, got {wanted}")

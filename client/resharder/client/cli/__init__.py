@@ -6,12 +6,12 @@ Commands are in modules along the flow: looking, watching, fleets, power, versio
 import sys
 from collections.abc import Sequence
 
-from resharder.client.cli import checking, fleets, looking, power, probing, versions, watching
+from resharder.client.cli import checking, fleets, looking, power, probing, profile, versions, watching
 from resharder.client.cli.app import app
 from resharder.client.errors import DaemonUnreachable, ResharderError, UsageError, WaitTimeout
 from resharder.converters.errors import ConversionError
 
-__all__ = ["app", "checking", "fleets", "looking", "main", "power", "probing", "versions", "watching"]
+__all__ = ["app", "checking", "fleets", "looking", "main", "power", "probing", "profile", "versions", "watching"]
 
 _CODES: dict[type[ResharderError], int] = {UsageError: 2, DaemonUnreachable: 3, WaitTimeout: 6}
 

@@ -24,6 +24,7 @@ from resharder.client.vllm.source import Source, as_torch
 from resharder.converters.cut import cut_chunks
 from resharder.converters.digest import MASK, Array, digest, digest_on_device
 from resharder.converters.layout import ITEM_SIZES, Box, Piece, TensorSpec, View, box_index, box_size, format_box
+from torch.profiler import record_function
 
 _BLOCK_BYTES = 1 << 20  # written, then read back while it is in the cache
 _PARALLEL_BYTES = 64 << 20  # below, threads cost more than they bring
@@ -276,19 +277,22 @@ def install(
 
     with compat.calling_vllm(host):
         live = live_tensors(model)
-        there = zip(route.boxed, arrived, strict=True) if arrived is not None else _write_all(host, live, route.boxed, source, fault)
-        for piece, found in there:
+        with record_function("resharder: copy and digest"):
+            written = [] if arrived is not None else _write_all(host, live, route.boxed, source, fault)
+        for piece, found in zip(route.boxed, arrived, strict=True) if arrived is not None else written:
             check(piece.tensor, piece.box, found, f"in {piece.local}")
         fault.half_way()
         if route.loaded:
             names = [name for name in source.specs if name in route.loaded]
             fed = Feed(source, names, recording, fault)
-            with compat.reloading(model, model_config, route.modules):
+            with compat.reloading(model, model_config, route.modules), record_function("resharder: load_weights"):
                 cast(Any, model).load_weights(iter(fed))
             wrong += fed.differences()
             proven |= fed.boxes
             live = live_tensors(model)
-            for piece, found in zip(route.readable, read_all(live, route.readable, source.specs), strict=True):
+            with record_function("resharder: digest"):
+                read = read_all(live, route.readable, source.specs)
+            for piece, found in zip(route.readable, read, strict=True):
                 check(piece.tensor, piece.box, found, f"in {piece.local}")
     _synchronize(host)
     refuse(wrong)

@@ -56,6 +56,7 @@ class Order:
     mode: Mode = "keep"
     reason: str = ""
     power: Power = Power.UNKNOWN
+    profile: bool = False  # of APPLY: in every worker
 
 
 @dataclass(frozen=True)
@@ -164,4 +165,5 @@ def order_from_proto(message: server_pb2.Order) -> Order:
     mode = _MODES.get(message.pause_mode, "keep") if message.pause_mode in (0, *_MODES) else None
     if mode is None:
         raise ValueError(f"expected a pause mode of {sorted(_MODES)}, got {message.pause_mode}")
-    return Order(Kind(message.kind), message.install, message.version, mode, message.reason, Power(message.power))
+    kind, power = Kind(message.kind), Power(message.power)
+    return Order(kind, message.install, message.version, mode, message.reason, power, message.profile)

@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +25,7 @@ from resharder.client.vllm.install import Installed, InstallError, Route
 from resharder.client.vllm.kept import Kept
 from resharder.client.vllm.parts import DRAFTER, MODEL, Models, Part, needs, shared_modules
 from resharder.client.vllm.power import WEIGHTS, Slumber
+from resharder.client.vllm.profile import profiled
 from resharder.client.vllm.receiver import Open, Receiver, open_memory
 from resharder.client.vllm.settings import Settings
 from resharder.client.vllm.source import Manifest, Source, Stager, get_manifest
@@ -278,6 +280,9 @@ class Agent:
         self._report(resources_pb2.Worker.APPLIED, install=install_id, version=self.version, staged=staged, holds=True)
         return {"version": self.version}
 
+    def profiled(self, install_id: str) -> AbstractContextManager[None]:
+        return profiled(self.channel, self.settings.server, self.host.rank, install_id, self.host.device)
+
     def _install(self, models: Models, staged: _Staged, source: Source) -> None:
         done, arrived = Installed(0, 0, 0.0), None
         if staged.direct is not None and staged.direct is self._memory:
@@ -420,12 +425,13 @@ def resharder_unstage(self: Any, install_id: str) -> dict[str, Any]:
     return _answer(self, lambda agent, models: agent.unstage(install_id))
 
 
-def resharder_apply(self: Any, install_id: str) -> dict[str, Any]:
-    """Installs what was staged and proves it. The engine must be paused."""
+def resharder_apply(self: Any, install_id: str, profile: bool = False) -> dict[str, Any]:
+    """Installs what was staged and proves it; with `profile` under torch.profiler. The engine must be paused."""
 
     def act(agent: Agent, models: Models) -> dict[str, Any]:
         try:
-            return agent.apply(models, install_id)
+            with agent.profiled(install_id) if profile else nullcontext():
+                return agent.apply(models, install_id)
         except Exception as error:
             agent.failed(install_id, f"{type(error).__name__}: {error}")
             raise

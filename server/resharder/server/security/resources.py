@@ -24,7 +24,7 @@ def resource_of(method: str, rule: Rule, request: Any, world: World) -> Resource
         return model(_model_of_chunk(request), world)
     if name == "ClaimServer":
         return _claim(request, world)
-    if name in ("Attend", "ReportWorker"):
+    if name in ("Attend", "ReportWorker", "PutProfile", "ProfileInstall"):
         return _server(request.server, world)
     if hasattr(request, "member"):
         return _member(request, world)

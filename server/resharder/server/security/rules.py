@@ -47,6 +47,7 @@ WRITES_MUCH = Rule(WRITES.who, About.MODEL, large=True)
 READS = Rule(_READERS, About.MODEL)
 READS_MUCH = Rule(_READERS, About.MODEL, large=True)
 SERVES = Rule(frozenset({Role.SERVER}), About.FLEET)
+SERVES_MUCH = Rule(SERVES.who, About.FLEET, large=True)
 LOOKS = Rule(frozenset({Role.VIEWER}), About.NOTHING)
 LOOKS_AT_A_MODEL = Rule(_ANY, About.MODEL)
 COMMANDS = Rule(frozenset({Role.OPERATOR}), About.FLEET)
@@ -72,6 +73,7 @@ RULES: dict[str, dict[str, Rule]] = {
         "ClaimServer": SERVES,
         "Attend": SERVES,
         "ReportWorker": SERVES,
+        "PutProfile": SERVES_MUCH,
         "GetManifest": READS,
         "DigestBoxes": READS_MUCH,
         "DownloadChunks": READS_MUCH,
@@ -91,6 +93,7 @@ RULES: dict[str, dict[str, Rule]] = {
         "DecideMove": COMMANDS,
         "SetPower": COMMANDS,
         "SetDrained": COMMANDS,
+        "ProfileInstall": COMMANDS,
         "RetireVersions": COMMANDS_ALL,
         "ArchiveVersion": COMMANDS_ALL,
         "RestoreVersion": COMMANDS_ALL,

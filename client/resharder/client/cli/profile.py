@@ -1,0 +1,94 @@
+"""Profiles: where the time of an install goes, on the machine that it matters on."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from resharder.client.cli import completing
+from resharder.client.cli.app import AsJson, Endpoint, Section, app
+from resharder.client.cli.printing import console, print_json
+from resharder.client.errors import NotFound
+from resharder.client.operator import Operator
+from resharder.v1 import resources_pb2
+
+LOST = resources_pb2.Server.LOST
+
+profile = typer.Typer(help="Where the time goes: an install under torch.profiler.", no_args_is_help=True)
+app.add_typer(profile, name="profile", rich_help_panel=Section.CHECK)
+
+
+@profile.callback()
+def _group() -> None: ...
+
+
+@profile.command("install")
+def install(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="SERVER", help="Its id, or a fleet: its servers in turn.", autocompletion=completing.servers),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the files go.")] = Path("."),
+    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=1, max=3600, help="For each server.")] = 600,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Install what a server serves once more, with every worker under torch.profiler.
+
+    It is an install as any other: the server pauses for it, and proves it. Writes SERVER-rankN.json.gz, a trace for Perfetto or
+    chrome://tracing, and SERVER-rankN.txt, a table, for each worker; prints the table of the slowest.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    found: list[dict[str, object]] = []
+    with Operator(endpoint) as operator:
+        for server in _servers(operator, name):
+            profiles = sorted(operator.profile_install(server, timeout), key=lambda one: one.rank)
+            found += [_written(out, server, one) for one in profiles]
+            if not as_json:
+                _show(operator.server(server), profiles)
+    if as_json:
+        print_json({"profiles": found})
+    else:
+        for one in found:
+            print(one["error"] or one["trace"])
+    if any(one["error"] for one in found):
+        raise typer.Exit(4)
+
+
+def _servers(operator: Operator, name: str) -> list[str]:
+    """The ids. Raises NotFound."""
+    servers = operator.servers()
+    ids = {server.name.partition("/")[2] for server in servers}
+    if (id := name.removeprefix("servers/")) in ids:
+        return [id]
+    fleet = name.removeprefix("fleets/")
+    chosen = [server.name.partition("/")[2] for server in servers if server.fleet == fleet and server.state != LOST]
+    if not chosen:
+        raise NotFound(f"expected a server or a fleet with servers, got {name!r}; servers are {', '.join(sorted(ids)) or 'none'}")
+    return chosen
+
+
+def _written(out: Path, server: str, one: resources_pb2.Profile) -> dict[str, object]:
+    trace, table = (out / f"{server}-rank{one.rank}.{kind}" for kind in ("json.gz", "txt"))
+    if one.trace:
+        trace.write_bytes(one.trace)
+    if one.table:
+        table.write_text(one.table)
+    return {
+        "server": server,
+        "rank": one.rank,
+        "install": one.install,
+        "trace": str(trace) if one.trace else "",
+        "table": str(table) if one.table else "",
+        "error": f"worker {one.rank} of {server}: {one.error}" if one.error else "",
+    }
+
+
+def _show(server: resources_pb2.Server, profiles: Sequence[resources_pb2.Profile]) -> None:
+    took = {worker.rank: worker.apply_seconds for worker in server.workers}
+    slowest = max(profiles, key=lambda one: took.get(one.rank, 0.0))
+    seconds = took.get(slowest.rank, 0.0)
+    console().print(
+        f"{server.name}, worker {slowest.rank} of {len(profiles)}: version {server.version} applied in {seconds:.3f} s"
+    )
+    print(slowest.table)

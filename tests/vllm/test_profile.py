@@ -1,0 +1,154 @@
+"""A profile of an install: as a worker makes it, and on its way to whoever asked for it."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from resharder.client.channel import Channel
+from resharder.client.errors import NotFound, Refused
+from resharder.client.operator import Operator
+from resharder.client.vllm import profile as profiles
+from resharder.client.vllm.profile import profiled
+from resharder.v1 import resources_pb2, server_pb2
+
+from tests.client.models import connected, publish_all, weights
+from tests.support.command import answer, resharder
+from tests.support.daemon import Daemon
+from tests.support.operating import servers, wait_serving
+from tests.support.simulated import SimulatedServer
+
+Order, Profile, Worker = server_pb2.Order, resources_pb2.Profile, resources_pb2.Worker
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon() as running:
+        (publisher,) = connected(running.endpoint, 1, "job")
+        publish_all([publisher], 1, weights(1))[0].wait_ready(60)
+        publisher.close()
+        yield running
+
+
+class Profiling(SimulatedServer):
+    """Its one worker multiplies under a real profiler where it is told to."""
+
+    installs = ""
+
+    def _carry_out(self, order: server_pb2.Order) -> None:
+        if order.kind == Order.APPLY and order.profile:
+            self.installs = order.install
+            with profiled(Channel(self.endpoint), self.id, 0, order.install, CPU):
+                torch.ones(64, 64) @ torch.ones(64, 64)
+        super()._carry_out(order)
+
+
+@pytest.fixture
+def server(daemon: Daemon) -> Iterator[Profiling]:
+    Profiling.endpoint = daemon.endpoint
+    with Profiling(daemon, "left") as running:
+        wait_serving(daemon, 1)
+        yield running
+
+
+def test_an_operator_gets_a_trace_and_a_table_of_an_install_as_any_other(
+    daemon: Daemon, server: Profiling, tmp_path: Path
+) -> None:
+    (said,) = answer("profile", "install", "left", "--out", tmp_path, "--endpoint", daemon.endpoint)["profiles"]
+    assert (said["server"], said["rank"], said["error"]) == ("left", 0, "")
+    assert said["install"] == server.installs
+    events = json.loads(gzip.decompress((tmp_path / "left-rank0.json.gz").read_bytes()))["traceEvents"]
+    assert any(event.get("name") == "aten::mm" for event in events)
+    assert "aten::mm" in (tmp_path / "left-rank0.txt").read_text()
+    wait_serving(daemon, 1)
+    (seen,) = servers(daemon)
+    assert (seen.install.id, seen.install.version) == (said["install"], 1)
+    assert resources_pb2.Install.State.Name(seen.install.state) == "COMMITTED"
+
+
+def test_a_fleet_is_profiled_server_by_server_and_people_get_the_table(daemon: Daemon, server: Profiling, tmp_path: Path) -> None:
+    done = resharder("profile", "install", "policy", "--out", tmp_path, "--endpoint", daemon.endpoint)
+    assert done.code == 0, done.err
+    assert "servers/left, worker 0 of 1: version 1 applied in" in done.out
+    assert "aten::mm" in done.out
+    assert str(tmp_path / "left-rank0.json.gz") in done.out
+
+
+def test_nobody_is_profiled_who_is_not_there_or_not_serving(daemon: Daemon, server: Profiling) -> None:
+    with Operator(daemon.endpoint) as operator:
+        with pytest.raises(NotFound, match="is not known here"):
+            list(operator.profile_install("nobody", 60))
+        operator.set_drained("policy", True, "left")
+        with pytest.raises(Refused, match="does not just serve what it should"):
+            list(operator.profile_install("left", 60))
+        operator.set_drained("policy", False, "left")
+        wait_serving(daemon, 1)
+    missing = resharder("profile", "install", "nobody", "--endpoint", daemon.endpoint)
+    assert missing.code == 4
+    assert "servers are left" in missing.err
+
+
+def test_a_profiled_install_that_fails_is_said_and_the_server_serves_on(daemon: Daemon, server: Profiling) -> None:
+    server.broken = {1}
+    with Operator(daemon.endpoint) as operator, pytest.raises(Refused, match="the install that was to be profiled failed"):
+        list(operator.profile_install("left", 60))
+    wait_serving(daemon, 1)
+
+
+def test_a_profile_that_nobody_waits_for_or_of_another_server_is_let_go(daemon: Daemon, server: Profiling) -> None:
+    stub = server._stub
+    request = server_pb2.PutProfileRequest(server="left", profile=Profile(install="no-such-install", table="x"))
+    assert stub.PutProfile(request) == server_pb2.PutProfileResponse()
+
+
+class Said:
+    """What a worker sends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.profiles: list[Profile] = []
+        monkeypatch.setattr(Channel, "call", lambda channel, method, request, **how: self.profiles.append(request.profile))
+        monkeypatch.setattr(profiles, "threading", SimpleNamespace(Thread=self.thread))
+
+    def thread(self, target: object, args: tuple[object, ...], **named: object) -> "Said":
+        target(*args)  # type: ignore[operator]
+        return self
+
+    def start(self) -> None: ...
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Said:
+    return Said(monkeypatch)
+
+
+def test_a_worker_under_another_profiler_installs_and_says_why_it_has_none(said: Said) -> None:
+    done = False
+    with torch.profiler.profile(), profiled(Channel("127.0.0.1:1"), "s", 3, "i", CPU):
+        done = True
+    assert done
+    (profile,) = said.profiles
+    assert (profile.rank, profile.install) == (3, "i")
+    assert profile.error == "RuntimeError: expected no other profiler in this process, one is running"
+    assert not profile.trace
+
+
+def test_an_install_that_raises_raises_as_ever_and_sends_nothing(said: Said) -> None:
+    with pytest.raises(ValueError, match="torn"), profiled(Channel("127.0.0.1:1"), "s", 0, "i", CPU):
+        raise ValueError("torn")
+    assert said.profiles == []
+    with profiled(Channel("127.0.0.1:1"), "s", 0, "i", CPU):  # the profiler is free again
+        torch.ones(2).sum()
+    assert not said.profiles[0].error
+
+
+def test_a_trace_that_is_too_large_is_left_out_and_the_table_is_not(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiles, "MOST_BYTES", 10)
+    with profiled(Channel("127.0.0.1:1"), "s", 0, "i", CPU):
+        torch.ones(2).sum()
+    (profile,) = said.profiles
+    assert "more than the 10 that are sent" in profile.error
+    assert (profile.trace, bool(profile.table)) == (b"", True)
