@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.test_tutorial import Session
 from tests.support.console_docs import difference, steps
-from tests.support.daemon import free_port
+from tests.support.ports import free_port
 
 PAGE = Path(__file__).parents[2] / "docs" / "start.md"
 
