@@ -100,7 +100,6 @@ class Archive:
             raise NotFound("NOT_ARCHIVED", f"{self.url} has no complete models/{model}/versions/{number}")
         write = partial(self._checkpoints.fetch, archived)
         record = self.store.adopt(model, number, archived.fingerprint, archived.size_bytes, write)
-        _log.info("version_restored", version=record.name, step=record.step, url=archived.url)
         self.heard(record.name, "restored", f"from {archived.url}")
         return record
 
@@ -207,7 +206,6 @@ class Archive:
 
     def _failed(self, name: str, what: str, error: Exception) -> None:
         if not self._closed.is_set():
-            _log.error("archive_failed", resource=name, what=what, reason=str(error))
             self.heard(name, "failed", f"{what}: {error}")
 
     def _keep(self, record: VersionRecord, *, sure: bool) -> Archived:
@@ -226,7 +224,6 @@ class Archive:
         manifest = self.store.manifest(record.model, record.number)
         names = [*(file.path for file in manifest.files), *manifest.other_files, MANIFEST_FILE]
         archived = self._checkpoints.write(record, self.store.folder(record), names)
-        _log.info("version_archived", version=record.name, step=record.step, url=archived.url)
         self.heard(record.name, "archived", f"to {archived.url}")
         return archived
 

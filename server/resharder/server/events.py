@@ -50,12 +50,12 @@ class Event:
 
 
 class Events:
-    """Thread-safe; `_changed` guards everything. No other lock is taken under it, so `add` may be called under any. `heard` is
-    called for each event, and must not wait."""
+    """Thread-safe; `_changed` guards everything. No other lock is taken under it, so `add` may be called under any. Each of
+    `listeners` is called for every event, and must not wait."""
 
     def __init__(self, root: Path, limit: int = 10_000) -> None:
         self._root, self._limit = root, limit
-        self.heard: Callable[[Event], None] = lambda event: None
+        self.listeners: list[Callable[[Event], None]] = []
         self._changed = threading.Condition()
         self._closed = False
         known = [event for name in (_OLDER, _FILE) for event in _read(root / name)]
@@ -77,7 +77,8 @@ class Events:
             synced = os.dup(self._file) if kind == "operator" and not self._closed else None
         if synced is not None:
             self._sync(synced)
-        self.heard(event)
+        for listener in self.listeners:
+            listener(event)
         return event
 
     def last(self, count: int, subject: str = "") -> list[Event]:

@@ -135,6 +135,7 @@ class Intake:
         if earlier is None:
             return
         earlier.state = FENCED
+        _log.info("publisher_fenced", model=model, job=earlier.job, epoch=earlier.epoch, reason="a later job took the model over")
         for staged in [s for s in self._staged.values() if s.record.model == model]:
             self._abort(staged, "a later job took the model over")
         self._changed.notify_all()
@@ -361,8 +362,7 @@ class Intake:
                 digests = staged.prove(threads, self._patience)
             failpoint("commit.after-proof")
             with self._timed("commit", staged):
-                done = self.store.commit(record, digests, staged.slot_digests())
-            _log.info("version_ready", version=done.name, step=done.step, fingerprint=done.fingerprint)
+                self.store.commit(record, digests, staged.slot_digests())
         except ProofFailed as error:
             self.store.abort(record.model, record.number, str(error))
         except Exception as error:

@@ -1,10 +1,14 @@
-"""Logs to standard error, one event a line."""
+"""Logs to standard error, one event a line: each change of a state once, with its reason, as the journal has it."""
 
 import logging
 import sys
 from typing import Any
 
 import structlog
+from resharder.server.events import Event
+
+_GRAVE = {"aborted", "back", "failed", "lost", "stopped"}
+_log = structlog.get_logger("resharder.events")
 
 
 def configure_logs(form: str, level: str) -> None:
@@ -24,3 +28,8 @@ def configure_logs(form: str, level: str) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=False,
     )
+
+
+def log_event(event: Event) -> None:
+    say = _log.warning if event.what in _GRAVE else _log.info
+    say(f"{event.kind}_{event.what}", subject=event.subject, reason=event.reason, **event.details)

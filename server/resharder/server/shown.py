@@ -37,7 +37,7 @@ class Shown:
         metrics.show(registry, self._look)
         intake.observer = observed
         fleets.observers.append(observed)
-        events.heard = observed.happened
+        events.listeners.append(observed.happened)
         on_refusal(observed.refused)
         text = partial(metrics.text, registry)
         web = partial(Web, status=self._status, metrics=text, unready=self._unready, judge=judge, tls=tls)

@@ -481,7 +481,6 @@ class Store:
             done = replace(record, state=ABORTED, reason=reason)
             self._leave(model, record, done)
             self._changed.notify_all()
-        _log.warning("version_aborted", version=done.name, step=done.step, reason=reason)
         self._tell([done])
         return done
 
