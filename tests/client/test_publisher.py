@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from resharder.client.channel import Channel
@@ -138,7 +137,7 @@ def test_a_publish_that_fails_leaves_no_version_behind(daemon: Daemon) -> None:
 
 
 COPYING = """
-import os, signal, sys, torch
+import signal, sys, torch
 from resharder.client.trainer import DeclaredTensor, connect
 from resharder.client.transport import grpc_chunks, shared_memory
 endpoint, transport = sys.argv[1:]
@@ -150,7 +149,8 @@ def half(*given):
         yield part
         left -= part.array.nbytes
         if left <= 0:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            print("half-way", flush=True)
+            signal.pause()
 grpc_chunks.host_parts = shared_memory.host_parts = half
 publisher = connect(endpoint, model="policy", job="killed", config={"architectures": ["None"]}, transport=transport)
 publisher.attach_tensors([DeclaredTensor("large", tensor.dtype, tuple(tensor.shape))])
@@ -164,13 +164,15 @@ def test_a_trainer_killed_in_the_middle_of_a_tensor_leaves_nothing_and_the_next_
 ) -> None:
     held, tensor = one_large(32)
     with Daemon(lease_seconds=7, keep_count=1) as daemon:
-        trainer = psutil.Popen([sys.executable, "-c", COPYING, daemon.endpoint, transport])
-        try:
-            wait_until(lambda: trainer.status() == psutil.STATUS_STOPPED, "the trainer is half-way", 120)
-            assert half_written(daemon.store / "models/policy/staging/00000001/model.safetensors")
-        finally:
-            trainer.kill()
-        assert trainer.wait(60) == -signal.SIGKILL
+        command = [sys.executable, "-c", COPYING, daemon.endpoint, transport]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+            try:
+                assert trainer.stdout is not None
+                assert trainer.stdout.readline() == "half-way\n"
+                assert half_written(daemon.store / "models/policy/staging/00000001/model.safetensors")
+            finally:
+                trainer.kill()
+        assert trainer.returncode == -signal.SIGKILL
         seen = set()
         wait_until(lambda: seen.add(versions(daemon)[1]) or "ABORTED" in seen, "the lease ends")  # type: ignore[func-returns-value]
         assert seen <= {"STAGING", "ABORTED"}
