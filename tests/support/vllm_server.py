@@ -91,7 +91,7 @@ class VllmServer:
     log: Path | None = None
     python: str = sys.executable
     port: int = 0
-    timeout: float = 300.0  # seconds to become ready; 20 on an idle box
+    timeout: float = 500.0  # seconds to become ready; 20 on an idle box
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     ready_seconds: float = field(default=0.0, init=False)
 
