@@ -205,6 +205,9 @@ def test_a_trainer_publishes_and_a_server_follows_each_with_its_own_certificate(
         with SimulatedServer(daemon, "one"):
             publish_all([publisher], 2, weights(2))[0].wait_serving(60)
             assert [server.version for server in operator.servers()] == [2]
+        operator.retire("policy", keep=1)
+        retired = [event for event in operator.events() if event.what == "retire"]
+        assert [event.details["by"] for event in retired] == [f"dns:{PROBE}@ipv4:127.0.0.1"]
         operator.export(operator.find_version("latest"), tmp_path / "out")
         assert equal(load_file(next((tmp_path / "out").glob("*.safetensors"))), weights(2))
         publisher.close()

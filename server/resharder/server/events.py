@@ -21,6 +21,7 @@ from typing import Literal
 
 import structlog
 from google.protobuf.timestamp_pb2 import Timestamp
+from resharder.server.security.calling import CALLER
 from resharder.v1 import operator_pb2
 
 Kind = Literal["daemon", "publisher", "version", "server", "fleet", "move", "operator", "archive"]
@@ -66,6 +67,8 @@ class Events:
 
     def add(self, kind: Kind, subject: str, what: str, reason: str = "", **details: object) -> Event:
         """`what` is one word. An operator's event is on the medium when this returns, any other once the kernel writes it."""
+        if kind == "operator" and (caller := CALLER.get()):
+            details["by"] = caller
         said = {name: str(value)[:_LONGEST] for name, value in details.items()}
         with self._changed:
             event = Event(self._id + 1, time.time(), kind, subject, what, reason[:_LONGEST], said)

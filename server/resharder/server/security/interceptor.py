@@ -9,6 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from resharder.server.errors import DaemonError, InvalidArgument, abort
 from resharder.server.security.access import Access, Caller
+from resharder.server.security.calling import CALLER
 
 _LOOK_AGAIN = 1.0  # seconds; a stream ends when its caller is not known any more
 
@@ -86,6 +87,7 @@ def _wrap_unary(call: _Call, behavior: Callable[..., Any]) -> Callable[..., Any]
                 caller, request = call.enter(request, context, held)
             except Exception as error:
                 return call.refuse(context, error)
+            held.callback(CALLER.reset, CALLER.set(caller.name if caller.grants is not None else ""))
             try:
                 found = behavior(request, context)
             except DaemonError as error:  # of the first message of a stream, which nothing in between has read

@@ -24,14 +24,12 @@ def resource_of(method: str, rule: Rule, request: Any, world: World) -> Resource
         return model(_model_of_chunk(request), world)
     if name == "ClaimServer":
         return _claim(request, world)
-    if name in ("Attend", "ReportWorker", "PutProfile", "ProfileInstall"):
-        return _server(request.server, world)
     if hasattr(request, "member"):
         return _member(request, world)
     if name == "UpdateFleet":
         return _fleet(request.fleet.name, world)
     if rule.about is About.FLEET:
-        return _fleet(request.fleet, world)
+        return _fleet(request.fleet, world) if hasattr(request, "fleet") else _server(request.server, world)
     if name == "CreatePublisher":
         return model(request.model.name, world)
     if name == "GetModel":
