@@ -107,7 +107,7 @@ POLICY = ("policy", ("policy", "canaries"))
         ("UpdateFleet", operator_pb2.UpdateFleetRequest(fleet=resources_pb2.Fleet(name="new", model="other")), "", ()),
         ("SetPower", operator_pb2.SetPowerRequest(fleet="fleets/canaries"), "", ("canaries",)),
         ("RetireVersions", operator_pb2.RetireVersionsRequest(model="policy"), "", ()),
-        ("DeclareMemory", direct_pb2.DeclareMemoryRequest(member={"owner": "models/policy/publishers/1"}), *POLICY),
+        ("DeclareMemory", direct_pb2.DeclareMemoryRequest(member={"owner": "models/policy/publishers/1"}), "policy", ()),
         ("DeclareMemory", direct_pb2.DeclareMemoryRequest(member={"owner": "servers/s"}), "", ("canaries",)),
         ("JoinTransfer", direct_pb2.JoinTransferRequest(member={"owner": "servers/s"}, version=VERSION), "", ("canaries",)),
         (

@@ -1,5 +1,6 @@
 """Which model or fleets a request is about, read as the services themselves read it."""
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 from resharder.converters.chunks import unframe
@@ -74,7 +75,7 @@ def _member(request: Any, world: World) -> Resource:
     owner, version = request.member.owner, _model_in(getattr(request, "version", ""))
     if not owner.startswith("servers/"):
         named = _model_in(owner)
-        return model(named if version in ("", named) else "", world)
+        return replace(model(named if version in ("", named) else "", world), fleets=())  # servers do not speak for ranks
     found = _server(owner, world)
     if version and world.following().get(found.fleets[0]) != version:
         return Resource(f"models/{version}")
