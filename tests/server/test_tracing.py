@@ -1,5 +1,6 @@
 """The traces that a real daemon sends to a collector: real publishers, servers that speak the wire."""
 
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from resharder.v1 import resources_pb2, server_pb2
 from tests.client.models import connected, parts, publish_all, spread, weights
 from tests.support.collector import Collector, Span
 from tests.support.daemon import Daemon
-from tests.support.operating import wait_serving
+from tests.support.operating import wait_serving, wait_until
 from tests.support.ports import free_port
 from tests.support.simulated import SimulatedServer
 
@@ -186,15 +187,19 @@ def test_a_trainer_with_traces_of_its_own_has_them_linked(daemon: Daemon, collec
     assert handle.trace == f"00-{link.context.trace_id:032x}-{link.context.span_id:016x}-01"
 
 
-def test_a_collector_that_is_away_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+def test_a_collector_that_is_away_stops_nobody_and_is_one_event_a_line_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{nobody}")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-    with Daemon() as daemon:
+    with Daemon(log_format="json") as daemon:
         assert publish(daemon, 1)
         with Timed(daemon, "left"):
             publish(daemon, 2)
             wait_serving(daemon, 2)
+        wait_until(lambda: nobody in daemon.log.read_text(), "the daemon says that nobody took its traces")
         assert daemon.stop() == 0
+        events = [json.loads(line) for line in daemon.log.read_text().splitlines()]
+    assert "traces" in {event["event"] for event in events}
 
 
 def test_without_the_variables_there_are_no_traces(monkeypatch: pytest.MonkeyPatch) -> None:

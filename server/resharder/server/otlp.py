@@ -1,9 +1,11 @@
 """Spans to OpenTelemetry's SDK, which samples, batches and sends them as the OTEL_* environment says. Needs the extra `otel`."""
 
 import importlib.metadata
+import logging
 import os
 from collections.abc import Mapping
 
+import structlog
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -13,6 +15,7 @@ from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, StatusCode, TraceFlags, set_span_in_context
 from resharder.server.spans import Span
 
+_log = structlog.get_logger("resharder.otlp")
 _QUEUE = 1 << 14  # spans; a server of some thousand workers ends its install all at once
 
 
@@ -20,6 +23,7 @@ class Exporter:
     """`add` is for one thread."""
 
     def __init__(self) -> None:
+        logging.getLogger("opentelemetry").addHandler(_ToOurLog())
         release = importlib.metadata.version("resharder")
         about = Resource({"service.name": "resharderd", "service.version": release}).merge(OTELResourceDetector().detect())
         self._ids = _GivenIds()
@@ -51,6 +55,13 @@ class Exporter:
 
     def close(self) -> None:
         self._provider.shutdown()
+
+
+class _ToOurLog(logging.Handler):
+    """What the SDK has to say (a collector that is away), as an event among the daemon's."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _log.log(record.levelno, "traces", reason=record.getMessage())
 
 
 class _GivenIds(IdGenerator):
