@@ -1,0 +1,42 @@
+"""What starts vLLM, in manifests, compose file and unit, before vLLM's own parser: a renamed option ends a server's start."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def of_kubernetes() -> list[str]:
+    resources = yaml.safe_load_all((DEPLOY / "kubernetes/base/fleet.yaml").read_text())
+    (fleet,) = (one for one in resources if one["kind"] == "StatefulSet")
+    command: list[str] = fleet["spec"]["template"]["spec"]["containers"][0]["command"]
+    return command
+
+
+def of_compose() -> list[str]:
+    service = yaml.safe_load((DEPLOY / "compose/compose.yaml").read_text())["services"]["vllm"]
+    assert 'exec vllm serve /model/config "$$@"' in service["entrypoint"][2]
+    return ["vllm", "serve", "/model/config", *service["command"]]
+
+
+def of_systemd() -> list[str]:
+    unit = (DEPLOY / "systemd/resharder-vllm@.service").read_text()
+    (line,) = (line.removeprefix("ExecStart=/opt/vllm/bin/") for line in unit.splitlines() if line.startswith("ExecStart="))
+    return shlex.split(line.replace("$VLLM_OPTIONS", "--port 8000"))
+
+
+@pytest.mark.parametrize("command", [of_kubernetes(), of_compose(), of_systemd()], ids=["kubernetes", "compose", "systemd"])
+def test_vllm_knows_every_option(command: list[str]) -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    assert command[:2] == ["vllm", "serve"]
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(command[2:])
+    validate_parsed_serve_args(parsed)
+    assert parsed.load_format == "resharder"
+    assert parsed.model_tag.endswith("/config")
+    assert parsed.port == 8000
+    assert parsed.shutdown_timeout == 120
