@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 from resharder.converters.chunks import unframe
 from resharder.server.errors import ResourceExhausted, abort
+from resharder.server.security.calling import CALLER
 
 SHORT_THREADS = 16
 _LEASE_THREADS = 4
@@ -136,13 +137,16 @@ class LaneInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
         return call
 
     def _lane(self, lanes: Lanes, request: Any, context: grpc.ServicerContext, streamed: bool) -> tuple[str, Any]:
-        """A connection is the lane of what names no model, and of a stream until its first message does."""
-        connection = context.peer()
+        """A caller is the lane of what names no model, or any it likes, and of a stream until its first message does. Where
+        nobody is known, a connection is a caller."""
+        known = CALLER.get()
+        caller = known or context.peer()
         if not streamed:
-            return self._named(request) or connection, request
-        with lanes.place(connection):
+            named = "" if known and hasattr(request, "subject") else self._named(request)
+            return named or caller, request
+        with lanes.place(caller):
             first = list(islice(request, 1))
-        return "".join(map(self._named, first)) or connection, chain(first, request)
+        return "".join(map(self._named, first)) or caller, chain(first, request)
 
     def _named(self, request: Any) -> str:
         """The model of a request, of a chunk, or of a control side's report."""

@@ -127,7 +127,7 @@ class Access:
         if len(self._said) > 1000:
             self._said.clear()
         self._said[key] = now
-        _log.warning("call_refused", method=method, peer=peer, reason=error.reason, message=str(error))
+        _log.warning("call_refused", method=method, peer=peer, reason=error.reason, message=str(error)[:500])
 
 
 def _not_allowed(caller: Caller, method: str, refusal: str) -> PermissionDenied:

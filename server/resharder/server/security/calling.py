@@ -1,4 +1,4 @@
-"""Who makes the call that this thread answers: for the journal, which says who asked for what."""
+"""Who makes the call that this thread answers, where there is security: set anew for each call, before anything else sees it."""
 
 from contextvars import ContextVar
 

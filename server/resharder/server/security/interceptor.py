@@ -45,6 +45,7 @@ class _Call:
     def enter(self, request: Any, context: grpc.ServicerContext, held: ExitStack) -> tuple[Caller, Any]:
         """The caller, and what the service may read. Raises DaemonError."""
         caller = self.access.admit(self.method, context)
+        CALLER.set(caller.name if caller.grants is not None else "")
         if self._long:
             held.enter_context(self.access.open(caller))
         if self._streamed:
@@ -87,7 +88,6 @@ def _wrap_unary(call: _Call, behavior: Callable[..., Any]) -> Callable[..., Any]
                 caller, request = call.enter(request, context, held)
             except Exception as error:
                 return call.refuse(context, error)
-            held.callback(CALLER.reset, CALLER.set(caller.name if caller.grants is not None else ""))
             try:
                 found = behavior(request, context)
             except DaemonError as error:  # of the first message of a stream, which nothing in between has read
