@@ -25,7 +25,7 @@ from resharder.server.kernel import write_zeros
 from resharder.server.lanes import Lanes, model_of_request
 from resharder.server.slots import pack
 from resharder.server.store import Store
-from resharder.v1 import operator_pb2, publisher_pb2, publisher_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
+from resharder.v1 import direct_pb2, operator_pb2, publisher_pb2, publisher_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
 
 from tests.support.daemon import Daemon
 from tests.support.publishing import Job, random_weights, reason_of, whole
@@ -72,7 +72,7 @@ def test_a_call_belongs_to_the_model_that_its_request_names(request_: object, mo
 
 
 def test_every_stream_and_every_call_that_may_wait_has_places_and_no_name_is_of_a_call_that_is_none() -> None:
-    services = [file.DESCRIPTOR.services_by_name for file in (publisher_pb2, server_pb2, operator_pb2)]
+    services = [file.DESCRIPTOR.services_by_name for file in (publisher_pb2, server_pb2, operator_pb2, direct_pb2)]
     methods = {method.name: method for found in services for service in found.values() for method in service.methods}
     long = {
         name
