@@ -38,10 +38,10 @@ docs: setup
 types: setup
 	$(BIN)/mypy converters server client
 
-# Layouts and clients take processors, so two files at a time; the others measure memory and time, or start servers of their own.
+# Two files at a time; where servers take all processors by themselves, one.
 unit: setup
-	$(BIN)/pytest -n 2 --dist loadfile tests/converters tests/client tests/deploy $(PYTEST)
-	$(BIN)/pytest tests/server tests/vllm tests/e2e tests/gpu $(PYTEST)
+	$(BIN)/pytest -n 2 --dist loadfile tests/converters tests/client tests/deploy tests/server tests/vllm $(PYTEST)
+	$(BIN)/pytest tests/e2e tests/gpu $(PYTEST)
 
 # Generated with an old grpcio-tools on purpose: its output runs on protobuf 5.29, 6 and 7.
 .venv-proto/.ready: pyproject.toml
