@@ -4,9 +4,11 @@ from resharder.server.reconciler import (
     Attached,
     InstallState,
     OrderKind,
+    Reinstalled,
     Reported,
     Server,
     Settings,
+    Ticked,
     VersionsChanged,
     Worker,
     WorkerReported,
@@ -28,8 +30,8 @@ class Story:
         self.happens(Attached("control", 1))
         self.says(OrderKind.RESUME, self.server.opened_by)
 
-    def happens(self, event: object) -> None:
-        self.server, self.orders = step(self.server, event, 1.0, SETTINGS)  # type: ignore[arg-type]
+    def happens(self, event: object, now: float = 1.0) -> None:
+        self.server, self.orders = step(self.server, event, now, SETTINGS)  # type: ignore[arg-type]
 
     def says(self, done: OrderKind, install: str, *timings: Timing, pause: float = 0.0, ok: bool = True) -> None:
         self.happens(Reported("control", install, done, ok=ok, pause_seconds=pause, timings=timings))
@@ -76,6 +78,42 @@ def test_a_server_that_goes_on_while_the_next_version_is_staged_serves() -> None
     assert (story.server.ended.id, story.server.ended.timings) == (install, (PAUSE, RESUME))
     assert story.server.install is not None
     assert (story.server.install.version, story.server.install.timings) == (3, ())
+
+
+def test_a_version_that_could_not_be_staged_for_a_profile_has_lost_no_try() -> None:
+    story = Story()
+    for _ in range(SETTINGS.attempts + 1):
+        story.happens(Reinstalled())
+        assert story.server.install is not None
+        assert story.server.install.active
+        story.says(OrderKind.STAGE, story.server.install.id, ok=False)
+        assert story.server.ended is not None
+        assert story.server.ended.state == InstallState.FAILED
+    assert (story.server.serving, story.server.failures) == (1, {})
+
+
+def test_a_profiled_install_that_tears_the_weights_is_mended_as_any_other() -> None:
+    story = Story()
+    story.happens(Reinstalled())
+    assert story.server.install is not None
+    torn = story.server.install.id
+    story.worker(WorkerState.STAGED, 1, torn)
+    assert [order.profile for order in story.orders if order.kind == OrderKind.APPLY] == [True]
+    story.says(OrderKind.APPLY, torn, ok=False)
+    assert (story.server.serving, story.server.failures[1].count) == (0, 1)
+    story.happens(Ticked(), now=SETTINGS.first_retry + 2)
+    assert [(order.kind, order.version, order.profile) for order in story.orders] == [(OrderKind.STAGE, 1, False)]
+    install = story.installed(1)
+    story.says(OrderKind.RESUME, install)
+    assert story.server.serving == 1
+
+
+def test_a_server_that_is_at_anything_else_is_not_profiled() -> None:
+    story = Story()
+    story.ready(1, 2)
+    before = story.server
+    story.happens(Reinstalled())
+    assert (story.server, story.orders) == (before, ())
 
 
 def test_an_install_that_is_given_up_for_the_next_one_is_kept_too() -> None:

@@ -615,6 +615,8 @@ def _end_install(server: Server, install: Install, error: str, now: float) -> Se
 
 
 def _fail(server: Server, install: Install, error: str, now: float, settings: Settings) -> Server:
+    if install.profiled and install.state == InstallState.STAGING:  # nobody needed it, and nothing was touched
+        return _end_install(server, install, error, now)
     return _end_install(_note_failure(server, install.version, error, now, settings), install, error, now)
 
 
