@@ -1,5 +1,6 @@
 """Real servers that follow a real daemon: what clients see of an install, of a daemon that is away, and of two API servers."""
 
+import gzip
 import json
 import threading
 import time
@@ -16,6 +17,7 @@ from resharder.client.operator import Operator
 from resharder.client.publisher import Publisher
 from resharder.v1 import resources_pb2
 
+from tests.support.command import answer
 from tests.support.daemon import Daemon
 from tests.support.operating import wait_serving, wait_until
 from tests.support.tiny_hf import save_tokenizer, tiny_config
@@ -178,3 +180,21 @@ def test_two_api_servers_share_one_server_and_both_gates_follow(double: Deployme
     assert counted["resharder_vllm_served_version"] == reached
     assert counted["resharder_vllm_pause_seconds_count"] >= 1
     assert counted['resharder_vllm_installs_total{outcome="applied"}'] >= 1
+
+
+def test_an_install_under_a_profiler_is_one_as_any_other_and_says_how_every_worker_spent_it(
+    double: Deployment, tmp_path: Path
+) -> None:
+    wait_serving(double.daemon, double.version)
+    before = double.server.generate(PROMPT, 8)
+    said = answer("profile", "install", "policy", "--out", tmp_path, "--endpoint", double.daemon.endpoint)["profiles"]
+    assert [(one["rank"], one["error"]) for one in said] == [(0, ""), (1, "")]
+    for one in said:
+        events = json.loads(gzip.decompress(Path(one["trace"]).read_bytes()))["traceEvents"]
+        assert "resharder: copy and digest" in {event["name"] for event in events}
+        assert "resharder: copy and digest" in Path(one["table"]).read_text()
+    server = wait_serving(double.daemon, double.version)
+    assert {one["install"] for one in said} == {server.install.id}
+    assert [[timing.phase for timing in worker.timings] for worker in server.workers] == [["stage", "apply"]] * 2
+    after = double.server.generate(PROMPT, 8)
+    assert (after.version, after.token_ids) == (before.version, before.token_ids)
