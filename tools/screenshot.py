@@ -23,7 +23,7 @@ def take(folder: Path) -> None:
     listen = f"127.0.0.1:{free_port()}"
     with (
         tempfile.TemporaryDirectory() as profile,
-        Daemon(web_listen=listen) as daemon,
+        Daemon(web_listen=listen, lease_seconds=600) as daemon,
         scene(daemon),
         browser(Path(profile)) as page,
     ):

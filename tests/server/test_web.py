@@ -175,7 +175,8 @@ def test_an_answer_that_fails_is_one_answer(stand: Stand, monkeypatch: pytest.Mo
     assert stand.get("/healthz")[0].status == 200
 
 
-def test_where_too_many_are_open_the_oldest_goes_and_who_comes_is_answered(stand: Stand) -> None:
+def test_where_too_many_are_open_the_oldest_goes_and_who_comes_is_answered(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "_SECONDS", 600)
     with ExitStack() as stack:
         slow = [stack.enter_context(stand.connect(b"GET / HT")) for _ in range(served._CONNECTIONS + 20)]
         assert stand.get("/healthz")[0].status == 200
@@ -230,7 +231,7 @@ def test_a_real_daemon_is_ready_until_it_drains_and_two_do_not_share_a_port() ->
 
         return ask
 
-    with Daemon(web_listen=listen, drain_seconds=600) as daemon:
+    with Daemon(web_listen=listen, drain_seconds=600, lease_seconds=600) as daemon:
         assert [status(path)() for path in ("/healthz", "/readyz", "/metrics", "/", "/api/status")] == [200] * 5
         other = Daemon(web_listen=listen)
         try:

@@ -69,6 +69,8 @@ def scene(daemon: Daemon) -> Iterator[None]:
         serve("draft", "draft-0", model="draft")
         publish(policy, 400)
         wait_until(lambda: serves(operator, ["rollout-0", "rollout-1", "eval-0"], 4), "all that can serve version 4")
+        wait_until(lambda: serves(operator, ["rollout-2", "eval-1"], 3), "the others serve version 3")
+        wait_until(lambda: serves(operator, ["baseline-0"], 2) and serves(operator, ["draft-0"], 1), "other fleets serve theirs")
         wait_until(lambda: "failed 3 times" in operator.servers("policy")[2].reason, "a server has given up")
         upload_half(draft, 200)
         yield

@@ -175,9 +175,9 @@ class Daemon:
             say, whom = (_log.info, "of this host") if is_loopback(self.config.listen) else (_log.warning, "who reaches the port")
             say("no_security", listen=self.config.listen, allowed=f"everybody {whom}")
         self._ticker.start()
+        self.shown.started = True
         for name in ("", *SERVICES):
             self.health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        self.shown.started = True
         listens = {"listen": self.config.listen, "web": self.shown.listen}
         _log.info("listening", **listens, store=str(self.config.store), limit=self.store.limit_bytes)
 
