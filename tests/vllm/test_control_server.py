@@ -55,7 +55,7 @@ def deployment(folder: Path, *args: str) -> Iterator[Deployment]:
             connect(daemon.endpoint, model="policy", job="j", rank=0, world_size=1, config=config, tokenizer=folder)
         )
         environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "VLLM_PLUGINS": "resharder"}
-        server = VllmServer(folder, ["--max-model-len", "2048", "--load-format", "resharder", *args], environment, timeout=400)
+        server = VllmServer(folder, ["--max-model-len", "2048", "--load-format", "resharder", *args], environment, timeout=900)
         deployed = Deployment(daemon, publisher, server, config)
         deployed.publish()
         stack.enter_context(server)
