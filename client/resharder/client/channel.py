@@ -24,7 +24,7 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 10_000),  # the time that one attempt to connect has, handshake included; not a pause
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
