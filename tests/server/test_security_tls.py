@@ -199,13 +199,14 @@ def test_a_token_that_is_taken_away_ends_the_streams_that_it_opened(authority: A
 def test_a_caller_has_half_of_the_places_however_many_connections_it_makes(authority: Authority) -> None:
     """Of 8; what it names is no lane of its own."""
     authority.allow(alice="a" * 32, probe="p" * 32)
+    streams: list[Iterator[operator_pb2.Event]] = []  # one that nobody holds is cancelled
     with SecureDaemon(authority, ROLES, certificates=False, threads=8) as daemon, ExitStack() as ended:
 
         def follow(token: str, subject: str = "daemon") -> operator_pb2.Event:
             channel = ended.enter_context(Channel(daemon.endpoint, tls=authority.tls(token=token)))
             request = operator_pb2.ListEventsRequest(subject=subject, follow=True)
-            stream = operator_pb2_grpc.OperatorServiceStub(channel.grpc).ListEvents(request, timeout=120)
-            return next(stream)
+            streams.append(operator_pb2_grpc.OperatorServiceStub(channel.grpc).ListEvents(request, timeout=120))
+            return next(streams[-1])
 
         assert [follow("p" * 32).what for _ in range(4)] == ["started"] * 4
         with pytest.raises(grpc.RpcError) as refused:
