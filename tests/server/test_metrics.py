@@ -11,7 +11,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from resharder.client.operator import Motion, Operator
+from resharder.converters.layout import Layout
+from resharder.converters.packed import pack
 from resharder.server import metrics, snapshot
+from resharder.server.direct import Direct, Member
+from resharder.server.errors import FailedPrecondition
 from resharder.server.fleet import FleetView, ServerView
 from resharder.server.manifest import ABORTED, READY, RETIRED, VersionRecord
 from resharder.server.metrics.observed import Observed
@@ -295,6 +299,31 @@ def test_moves_that_end_are_counted_with_how_long_they_took() -> None:
     story.observed.fleet_stepped(done, replace(done, max_skew=3))
     labels = {"fleet": "policy", "motion": "all_at_once", "outcome": "done"}
     assert (story.value("move_seconds_count", **labels), story.value("move_seconds_sum", **labels)) == (1, 7.5)
+
+
+class OneServer:
+    """What the direct path asks of the fleets: one server with two workers."""
+
+    def awaiting(self, model: str, number: int) -> frozenset[str]:
+        return frozenset({"a"})
+
+    def processes(self, server: str) -> dict[int, str]:
+        return {0: "p0", 1: "p1"}
+
+
+def test_a_version_that_does_not_go_the_direct_way_is_counted_once_for_its_server_and_with_why() -> None:
+    story, direct = Story(), Direct(OneServer())
+    direct.heard = story.observed.transferred
+    workers = [Member("servers/a", rank, f"p{rank}") for rank in (0, 1)]
+    for worker in workers:
+        direct.declare(worker, "memory", pack({worker.rank: Layout({}, ())}))
+    for number in (2, 3):
+        for worker in workers:
+            with pytest.raises(FailedPrecondition, match="goes to server a over the staged path"):
+                direct.join(worker, "memory", "policy", number, f"install-{number}")
+    assert story.value("fallbacks_total", reason="not_offered") == 2
+    story.observed.transferred(0.5, None)
+    assert story.value("direct_transfer_seconds_sum") == 0.5
 
 
 # Lag

@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import structlog
 from resharder.converters.copies import Copies, copies_of
@@ -100,6 +100,7 @@ class _Group:
     install: str = ""  # that workers start now
     started: set[int] = field(default_factory=set)  # workers
     finished: set[Member] = field(default_factory=set)
+    received: int = 0  # bytes, by workers
     granted: str = ""  # the install whose turn it is or was
     began: float = 0.0
     error: str = ""
@@ -142,13 +143,17 @@ class _Offer:
             tasks.put(None)
 
 
+Cause = Literal["not_offered", "offer_over", "layout", "late", "member_gone", "member_failed"]
+
+
 class Heard(Protocol):
-    """Told of every transfer that ended: `reason` is empty where it went well."""
+    """Told of every transfer that ended well, and with `cause` of every version that a server takes over the staged path. It must
+    not wait."""
 
-    def __call__(self, server: str, version: int, seconds: float, size_bytes: int, reason: str) -> None: ...
+    def __call__(self, seconds: float, cause: Cause | None) -> None: ...
 
 
-def _unheard(server: str, version: int, seconds: float, size_bytes: int, reason: str) -> None:
+def _unheard(seconds: float, cause: Cause | None) -> None:
     pass
 
 
@@ -164,11 +169,11 @@ class Direct:
         *,
         staging_bytes: int = 512 << 20,
         seconds: float = 10.0,
-        heard: Heard = _unheard,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.staging_bytes, self.seconds = staging_bytes, seconds
-        self._servers, self._heard, self._clock = servers, heard, clock
+        self._servers, self._clock = servers, clock
+        self.heard: Heard = _unheard
         self._news = threading.Condition()
         self._memories: dict[tuple[str, int], _Memory] = {}
         self._offers: dict[str, _Offer] = {}  # the newest of each model
@@ -228,7 +233,7 @@ class Direct:
             if offer.ended:
                 return
             for group in [g for g in self._groups.values() if member in g.members]:
-                self._fail(group, f"rank {rank} of {member.owner} is gone")
+                self._fail(group, "member_gone", f"rank {rank} of {member.owner} is gone")
             offer.end()
             self._news.notify_all()
 
@@ -239,7 +244,7 @@ class Direct:
         with self._news:
             running = offer.running
             if running is not None and now > running.began + self.seconds + _SLACK:
-                self._fail(running, f"not every member was done after {self.seconds + _SLACK:g} s")
+                self._fail(running, "late", f"not every member was done after {self.seconds + _SLACK:g} s")
             if state == "READY" and offer.ready_at is None:
                 offer.ready_at = now
             wanted = any(self._refused.get(server) != offer.number for server in awaited)
@@ -278,7 +283,7 @@ class Direct:
                 if there and offer is not None and offer.complete and server not in self._planning:
                     break
                 if self._clock() > deadline:
-                    self._refuse(server, number, "not all ranks and workers came in time")
+                    self._refuse(server, number, "late", "not all ranks and workers came in time")
                 self._news.wait(_LOOK)
             ranks = {rank: (m, memory) for rank, (m, memory, _) in offer.ranks.items()}
             key = (tuple(sorted(ranks.items())), tuple(sorted(workers.items())))
@@ -290,7 +295,7 @@ class Direct:
             planned = self._plan(ranks, workers)
         except (LayoutError, ValueError) as error:
             with self._news:
-                self._refuse(server, number, f"{error}")
+                self._refuse(server, number, "layout", f"{error}")
         finally:
             with self._news:
                 self._planning.discard(server)
@@ -302,18 +307,24 @@ class Direct:
         """The one of this version, None where it may still come. Raises FailedPrecondition (NOT_OFFERED)."""
         offer = self._offers.get(model)
         if self._refused.get(server) == number:
-            self._refuse(server, number, "it has failed before")
+            self._refuse(server, number, "member_failed", "it has failed before")
         if offer is not None and (offer.number > number or (offer.number == number and offer.ended)):
-            self._refuse(server, number, "its offer is over")
+            self._refuse(server, number, "offer_over", "its offer is over")
         if offer is None or offer.number != number:
             if not any(owner.startswith(f"models/{model}/publishers/") for owner, _ in self._memories):
-                self._refuse(server, number, "no publisher offers it")
+                self._refuse(server, number, "not_offered", "no publisher offers it")
             return None
         return offer
 
-    def _refuse(self, server: str, number: int, why: str) -> None:
+    def _give_up(self, server: str, number: int, cause: Cause) -> None:
+        """Heard of once for each version, however many of its workers ask."""
+        if self._refused.get(server) != number:
+            self._refused[server] = number
+            self.heard(0.0, cause)
+
+    def _refuse(self, server: str, number: int, cause: Cause, why: str) -> None:
         """Always raises."""
-        self._refused[server] = number
+        self._give_up(server, number, cause)
         self._news.notify_all()
         raise FailedPrecondition("NOT_OFFERED", f"version {number} goes to server {server} over the staged path: {why}")
 
@@ -355,7 +366,7 @@ class Direct:
         if former is not None and former.key == key and not former.error:
             return former
         if offer.ended:
-            self._refuse(server, offer.number, "its offer is over")
+            self._refuse(server, offer.number, "offer_over", "its offer is over")
         if former is not None:
             offer.tell(former, Act.DROP)
         members = (*(ranks[rank][0] for rank in planned.senders), *(workers[rank][0] for rank in sorted(workers)))
@@ -372,7 +383,7 @@ class Direct:
             if member not in group.members[group.senders :]:
                 raise InvalidArgument("WORKER", f"{member.owner}, rank {member.rank}: not a worker of group {id}")
             if group.install != install:
-                group.install, group.started, group.finished = install, set(), set()
+                group.install, group.started, group.finished, group.received = install, set(), set(), 0
             group.started.add(member.rank)
             offer, deadline = self._offer_of(group), self._clock() + self.seconds
             if len(group.started) == len(group.members) - group.senders:
@@ -380,9 +391,9 @@ class Direct:
                 self._next(offer)
             while group.granted != install:
                 if group.error or offer.ended:
-                    self._refuse(group.server, offer.number, group.error or "its offer is over")
+                    self._refuse(group.server, offer.number, "offer_over", group.error or "its offer is over")
                 if group not in offer.turns and self._clock() > deadline:
-                    self._fail(group, f"not every worker was ready after {self.seconds:g} s")
+                    self._fail(group, "late", f"not every worker was ready after {self.seconds:g} s")
                 self._news.wait(_LOOK)
 
     def _offer_of(self, group: _Group) -> _Offer:
@@ -406,15 +417,23 @@ class Direct:
             if member not in group.members:
                 raise InvalidArgument("WORKER", f"{member.owner}, rank {member.rank}: not a member of group {id}")
             if not ok:
-                self._fail(group, f"{member.owner}, rank {member.rank}: {error[:500]}")
+                self._fail(group, "member_failed", f"{member.owner}, rank {member.rank}: {error[:500]}")
                 return
             group.finished.add(member)
+            group.received += size_bytes if member in group.members[group.senders :] else 0
             offer = self._offers.get(group.members[0].owner.split("/")[1])
             if len(group.finished) == len(group.members) and offer is not None and offer.running is group:
                 offer.running = None
                 took = self._clock() - group.began
-                _log.info("direct_transfer", server=group.server, version=offer.number, group=group.id, seconds=took)
-                self._heard(group.server, offer.number, took, size_bytes, "")
+                _log.info(
+                    "direct_transfer",
+                    server=group.server,
+                    version=offer.number,
+                    group=group.id,
+                    seconds=took,
+                    size_bytes=group.received,
+                )
+                self.heard(took, None)
                 self._next(offer)
 
     def _group(self, id: str) -> _Group:
@@ -423,7 +442,7 @@ class Direct:
             raise FailedPrecondition("NOT_OFFERED", f"group {id[:64]} is over")
         return group
 
-    def _fail(self, group: _Group, why: str) -> None:
+    def _fail(self, group: _Group, cause: Cause, why: str) -> None:
         if group.error:
             return
         group.error = why
@@ -431,11 +450,10 @@ class Direct:
         for offer in self._offers.values():
             if offer.publisher == group.members[0].owner:
                 if not offer.ended:
-                    self._refused[group.server] = offer.number
+                    self._give_up(group.server, offer.number, cause)
                 offer.tell(group, Act.DROP)
                 if offer.running is group:
                     offer.running = None
-                self._heard(group.server, offer.number, 0.0, 0, why)
                 self._next(offer)
         self._news.notify_all()
 

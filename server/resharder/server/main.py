@@ -95,6 +95,7 @@ class Daemon:
         self.health = health.HealthServicer()
         self.server = self._server()
         self.shown = self._shown()
+        self.direct.heard = self.shown.observed.transferred
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="leases", daemon=True)
 

@@ -33,12 +33,12 @@ class Shown:
         self._intake, self._fleets, self._events = intake, fleets, events
         self._since = time.time()
         self.started = False
-        registry, observed = metrics.make(RELEASE)
+        registry, self.observed = metrics.make(RELEASE)
         metrics.show(registry, self._look)
-        intake.observer = observed
-        fleets.observers.append(observed)
-        events.listeners.append(observed.happened)
-        on_refusal(observed.refused)
+        intake.observer = self.observed
+        fleets.observers.append(self.observed)
+        events.listeners.append(self.observed.happened)
+        on_refusal(self.observed.refused)
         text = partial(metrics.text, registry)
         web = partial(Web, status=self._status, metrics=text, unready=self._unready, judge=judge, tls=tls)
         self._web = web(listen) if listen else None

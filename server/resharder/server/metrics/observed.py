@@ -5,6 +5,7 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from resharder.server import fleet, intake
+from resharder.server.direct import Cause
 from resharder.server.events import Event
 from resharder.server.moves import Fleet
 from resharder.server.reconciler import Install, InstallState, Server
@@ -69,6 +70,15 @@ class Observed(intake.Observer, fleet.Observer):
             "stage_bytes_per_second", "How fast workers staged what they needed of a version", "transport", buckets=RATES
         )
         self._moves = histogram("move_seconds", "How long moves of fleets took, by how they ended", "fleet", "motion", "outcome")
+        self._direct = histogram(
+            "direct_transfer_seconds", "How long transfers over the direct path took, of those that ended well"
+        )
+        self._fallbacks = counter(
+            "fallbacks",
+            "Versions that a server took over the staged path instead of the direct one: not_offered (no publisher offers it), "
+            "offer_over, layout, late, member_gone, member_failed",
+            "reason",
+        )
         self._leases = counter("leases_lost", "Leases that ended: of ranks with an open slot, of servers", "model", "holder")
         self._refusals = counter("rpc_refusals", "Calls that were refused, by the reason of docs/protocol.md", "reason")
         self._events = counter("events", "Events of the journal (`resharder events`)", "kind", "what")
@@ -133,6 +143,13 @@ class Observed(intake.Observer, fleet.Observer):
         )
 
     # The rest
+
+    def transferred(self, seconds: float, cause: Cause | None) -> None:
+        """Over the direct path, or not."""
+        if cause is None:
+            self._direct.observe(seconds)
+        else:
+            self._fallbacks.labels(cause).inc()
 
     def refused(self, reason: str) -> None:
         self._refusals.labels(reason).inc()
