@@ -1,5 +1,6 @@
 """The manifests, as kustomize makes them of each overlay: Kubernetes' own schemas, and what no schema says."""
 
+import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -252,3 +253,16 @@ def test_versions_are_where_the_overlay_says(
     assert where["fleet"] == ([{"name": "store", "mountPath": "/store", "readOnly": True}] if shared else [])
     (namespace,) = of(resources, "Namespace")
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == ("privileged" if shared else "restricted")
+
+
+def test_an_overlay_of_ones_own_may_let_trainers_and_servers_reach_each_other(tmp_path: Path) -> None:
+    here = Path(os.path.relpath(KUBERNETES, tmp_path))
+    own = {"namespace": "resharder", "resources": [f"{here}/overlays/disk"], "components": [f"{here}/components/direct-path"]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(own))
+    made = checked(tool("kubectl", "the Kubernetes project's own package"), "kustomize", tmp_path)
+    (more,) = (one for one in yaml.safe_load_all(made) if one not in built("disk"))
+    kubernetes_validate.validate(more, VERSIONS[-1], strict=True)
+    assert more["spec"]["podSelector"]["matchLabels"].items() <= pods(built("disk"))["fleet"]["metadata"]["labels"].items()
+    trainers = more["spec"]["ingress"][0]["from"]
+    assert trainers == more["spec"]["egress"][0]["to"]
+    assert {one["podSelector"]["matchLabels"]["resharder-role"] for one in trainers} == {"trainer"}
