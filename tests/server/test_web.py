@@ -168,8 +168,12 @@ def test_a_judge_decides_about_everything_but_the_probes() -> None:
         stand.web.close()
 
 
-def test_an_answer_that_fails_is_one_answer(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stand.web, "_status", lambda: 1 / 0)
+@pytest.mark.parametrize("error", [ZeroDivisionError, OSError])
+def test_an_answer_that_fails_is_one_answer(stand: Stand, monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    def fail() -> dict[str, Any]:
+        raise error
+
+    monkeypatch.setattr(stand.web, "_status", fail)
     answer, body = stand.get("/api/status")
     assert (answer.status, body) == (500, b"the daemon failed; its log says why\n")
     assert stand.get("/healthz")[0].status == 200

@@ -111,18 +111,21 @@ class HttpServer:
         method = "GET"
         try:
             method, request = await _read(reader, writer.get_extra_info("peercert"))
-            answer = await self._loop.run_in_executor(self._threads, self._answer, request)
         except BadRequest as error:
             answer = Answer(f"{error}\n".encode(), status=error.status)
-        except OSError:
-            raise
-        except Exception as error:
-            _log.error("request_failed", exc_info=error)
-            answer = Answer(b"the daemon failed; its log says why\n", status=HTTPStatus.INTERNAL_SERVER_ERROR)
+        else:
+            answer = await self._loop.run_in_executor(self._threads, self._answered, request)
         writer.write(_head(answer) + (b"" if method == "HEAD" else answer.body))
         await writer.drain()
         writer.close()
         await writer.wait_closed()
+
+    def _answered(self, request: Request) -> Answer:
+        try:
+            return self._answer(request)
+        except Exception as error:
+            _log.error("request_failed", exc_info=error)
+            return Answer(b"the daemon failed; its log says why\n", status=HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 async def _read(reader: asyncio.StreamReader, certificate: Mapping[str, Any] | None) -> tuple[str, Request]:
