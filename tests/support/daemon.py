@@ -52,7 +52,7 @@ class Daemon:
             raise RuntimeError("the daemon is not running")
         return self.process.pid
 
-    def start(self, *, failpoint: str = "", timeout: float = 60) -> "Daemon":
+    def start(self, *, failpoint: str = "", timeout: float = 120) -> "Daemon":
         """Returns when its health service says SERVING. With `failpoint` it dies hard when it gets there."""
         self.launch(failpoint=failpoint)
         deadline = time.monotonic() + timeout
@@ -87,13 +87,13 @@ class Daemon:
 
     def kill(self) -> None:
         """SIGKILL."""
-        self._end(signal.SIGKILL, 30)
+        self._end(signal.SIGKILL, 60)
 
-    def stop(self, timeout: float = 60) -> int:
+    def stop(self, timeout: float = 120) -> int:
         """SIGTERM; the exit status."""
         return self._end(signal.SIGTERM, timeout)
 
-    def wait(self, timeout: float = 60) -> int:
+    def wait(self, timeout: float = 120) -> int:
         """Its exit status, once it ends by itself."""
         return self._end(None, timeout)
 
