@@ -14,7 +14,7 @@ def torchrun(module: str, endpoint: str, folder: Path) -> None:
             *("-m", module, endpoint, folder),
         ],
         check=True,
-        timeout=400,
+        timeout=1000,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         cwd=Path(__file__).parents[2],
     )

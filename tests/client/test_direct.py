@@ -31,7 +31,7 @@ def acts() -> Acts:
         for rank in range(4)
     ]
     try:
-        said = [process.communicate(timeout=300)[0] for process in processes]
+        said = [process.communicate(timeout=900)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -37,7 +37,7 @@ def test_the_exported_checkpoint_is_the_source_bit_for_bit(
                 *("-m", "tests.client.megatron_publisher", daemon.endpoint, tmp_path),
             ],
             check=True,
-            timeout=400,
+            timeout=1000,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             cwd=Path(__file__).parents[2],
         )

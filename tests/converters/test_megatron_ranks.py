@@ -24,7 +24,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=1100,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-4000:]
