@@ -29,6 +29,7 @@ from tests.support.vllm_server import ServerFailed, VllmServer
 
 ROOT = Path(__file__).parents[1]
 PROMPT = [5, 17, 42, 7, 300, 11]
+KV_CACHE = 1 << 30  # bytes
 
 
 class Job(NamedTuple):
@@ -75,7 +76,7 @@ def fingerprints(server: VllmServer) -> list[dict[str, int]]:
     return [one["tensors"] for one in said]
 
 
-def run(job: Job, rounds: int, cpu: bool, each: int, peer: float | None) -> list[Row]:
+def run(job: Job, rounds: int, staged: int, cpu: bool, each: int, peer: float | None) -> list[Row]:
     began = time.monotonic()
 
     def say(what: str) -> None:
@@ -86,7 +87,7 @@ def run(job: Job, rounds: int, cpu: bool, each: int, peer: float | None) -> list
     (folder / "config.json").write_text(json.dumps(job.config))
     (folder / "trainer").mkdir()
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
-    with Daemon(keep_count=1, log_format="json", direct_seconds=60) as daemon:
+    with Daemon(keep_count=1, log_format="json", direct_seconds=20) as daemon:
         environment = {
             "RESHARDER_ENDPOINT": daemon.endpoint,
             "VLLM_PLUGINS": "resharder,raw_mode" if cpu else "resharder",
@@ -96,7 +97,7 @@ def run(job: Job, rounds: int, cpu: bool, each: int, peer: float | None) -> list
         }
         if environment["PYTHONPATH"] is None:
             del environment["PYTHONPATH"]
-        arguments = ["--load-format", "resharder", "--tensor-parallel-size", str(each)]
+        arguments = ["--load-format", "resharder", "--tensor-parallel-size", str(each), "--kv-cache-memory-bytes", str(KV_CACHE)]
         server = VllmServer(folder, arguments, environment, dtype="bfloat16", timeout=400)  # type: ignore[arg-type]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[:each])
         settings = {"config": job.config, job.kind: each, "connect": {"direct_wait": 120.0}}
@@ -115,7 +116,7 @@ def run(job: Job, rounds: int, cpu: bool, each: int, peer: float | None) -> list
             client = Client(server)
             found: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
             step = 1
-            for direct, count in ((True, 1 + rounds), (False, 1 + rounds)):
+            for direct, count in ((True, 1 + rounds), (False, 1 + staged if staged else 0)):
                 for _ in range(count):
                     step += 1
                     time.sleep(0.5)
@@ -149,6 +150,8 @@ def run(job: Job, rounds: int, cpu: bool, each: int, peer: float | None) -> list
             say("; ".join(taken[-2:]))
             rows = []
             for direct, rounds_ in found.items():
+                if not rounds_:
+                    continue
                 path, (pauses, seen_, _) = "direct" if direct else "staged", zip(*rounds_[1:], strict=True)
                 what = f"{path} {job.name}, {each} to {each}"
                 rows.append(Row(f"pause, {what}", median(pauses), peer, None))
@@ -166,6 +169,7 @@ def run(job: Job, rounds: int, cpu: bool, each: int, peer: float | None) -> list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--staged", type=int, default=3, help="rounds of the staged path")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only")
     parser.add_argument("--cpu-tiny", action="store_true")
@@ -176,7 +180,7 @@ def main() -> None:
     for job in CPU_JOBS if arguments.cpu_tiny else GPU_JOBS:
         if arguments.only in (None, job.name):
             peer = vllm_nccl.measure(job.name, arguments.each) if arguments.peer else None
-            rows += run(job, arguments.rounds, arguments.cpu_tiny, arguments.each, peer)
+            rows += run(job, arguments.rounds, arguments.staged, arguments.cpu_tiny, arguments.each, peer)
             if arguments.json:
                 write(rows, arguments.json)
     show(rows)

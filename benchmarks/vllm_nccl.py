@@ -1,12 +1,13 @@
 """The direct path's peer: vLLM's own packed NCCL transfer (0.26 and later), one trainer GPU to a server of one or two.
 
-`python -m benchmarks.vllm_nccl NAME WORKERS` prints the seconds of each update: start, the transfer and `load_weights`, finish. vLLM
-makes no proof of what arrived.
+`python -m benchmarks.vllm_nccl NAME WORKERS` prints the seconds of each update: start, the transfer and `load_weights`, finish.
+vLLM makes no proof of what arrived.
 """
 
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,10 +28,22 @@ PORT = 29700
 def measure(name: str, workers: int = 2, seconds: float = 200.0) -> float | None:
     """The median of the rounds after the first; None, with the end of its output, where it does not work here."""
     command = [sys.executable, "-m", "benchmarks.vllm_nccl", name, str(workers)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("SECONDS ")]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"VLLM_PLUGINS": "none"},  # as it is without Resharder beside it
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        said, _ = process.communicate()
+    lines = [line for line in said.splitlines() if line.startswith("SECONDS ")]
     if not lines:
-        print(f"no figure of vLLM's transfer: {done.stdout[-300:]} {done.stderr[-1200:]}", flush=True)
+        print(f"no figure of vLLM's transfer: {said[-1500:]}", flush=True)
         return None
     took: list[float] = json.loads(lines[0].removeprefix("SECONDS "))
     print(f"{name}: vLLM's packed NCCL transfer took {', '.join(f'{t * 1000:.0f}' for t in took)} ms", flush=True)

@@ -53,6 +53,11 @@ class Sender:
     def _serve(self, request: direct_pb2.OfferVersionRequest) -> None:
         call = direct_pb2_grpc.DirectServiceStub(self._channel.grpc).OfferVersion(request)
         try:
+            for group, link in list(self._links.items()):  # not while servers wait
+                try:
+                    link.prepare(self._tensors, {})
+                except DirectFailed as error:
+                    self._failed(request.member, group, error)
             for task in self._channel.stream(call):
                 match task.kind:
                     case direct_pb2.DirectTask.LINK:
@@ -77,7 +82,6 @@ class Sender:
         try:
             if group not in self._links:
                 raise DirectFailed(f"rank {self._rank} has no link of group {group}")
-            self._links[group].prepare(self._tensors, {})
             took = self._links[group].run()
         except DirectFailed as error:
             self._failed(member, group, error)

@@ -94,7 +94,7 @@ def _begin(vllm_config: Any) -> Agent | None:
     """An agent with its boot version fixed; None where the server is to start without one. Raises ResharderError."""
     settings = Settings.from_environment()
     rank = compat.rank_in_server(vllm_config, vllm_config.parallel_config.rank)
-    agent = Agent(Host(vllm_config, torch.device(vllm_config.device_config.device), rank), settings)
+    agent = Agent(Host(vllm_config, compat.device_here(vllm_config.device_config.device), rank), settings)
     wait, patience = (0.0, 5.0) if settings.prefer else (settings.boot_wait_seconds,) * 2
     try:
         answer = claim(agent.channel, settings, boot=True, wait_seconds=wait, patience=patience)

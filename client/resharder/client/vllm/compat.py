@@ -54,7 +54,14 @@ class Host:
 
 
 def host_of(worker: Any) -> Host:
-    return Host(worker.vllm_config, torch.device(worker.device), rank_in_server(worker.vllm_config, worker.rank))
+    return Host(worker.vllm_config, device_here(worker.device), rank_in_server(worker.vllm_config, worker.rank))
+
+
+def device_here(device: Any) -> torch.device:
+    """By its number: threads other than the worker's own begin with the first GPU as their current one, and vLLM's configuration
+    says no more than `cuda` (DeviceConfig; 0.26)."""
+    found = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if found.type == "cuda" and found.index is None else found
 
 
 def model_config(vllm_config: Any, *, drafter: bool) -> Any:

@@ -8,10 +8,10 @@ straight into memory from then on; modules where it is not (packed, quantised) a
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -174,6 +174,14 @@ def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {f.path: f.tensor for f in reach.reachable(model)}
 
 
+def live_now(model: torch.nn.Module, names: frozenset[str]) -> dict[str, torch.Tensor]:
+    """Some of them, without a walk through everything where they are parameters and buffers, as they mostly are."""
+    found = dict(chain(model.named_parameters(), model.named_buffers()))
+    if names <= found.keys():
+        return found
+    return live_tensors(model)
+
+
 # --- memory
 
 
@@ -257,11 +265,11 @@ def install(
     recording: Recording,
     route: Route,
     source: Source,
-    arrived: Sequence[int] | None = None,
+    arrived: bool = False,
 ) -> Installed:
     """Brings `model` to the version of `source`, or raises InstallError; then it may hold a mix, but never an empty parameter.
 
-    `arrived`: the digests of what lies where the route's boxes go, if they came over the direct path.
+    `arrived`: the route's boxes are in place and proven; they came over the direct path.
     """
     started = time.perf_counter()
     _synchronize(host)
@@ -276,11 +284,11 @@ def install(
             wrong.append(_difference(tensor, box, source.expected[tensor, box], found, where))
 
     with compat.calling_vllm(host):
-        live = live_tensors(model)
-        with record_function("resharder: copy and digest"):
-            written = [] if arrived is not None else _write_all(host, live, route.boxed, source, fault)
-        for piece, found in zip(route.boxed, arrived, strict=True) if arrived is not None else written:
-            check(piece.tensor, piece.box, found, f"in {piece.local}")
+        if not arrived:
+            with record_function("resharder: copy and digest"):
+                written = _write_all(host, live_tensors(model), route.boxed, source, fault)
+            for piece, found in written:
+                check(piece.tensor, piece.box, found, f"in {piece.local}")
         fault.half_way()
         if route.loaded:
             names = [name for name in source.specs if name in route.loaded]
@@ -297,7 +305,7 @@ def install(
     _synchronize(host)
     refuse(wrong)
     boxed = sum(box_size(p.box) * ITEM_SIZES[source.specs[p.tensor].dtype] for p in route.boxed)
-    return Installed(len(proven), boxed, time.perf_counter() - started)
+    return Installed(len(proven) + (len(route.boxed) if arrived else 0), boxed, time.perf_counter() - started)
 
 
 def _synchronize(host: Host) -> None:

@@ -1,8 +1,10 @@
 """A worker's side of the direct path: what ranks may write to, its link to them, and the digests of what then lies there."""
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import xxhash
@@ -10,8 +12,9 @@ from resharder.client.channel import Channel
 from resharder.client.direct.group import DirectFailed
 from resharder.client.direct.meeting import Link, declare, finish
 from resharder.client.direct.proof import Proof
+from resharder.client.direct.transfer import Tensors
 from resharder.client.errors import ResharderError
-from resharder.client.vllm.install import live_tensors, read_all
+from resharder.client.vllm.install import live_now, read_all
 from resharder.client.vllm.parts import Models, Part
 from resharder.converters.direct_messages import layout_to_proto
 from resharder.converters.layout import Box, Layout, Piece, TensorSpec
@@ -25,11 +28,12 @@ _WAIT = 60.0  # seconds; the daemon answers sooner
 
 @dataclass(frozen=True)
 class Open:
-    """The pieces of all parts that go straight into memory; local names begin with their part's."""
+    """The pieces of all parts that go straight into memory; local names begin with their part's. `names`: those of each part."""
 
     layout: Layout
     proto: direct_pb2.MemoryLayout
     fingerprint: str
+    names: dict[str, frozenset[str]]
 
 
 def open_memory(parts: Sequence[Part], rank: int) -> Open | None:
@@ -46,7 +50,8 @@ def open_memory(parts: Sequence[Part], rank: int) -> Open | None:
         return None
     layout = Layout(tensors, tuple(pieces))
     proto = layout_to_proto(pack({rank: layout}))
-    return Open(layout, proto, xxhash.xxh3_128_hexdigest(proto.SerializeToString(deterministic=True)))
+    names = {part.name: frozenset(piece.local for piece in part.route.boxed) for part in parts if part.route is not None}
+    return Open(layout, proto, xxhash.xxh3_128_hexdigest(proto.SerializeToString(deterministic=True)), names)
 
 
 class Receiver:
@@ -58,6 +63,7 @@ class Receiver:
         self._member = direct_pb2.Member(owner=f"servers/{server}", rank=rank, process=process)
         self._link: Link | None = None
         self._proof: tuple[list[int], Proof] | None = None
+        self._expected: list[int] = []
 
     def join(self, memory: Open, models: Models, version: str, install: str) -> bool:
         """Whether this install can be direct. Never raises for what goes wrong on the way."""
@@ -74,7 +80,7 @@ class Receiver:
                 self.close()
                 try:
                     self._link = Link(self._channel, message, self._device)
-                    self._link.prepare({}, _targets(models))
+                    self._link.prepare({}, _targets(models, memory))
                 except DirectFailed as error:
                     self._failed(message.group, str(error))
                     return False
@@ -96,34 +102,42 @@ class Receiver:
         declare(self._channel, self._member, memory.fingerprint, memory.proto)
         return ask()
 
-    def receive(
-        self, memory: Open, models: Models, install: str, expected: Mapping[tuple[str, Box], int]
-    ) -> dict[str, list[int]] | None:
-        """The digests of what then lies in memory, by part and in the order of its boxes, all as expected. None where it went
-        wrong: memory may hold a mix then."""
+    def expect(self, memory: Open, expected: Mapping[tuple[str, Box], int]) -> None:
+        """What `receive` has to find."""
+        self._expected = [expected[piece.tensor, piece.box] for piece in memory.layout.pieces]
+
+    def receive(self, memory: Open, models: Models, install: str) -> bool:
+        """Whether everything is in memory now, by its digests. Where it is not, memory may hold a mix."""
         if self._link is None:
-            return None
-        link, targets = self._link, _targets(models)
+            return False
+        link, times = self._link, [time.monotonic()]
         try:
+            targets = _targets(models, memory)
             link.prepare({}, targets)
             request = direct_pb2.TransferRequest(member=self._member, group=link.id, install=install)
+            times.append(time.monotonic())
             self._channel.call(self._stub.StartTransfer, request, timeout=_WAIT, patience=0)
+            times.append(time.monotonic())
             took = link.run()
-            digests = self._digests(memory.layout, targets)
-            wrong = [p for p, found in zip(memory.layout.pieces, digests, strict=True) if found != expected[p.tensor, p.box]]
-            if wrong:
-                raise DirectFailed(f"{len(wrong)} boxes are not what the store holds, {wrong[0].tensor} is one", torn=True)
+            times.append(time.monotonic())
+            self._check(memory, self._digests(memory.layout, targets))
+            times.append(time.monotonic())
             finish(self._channel, self._member, link.id, seconds=took.total, size=link.received)
         except ResharderError as error:
             self._failed(link.id, str(error))
-            return None
-        logger.info("received %d bytes: %s", link.received, took)
-        found: dict[str, list[int]] = {name: [] for name in models}
-        for piece, value in zip(memory.layout.pieces, digests, strict=True):
-            found[piece.local.partition("/")[0]].append(value)
-        return found
+            return False
+        parts = zip(("found", "waited for the turn", "transferred", "proven"), pairwise(times), strict=True)
+        logger.info("received %d bytes: %s", link.received, ", ".join(f"{what} {b - a:.4f} s" for what, (a, b) in parts))
+        return True
 
-    def _digests(self, layout: Layout, targets: Mapping[str, torch.Tensor]) -> list[int]:
+    def _check(self, memory: Open, digests: Sequence[int]) -> None:
+        """Raises DirectFailed."""
+        if digests != self._expected:
+            pieces = zip(memory.layout.pieces, digests, self._expected, strict=True)
+            wrong = [piece.tensor for piece, found, wanted in pieces if found != wanted]
+            raise DirectFailed(f"{len(wrong)} boxes are not what the store holds, {wrong[0]} is one", torn=True)
+
+    def _digests(self, layout: Layout, targets: Tensors) -> list[int]:
         if self._device.type != "cuda":
             return read_all(targets, layout.pieces, layout.tensors)
         where = [targets[piece.local].data_ptr() for piece in layout.pieces]
@@ -146,5 +160,8 @@ class Receiver:
         self._link = self._proof = None
 
 
-def _targets(models: Models) -> dict[str, torch.Tensor]:
-    return {f"{name}/{path}": tensor for name, model in models.items() for path, tensor in live_tensors(model).items()}
+def _targets(models: Models, memory: Open) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, model in models.items():
+        found |= {f"{name}/{path}": tensor for path, tensor in live_now(model, memory.names[name]).items()}
+    return found

@@ -117,14 +117,14 @@ class Stager:
         """`without`: tensors that need not be fetched, since they come another way. Raises ResharderError."""
         with self._lock:
             expected = expected_digests(self._channel, manifest, needs)
+            wanted = {name: boxes for name, boxes in needs.items() if name not in without}
             if self.shared:
-                folder, files, without = Path(manifest.folder), manifest.files, frozenset()
+                folder, files = Path(manifest.folder), manifest.files
             else:
                 folder, files = DESCRIPTORS, self._mirror.prepare(manifest.files)
-                fetched = {name: boxes for name, boxes in needs.items() if name not in without}
-                self._fetch(manifest, fetched, expected, [file.path for file in files])
-            source = Source(manifest, folder, files, self.transport, expected, whole=not without)
-            source.populate(needs)
+                self._fetch(manifest, wanted, expected, [file.path for file in files])
+            source = Source(manifest, folder, files, self.transport, expected, whole=self.shared or not without)
+            source.populate(wanted)
             return source
 
     def _fetch(self, manifest: Manifest, needs: Needs, expected: dict[tuple[str, Box], int], files: list[str]) -> None:
