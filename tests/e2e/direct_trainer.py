@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from resharder.client.direct.transfer import Seconds, Transfer
 
-SLEEP = 12.0  # seconds: beyond what the daemon of these tests allows a transfer
+SLEEP = 25.0  # seconds: beyond what the daemon of these tests allows a transfer
 _plain_run = Transfer.run
 _next = ""
 

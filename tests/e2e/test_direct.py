@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from demo.trainer_job import TrainerJob
 
+from demo.trainer_job import TrainerJob
 from tests.support.daemon import Daemon
 from tests.support.operating import wait_serving, wait_until
 from tests.support.tiny_hf import save_tokenizer, tiny_config
@@ -21,7 +21,7 @@ from tests.support.vllm_server import VllmServer
 CONFIG = tiny_config("qwen3_moe")
 PLUGINS = Path(__file__).parents[1] / "support" / "raw_mode"
 PROMPT = [5, 17, 42, 7, 300, 11]
-SECONDS = 6.0  # for one transfer
+SECONDS = 12.0  # for members to meet, and for a transfer
 TRAINER = {"config": CONFIG, "ep": 2, "connect": {"direct_wait": 60.0}}
 
 
@@ -80,9 +80,10 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     folder = tmp_path_factory.mktemp("config")
     save_tokenizer(folder, CONFIG["vocab_size"])
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    with Daemon(lease_seconds=10.0, direct_seconds=SECONDS, log_format="json") as daemon:
+    with Daemon(direct_seconds=SECONDS, log_format="json") as daemon:
         environment = {
             "RESHARDER_ENDPOINT": daemon.endpoint,
+            "RESHARDER_SERVER_ID": "direct",  # the same after a restart
             "VLLM_PLUGINS": "resharder,raw_mode",
             "PYTHONPATH": str(PLUGINS),
             "VLLM_SERVER_DEV_MODE": "1",

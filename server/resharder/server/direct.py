@@ -29,11 +29,11 @@ from resharder.converters.plan import plan_pieces
 from resharder.server.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 
 _log = structlog.get_logger("resharder.direct")
-_MEET = 10.0  # seconds that a worker waits for the ranks' offers and for the other workers
 _LOOK = 0.25  # seconds between looks whether an offer is still good for anybody
 _SLACK = 5.0  # beyond a transfer's own bound
 _KEYS, _KEY_BYTES = 4096, 1 << 16
 _PLANS = 8
+_PAUSE, _LONGEST_PAUSE = 30.0, 600.0  # seconds, from the second failure in a row on; doubles with each
 
 
 class Member(NamedTuple):
@@ -182,6 +182,7 @@ class Direct:
         self._planning: set[str] = set()
         self._plans: OrderedDict[Hashable, _Planned] = OrderedDict()
         self._refused: dict[str, int] = {}  # server -> the version that it takes over the staged path
+        self._failures: dict[str, tuple[int, float]] = {}  # server -> how many in a row, and when it may be tried again
 
     # What is held where
 
@@ -258,13 +259,13 @@ class Direct:
         waited = now - offer.ready_at
         if offer.running is not None or offer.turns:
             return waited > offer.wait_seconds + self.seconds
-        return waited > offer.wait_seconds or not wanted or (waited > _MEET and not offer.complete)
+        return waited > offer.wait_seconds or not wanted or (waited > self.seconds and not offer.complete)
 
     # Workers
 
     def join(self, member: Member, memory: str, model: str, number: int, install: str) -> Link:
         """A worker's link, once all ranks and all workers are there. Raises FailedPrecondition (MEMORY_UNKNOWN, NOT_OFFERED)."""
-        server, deadline = member.owner.removeprefix("servers/"), self._clock() + _MEET
+        server, deadline = member.owner.removeprefix("servers/"), self._clock() + self.seconds
         with self._news:
             self._check_declared(member, memory)
             current, workers = self._joined.get(server, ("", {}))
@@ -308,6 +309,9 @@ class Direct:
         offer = self._offers.get(model)
         if self._refused.get(server) == number:
             self._refuse(server, number, "member_failed", "it has failed before")
+        failures, again = self._failures.get(server, (0, 0.0))
+        if (left := again - self._clock()) > 0:
+            self._refuse(server, number, "member_failed", f"{failures} transfers in a row failed; none is tried for {left:.0f} s")
         if offer is not None and (offer.number > number or (offer.number == number and offer.ended)):
             self._refuse(server, number, "offer_over", "its offer is over")
         if offer is None or offer.number != number:
@@ -434,6 +438,7 @@ class Direct:
                     size_bytes=group.received,
                 )
                 self.heard(took, None)
+                self._failures.pop(group.server, None)
                 self._next(offer)
 
     def _group(self, id: str) -> _Group:
@@ -446,6 +451,9 @@ class Direct:
         if group.error:
             return
         group.error = why
+        count = self._failures.get(group.server, (0, 0.0))[0] + 1
+        pause = min(_LONGEST_PAUSE, _PAUSE * 2 ** (count - 2)) if count > 1 else 0.0
+        self._failures[group.server] = count, self._clock() + pause
         _log.warning("direct_failed", server=group.server, group=group.id, reason=why)
         for offer in self._offers.values():
             if offer.publisher == group.members[0].owner:

@@ -1,0 +1,274 @@
+"""The direct path's coordinator by itself: who gets which link, whose turn it is, and what becomes of those that fail."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+from resharder.converters.layout import Layout, Piece, Range, TensorSpec
+from resharder.converters.packed import Pieces, pack
+from resharder.server.direct import Act, Direct, Member, Task
+from resharder.server.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+
+PUBLISHER = "models/policy/publishers/1"
+LONG = 60.0
+
+
+def half(rank: int, of: int = 2, rows: int = 8) -> Pieces[int]:
+    """Some of the rows of the one tensor that there is."""
+    share = rows // of
+    piece = Piece("w", (Range(rank * share, share), Range(0, 4)), "w", 0, (4, 1))
+    return pack({rank: Layout({"w": TensorSpec("w", "BF16", (rows, 4))}, (piece,))})
+
+
+@dataclass
+class Site:
+    """`wanting`: servers that are to install whatever is READY."""
+
+    wanting: set[str] = field(default_factory=set)
+    known: dict[str, dict[int, str]] = field(default_factory=dict)
+    now: float = 0.0
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
+
+    def __post_init__(self) -> None:
+        self.direct = Direct(self, seconds=10.0, clock=lambda: self.now)
+
+    def awaiting(self, model: str, number: int) -> frozenset[str]:
+        return frozenset(self.wanting)
+
+    def processes(self, server: str) -> dict[int, str]:
+        return self.known.get(server, {})
+
+    # Ranks and workers
+
+    def rank(self, rank: int) -> Member:
+        return Member(PUBLISHER, rank, f"rank-{rank}")
+
+    def worker(self, server: str, rank: int) -> Member:
+        return Member(f"servers/{server}", rank, f"{server}-{rank}")
+
+    def declare(self, *servers: str) -> None:
+        for rank in range(2):
+            self.direct.declare(self.rank(rank), "memory", half(rank))
+        for server in servers:
+            self.known[server] = {rank: f"{server}-{rank}" for rank in range(2)}
+            self.wanting.add(server)
+            for rank in range(2):
+                self.direct.declare(self.worker(server, rank), "memory", half(rank))
+
+    def offer(self, number: int = 1, wait: float = 100.0) -> list["Rank"]:
+        return [Rank(self, rank, number, wait) for rank in range(2)]
+
+    def begin(self, act: Callable[..., object], *arguments: object) -> "Future[object]":
+        return self.pool.submit(act, *arguments)
+
+    def join(self, server: str, number: int = 1, install: str = "i-1") -> list["Future[object]"]:
+        return [self.begin(self.direct.join, self.worker(server, rank), "memory", "policy", number, install) for rank in range(2)]
+
+    def start(self, server: str, group: str, install: str = "i-1") -> list["Future[object]"]:
+        return [self.begin(self.direct.start, self.worker(server, rank), group, install) for rank in range(2)]
+
+    def finish(self, member: Member, group: str, error: str = "") -> None:
+        self.direct.finish(member, group, not error, error, 0.1, 32)
+
+
+class Rank:
+    def __init__(self, site: Site, rank: int, number: int, wait: float) -> None:
+        self.site, self.rank, self.member = site, rank, site.rank(rank)
+        self.offer = site.direct.offer(self.member, "memory", "policy", number, 2, wait)
+
+    def task(self, state: str = "READY") -> Task | None:
+        """The next one; None where the offer is over."""
+        deadline = threading.Event()
+        timer = threading.Timer(LONG, deadline.set)
+        timer.start()
+        try:
+            while not deadline.is_set():
+                try:
+                    return self.site.direct.task(self.offer, self.rank, state)
+                except TimeoutError:
+                    continue
+            raise AssertionError("no task came")
+        finally:
+            timer.cancel()
+
+
+@pytest.fixture
+def site() -> Site:
+    return Site()
+
+
+def linked(site: Site, server: str, ranks: list[Rank], number: int = 1, install: str = "i-1") -> str:
+    """The group's id, once everybody has the link. What a rank still has of the one before it is told to drop."""
+    links = [future.result(LONG) for future in site.join(server, number, install)]
+    tasks = [rank.task() for rank in ranks]
+    if tasks[0] and tasks[0].act is Act.DROP:
+        tasks = [rank.task() for rank in ranks]
+    assert [task.act for task in tasks if task] == [Act.LINK] * 2
+    (group,) = {link.group for link in links} | {task.group for task in tasks if task}  # type: ignore[attr-defined]
+    return str(group)
+
+
+def test_members_get_their_places_and_their_own_copies(site: Site) -> None:
+    site.declare("left")
+    ranks = site.offer()
+    links = [future.result(LONG) for future in site.join("left")]
+    links = [task.link for task in (rank.task() for rank in ranks) if task] + links
+    assert [link.rank for link in links] == [0, 1, 2, 3]  # type: ignore[union-attr]
+    assert {link.size for link in links} == {4}  # type: ignore[union-attr]
+    for link in links:
+        copies = link.copies  # type: ignore[union-attr]
+        assert [(int(s), int(t)) for s, t in zip(copies.source, copies.target, strict=True)] == [
+            (link.rank % 2, link.rank % 2 + 2)  # type: ignore[union-attr]
+        ]
+
+
+def test_a_group_is_kept_for_the_next_version_and_made_anew_for_other_processes(site: Site) -> None:
+    site.declare("left")
+    first = linked(site, "left", site.offer(1))
+    ranks = site.offer(2)
+    again = [future.result(LONG).group for future in site.join("left", 2, "i-2")]  # type: ignore[attr-defined]
+    assert again == [first, first]
+    for rank in range(2):
+        site.direct.declare(Member("servers/left", rank, f"other-{rank}"), "memory", half(rank))
+    site.known["left"] = {0: "other-0", 1: "other-1"}
+    site.worker = lambda server, rank: Member(f"servers/{server}", rank, f"other-{rank}")  # type: ignore[method-assign]
+    links = [future.result(LONG) for future in site.join("left", 2, "i-3")]
+    tasks = [rank.task() for rank in ranks], [rank.task() for rank in ranks]
+    assert [(task.act, task.group) for task in tasks[0] if task] == [(Act.DROP, first)] * 2
+    assert {task.group for task in tasks[1] if task} == {link.group for link in links} != {first}  # type: ignore[attr-defined]
+
+
+def test_one_server_at_a_time_takes_from_an_offer(site: Site) -> None:
+    site.declare("left", "right")
+    ranks = site.offer()
+    left, right = linked(site, "left", ranks), linked(site, "right", ranks, install="i-2")
+    began = site.start("left", left)
+    assert [rank.task() for rank in ranks] == [Task(Act.RUN, left)] * 2
+    waits = site.start("right", right, "i-2")
+    [future.result(LONG) for future in began]
+    for member in (site.rank(0), site.rank(1), site.worker("left", 0)):
+        site.finish(member, left)
+    assert not any(future.done() for future in waits)
+    site.finish(site.worker("left", 1), left)
+    [future.result(LONG) for future in waits]
+    assert [rank.task() for rank in ranks] == [Task(Act.RUN, right)] * 2
+
+
+def test_an_offer_ends_when_nobody_needs_it_and_when_its_time_is_over(site: Site) -> None:
+    site.declare("left")
+    ranks = site.offer(1, wait=30.0)
+    with pytest.raises(TimeoutError):
+        site.direct.task(ranks[0].offer, 0, "READY")
+    site.wanting.clear()
+    assert [rank.task() for rank in ranks] == [None, None]
+    site.wanting.add("left")
+    ranks = site.offer(2, wait=30.0)
+    with pytest.raises(TimeoutError):
+        site.direct.task(ranks[0].offer, 0, "READY")
+    site.now += 31.0
+    assert [rank.task() for rank in ranks] == [None, None]
+    with pytest.raises(FailedPrecondition, match="its offer is over"):
+        site.direct.join(site.worker("left", 0), "memory", "policy", 2, "i-2")
+
+
+def test_an_aborted_version_is_offered_no_more_and_one_that_is_staging_is(site: Site) -> None:
+    site.declare("left")
+    ranks = site.offer()
+    site.now += 1000.0
+    with pytest.raises(TimeoutError):
+        site.direct.task(ranks[0].offer, 0, "STAGING")
+    assert ranks[0].task("ABORTED") is None
+
+
+def test_a_rank_that_goes_away_ends_its_groups_for_all(site: Site) -> None:
+    site.declare("left")
+    ranks = site.offer()
+    group = linked(site, "left", ranks)
+    waiting = site.begin(site.direct.start, site.worker("left", 0), group, "i-1")
+    asking = site.begin(site.direct.key, group, "never", LONG)
+    site.direct.leave(ranks[1].offer, 1)
+    for future in (waiting, asking):
+        with pytest.raises(FailedPrecondition) as ended:  # whether it was there before the rank went or after
+            future.result(LONG)
+        assert ended.value.reason == "NOT_OFFERED"
+    with pytest.raises(FailedPrecondition, match=r"rank 1 of .* is gone"):
+        site.direct.key(group, "never", 0.0)
+
+
+def test_a_member_that_fails_costs_its_server_this_version_alone(site: Site) -> None:
+    site.declare("left")
+    ranks = site.offer()
+    group = linked(site, "left", ranks)
+    site.finish(site.worker("left", 1), group, "no memory")
+    assert [rank.task() for rank in ranks] == [Task(Act.DROP, group)] * 2
+    assert [rank.task() for rank in ranks] == [None, None]  # nobody else wants it
+    with pytest.raises(FailedPrecondition, match="failed before"):
+        site.direct.join(site.worker("left", 0), "memory", "policy", 1, "i-1")
+    assert linked(site, "left", site.offer(2), 2, "i-2") != group
+
+
+def test_a_server_whose_groups_fail_again_and_again_is_left_in_peace_for_a_while(site: Site) -> None:
+    site.declare("left")
+    for number in (1, 2):
+        group = linked(site, "left", site.offer(number), number, f"i-{number}")
+        site.finish(site.rank(0), group, "no GPU")
+    site.offer(3)
+    with pytest.raises(FailedPrecondition, match="2 transfers in a row failed; none is tried for 30 s"):
+        site.direct.join(site.worker("left", 0), "memory", "policy", 3, "i-3")
+    site.now += 31.0
+    assert linked(site, "left", site.offer(4), 4, "i-4")
+
+
+def test_a_transfer_that_hangs_is_ended_for_all(site: Site) -> None:
+    site.declare("left")
+    ranks = site.offer()
+    group = linked(site, "left", ranks)
+    [future.result(LONG) for future in site.start("left", group)]
+    assert [rank.task() for rank in ranks] == [Task(Act.RUN, group)] * 2
+    site.now += 16.0
+    assert [rank.task() for rank in ranks] == [Task(Act.DROP, group)] * 2
+
+
+def test_what_does_not_fit_goes_over_the_staged_path(site: Site) -> None:
+    site.declare("left")
+    for rank in range(2):
+        site.direct.declare(site.worker("left", rank), "memory", half(rank, rows=16))
+    site.offer()
+    answers = [future.exception(LONG) for future in site.join("left")]
+    assert any("the targets expect BF16 [16, 4], the sources have BF16 [8, 4]" in str(answer) for answer in answers)
+    assert all(isinstance(answer, FailedPrecondition) and answer.reason == "NOT_OFFERED" for answer in answers)
+
+
+def test_nobody_joins_or_offers_with_memory_that_is_not_declared(site: Site) -> None:
+    with pytest.raises(FailedPrecondition) as unknown:
+        site.direct.offer(site.rank(0), "memory", "policy", 1, 2, 1.0)
+    assert unknown.value.reason == "MEMORY_UNKNOWN"
+    site.declare("left")
+    with pytest.raises(FailedPrecondition) as unknown:
+        site.direct.join(site.worker("left", 0), "other memory", "policy", 1, "i-1")
+    assert unknown.value.reason == "MEMORY_UNKNOWN"
+
+
+def test_a_version_that_no_publisher_offers_is_not_waited_for(site: Site) -> None:
+    site.known["left"] = {0: "left-0"}
+    site.direct.declare(site.worker("left", 0), "memory", half(0))
+    with pytest.raises(FailedPrecondition, match="no publisher offers it"):
+        site.direct.join(site.worker("left", 0), "memory", "policy", 1, "i-1")
+
+
+def test_groups_have_no_strangers_and_keys_are_bounded(site: Site) -> None:
+    site.declare("left", "right")
+    group = linked(site, "left", site.offer())
+    with pytest.raises(InvalidArgument, match="not a member"):
+        site.finish(site.worker("right", 0), group)
+    with pytest.raises(InvalidArgument, match="not a worker"):
+        site.direct.start(site.rank(0), group, "i-1")
+    site.direct.set_key(group, "k", b"value")
+    assert site.direct.key(group, "k", 0.0) == b"value"
+    assert site.direct.key(group, "other", 0.0) is None
+    with pytest.raises(ResourceExhausted):
+        site.direct.set_key(group, "large", bytes(1 << 17))
+    with pytest.raises(FailedPrecondition, match="is over"):
+        site.direct.set_key("no group", "k", b"value")
