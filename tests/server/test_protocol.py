@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from resharder.client import Operator, channel
 from resharder.client.errors import Refused
 from resharder.server.protocol import refusal
-from resharder.v1 import operator_pb2, operator_pb2_grpc, publisher_pb2, resources_pb2, server_pb2, server_pb2_grpc
+from resharder.v1 import direct_pb2, operator_pb2, operator_pb2_grpc, publisher_pb2, resources_pb2, server_pb2, server_pb2_grpc
 from resharder.v1.revision import OLDEST, REVISION, named, user_agent
 
 from tests.support.daemon import Daemon
@@ -83,7 +83,7 @@ def test_the_sdk_says_so(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Non
 def wire() -> dict[str, object]:
     """{name: meaning} of every field, enum value and call."""
     found: dict[str, object] = {}
-    for module in (resources_pb2, publisher_pb2, server_pb2, operator_pb2):
+    for module in (resources_pb2, publisher_pb2, server_pb2, operator_pb2, direct_pb2):
         file = descriptor_pb2.FileDescriptorProto()
         module.DESCRIPTOR.CopyToProto(file)
         for message in file.message_type:
