@@ -40,10 +40,9 @@ CASES = {
     "MoE, TP=2, every box over gRPC, pause wait": Case(
         "qwen3_moe", (("tensor_parallel_size", 2),), shared_memory=False, pause_mode="wait"
     ),
-    "dense, bf16, TP=2, compiled, pause abort": Case(
-        "qwen3", (("tensor_parallel_size", 2),), dtype="bfloat16", eager=False, pause_mode="abort"
+    "dense, tied, bf16, fp8 per channel, compiled, pause abort": Case(
+        "qwen3_tied", (("quantization", "fp8_per_channel"),), dtype="bfloat16", eager=False, pause_mode="abort"
     ),
-    "dense, tied, bf16, fp8 per channel": Case("qwen3_tied", (("quantization", "fp8_per_channel"),), dtype="bfloat16"),
 }
 
 
