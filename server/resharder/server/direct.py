@@ -221,7 +221,8 @@ class Direct:
     def task(self, offer: _Offer, rank: int, state: str) -> Task | None:
         """The rank's next one, None when its memory may change, TimeoutError after a while without either. `state` is the
         version's."""
-        self._look(offer, state)
+        if rank == min(offer.ranks):  # one of them is enough
+            self._look(offer, state)
         try:
             return offer.ranks[rank][2].get(timeout=_LOOK)
         except queue.Empty:
