@@ -27,7 +27,7 @@ from tests.support.vllm_server import Token, VllmServer
 from tests.support.weights import Reference, random_weights
 
 CONFIG = tiny_config("qwen3_tied")
-LEASE = 10.0  # long enough for a busy machine: whoever is lost is not waited for
+LEASE = 20.0  # long enough for a busy machine: whoever is lost is not waited for
 LONG = 120.0  # seconds that nothing here takes
 PLUGINS = Path(__file__).parents[1] / "support" / "raw_mode"
 Server, Move, Motion, Want = resources_pb2.Server, resources_pb2.Move, resources_pb2.Motion, resources_pb2.Want
