@@ -28,7 +28,7 @@ def held(stage):  # type: ignore[no-untyped-def]
 
 
 def faulty(install):  # type: ignore[no-untyped-def]
-    def faulty_install(agent, models, source, *profile):  # type: ignore[no-untyped-def]
+    def faulty_install(agent, models, staged, source):  # type: ignore[no-untyped-def]
         from resharder.client.vllm.install import InstallError
 
         wait_at("apply")
@@ -36,7 +36,7 @@ def faulty(install):  # type: ignore[no-untyped-def]
             for model in models.values():
                 next(model.parameters()).data.fill_(float("nan"))
             raise InstallError("torn half-way by the test")
-        install(agent, models, source, *profile)
+        install(agent, models, staged, source)
 
     return faulty_install
 
