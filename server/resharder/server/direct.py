@@ -26,12 +26,12 @@ from resharder.converters.copies import Copies, copies_of
 from resharder.converters.errors import LayoutError
 from resharder.converters.packed import Pieces, join
 from resharder.converters.plan import plan_pieces
-from resharder.server.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from resharder.server.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 
 _log = structlog.get_logger("resharder.direct")
 _LOOK = 0.25  # seconds between looks whether an offer is still good for anybody
 _SLACK = 5.0  # beyond a transfer's own bound
-_KEYS, _KEY_BYTES = 4096, 1 << 16
+_KEYS, _KEY_BYTES, _ALL_KEYS_BYTES = 4096, 1 << 16, 16 << 20
 _PLANS = 8
 _PAUSE, _LONGEST_PAUSE = 30.0, 600.0  # seconds, from the second failure in a row on; doubles with each
 
@@ -51,7 +51,7 @@ class Servers(Protocol):
         """Servers that are to install this version next and can be written to directly."""
 
     def processes(self, server: str) -> dict[int, str]:
-        """Of every worker by rank; empty where not all of them are known."""
+        """Of every worker by rank; empty where not all of them are known. Raises NotFound (SERVER_UNKNOWN)."""
 
 
 class Act(Enum):
@@ -187,13 +187,40 @@ class Direct:
     # What is held where
 
     def declare(self, member: Member, fingerprint: str, pieces: Pieces[int]) -> None:
+        gone = self._gone()
         with self._news:
             if "/publishers/" in member.owner:  # of a model only the newest publisher's count
                 model = member.owner.partition("/publishers/")[0]
                 stale = [key for key in self._memories if key[0].startswith(f"{model}/publishers/") and key[0] != member.owner]
                 for key in stale:
                     del self._memories[key]
+            for server in gone:
+                for known in (self._joined, self._groups, self._refused, self._failures):
+                    known.pop(server, None)
+            self._memories = {
+                key: memory for key, memory in self._memories.items() if key[0].removeprefix("servers/") not in gone
+            }
             self._memories[member.owner, member.rank] = _Memory(member.process, fingerprint, pieces)
+
+    def check_worker(self, member: Member) -> dict[int, str]:
+        """The processes of its server, which it is one of. Raises NotFound (SERVER_UNKNOWN), FailedPrecondition (NOT_OFFERED)."""
+        processes = self._servers.processes(member.owner.removeprefix("servers/"))
+        if processes.get(member.rank) != member.process:
+            raise FailedPrecondition("NOT_OFFERED", f"{member.owner[:200]}: not all of its workers are known yet")
+        return processes
+
+    def _gone(self) -> frozenset[str]:
+        """Servers that have declared what they hold, and that the fleets have forgotten since."""
+        with self._news:
+            owners = {owner.removeprefix("servers/") for owner, _ in self._memories if owner.startswith("servers/")}
+        return frozenset(server for server in owners if not self._is_known(server))
+
+    def _is_known(self, server: str) -> bool:
+        try:
+            self._servers.processes(server)
+        except NotFound:
+            return False
+        return True
 
     def _check_declared(self, member: Member, fingerprint: str) -> None:
         known = self._memories.get((member.owner, member.rank))
@@ -275,9 +302,7 @@ class Direct:
                 self._joined[server] = install, workers
             workers[member.rank] = (member, memory)
             self._news.notify_all()
-        processes = self._servers.processes(server)
-        if processes.get(member.rank) != member.process:
-            raise FailedPrecondition("NOT_OFFERED", f"{member.owner}: not all of its workers are known yet")
+        processes = self.check_worker(member)
         with self._news:
             while True:
                 offer = self._good_offer(server, model, number)
@@ -334,12 +359,14 @@ class Direct:
         raise FailedPrecondition("NOT_OFFERED", f"version {number} goes to server {server} over the staged path: {why}")
 
     def _plan(self, ranks: Mapping[int, tuple[Member, str]], workers: Mapping[int, tuple[Member, str]]) -> _Planned:
-        """Raises LayoutError, and ValueError where the staging memory does not suffice."""
+        """Raises LayoutError, ValueError where the staging memory does not suffice, FailedPrecondition (MEMORY_UNKNOWN)."""
         key = tuple(tuple(sorted((rank, memory) for rank, (_, memory) in side.items())) for side in (ranks, workers))
         with self._news:
             if key in self._plans:
                 self._plans.move_to_end(key)
                 return self._plans[key]
+            for member, memory in (*ranks.values(), *workers.values()):
+                self._check_declared(member, memory)  # a later publisher's memory may have taken the place of this one's
             sides = [[self._memories[m.owner, rank].pieces for rank, (m, _) in sorted(s.items())] for s in (ranks, workers)]
         began = self._clock()
         found = plan_pieces(*(join(side) for side in sides))
@@ -471,9 +498,13 @@ class Direct:
     def set_key(self, id: str, key: str, value: bytes) -> None:
         with self._news:
             group = self._group(id)
-            if len(value) > _KEY_BYTES or len(key) > 1024 or (len(group.keys) >= _KEYS and key not in group.keys):
+            others = [len(known) for name, known in group.keys.items() if name != key]
+            large = len(value) > _KEY_BYTES or len(key) > 1024
+            if large or len(others) >= _KEYS or sum(others) + len(value) > _ALL_KEYS_BYTES:
                 raise ResourceExhausted(
-                    "TOO_MANY_KEYS", f"expected at most {_KEYS} keys of {_KEY_BYTES} bytes, got {len(value)} more of group {id}"
+                    "TOO_MANY_KEYS",
+                    f"expected at most {_KEYS} keys of {_KEY_BYTES} bytes, {_ALL_KEYS_BYTES} in all, got {len(value)} bytes more "
+                    f"of group {id}",
                 )
             group.keys[key] = value
             self._news.notify_all()

@@ -22,6 +22,8 @@ class DirectService:
         member = _member(request.member)
         if "/publishers/" in member.owner:
             self._intake.publisher(member.owner, member.rank)
+        else:
+            self._direct.check_worker(member)
         self._direct.declare(member, request.fingerprint, layout_from_proto(request.layout, member.rank))
         return direct_pb2.DeclareMemoryResponse()
 
@@ -82,6 +84,7 @@ class DirectService:
 
 def _member(message: direct_pb2.Member) -> Member:
     """Raises InvalidArgument (WORKER)."""
-    if not message.owner or not message.process or message.rank < 0 or len(message.process) > 128:
-        raise InvalidArgument("WORKER", f"expected an owner, a rank and a process, got {message}")
+    owned = message.owner.startswith("servers/") or "/publishers/" in message.owner
+    if not owned or not message.process or message.rank < 0 or len(message.process) > 128:
+        raise InvalidArgument("WORKER", f"expected a publisher or server, a rank and a process, got {message}")
     return Member(message.owner, message.rank, message.process)

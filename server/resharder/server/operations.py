@@ -59,7 +59,14 @@ class Operations:
                 fleet = replace(fleet, pause_mode=mode)
             return replace(fleet, max_skew=message.max_skew) if "max_skew" in fields else fleet
 
-        return self._change(message.name, "update", request, act, model)
+        # Of the fleet only what the mask names: the rest may be anything, even what is no JSON.
+        asked = operator_pb2.UpdateFleetRequest(
+            fleet=resources_pb2.Fleet(name=message.name, model=message.model),
+            update_mask=request.update_mask,
+            accept_refused=request.accept_refused,
+        )
+        request.update_mask.MergeMessage(message, asked.fleet)
+        return self._change(message.name, "update", asked, act, model)
 
     def roll_back(self, request: operator_pb2.RollBackFleetRequest) -> FleetView:
         """Raises FailedPrecondition (VERSION_NOT_READY, NO_EARLIER), InvalidArgument (VERSION), NotFound (FLEET_UNKNOWN)."""

@@ -11,7 +11,7 @@ from resharder.v1 import resources_pb2
 
 _MOST = 32  # of one report
 _LONGEST_NAME = 64
-_LAST = 1 << 40  # seconds since 1970; what is later is no time
+_LAST = 1 << 33  # seconds since 1970: what is later is no time, and its nanoseconds would not fit in a span
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,11 @@ def timed(timings: list[Timing], phase: str) -> Iterator[None]:
 def timings_from_proto(messages: Sequence[resources_pb2.Timing]) -> tuple[Timing, ...]:
     """Those that are possible: nobody is refused because of a clock."""
     return tuple(timing for timing in map(_from_proto, messages[:_MOST]) if timing is not None)
+
+
+def possible(seconds: float) -> float:
+    """How long something took, as it was said; 0 for what is no such time, as no clock measures it and no JSON can say it."""
+    return seconds if isfinite(seconds) and 0 <= seconds < _LAST else 0.0
 
 
 def _from_proto(message: resources_pb2.Timing) -> Timing | None:

@@ -8,7 +8,7 @@ from resharder.server.manifest import READY, Manifest, VersionRecord
 from resharder.server.moves import Motion, Move
 from resharder.server.reconciler import Attached, Install, OrderKind, Power, Reported, Worker, WorkerState
 from resharder.server.store import Store
-from resharder.server.timing import timings_from_proto, timings_to_proto
+from resharder.server.timing import possible, timings_from_proto, timings_to_proto
 from resharder.v1 import resources_pb2, server_pb2
 
 
@@ -80,8 +80,8 @@ def worker_from_proto(message: resources_pb2.Worker) -> Worker:
         boxed_bytes=message.boxed_bytes,
         proven_tensors=message.proven_tensors,
         transport=message.transport,
-        stage_seconds=message.stage_seconds,
-        apply_seconds=message.apply_seconds,
+        stage_seconds=possible(message.stage_seconds),
+        apply_seconds=possible(message.apply_seconds),
         memory=message.memory[:128],
         timings=timings_from_proto(message.timings),
     )
@@ -145,7 +145,7 @@ def report_from_proto(message: server_pb2.ControlReport) -> Reported:
         done,
         message.ok,
         message.error[:4000],
-        message.pause_seconds,
+        possible(message.pause_seconds),
         power_from_proto(message.power),
         message.in_flight,
         timings_from_proto(message.timings),

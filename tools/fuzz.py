@@ -1,0 +1,69 @@
+"""Sends a daemon in this process requests that no client would send, of every method, among good ones.
+
+python -m tools.fuzz [--inputs N] [--seed TEXT]     # ends with 1 at the first thing that must not be, and says what it is
+
+A request is made from its message's descriptor or is a good one that was changed, with names in it that the daemon knows; frames
+of the data stream are damaged in each of the ways that they can be wrong. After every 500 the files of READY versions, the log,
+the status page and the metrics are looked at; then good ranks and servers go on with their work, which has to succeed.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+
+from resharder.server.kernel import anonymous_bytes
+
+from tests.support.fuzzed import World, fuzzed
+
+BATCH = 500
+WARM_UP = 40  # batches, after which memory may not grow by more than
+GROWTH = 256 << 20  # bytes
+_SAY = 15.0  # seconds
+
+
+def fuzz(inputs: int, seed: str) -> None:
+    """Raises AssertionError, the batch in its notes."""
+    with tempfile.TemporaryDirectory(prefix="resharder-fuzz-", dir="/dev/shm") as folder, fuzzed(Path(folder)) as world:
+        began = said = time.monotonic()
+        warm = 0
+        for batch in range(-(-inputs // BATCH)):
+            random = Random(f"{seed}/{batch}")
+            try:
+                for _ in range(BATCH):
+                    world.call(random)
+                world.check()
+                world.work()
+            except Exception as error:
+                error.add_note(f"in batch {batch} of seed {seed!r}, after {world.calls} inputs")
+                raise
+            if batch == WARM_UP:
+                warm = anonymous_bytes()
+            if time.monotonic() > said + _SAY:
+                said = time.monotonic()
+                print(line(world, said - began), flush=True)
+        print(line(world, time.monotonic() - began))
+        grown = anonymous_bytes() - warm if warm else 0
+        assert grown < GROWTH, f"memory has grown by {grown >> 20} MiB in {world.calls} inputs"
+    print(f"no findings; memory has grown by {grown / (1 << 20):.0f} MiB since the warm-up")
+
+
+def line(world: World, seconds: float) -> str:
+    ends = ", ".join(f"{end} {count}" for end, count in world.outcomes.most_common())
+    return (
+        f"{world.calls} inputs, {world.calls / seconds:.0f} a second, {anonymous_bytes() >> 20} MiB; {world.published} versions "
+        f"published, {world.transfers} transfers; {ends}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--inputs", type=int, default=1_000_000)
+    parser.add_argument("--seed", default="0")
+    arguments = parser.parse_args()
+    fuzz(arguments.inputs, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()
