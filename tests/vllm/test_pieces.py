@@ -24,7 +24,7 @@ def test_pieces_lie_where_they_belong_and_their_digests_are_the_stores(monkeypat
         written = install._write_all(host, live, pieces, source, fault)
         assert {p.tensor for p, found in written if found != source.expected[p.tensor, p.box]} == wrong
     assert torch.equal(live["w13"], wanted)
-    assert install._read_all(live, pieces, source.specs) == [source.expected[p.tensor, p.box] for p in pieces]
+    assert install.read_all(live, pieces, source.specs) == [source.expected[p.tensor, p.box] for p in pieces]
 
 
 def test_what_pieces_leave_out_of_a_tensor_is_found_as_runs_of_elements() -> None:
