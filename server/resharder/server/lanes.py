@@ -5,7 +5,8 @@ it holds fewer than are free: one model alone gets half of a method's places, th
 shares become equal, with as much left for whoever comes later. What finds no place is refused at once (TOO_MANY_CALLS), never
 queued: a queue would hold its bytes, and be everybody's.
 
-Calls that end at once need no place. Renewals among them have threads of their own.
+Calls that end at once need no place. Renewals among them have threads of their own, each kind: when all workers of a large fleet
+report at once, no rank's renewal waits for them.
 """
 
 import threading
@@ -96,7 +97,7 @@ class LaneInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
     def __init__(self, waits: int, transfers: int, model_of: Callable[[str], str]) -> None:
         places = dict.fromkeys(_WAITS, waits) | dict.fromkeys(_TRANSFERS, transfers)
         self._long = {method: Lanes(method, count) for method, count in places.items()}
-        self._leases = ThreadPoolExecutor(_LEASE_THREADS, thread_name_prefix="lease")
+        self._leases = {method: ThreadPoolExecutor(_LEASE_THREADS, thread_name_prefix=method) for method in _LEASES}
         self._model_of = model_of
 
     def intercept_service(
@@ -106,7 +107,7 @@ class LaneInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
         if handler is None or not (method in _LEASES or method in self._long):
             return handler
         shape = ("stream" if handler.request_streaming else "unary") + "_" + ("stream" if handler.response_streaming else "unary")
-        behavior, threads = getattr(handler, shape), self._leases
+        behavior, threads = getattr(handler, shape), self._leases.get(method)
         if lanes := self._long.get(method):
             wrap = self._stream if handler.response_streaming else self._unary
             behavior, threads = wrap(lanes, behavior, handler.request_streaming), lanes.threads
