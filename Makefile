@@ -6,7 +6,7 @@ COMPAT := .venv-compat
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup demo test lint docs types proto proto-check unit test-compat bench docs-metrics docs-picture clean
+.PHONY: setup demo test lint docs types proto proto-check unit test-compat bench fuzz docs-metrics docs-picture clean
 
 setup: $(VENV)/.ready
 
@@ -72,6 +72,12 @@ test-compat: $(COMPAT)/.ready
 
 bench: setup
 	$(BIN)/python -m benchmarks.staged_path $(if $(JSON),--json $(JSON))
+
+# What no client would send, to every method of a daemon: N inputs by chance, then RUNS led by coverage (atheris).
+fuzz: setup
+	$(BIN)/pip install -q --group fuzz
+	$(BIN)/python -m tools.fuzz --inputs $(or $(N),1000000)
+	$(BIN)/python -m tools.fuzz_guided -runs=$(or $(RUNS),50000)
 
 # Generated: what the daemon and the plugin count, and a picture of the status page (needs Debian's Chromium).
 docs-metrics: setup

@@ -226,3 +226,34 @@ def test_the_keys_of_a_group_are_bounded_all_together() -> None:
         direct.set_key(group, "one more", b"x")
     direct.set_key(group, "0", b"")
     direct.set_key(group, "one more", b"x")
+
+
+HUGE = (
+    b'{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, '
+    b'"num_hidden_layers": 1000000000, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 48}'
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "files"),
+    [
+        (TensorSpec("__metadata__", "U8", (4,)), {}),
+        (TensorSpec("x", "U8", (1,) * 33), {}),
+        (TensorSpec("x", "U8", (4,)), {"config.json": HUGE}),
+    ],
+    ids=["a name that safetensors has taken", "more dimensions than numpy has", "a billion layers"],
+)
+def test_a_model_that_could_not_be_held_is_refused_at_registration(
+    world: World, spec: TensorSpec, files: dict[str, bytes]
+) -> None:
+    job = Job(world.door, [spec], [whole([spec])], model="odd", job=f"{spec}{len(files)}", files=files)  # type: ignore[arg-type]
+    with pytest.raises(grpc.RpcError) as caught:
+        job.connect()
+    assert reason_of(caught.value) == "LAYOUT_MISMATCH"
+    world.check()
+
+
+def test_a_shape_of_as_many_dimensions_as_there_may_be_is_published(world: World) -> None:
+    specs = [TensorSpec("x", "U8", (1,) * 31 + (4,))]
+    job = Job(world.door, specs, [whole(specs)], model="odd", job="deep").connect()  # type: ignore[arg-type]
+    assert job.publish(1, random_weights(specs, 1)).state == resources_pb2.Version.READY

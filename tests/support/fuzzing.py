@@ -277,6 +277,10 @@ class Bytes(Random):
         super().__init__(0)
         self._data, self._at = data, 0
 
+    @property
+    def spent(self) -> bool:
+        return self._at >= len(self._data)
+
     def getrandbits(self, k: int) -> int:
         size = (k + 7) // 8
         part = self._data[self._at : self._at + size]

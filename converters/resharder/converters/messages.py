@@ -6,6 +6,8 @@ from resharder.converters.errors import LayoutError
 from resharder.converters.layout import ITEM_SIZES, Box, Range, TensorSpec
 from resharder.v1 import resources_pb2
 
+MAX_DIMENSIONS = 32  # numpy 1's; 2 takes 64
+
 
 def box_to_proto(box: Box) -> resources_pb2.Box:
     steps = [r.step for r in box] if any(r.step != 1 for r in box) else []
@@ -27,10 +29,12 @@ def spec_to_proto(spec: TensorSpec) -> resources_pb2.TensorSpec:
 
 
 def spec_from_proto(message: resources_pb2.TensorSpec) -> TensorSpec:
-    """Raises LayoutError for a dtype that safetensors does not have, a negative size or an empty name."""
-    if not message.name or message.dtype not in ITEM_SIZES or any(n < 1 for n in message.shape):
-        found = f"{message.name!r} {message.dtype!r} {list(message.shape)}"
-        raise LayoutError(f"expected a name, a safetensors dtype and positive sizes, got {found}")
+    """Raises LayoutError for a dtype that safetensors does not have, a negative size, more sizes than numpy takes, or a
+    name that is empty or what safetensors calls something else."""
+    named = message.name not in ("", "__metadata__")
+    if not named or message.dtype not in ITEM_SIZES or len(message.shape) > MAX_DIMENSIONS or any(n < 1 for n in message.shape):
+        found = f"{message.name[:200]!r} {message.dtype[:20]!r} {list(message.shape[: MAX_DIMENSIONS + 1])}"
+        raise LayoutError(f"expected a name, a safetensors dtype and at most {MAX_DIMENSIONS} positive sizes, got {found}")
     return TensorSpec(message.name, message.dtype, tuple(message.shape))
 
 

@@ -58,10 +58,10 @@ def check_boxes(request: server_pb2.BoxesRequest, manifest: Manifest) -> Boxes:
         box = _inside(spec, message, i)
         boxes.append(TensorBox(spec, box))
         total += box_size(box) * ITEM_SIZES[spec.dtype]
-    if total > 2 * manifest.record.size_bytes:
-        raise InvalidArgument(
-            "TOO_MANY_BOXES", f"{len(boxes)} boxes have {total} bytes, {version} has {manifest.record.size_bytes}"
-        )
+        if total > 2 * manifest.record.size_bytes:  # before more of them take memory
+            raise InvalidArgument(
+                "TOO_MANY_BOXES", f"{len(boxes)} of the boxes have {total} bytes, {version} has {manifest.record.size_bytes}"
+            )
     return Boxes(manifest, tuple(boxes), chunk_bytes)
 
 

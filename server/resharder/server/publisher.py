@@ -19,6 +19,7 @@ from resharder.server.slots import Boxes, Slot, cut_slot
 REGISTERING, ACTIVE, REJECTED, FENCED = "REGISTERING", "ACTIVE", "REJECTED", "FENCED"
 MAX_WORLD = 1 << 16
 MAX_FILE_BYTES, MAX_FILES = 48 << 20, 64
+_MOST_EXPERTS = 1 << 17  # in all layers: Kimi-K2 has 23,424
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -32,6 +33,21 @@ def check_files(files: Mapping[str, bytes]) -> None:
             raise InvalidArgument("MODEL_FILE", f"expected a plain file name that is not the store's own, got {name!r}")
         if len(content) > MAX_FILE_BYTES:
             raise InvalidArgument("MODEL_FILE", f"{name}: expected at most {MAX_FILE_BYTES} bytes, got {len(content)}")
+
+
+def _check_counts(config: object) -> None:
+    """Raises LayoutError for more layers and experts than any model has: the names of their tensors would take all memory."""
+    counts = {"layers": 1, "experts": 1}
+    parts = [config]
+    while parts:
+        part = parts.pop()
+        for key, value in part.items() if isinstance(part, dict) else ():
+            parts.append(value)
+            for what in counts:
+                if what in key and isinstance(value, int):
+                    counts[what] = max(counts[what], value)
+    if counts["layers"] * counts["experts"] > _MOST_EXPERTS:
+        raise LayoutError(f"config.json: expected at most {_MOST_EXPERTS} experts in all layers, got {counts}")
 
 
 @dataclass
@@ -121,7 +137,9 @@ class Publisher:
         if not self.specs:
             raise LayoutError("expected at least one tensor, no rank holds any")
         try:
-            expected = expected_shapes(json.loads(self.files["config.json"]))
+            config = json.loads(self.files["config.json"])
+            _check_counts(config)
+            expected = expected_shapes(config)
         except (KeyError, UnsupportedModel):
             return  # no config, or no table for its architecture: what the ranks say is taken
         except (ValueError, TypeError, AttributeError) as error:
