@@ -313,7 +313,7 @@ class Agent:
 
     def _drop(self) -> None:
         if self._staged is not None and self._staged.source is not None:
-            # Unmapping takes 0.2 s for 16 GB, and clients may be waiting.
+            # Unmapping millions of pages takes its time, and clients may be waiting.
             threading.Thread(target=self._staged.source.close, name="resharder-unmap").start()
         self._staged, self._past = None, self._staged
 
