@@ -70,12 +70,12 @@ class Sender:
             call.cancel()
 
     def _meet(self, member: direct_pb2.Member, message: direct_pb2.DirectLink) -> None:
-        if self._buffers is None or self._buffers.numel() < message.staging_bytes:
-            self._buffers = torch.empty(message.staging_bytes, dtype=torch.uint8, device=self._device)
         try:
+            if self._buffers is None or self._buffers.numel() < message.staging_bytes:
+                self._buffers = torch.empty(message.staging_bytes, dtype=torch.uint8, device=self._device)
             link = self._links[message.group] = Link(self._channel, message, self._device, self._buffers)
             link.prepare(self._tensors, {})
-        except DirectFailed as error:
+        except (DirectFailed, RuntimeError) as error:  # the latter where there is no memory left
             self._failed(member, message.group, error)
 
     def _run(self, member: direct_pb2.Member, group: str) -> None:
@@ -89,7 +89,7 @@ class Sender:
         logger.debug("sent over group %s: %s", group, took)
         finish(self._channel, member, group, seconds=took.total)
 
-    def _failed(self, member: direct_pb2.Member, group: str, error: DirectFailed) -> None:
+    def _failed(self, member: direct_pb2.Member, group: str, error: Exception) -> None:
         logger.warning("the direct path fails: %s", error)
         self._drop(group)
         try:
