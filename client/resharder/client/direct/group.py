@@ -64,14 +64,16 @@ class Group(Protocol):
         """Lets go of everything. Nothing of the group writes into memory any more."""
 
 
-def make_group(store: Any, prefix: str, rank: int, size: int, device: torch.device, timeout: float) -> Group:
-    """Meets `size` processes at a torch Store under `prefix`, which is to be another for each group. Raises DirectFailed where
-    they are not there within `timeout` seconds."""
+def make_group(
+    store: Any, prefix: str, rank: int, size: int, device: torch.device, timeout: float, ctas: int | None = None
+) -> Group:
+    """Meets `size` processes at a torch Store under `prefix`, which is to be another for each group. `ctas`: multiprocessors that
+    NCCL may use of each GPU, None: as it likes. Raises DirectFailed where they are not there within `timeout` seconds."""
     within = torch._C._distributed_c10d.PrefixStore(f"resharder/{prefix}", store)
     if device.type == "cuda":
         from resharder.client.direct.nccl import NcclGroup
 
-        return NcclGroup(within, rank, size, device, timeout)
+        return NcclGroup(within, rank, size, device, timeout, ctas)
     return GlooGroup(within, rank, size, timeout)
 
 

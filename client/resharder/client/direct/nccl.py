@@ -83,7 +83,7 @@ def _library() -> Any:
 class NcclGroup:
     """`size` processes with a GPU each."""
 
-    def __init__(self, store: Any, rank: int, size: int, device: torch.device, timeout: float) -> None:
+    def __init__(self, store: Any, rank: int, size: int, device: torch.device, timeout: float, ctas: int | None = None) -> None:
         self.rank, self.size, self._device, self._why = rank, size, device, ""
         self._nccl, self._communicator = _library(), ctypes.c_void_p()
         deadline = time.monotonic() + timeout
@@ -97,7 +97,8 @@ class NcclGroup:
             except RuntimeError as error:
                 raise DirectFailed(f"expected {size} processes to meet within {timeout:g} s: {error}") from error
             ctypes.memmove(ctypes.byref(name), store.get("id"), ctypes.sizeof(name))
-        config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21700, 0, *([_UNDEFINED] * 3), None, _UNDEFINED)
+        most = _UNDEFINED if ctas is None else ctas
+        config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21700, 0, _UNDEFINED, most, most, None, _UNDEFINED)
         with torch.cuda.device(device):
             made = (ctypes.byref(self._communicator), size, name, rank, ctypes.byref(config))
             self._called("ncclCommInitRankConfig", *made)

@@ -1,0 +1,268 @@
+"""One of the processes of `benchmarks.direct_path`: a sender or a receiver with a device of its own, and what it measures."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from resharder.client.direct.group import DirectFailed, Group, Part, connect, make_group
+from resharder.client.direct.proof import Proof
+from resharder.client.direct.schedule import quota_of, schedule
+from resharder.client.direct.transfer import Transfer
+from resharder.converters.copies import Copies
+from resharder.converters.digest import digest_torch
+from resharder.converters.layout import Layout, Piece
+from resharder.converters.local import view_of
+from resharder.converters.replicas import held_digests
+from torch.distributed import TCPStore
+
+from benchmarks.direct_layouts import memory_of
+from tests.support.late_group import Late
+
+MIB = 1 << 20
+TIMEOUT = 60.0  # seconds
+GARBAGE = -23131
+Took = list[tuple[float, float, Any]]  # (begin, end, what was said) of each round
+
+
+class Way(NamedTuple):
+    """What is tried: the shortest run that goes from memory to memory (None: all is packed), the memory for packing and
+    unpacking, and the multiprocessors that NCCL is given (None: as it likes)."""
+
+    direct_bytes: int | None
+    staging: int
+    ctas: int | None = None
+
+    def __str__(self) -> str:
+        runs = "all packed" if self.direct_bytes is None else f"runs from {self.direct_bytes / MIB:g} MiB"
+        return f"{runs}, staging {self.staging / MIB:g} MiB" + (f", {self.ctas} CTAs" if self.ctas else "")
+
+
+class Job(NamedTuple):
+    name: str
+    config: dict[str, Any]
+    ways: tuple[Way, ...]  # the first is what counts
+    link_bytes: int
+    sizes: tuple[int, ...] = ()
+    """Of plain messages that are tried, so many at once as fill `link_bytes`."""
+
+
+class Place(NamedTuple):
+    """Where a process is among all: the first half of them send. `part`: its own copies; `most`: most_peers and most_made."""
+
+    rank: int
+    size: int
+    port: int
+    layout: Layout
+    part: Copies
+    most: tuple[int, int]
+    cpu: bool
+
+    @property
+    def sends(self) -> bool:
+        return self.rank < self.size // 2
+
+    @property
+    def others(self) -> range:
+        """Ranks of the other side."""
+        return range(self.size // 2, self.size) if self.sends else range(self.size // 2)
+
+
+def values(piece: Piece, shape: tuple[int, ...], version: int, device: torch.device) -> torch.Tensor:
+    """16 bits of a hash of each element's tensor and place in it, as bfloat16."""
+    place = torch.full((), sum(piece.tensor.encode()) * 7919 + version * 104729, dtype=torch.int64, device=device)
+    for r, n in zip(piece.box, shape, strict=True):
+        along = torch.arange(r.start, r.last + 1, r.step, device=device)
+        place = place.unsqueeze(-1) * n + along
+    return place.mul_(0x9E3779B1).bitwise_right_shift_(13).to(torch.int16).view(torch.bfloat16)
+
+
+class Process:
+    def __init__(self, place: Place) -> None:
+        self.place, self.layout, self.rank = place, place.layout, place.rank
+        self.device = torch.device("cpu") if place.cpu else torch.device("cuda", place.rank)
+        if not place.cpu:
+            torch.cuda.set_device(self.device)
+        self.store = TCPStore("127.0.0.1", place.port, is_master=False, timeout=timedelta(seconds=TIMEOUT))
+        self.tensors = {n: torch.empty(size, dtype=t, device=self.device) for n, (size, t) in memory_of(self.layout).items()}
+        self.facts = dict[str, Any]()
+
+    def new_group(self, prefix: str, ctas: int | None = None) -> Group:
+        before = self.free()
+        group = make_group(self.store, prefix, self.rank, self.place.size, self.device, TIMEOUT, ctas)
+        peers = list(self.place.others)
+        connect(group, self.device, *((peers, []) if self.place.sends else ([], peers)), TIMEOUT)
+        self.facts["group MiB"] = (before - self.free()) / MIB
+        return group
+
+    def free(self) -> int:
+        return int(torch.cuda.mem_get_info(self.device)[0]) if self.device.type == "cuda" else 0
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def meet(self, where: str) -> None:
+        self.store.set(f"{where}/{self.rank}", "here")
+        self.store.wait([f"{where}/{rank}" for rank in range(self.place.size)], timedelta(seconds=TIMEOUT))
+
+    def fill(self, version: int) -> None:
+        """Senders hold `version`, receivers nothing of it."""
+        self.forget()
+        for piece in self.layout.pieces if self.place.sends else ():
+            there = view_of(self.tensors[piece.local], piece.view(piece.box))
+            there.copy_(values(piece, self.layout.tensors[piece.tensor].shape, version, self.device))
+        self.wait()
+
+    def forget(self) -> None:
+        for tensor in self.tensors.values():
+            tensor.view(torch.int16).fill_(GARBAGE)
+        self.wait()
+
+    def wrong(self, version: int) -> int:
+        """Elements that are not `version`'s."""
+        total = torch.zeros((), dtype=torch.int64, device=self.device)
+        for piece in self.layout.pieces:
+            there = view_of(self.tensors[piece.local].view(torch.int16), piece.view(piece.box))
+            total += (
+                there != values(piece, self.layout.tensors[piece.tensor].shape, version, self.device).view(torch.int16)
+            ).sum()
+        return int(total)
+
+    def transfer(self, way: Way, group: Group) -> Transfer:
+        shortest = 1 << 62 if way.direct_bytes is None else way.direct_bytes
+        found = schedule(self.place.part, self.rank, quota_of(*self.place.most, way.staging), shortest)
+        transfer = Transfer(found, group, self.device)
+        for what in ("prepared", "prepared again"):
+            begin = time.monotonic()
+            transfer.prepare(*((self.tensors, {}) if self.place.sends else ({}, self.tensors)))
+            self.facts[what] = time.monotonic() - begin
+        return transfer
+
+    def timed(self, name: str, work: Any, rounds: int, warm_up: int = 2) -> Took:
+        found = []
+        for i in range(warm_up + rounds):
+            self.meet(f"{name} {i}")
+            begin = time.monotonic()
+            said = work()
+            found.append((begin, time.monotonic(), said))
+        return found[warm_up:]
+
+    def plain(self, group: Group, memory: torch.Tensor, size: int, crossed: bool) -> None:
+        """Messages of `size` bytes that are all of `memory`: each sender to one receiver, or half of it to each."""
+        others = self.place.others
+        peers = list(others) if crossed else [others[self.rank % len(others)]]
+        parts = [
+            Part(peer, half[i : i + size])
+            for peer, half in zip(peers, memory.view(len(peers), -1), strict=True)
+            for i in range(0, half.numel(), size)
+        ]
+        deadline = time.monotonic() + TIMEOUT
+        group.post(*((parts, []) if self.place.sends else ([], parts)), deadline).wait(deadline)
+
+    def measure(self, job: Job, rounds: int) -> dict[str, Any]:
+        ways, plain, links, group_bytes = [], {}, dict[str, Took](), {}
+        held = list[int]()
+        self.fill(0)
+        for ctas in dict.fromkeys(way.ctas for way in job.ways):
+            group = self.new_group(f"measured {ctas}", ctas)
+            group_bytes[ctas] = self.facts["group MiB"]
+            memory = torch.ones(job.link_bytes, dtype=torch.uint8, device=self.device)
+            for name in () if links else ("straight", "crossed"):
+                links[name] = self.timed(name, partial(self.plain, group, memory, job.link_bytes, name == "crossed"), rounds)
+            for size in job.sizes:
+                plain[ctas, size] = self.timed(f"{ctas} {size}", partial(self.plain, group, memory, size, False), rounds)
+            del memory
+            for way in (way for way in job.ways if way.ctas == ctas):
+                ways.append((way, self.tried(way, group, rounds, held)))
+                if way is job.ways[0]:
+                    self.prove(way, group, rounds)
+            group.close()
+        s = schedule(self.place.part, self.rank, quota_of(*self.place.most, job.ways[0].staging))
+        return {
+            "links": links,
+            "ways": dict(ways),
+            "bytes": s.sent + s.received,
+            "plain": plain,
+            "group": group_bytes,
+            **self.facts,
+        }
+
+    def tried(self, way: Way, group: Group, rounds: int, held: list[int]) -> dict[str, Any]:
+        """`held`: digests of what was compared element by element, once it was."""
+        transfer = self.transfer(way, group)
+        if not self.place.sends:
+            self.forget()
+        self.meet(f"ready for {way}")
+        transfer.run(TIMEOUT)
+        wrong = 0
+        if not self.place.sends and not held:
+            wrong, held[:] = self.wrong(0), self.digests()()
+        elif not self.place.sends:
+            wrong = sum(found != wanted for found, wanted in zip(self.digests()(), held, strict=True))
+        took = self.timed(str(way), lambda: transfer.run(TIMEOUT), rounds)
+        s = transfer.schedule
+        return {"took": took, "rounds": len(s.rounds), "messages": s.messages, "staging": transfer.staging, "wrong": wrong}
+
+    def prove(self, way: Way, group: Group, rounds: int) -> None:
+        """Transfers that end with the digests of all that arrived; some of those are compared with digests taken otherwise."""
+        transfer, found = self.transfer(way, group), list[int]()
+        begin = time.monotonic()
+        digests = self.digests()
+        self.facts["proof made"] = time.monotonic() - begin
+
+        def work() -> float:
+            """Seconds of the proof alone."""
+            transfer.run(TIMEOUT)
+            begin = time.monotonic()
+            found[:] = [] if self.place.sends else digests()
+            return time.monotonic() - begin
+
+        self.facts["proven"] = self.timed("proven", work, rounds)
+        self.facts["unproven"] = 0
+        for i in range(0, len(found), max(1, len(found) // 64)):
+            piece = self.layout.pieces[i]
+            shape = self.layout.tensors[piece.tensor].shape
+            wanted = digest_torch(values(piece, shape, 0, self.device), piece.box, shape)
+            self.facts["unproven"] += wanted != found[i]
+
+    def digests(self) -> Callable[[], list[int]]:
+        if self.device.type == "cuda":
+            return Proof(self.layout, self.tensors, self.device).digests
+        return lambda: [held.digest for held in held_digests(self.layout, self.tensors)]
+
+
+def measuring(place: Place, job: Job, rounds: int, answers: Any) -> None:
+    process = Process(place)
+    answers.put((place.rank, process.measure(job, rounds)))
+    process.meet("end")
+
+
+def failing(place: Place, job: Job, rounds: int, answers: Any) -> None:
+    """The last sender sleeps past the others' timeout; a new group works; then it is killed."""
+    process, said = Process(place), list[str]()
+    actor, timeout = place.size // 2 - 1, 3.0
+    for act, what in (("sleeps", lambda: time.sleep(2 * timeout)), ("nothing", None), ("is killed", _die)):
+        process.fill(len(said))
+        group = process.new_group(act)
+        transfer = process.transfer(job.ways[-1], Late(group, 2, what) if place.rank == actor and what else group)
+        process.meet(act)
+        begin = time.monotonic()
+        try:
+            transfer.run(TIMEOUT if act == "nothing" else timeout)
+            outcome = f"{0 if place.sends else process.wrong(len(said))} wrong elements"
+        except DirectFailed as error:
+            outcome = f"torn {error.torn}: {error}"
+        seconds = time.monotonic() - begin
+        group.close()
+        alive = float(torch.ones(8, device=process.device).sum()) == 8
+        said.append(f"sender {actor} {act}: rank {place.rank} after {seconds:.3f} s, alive {alive}, {outcome[:120]}")
+        answers.put((place.rank, said[-1]))
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
