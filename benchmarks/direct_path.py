@@ -101,9 +101,9 @@ def report(job: Job, said: dict[int, dict[str, Any]], peer: float | None) -> lis
     print(f"{job.name}: {kept / 1e9:.2f} GB a worker; plain sends {rates['straight'] / 1e9:.0f} GB/s one to one, "
           f"{rates['crossed'] / 1e9:.0f} each to both: limit {limit * 1000:.1f} ms")  # fmt: skip
     for ctas in dict.fromkeys(ctas for ctas, _ in said[0]["plain"]):
-        times = {size: seconds_of([said[r]["plain"][ctas, size] for r in ranks]) for size in job.sizes}
-        each = ", ".join(f"{size / MIB:g} MiB {job.link_bytes / seconds / 1e9:.0f}" for size, seconds in times.items())
-        print(f"{job.name}: many plain messages at once, {ctas or 'NCCL’s own'} CTAs, GB/s: {each}", flush=True)
+        plain = {size: seconds_of([said[r]["plain"][ctas, size] for r in ranks]) for size in job.sizes}
+        found = ", ".join(f"{size / MIB:g} MiB {job.link_bytes / seconds / 1e9:.0f}" for size, seconds in plain.items())
+        print(f"{job.name}: many plain messages at once, {ctas or 'its own number of'} CTAs, GB/s: {found}", flush=True)
     table = Table(
         "way", "ms", "of limit", "rounds", "messages", "pack", "wire (s)", "wire (r)", "unpack", "MiB (s)", "MiB (r)", "wrong"
     )
