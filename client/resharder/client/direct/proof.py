@@ -10,6 +10,7 @@ from resharder.converters.digest import MASK, column_weights
 from resharder.converters.layout import ITEM_SIZES, Layout
 from resharder.converters.packed import Ints, Pieces, pack
 
+_VECTOR, _FIELDS = 8, 8  # units of 16 bits in 16 bytes; columns of an item
 _ROWS = 64  # of an item: enough of them to be many, enough in each to be worth a program
 
 
@@ -22,18 +23,20 @@ class Proof:
         sizes = np.array([ITEM_SIZES[spec.dtype] for spec in pieces.specs], np.int64)
         begins = np.array([tensors[name].data_ptr() for name in pieces.locals], np.int64)
         units = max([1, *((spec.shape or (1,))[-1] * max(1, ITEM_SIZES[spec.dtype] // 2) for spec in pieces.specs)])
-        self._weights = torch.from_numpy(column_weights(units).astype(np.int32)).to(device)
+        weights = torch.from_numpy(column_weights(-(-units // _VECTOR) * _VECTOR).astype(np.int32))
+        self._weights = weights.to(device)
+        self._of_words = weights.view(-1, 2).T.contiguous().to(device)
         self._found = torch.zeros(len(pieces), dtype=torch.int64, device=device)
-        self._launches: list[tuple[torch.Tensor, int, int, bool]] = []
+        self._launches: list[tuple[torch.Tensor, int, int]] = []
+        words = []
         for d in np.unique(dimensions).tolist():
             for size in np.unique(sizes[pieces.tensor[dimensions == d]]).tolist():
                 which = np.flatnonzero((dimensions == d) & (sizes[pieces.tensor] == size))
                 rows, aligned = _items(pieces, which, d, size, begins)
-                for fast in (True, False):
-                    if (aligned == fast).any():
-                        items = _in_words(rows[aligned]) if fast else rows[~aligned]
-                        there = torch.from_numpy(np.ascontiguousarray(items)).to(device)
-                        self._launches.append((there, max(1, size // 2), min(16, 8 * size), fast))
+                words.append(_in_words(rows[aligned]))
+                if not aligned.all():
+                    self._launches.append((_on(device, rows[~aligned]), max(1, size // 2), min(16, 8 * size)))
+        self._words = _on(device, np.concatenate([*words, np.zeros((0, _FIELDS), np.int64)]))
 
     def digests(self) -> list[int]:
         """As `resharder.converters.digest` has them, in the order of the layout's pieces. After what the current stream has yet
@@ -42,15 +45,21 @@ class Proof:
 
         with torch.cuda.device(self._found.device) if self._found.is_cuda else nullcontext():
             self._found.zero_()
-            for items, lanes, bits, aligned in self._launches:
-                proof_kernel.add_digests(items, self._weights, self._found, lanes, bits, aligned)
+            if len(self._words):
+                proof_kernel.add_digests_of_words(self._words, self._of_words, self._found)
+            for items, lanes, bits in self._launches:
+                proof_kernel.add_digests(items, self._weights, self._found, lanes, bits)
         return [found & MASK for found in self._found.tolist()]
+
+
+def _on(device: torch.device, items: Ints) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(items)).to(device)
 
 
 def _items(
     pieces: Pieces[int], which: Ints, d: int, size: int, begins: Ints
 ) -> tuple[Ints, "np.ndarray[tuple[int], np.dtype[np.bool_]]"]:
-    """Rows for the kernel, strides of rows in units, and which of them are aligned: they count their columns in units."""
+    """Rows for the kernel, strides of rows in units, and which of them can go in words: they count their columns in units."""
     lanes = max(1, size // 2)
     start, count, step = (part[which, :d] for part in pieces.boxes)
     strides = pieces.strides[which, :d]
@@ -76,14 +85,17 @@ def _items(
     height, width = np.minimum(_ROWS, rows[piece] - first), count[piece, -1] * lanes
     row_stride, column_stride = strides[piece, -2] * lanes, strides[piece, -1] * lanes
     gapless = (count[piece, -1] == 1) | ((strides[piece, -1] == 1) & (step[piece, -1] == 1))
-    aligned = gapless & (address % 16 == 0) & (width % 8 == 0) & ((row_stride % 8 == 0) | (height == 1)) & (size > 1)
+    aligned = gapless & (address % 16 == 0) & (width % _VECTOR == 0) & ((row_stride % _VECTOR == 0) | (height == 1)) & (size > 1)
+    aligned &= start[piece, -1] * lanes % _VECTOR == 0
     column = start[piece, -1] * np.where(aligned, lanes, 1)
     steps = step[piece, -2] << 32 | step[piece, -1]
     return np.column_stack([address, height, width, row_stride, column_stride, row, steps, which[piece] << 32 | column]), aligned
 
 
 def _in_words(items: Ints) -> Ints:
-    """With the strides of rows in words of 16 bytes."""
+    """With widths and columns in words of two units, and strides of rows in 16 bytes."""
     items = items.copy()
-    items[:, 3] //= 8
+    items[:, 2] //= 2
+    items[:, 3] //= _VECTOR
+    items[:, 7] = items[:, 7] >> 32 << 32 | (items[:, 7] & 0x7FFFFFFF) // 2
     return items

@@ -4,10 +4,8 @@ import torch
 import triton  # type: ignore[import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped,unused-ignore]
 
-ROWS, COLUMNS = 16, 256  # of a block
-WARPS = 4
-FIELDS = 8
-LANES = 8  # units of 16 bytes
+ROWS, COLUMNS, WARPS = 16, 256, 4  # of a block
+WORDS_BLOCK = (4, 128, 1)  # rows, columns in words, warps; a warp of its own waits for no other
 
 # splitmix64 and the seed of rows, as converters/digest.py has them, in two's complement: Triton's literals are signed.
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
@@ -30,7 +28,7 @@ def _row_weights(row):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["lanes"])  # type: ignore[untyped-decorator,unused-ignore]
 def _digest(  # type: ignore[no-untyped-def]
-    items, weights, found, lanes, TYPE: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    items, weights, found, lanes, TYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     item = items + tl.program_id(0) * 8
     memory = tl.load(item).to(tl.pointer_type(TYPE))
@@ -44,10 +42,6 @@ def _digest(  # type: ignore[no-untyped-def]
     row_step = steps >> 32
     column_step = (steps & 0x7FFFFFFF).to(tl.int32)
     first_column = (where & 0x7FFFFFFF).to(tl.int32)
-    if ALIGNED:
-        memory = tl.multiple_of(memory, 16)
-        row_stride = row_stride * 8
-        width = tl.multiple_of(width, 8)
     total = tl.zeros((), tl.int64)
     for above in range(0, rows, ROWS):
         row = above + tl.arange(0, ROWS)
@@ -55,14 +49,10 @@ def _digest(  # type: ignore[no-untyped-def]
         for left in range(0, width, COLUMNS):
             column = left + tl.arange(0, COLUMNS)
             inside = (row < rows)[:, None] & (column < width)[None, :]
-            if ALIGNED:
-                at = row.to(tl.int64)[:, None] * row_stride + column[None, :]
-                number = first_column + column
-            else:
-                element = column // lanes
-                lane = column % lanes
-                at = row.to(tl.int64)[:, None] * row_stride + (element.to(tl.int64) * column_stride + lane)[None, :]
-                number = (first_column + element * column_step) * lanes + lane
+            element = column // lanes
+            lane = column % lanes
+            at = row.to(tl.int64)[:, None] * row_stride + (element.to(tl.int64) * column_stride + lane)[None, :]
+            number = (first_column + element * column_step) * lanes + lane
             value = tl.load(memory + at, mask=inside, other=0)
             weight = tl.load(weights + number, mask=column < width, other=0)
             sums += value.to(tl.int64) * weight.to(tl.int64)[None, :]
@@ -70,10 +60,48 @@ def _digest(  # type: ignore[no-untyped-def]
     tl.atomic_add(found + (where >> 32), total)
 
 
-def add_digests(items: torch.Tensor, weights: torch.Tensor, found: torch.Tensor, lanes: int, bits: int, aligned: bool) -> None:
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _digest_words(items, low, high, found, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Two units at a time: their products of 32 by 32 bits are one instruction, with the sum."""
+    item = items + tl.program_id(0) * 8
+    memory = tl.multiple_of(tl.load(item).to(tl.pointer_type(tl.int32)), 16)
+    rows = tl.load(item + 1).to(tl.int32)
+    width = tl.multiple_of(tl.load(item + 2).to(tl.int32), 4)
+    row_stride = tl.load(item + 3) * 4
+    first_row = tl.load(item + 5)
+    row_step = tl.load(item + 6) >> 32
+    where = tl.load(item + 7)
+    first_column = tl.multiple_of((where & 0x7FFFFFFF).to(tl.int32), 4)
+    total = tl.zeros((), tl.int64)
+    for above in range(0, rows, ROWS):
+        row = above + tl.arange(0, ROWS)
+        begins = memory + row.to(tl.int64) * row_stride
+        sums = tl.zeros((ROWS, COLUMNS), tl.uint64)
+        for left in range(0, width, COLUMNS):
+            column = left + tl.arange(0, COLUMNS)
+            inside = (row < rows)[:, None] & (column < width)[None, :]
+            value = tl.load(begins[:, None] + column[None, :], mask=inside, other=0).to(tl.uint32, bitcast=True)
+            number = first_column + column
+            below = tl.load(low + number, mask=column < width, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+            over = tl.load(high + number, mask=column < width, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+            sums += (value & 0xFFFF).to(tl.uint64) * below[None, :] + (value >> 16).to(tl.uint64) * over[None, :]
+        of_rows = tl.sum(sums.to(tl.int64, bitcast=True), axis=1)
+        total += tl.sum(of_rows * _row_weights(first_row + row.to(tl.int64) * row_step), axis=0)
+    tl.atomic_add(found + (where >> 32), total)
+
+
+def add_digests(items: torch.Tensor, weights: torch.Tensor, found: torch.Tensor, lanes: int, bits: int) -> None:
     """Adds to `found` (int64) what the blocks described by the rows of `items` (int64) have: address, rows, columns, strides of
-    rows (in `LANES` where aligned) and of elements, the first row's number, steps of rows << 32 and of elements, where to add
-    << 32 and the first element's column. A unit is `bits` wide; columns and strides count units, `lanes` of them an element.
-    `weights` are the columns'."""
+    rows and of elements, the first row's number, steps of rows << 32 and of elements, where to add << 32 and the first element's
+    column. A unit is `bits` wide; columns and strides count units, `lanes` of them an element. `weights` are the columns'."""
     kind = {8: tl.uint8, 16: tl.uint16}[bits]
-    _digest[(len(items),)](items, weights, found, lanes, kind, aligned, ROWS, COLUMNS, num_warps=WARPS)
+    _digest[(len(items),)](items, weights, found, lanes, kind, ROWS, COLUMNS, num_warps=WARPS)
+
+
+def add_digests_of_words(
+    items: torch.Tensor, weights: torch.Tensor, found: torch.Tensor, block: tuple[int, int, int] = WORDS_BLOCK
+) -> None:
+    """The same for rows without gaps that begin at 16 bytes and are as long as several of those, columns too. Columns count words
+    of two units, strides of rows 16 bytes. `weights`, (2, words): those of a word's low half and of its high one."""
+    rows, columns, warps = block
+    _digest_words[(len(items),)](items, weights[0], weights[1], found, rows, columns, num_warps=warps)
