@@ -1,5 +1,5 @@
-"""The proof alone on one GPU, with blocks of several shapes: `python -m benchmarks.direct_proof`. Half of a model's memory, as one
-of two vLLM workers has it; the limit is the rate of a read by torch."""
+"""The proof alone on one GPU, with blocks of several shapes: `python -m benchmarks.direct_proof`. Half of a model's memory, as
+one of two vLLM workers has it; the limit is the rate of a read by torch."""
 
 import time
 from functools import partial
