@@ -1,21 +1,26 @@
-"""One daemon under the load of many: `python -m benchmarks.load [--minutes N] [--ranks N] [--servers N] [--json FILE]`.
+"""One daemon under the load of many: `python -m benchmarks.load [--minutes N] [--every SECONDS] [--ranks N] [--servers N] …`.
 
-Ranks of one job publish a small model over gRPC again and again, each as soon as the last version is READY; servers follow, as
-the wire sees them (tests/support/simulated.py). Meanwhile one process asks what ranks, operators and status pages ask all day, a
+Ranks of one job publish a small model over gRPC, all of them at once, a version every so many seconds; servers follow, as the
+wire sees them (tests/support/simulated.py). Meanwhile one process asks what ranks, operators and status pages ask all day, a
 call at a time, and takes the time of each from its start to its answer. Once a minute: the slowest of these calls, how many
 versions were published, and what memory the daemon has of its own (versions are files, and not in it).
 
-Ranks, servers and calls share the machine with the daemon. They are one caller to it, so its bound on calls a second is off.
+The daemon has one core for itself, everything else the others; ranks and servers give way there to the process that measures, so
+that what it waits for is the daemon. `--every 0` is the opposite, a machine with too much to do: each version as soon as the last
+one is READY, and no core is anybody's. They all are one caller to the daemon, so its bound on calls a second is off.
 """
 
 import argparse
 import json
 import multiprocessing
+import os
 import queue
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import cycle
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -40,7 +45,8 @@ MODEL = "policy"
 CONFIG = {"model_type": "none", "architectures": ["NoneForCausalLM"]}
 ELEMENTS = 1 << 17  # of BF16, of each rank: 256 KiB
 LIMIT = 0.05  # seconds, that 99 of 100 control calls may take
-_EVERY = 0.02  # seconds from the end of a control call to the next
+_PAUSE = 0.02  # seconds from the end of a control call to the next
+_NICE = 10  # of ranks and servers, where they share cores with the process that measures
 _context = multiprocessing.get_context("spawn")
 Timed = tuple[str, float]  # call, seconds
 
@@ -63,15 +69,16 @@ class Minute:
 # In processes of their own
 
 
-def publish(endpoint: str, job: str, ranks: list[int], world_size: int, ended: Event) -> None:
-    threads = [Thread(target=_publish_as, args=(endpoint, job, rank, world_size, ended)) for rank in ranks]
+def publish(endpoint: str, job: str, ranks: list[int], world_size: int, every: float, ended: Event) -> None:
+    os.nice(_NICE)
+    threads = [Thread(target=_publish_as, args=(endpoint, job, rank, world_size, every, ended)) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def _publish_as(endpoint: str, job: str, rank: int, world_size: int, ended: Event) -> None:
+def _publish_as(endpoint: str, job: str, rank: int, world_size: int, every: float, ended: Event) -> None:
     """Until it is ended, or another rank was: then nobody completes the version."""
     import torch
     from resharder.client import connect
@@ -91,11 +98,14 @@ def _publish_as(endpoint: str, job: str, rank: int, world_size: int, ended: Even
                     handle.wait_ready(1.0)
                     break
             step += 1
+            if every:
+                ended.wait(every - time.monotonic() % every)  # the same moment for all ranks
 
 
 def follow(endpoint: str, names: list[str], ended: Event) -> None:
     from tests.support.simulated import SimulatedServer
 
+    os.nice(_NICE)
     with ExitStack() as held:
         for name in names:
             channel = held.enter_context(_channel(endpoint))
@@ -104,30 +114,29 @@ def follow(endpoint: str, names: list[str], ended: Event) -> None:
 
 
 def ask(endpoint: str, timed: "Queue[Timed]", ended: Event) -> None:
+    """A call every `_PAUSE` seconds, whether the one before was answered or not: one that is slow hides none that would be."""
     with _channel(endpoint) as channel:
         operator = operator_pb2_grpc.OperatorServiceStub(channel)
         publishers = publisher_pb2_grpc.PublisherServiceStub(channel)
         rank = operator.GetDaemon(operator_pb2.GetDaemonRequest()).publishers[0].name
-        page = operator_pb2.ListVersionsRequest(page_size=1)
-
-        def wait() -> Callable[[], object]:
-            (newest,) = operator.ListVersions(page).versions
-            request = publisher_pb2.WaitVersionRequest(version=newest.name, wait_seconds=0)
-            return lambda: publishers.WaitVersion(request)
-
-        calls: dict[str, Callable[[], Callable[[], object]]] = {
-            "RenewLease": lambda: lambda: publishers.RenewLease(publisher_pb2.RenewLeaseRequest(publisher=rank, rank=0)),
-            "GetDaemon": lambda: lambda: operator.GetDaemon(operator_pb2.GetDaemonRequest()),
-            "ListServers": lambda: lambda: operator.ListServers(operator_pb2.ListServersRequest()),
-            "WaitVersion": wait,
+        (newest,) = operator.ListVersions(operator_pb2.ListVersionsRequest(page_size=1)).versions
+        renewal = publisher_pb2.RenewLeaseRequest(publisher=rank, rank=0)
+        look = publisher_pb2.WaitVersionRequest(version=newest.name, serving=True, wait_seconds=0)
+        calls: dict[str, Callable[[], grpc.Future]] = {
+            "RenewLease": lambda: publishers.RenewLease.future(renewal),
+            "GetDaemon": lambda: operator.GetDaemon.future(operator_pb2.GetDaemonRequest()),
+            "ListServers": lambda: operator.ListServers.future(operator_pb2.ListServersRequest()),
+            "WaitVersion": lambda: publishers.WaitVersion.future(look),
         }
-        while not ended.is_set():
-            for name, prepare in calls.items():
-                call = prepare()
-                began = time.perf_counter()
-                call()
-                timed.put((name, time.perf_counter() - began))
-                ended.wait(_EVERY)
+        for name, call in cycle(calls.items()):
+            call().add_done_callback(partial(_answered, timed, name, time.perf_counter()))
+            if ended.wait(_PAUSE):
+                return
+
+
+def _answered(timed: "Queue[Timed]", name: str, began: float, answer: grpc.Future) -> None:
+    seconds = time.perf_counter() - began
+    timed.put((name if answer.code() is grpc.StatusCode.OK else f"{name}: {answer.code().name}", seconds))
 
 
 def _channel(endpoint: str) -> grpc.Channel:
@@ -151,24 +160,43 @@ def running(processes: list[multiprocessing.context.SpawnProcess], ended: Event)
                 process.kill()
 
 
-def measure(minutes: float, ranks: int, servers: int, processes: int, console: Console) -> Iterator[Minute]:
+@contextmanager
+def on_a_core(alone: bool) -> Iterator[Daemon]:
+    """A daemon; `alone`: on the first core that there is, and whatever starts from here on without it."""
+    cores = sorted(os.sched_getaffinity(0))
+    if alone and len(cores) < 2:
+        raise SystemExit("expected two cores, one of them for the daemon: take --every 0 on one")
+    try:
+        if alone:
+            os.sched_setaffinity(0, cores[:1])
+        with Daemon(keep_count=2, caller_rate=0) as daemon:
+            if alone:
+                os.sched_setaffinity(0, cores[1:])
+            yield daemon
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def measure(minutes: float, every: float, ranks: int, servers: int, processes: int) -> Iterator[Minute]:
     ended, timed = _context.Event(), _context.Queue()
-    with Daemon(keep_count=2, caller_rate=0) as daemon:
+    with on_a_core(alone=every > 0) as daemon:
         where = daemon.endpoint
         spread = [list(range(i, ranks, processes)) for i in range(processes)]
         names = [f"server-{i:02}" for i in range(servers)]
-        work = [_context.Process(target=publish, args=(where, "load", some, ranks, ended)) for some in spread]
-        work += [_context.Process(target=follow, args=(where, names[i::2], ended)) for i in range(2)]
+        publishing = [_context.Process(target=publish, args=(where, "load", some, ranks, every, ended)) for some in spread]
+        following = [_context.Process(target=follow, args=(where, names[i::2], ended)) for i in range(2)]
         asking = _context.Process(target=ask, args=(where, timed, ended))
-        with running(work, ended):
-            settled(daemon, servers)
-            with running([asking], ended):
-                yield from _minutes(daemon, timed, minutes)
+        with running(publishing, ended):
+            _wait(lambda: _look(daemon)[0] > 0)
+            with running(following, ended):
+                _wait(lambda: len(_servers(daemon)) == servers)
+                with running([asking], ended):
+                    yield from _minutes(daemon, timed, minutes)
 
 
-def settled(daemon: Daemon, servers: int) -> None:
-    """Waits until all are there, so that start-up is not in the figures."""
-    while _look(daemon)[1] == 0 or len(_servers(daemon)) < servers:
+def _wait(there: Callable[[], bool]) -> None:
+    """What is there before the measuring begins is not in the figures."""
+    while not there():
         time.sleep(0.2)
 
 
@@ -235,13 +263,16 @@ def show(found: list[Minute], console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument(
+        "--every", type=float, default=2, help="seconds from version to version; 0: as fast as it goes, cores shared"
+    )
     parser.add_argument("--ranks", type=int, default=32)
     parser.add_argument("--servers", type=int, default=32)
     parser.add_argument("--processes", type=int, default=4, help="that the ranks are in")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     console, found = Console(width=120), []
-    for minute in measure(arguments.minutes, arguments.ranks, arguments.servers, arguments.processes, console):
+    for minute in measure(*(getattr(arguments, name) for name in ("minutes", "every", "ranks", "servers", "processes"))):
         found.append(minute)
         p99 = 1e3 * percentile(minute.all, 0.99)
         mib = minute.memory_bytes / (1 << 20)

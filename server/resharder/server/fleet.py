@@ -117,7 +117,8 @@ class Attachment:
 
 
 class Fleets:
-    """Thread-safe. Its lock comes before the intake's and the store's: a subscriber of the store must not wait for it.
+    """Thread-safe. Its lock comes before the intake's and the store's: a subscriber of the store must not wait for it. Who only
+    looks takes none: `_servers` and `_fleets` are replaced, never changed, and so is all that is in them.
 
     `serving_changed` is called, with the lock held, when `serving` may answer otherwise; the intake sets it. `check` is called,
     with the lock held too, when a canary's check has to run: `checked` says how it ended. `observers` hear of every step.
@@ -210,7 +211,8 @@ class Fleets:
                 self._store.release(model, number, _RETURNING)
 
     def _forget(self, server: Server) -> None:
-        del self._servers[server.id], self._held[server.id]
+        self._servers = {id: other for id, other in self._servers.items() if id != server.id}
+        del self._held[server.id]
         fleet = self._fleets[server.fleet]
         gone = frozenset({server.id})
         self._keep(replace(fleet, members=fleet.members - gone, drained=fleet.drained - gone))
@@ -221,8 +223,7 @@ class Fleets:
             found = {record.number: record.fingerprint for record in self._store.versions(model) if record.state == READY}
         except NotFound:
             found = {}
-        with self._changed:
-            self._ready[model] = found
+        self._ready[model] = found
         return found
 
     def _see_versions(self, id: str) -> None:
@@ -288,7 +289,7 @@ class Fleets:
             self._keep(replace(found, members=found.members | {id}))
         if known is None:
             life = f"{self._life}-{secrets.token_hex(2)}"
-            self._servers[id] = Server(id, model, fleet, life, self._clock(), self._ready.get(model, {}))
+            self._servers = self._servers | {id: Server(id, model, fleet, life, self._clock(), self._ready.get(model, {}))}
         else:
             self._see_versions(id)
         self._steer(fleet)
@@ -362,15 +363,14 @@ class Fleets:
 
     def server(self, id: str) -> Server:
         """Raises NotFound (SERVER_UNKNOWN)."""
-        with self._changed:
-            if id not in self._servers:
-                raise NotFound("SERVER_UNKNOWN", f"server {id!r} is not known here; it has to claim its id first")
-            return self._servers[id]
+        found = self._servers.get(id)
+        if found is None:
+            raise NotFound("SERVER_UNKNOWN", f"server {id!r} is not known here; it has to claim its id first")
+        return found
 
     def servers(self, fleet: str = "") -> list[ServerView]:
-        with self._changed:
-            chosen = [server for server in self._servers.values() if not fleet or server.fleet == fleet]
-            return [self._view(server) for server in sorted(chosen, key=lambda s: s.id)]
+        chosen = [server for server in self._servers.values() if not fleet or server.fleet == fleet]
+        return [self._view(server) for server in sorted(chosen, key=lambda s: s.id)]
 
     def _view(self, server: Server) -> ServerView:
         now = self._clock()
@@ -384,9 +384,9 @@ class Fleets:
         models = self._store.models()
         for model in models:
             self._look(model)
-        with self._changed:
-            missing = [Fleet(model, model, self._pause_mode) for model in models if model not in self._fleets]
-            return sorted(map(self._fleet_view, [*self._fleets.values(), *missing]), key=lambda view: view.fleet.name)
+        known = self._fleets
+        missing = [Fleet(model, model, self._pause_mode) for model in models if model not in known]
+        return sorted(map(self._fleet_view, [*known.values(), *missing]), key=lambda view: view.fleet.name)
 
     def fleet(self, name: str) -> FleetView:
         """Raises NotFound (FLEET_UNKNOWN)."""
@@ -401,24 +401,22 @@ class Fleets:
 
     def model_of(self, server: str) -> str:
         """Empty for a server that is not known."""
-        with self._changed:
-            return self._servers[server].model if server in self._servers else ""
+        known = self._servers.get(server)
+        return known.model if known else ""
 
     def fleet_of(self, server: str) -> str:
         """Empty for a server that is not known."""
-        with self._changed:
-            return self._servers[server].fleet if server in self._servers else ""
+        known = self._servers.get(server)
+        return known.fleet if known else ""
 
     def following(self) -> dict[str, str]:
         """The model of every fleet. A model's default fleet may not be there yet."""
-        with self._changed:
-            return {fleet.name: fleet.model for fleet in self._fleets.values()}
+        return {fleet.name: fleet.model for fleet in self._fleets.values()}
 
     def policy(self, server: str) -> tuple[PauseMode, bool]:
         """What an install does to requests, and whether leases are strict. Raises NotFound (SERVER_UNKNOWN)."""
-        with self._changed:
-            fleet = self._fleets[self.server(server).fleet]
-            return fleet.pause_mode, fleet.strict
+        fleet = self._fleets[self.server(server).fleet]
+        return fleet.pause_mode, fleet.strict
 
     def change(self, name: str, act: Callable[[Fleet, View], Fleet], model: str = "") -> FleetView:
         """What an operator wants of a fleet: on its medium, and begun, when this returns. `model`: of a fleet that is new.
@@ -474,9 +472,8 @@ class Fleets:
 
     def serving(self, model: str, number: int) -> tuple[int, int]:
         """(live servers that serve this version or a newer one, live servers of the model that are to be in service)."""
-        with self._changed:
-            live = [s for s in self._servers.values() if s.model == model and s.lost_at is None and s.goal.in_service]
-            return sum(1 for server in live if server.serving >= number), len(live)
+        live = [s for s in self._servers.values() if s.model == model and s.lost_at is None and s.goal.in_service]
+        return sum(1 for server in live if server.serving >= number), len(live)
 
     def awaiting(self, model: str, number: int) -> frozenset[str]:
         """Live servers whose workers can be written to by the direct path and that are to install this version next, as far as
@@ -492,9 +489,8 @@ class Fleets:
 
     def processes(self, server: str) -> dict[int, str]:
         """The process of every worker, by rank; empty where not all of them are known. Raises NotFound (SERVER_UNKNOWN)."""
-        with self._changed:
-            known = self.server(server)
-            return {rank: worker.process for rank, worker in known.workers.items()} if known.complete else {}
+        known = self.server(server)
+        return {rank: worker.process for rank, worker in known.workers.items()} if known.complete else {}
 
     def wait_change(self, timeout: float) -> None:
         """Until a server may have changed, or the time is over."""
@@ -515,7 +511,7 @@ class Fleets:
             before, first = step(before, VersionsChanged(ready), now, self.settings)
             after, orders = step(before, event, now, self.settings)
             orders = (*first, *orders)
-        self._servers[id] = after
+        self._servers = self._servers | {id: after}
         for order in orders:
             attachment = self._attachments.get((id, order.control))
             if attachment is not None:
@@ -562,7 +558,7 @@ class Fleets:
             return
         if self._files is not None:
             self._files.save(fleet)
-        self._fleets[fleet.name] = fleet
+        self._fleets = self._fleets | {fleet.name: fleet}
         self._hold_versions(fleet)
         self._note_move(before, fleet)
         for observer in self.observers:

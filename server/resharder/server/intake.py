@@ -28,6 +28,7 @@ from resharder.server.errors import (
 )
 from resharder.server.failpoints import failpoint
 from resharder.server.manifest import ABORTED, READY, RETIRED, STAGING, VersionRecord
+from resharder.server.news import News
 from resharder.server.publisher import ACTIVE, FENCED, MAX_WORLD, REGISTERING, Publisher, check_files
 from resharder.server.slots import Boxes
 from resharder.server.staged import ProofFailed, Staged, hash_digests
@@ -55,8 +56,8 @@ class Observer:
 class Intake:
     """Thread-safe. `_lock` guards publishers and the table of STAGING versions, and `_changed` hears of what changes in them.
 
-    Locks are taken in this order: the fleets', `_lock`, the store's, `_news`. Nothing else is locked under `_news`, which is for
-    those who wait for a version, so anyone may call `wake`. The fleets are asked while none of them is held.
+    Locks are taken in this order: the fleets', `_lock`, the store's, that of news. Who only looks, renews a lease or waits for a
+    version takes none of the first three. The fleets are asked while none of them is held.
 
     `audience(record)` says (servers that serve this version or a newer one, servers that follow the model); the fleets set it.
     `observer` hears of numbers, `ended` of every version that is STAGING no longer; the daemon sets both.
@@ -83,16 +84,18 @@ class Intake:
         self._staged: dict[tuple[str, int], Staged] = {}
         self._creating: set[tuple[str, int, int]] = set()
         self._draining = False
-        self._news = threading.Condition()
-        self._changes = 0
+        self._versions_news, self._serving_news = News(), News()
         self._threads = threads
         store.subscribe(lambda record: self.wake())
 
     def wake(self) -> None:
-        """Lets everyone who waits for a version look again; the fleets call it when a server serves another one."""
-        with self._news:
-            self._changes += 1
-            self._news.notify_all()
+        """Lets everyone who waits for a version look again."""
+        self._versions_news.tell()
+        self._serving_news.tell()
+
+    def wake_for_serving(self) -> None:
+        """As `wake`, those who wait until versions are served; the fleets call it when a server serves another one."""
+        self._serving_news.tell()
 
     # Publishers
 
@@ -127,7 +130,7 @@ class Intake:
             before = self.store.new_claim(model, job, world_size)
             _log.info("publisher_created", model=model, job=job, epoch=before.epoch, world_size=world_size)
         publisher = Publisher(model, before.job, before.epoch, before.world_size, created=self._clock())
-        self._publishers[model] = publisher
+        self._publishers = self._publishers | {model: publisher}
         return publisher
 
     def _fence(self, model: str) -> None:
@@ -143,10 +146,6 @@ class Intake:
     def publisher(self, name: str, rank: int | None = None) -> Publisher:
         """By its name; `rank`'s lease is renewed. Raises FailedPrecondition (STALE_EPOCH), NotFound (PUBLISHER_UNKNOWN)."""
         model, epoch = parse_name(name, "publishers")
-        with self._lock:
-            return self._publisher(model, epoch, rank)
-
-    def _publisher(self, model: str, epoch: int, rank: int | None) -> Publisher:
         publisher = self._publishers.get(model)
         claim = self.store.claim(model)
         if claim is not None and epoch < claim.epoch:
@@ -159,8 +158,7 @@ class Intake:
         return publisher
 
     def publishers(self) -> list[Publisher]:
-        with self._lock:
-            return list(self._publishers.values())
+        return list(self._publishers.values())
 
     def live_ranks(self, publisher: Publisher) -> int:
         """How many ranks were heard of within the lease."""
@@ -400,17 +398,14 @@ class Intake:
     def wait(self, model: str, number: int, wait_seconds: float, serving: bool, alive: Callable[[], bool]) -> VersionRecord:
         """The version once it is READY (`serving`: and served by all who follow it), ABORTED or RETIRED, or when time is over."""
         deadline = time.monotonic() + wait_seconds
+        news = self._serving_news if serving else self._versions_news
         while True:
-            seen = self._changes
+            told = news.told
             record = self.store.get(model, number)
             left = deadline - time.monotonic()
             if left <= 0 or self._settled(record, serving) or not alive():
                 return record
-            self._wait_news(seen, min(left, _LOOK))
-
-    def _wait_news(self, seen: int, seconds: float) -> None:
-        with self._news:
-            self._news.wait_for(lambda: self._changes != seen, seconds)
+            news.wait(told, min(left, _LOOK))
 
     def _settled(self, record: VersionRecord, serving: bool) -> bool:
         if record.state != READY or not serving:

@@ -86,7 +86,7 @@ class Daemon:
         if self.archive is not None:
             self.archive.heard = lambda name, what, reason: self.events.add("archive", name, what, reason)
         self.intake.audience = lambda record: self.fleets.serving(record.model, record.number)
-        self.fleets.serving_changed = self.intake.wake
+        self.fleets.serving_changed = self.intake.wake_for_serving
         self.direct = Direct(self.fleets, staging_bytes=config.direct_staging_bytes, seconds=config.direct_seconds)
         self.checks = Checks(config.checks, config.check_seconds)
         self.fleets.check = self._check

@@ -152,6 +152,7 @@ def add_server_service(service: ServerService, server: grpc.Server) -> None:
     handlers["Attend"] = grpc.stream_stream_rpc_method_handler(service.Attend, server_pb2.ControlReport.FromString, _serialize)
     handlers["DownloadChunks"] = grpc.unary_stream_rpc_method_handler(service.DownloadChunks, server_pb2.BoxesRequest.FromString)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    server.add_registered_method_handlers(SERVICE, handlers)
 
 
 def _serialize(message: Message) -> bytes:

@@ -289,3 +289,4 @@ def add_publisher_service(service: PublisherService, server: grpc.Server) -> Non
     }
     handlers["UploadChunks"] = grpc.stream_unary_rpc_method_handler(service.UploadChunks, None, serialize)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("resharder.v1.PublisherService", handlers),))
+    server.add_registered_method_handlers("resharder.v1.PublisherService", handlers)

@@ -78,7 +78,7 @@ class _Room:
     size: int  # bytes of one version's safetensors files
     sets: int  # how many are used in turn
     pool: list[Path] = field(default_factory=list)
-    pending: int = 0  # sets being made or on their way out
+    pending: int = 0  # sets being made, taken for a version, or on their way out
     failure: str = ""
 
 
@@ -91,13 +91,17 @@ class _Model:
     number: int = 0
     epoch: int = 0
     records: dict[int, VersionRecord] = field(default_factory=dict)
-    holders: dict[int, set[str]] = field(default_factory=dict)
+    holders: dict[int, frozenset[str]] = field(default_factory=dict)
     room: _Room | None = None
     yielding: set[tuple[int, str]] = field(default_factory=set)  # (number, holder) that let go when room is needed
     leaving: int = 0  # bytes of retired sets that are still there
     arriving: int = 0  # bytes of versions that come back
+    published: bool = False  # it has config.json and so on
     expected: bool = False  # versions of it are about to come back
     background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="store"))
+
+    def put(self, *records: VersionRecord) -> None:
+        self.records = self.records | {record.number: record for record in records}
 
     def of(self, state: str) -> list[VersionRecord]:
         return [record for record in self.records.values() if record.state == state]
@@ -127,7 +131,9 @@ def check_model_name(name: str) -> str:
 
 
 class Store:
-    """Thread-safe. `_lock` guards everything in `_models`; what takes long (writing pages, unlinking) runs outside of it."""
+    """Thread-safe. `_lock` guards everything in `_models`; what takes long (writing pages, unlinking) runs outside of it. To look
+    at claims, versions and holders takes no lock: they are replaced, never changed.
+    """
 
     def __init__(
         self,
@@ -195,7 +201,7 @@ class Store:
     def _recover(self) -> None:
         for folder in sorted(make_folder(self.root / "models").iterdir()):
             if MODEL_NAME.fullmatch(folder.name):
-                self._models[folder.name] = self._recover_model(folder)
+                self._models = self._models | {folder.name: self._recover_model(folder)}
         self._recover_history()
 
     def _recover_model(self, folder: Path) -> _Model:
@@ -211,13 +217,14 @@ class Store:
                 record = manifest.read(version).record
                 if record.model != model.name or record.number != int(version.name):
                     raise manifest.BadManifest(f"{version.name}: its manifest is that of {record.name}")
-                model.records[record.number] = record
+                model.put(record)
             except ValueError as error:
                 _log.error("version_dropped", model=model.name, folder=version.name, error=str(error))
                 shutil.rmtree(version)
         model.number = max([model.number, *model.records])
         model.epoch = max([model.epoch, *(r.epoch for r in model.records.values())])
         model_files.drop_unfinished(folder)
+        model.published = bool(model_files.folders(folder))
         _log.info("model_recovered", model=model.name, ready=sorted(model.records), epoch=model.epoch)
         return model
 
@@ -231,7 +238,7 @@ class Store:
                 if model is not None and (record.number not in model.records or model.records[record.number].state != READY):
                     if record.state == READY:
                         record = replace(record, state=RETIRED, reason="gone when the daemon started")
-                    model.records[record.number] = record
+                    model.put(record)
         for model in self._models.values():
             _forget_old(model)
 
@@ -239,9 +246,8 @@ class Store:
 
     def claim(self, name: str) -> Claim | None:
         """The newest job's claim, from before the last restart too."""
-        with self._lock:
-            model = self._models.get(name)
-            return model.claim if model else None
+        model = self._models.get(name)
+        return model.claim if model else None
 
     def job_epoch(self, name: str, job: str) -> int | None:
         """The epoch that the job once got."""
@@ -255,20 +261,23 @@ class Store:
         with self._lock:
             model = self._make_model(name)
             model.epoch += 1
-            model.claim = Claim(job, model.epoch, world_size)
-            model.jobs[job] = model.epoch
-            model.jobs = dict(list(model.jobs.items())[-100:])
-            self._write_claim(model)
+            model.jobs = dict([*model.jobs.items(), (job, model.epoch)][-100:])
+            claim = Claim(job, model.epoch, world_size)
+            self._write_claim(model, claim)
+            model.claim = claim
             self._drop_room(model)
-            return model.claim
+            return claim
 
     def _make_model(self, name: str) -> _Model:
-        made = self._models.get(name) or _Model(check_model_name(name), make_folder(self.root / "models" / name))
-        return self._models.setdefault(name, made)
+        if name not in self._models:
+            made = _Model(check_model_name(name), make_folder(self.root / "models" / name))
+            self._models = self._models | {name: made}
+        return self._models[name]
 
-    def _write_claim(self, model: _Model) -> None:
-        claim = asdict(model.claim) if model.claim else None
-        content = {"version": model.number, "epoch": model.epoch, "claim": claim, "jobs": model.jobs}
+    def _write_claim(self, model: _Model, claim: Claim | None = None) -> None:
+        claim = claim or model.claim
+        said = asdict(claim) if claim else None
+        content = {"version": model.number, "epoch": model.epoch, "claim": said, "jobs": model.jobs}
         write_file(model.folder / "claim.json", json.dumps(content).encode())
 
     # Room
@@ -297,6 +306,7 @@ class Store:
             if len(layouts) > 1:
                 content[INDEX_FILE] = index_json(layouts)
             written = model_files.write(model.folder, epoch, content)
+            model.published = True
             self._drop_room(model)
             model.room = _Room(epoch, written, layouts, size, sets)
             self._top_up(model)
@@ -379,12 +389,24 @@ class Store:
                 model = self._model(name)
                 room = self._room_of(model, epoch)
                 path = self._take_set(model, room, retired)
-                try:
+                room.pending += 1
+            try:
+                for file in room.files.iterdir():
+                    write_file(path / file.name, file.read_bytes())
+                with self._changed:
+                    self._room_of(model, epoch)
                     record = self._start(model, room, path, step, job)
-                except BaseException:
+                    room.pending -= 1
+            except BaseException:
+                with self._changed:
+                    room.pending -= 1
                     self._discard(model, path, room.size)
-                    raise
+                    self._changed.notify_all()
+                    self._room_of(model, epoch)  # where a later job took the files away, that is the reason
+                raise
+            with self._changed:
                 self._top_up(model)
+                self._changed.notify_all()
         finally:
             self._tell(retired)
         return record
@@ -395,18 +417,17 @@ class Store:
         failpoint("begin.after-number")
         now = round(self._clock(), 6)
         record = VersionRecord(model.name, model.number, STAGING, room.epoch, step, job, room.size, _count(room.layouts), now)
-        for file in room.files.iterdir():
-            write_file(path / file.name, file.read_bytes())
         make_folder(model.folder / "staging")
         path.rename(self.folder(record))
         failpoint("begin.after-rename")
-        model.records[record.number] = record
+        model.put(record)
         return record
 
     def _room_of(self, model: _Model, epoch: int) -> _Room:
-        if model.room is None or model.room.epoch != epoch:
+        room = model.room
+        if room is None or room.epoch != epoch:
             raise FailedPrecondition("STALE_EPOCH", f"{model.name}: epoch {epoch} has no room, the newest epoch is {model.epoch}")
-        return model.room
+        return room
 
     def _take_set(self, model: _Model, room: _Room, retired: list[VersionRecord]) -> Path:
         """`retired` gets the versions that gave way."""
@@ -435,8 +456,7 @@ class Store:
 
     def layouts(self, record: VersionRecord) -> tuple[FileLayout, ...]:
         """Of a STAGING version."""
-        with self._lock:
-            return self._room_of(self._model(record.model), record.epoch).layouts
+        return self._room_of(self._model(record.model), record.epoch).layouts
 
     def commit(self, record: VersionRecord, digests: Mapping[str, int], slots: tuple[tuple[int, str], ...]) -> VersionRecord:
         """Makes a STAGING version READY. Its bytes must be complete and proven, its last writer gone."""
@@ -463,7 +483,7 @@ class Store:
             failpoint("commit.after-rename")
             sync(parent)
             failpoint("commit.after-sync")
-            model.records[done.number] = done
+            model.put(done)
             self._write_history(done)
             failpoint("commit.after-history")
             retired = self._retain(model)
@@ -500,7 +520,7 @@ class Store:
         failpoint("leave.before-rename")
         self.folder(record).rename(path)
         failpoint("leave.after-rename")
-        model.records[done.number] = done
+        model.put(done)
         model.yielding -= {(record.number, holder) for holder in model.holders.pop(record.number, ())}
         self._manifests.pop((model.name, done.number), None)
         self._write_history(done)
@@ -577,7 +597,7 @@ class Store:
         return Retirement(retired, kept, sum(record.size_bytes for record in free))
 
     def _used(self, model: _Model, number: int) -> bool:
-        return bool(model.holders.get(number, set()) - {_RESTORED})
+        return bool(model.holders.get(number, frozenset()) - {_RESTORED})
 
     def expect(self, name: str, number: int, epoch: int, *, coming: bool) -> None:
         """The model has had these numbers elsewhere: later ones are greater. `coming`: versions of it are about to come back."""
@@ -647,11 +667,12 @@ class Store:
         if not model_files.folders(model.folder):
             names = [path for path in found.other_files if path != INDEX_FILE]
             model_files.write(model.folder, record.epoch, {name: (part / name).read_bytes() for name in names})
+            model.published = True
         parent = make_folder(model.folder / "versions")
         part.rename(self.folder(record))
         failpoint("adopt.after-rename")
         sync(parent)
-        model.records[record.number] = record
+        model.put(record)
         model.expected = False
         self._write_history(record)
         if record in surplus(sorted(ready, key=lambda r: r.number), (), self.keep_count, self.keep_bytes):
@@ -661,8 +682,7 @@ class Store:
 
     def models(self) -> list[str]:
         """Those that have ever had an ACTIVE publisher, and those of which versions are about to come back."""
-        with self._lock:
-            return sorted(m.name for m in self._models.values() if model_files.folders(m.folder) or m.of(READY) or m.expected)
+        return sorted(m.name for m in self._models.values() if m.published or m.expected or m.of(READY))
 
     def model_files(self, name: str) -> dict[str, bytes]:
         """config.json, tokenizer files: those of the newest ACTIVE publisher. Raises NotFound (MODEL_UNKNOWN)."""
@@ -674,22 +694,19 @@ class Store:
 
     def versions(self, name: str) -> list[VersionRecord]:
         """Oldest first, RETIRED and ABORTED ones of recent history too. Raises NotFound (MODEL_UNKNOWN)."""
-        with self._lock:
-            return sorted(self._model(name).records.values(), key=lambda r: r.number)
+        return sorted(self._model(name).records.values(), key=lambda r: r.number)
 
     def get(self, name: str, number: int) -> VersionRecord:
         """Raises NotFound (MODEL_UNKNOWN, VERSION_UNKNOWN)."""
-        with self._lock:
-            record = self._model(name).records.get(number)
-            if record is None:
-                raise NotFound("VERSION_UNKNOWN", f"models/{name}/versions/{number} is not known")
-            return record
+        record = self._model(name).records.get(number)
+        if record is None:
+            raise NotFound("VERSION_UNKNOWN", f"models/{name}/versions/{number} is not known")
+        return record
 
     def newest(self, name: str) -> VersionRecord | None:
         """The newest READY version; None also for a model that is not known."""
-        with self._lock:
-            model = self._models.get(name)
-            return max(model.of(READY), key=lambda r: r.number, default=None) if model else None
+        model = self._models.get(name)
+        return max(model.of(READY), key=lambda r: r.number, default=None) if model else None
 
     def hold(self, name: str, number: int, holder: str, *, yielding: bool = False) -> VersionRecord:
         """Keeps a READY version from being dropped until `release` with the same holder; `yielding`: or until the store needs its
@@ -699,7 +716,7 @@ class Store:
             if record.state != READY:
                 raise NotFound("VERSION_GONE", f"{record.name} is {record.state}, not READY")
             model = self._model(name)
-            model.holders.setdefault(number, set()).add(holder)
+            model.holders[number] = model.holders.get(number, frozenset()) | {holder}
             if yielding:
                 model.yielding.add((number, holder))
             return record
@@ -710,10 +727,10 @@ class Store:
             model = self._models.get(name)
             if model is None:
                 return
-            holders = model.holders.get(number, set())
-            holders.discard(holder)
+            holders = model.holders.get(number, frozenset()) - {holder}
             model.yielding.discard((number, holder))
             if holders:
+                model.holders[number] = holders
                 return
             model.holders.pop(number, None)
             retired = self._retain(model)
@@ -721,9 +738,8 @@ class Store:
         self._tell(retired)
 
     def holders(self, name: str, number: int) -> list[str]:
-        with self._lock:
-            model = self._models.get(name)
-            return sorted(model.holders.get(number, ())) if model else []
+        model = self._models.get(name)
+        return sorted(model.holders.get(number, ())) if model else []
 
     def manifest(self, name: str, number: int) -> Manifest:
         """Raises NotFound (VERSION_GONE) where the version is not READY."""
@@ -790,8 +806,8 @@ def _sweep(folder: Path) -> None:
 
 def _forget_old(model: _Model) -> None:
     past = sorted(number for number, record in model.records.items() if record.state in (RETIRED, ABORTED))
-    for number in past[:-_HISTORY]:
-        del model.records[number]
+    if old := past[:-_HISTORY]:
+        model.records = {number: record for number, record in model.records.items() if number not in old}
 
 
 def _count(layouts: tuple[FileLayout, ...]) -> int:
