@@ -206,6 +206,18 @@ def test_a_run_on_one_side_is_packed_or_unpacked_on_the_other_alone() -> None:
     assert schedule(same, 0, quota, 1 << 16).staging == 0
 
 
+def test_what_every_rank_holds_comes_from_the_one_that_a_worker_is_connected_to_anyway() -> None:
+    """A norm for each of eight layers would be shared out among the ranks otherwise."""
+    specs = {"w": TensorSpec("w", "BF16", (64, 4096))} | {f"norm.{i}": TensorSpec(f"norm.{i}", "BF16", (16,)) for i in range(8)}
+    norms = tuple(Piece(name, (Range(0, 16),), name, 0, (1,)) for name in specs if name != "w")
+    halves = [Piece("w", (Range(32 * i, 32), Range(0, 4096)), "w", 0, (4096, 1)) for i in (0, 1)]
+    layouts = {i: Layout(specs, (halves[i], *norms)) for i in (0, 1)}
+    copies = copies_of(plan(layouts, layouts))
+    assert {*zip(copies.source.tolist(), copies.target.tolist(), strict=True)} == {(0, 2), (1, 3)}
+    assert len(copies) == 2 + 16
+    assert copies.most_peers == 1
+
+
 def test_too_little_memory_is_refused_with_what_is_needed() -> None:
     with pytest.raises(ValueError, match=r"expected at least \d+ bytes for packing and unpacking, got 1000"):
         quota_of(1, 0, 1000)

@@ -140,6 +140,21 @@ def test_a_group_is_kept_for_the_next_version_and_made_anew_for_other_processes(
     assert {task.group for task in tasks[1] if task} == {link.group for link in links} != {first}  # type: ignore[attr-defined]
 
 
+def test_workers_that_have_let_go_of_their_links_meet_the_ranks_anew(site: Site) -> None:
+    site.declare("left")
+    first = linked(site, "left", site.offer(1))
+    ranks = site.offer(2)
+    workers = [site.worker("left", rank) for rank in range(2)]
+    joined = [site.begin(site.direct.join, worker, "memory", "policy", 2, "i-2", "") for worker in workers]
+    links = [future.result(LONG) for future in joined]
+    tasks = [rank.task() for rank in ranks], [rank.task() for rank in ranks]
+    assert [(task.act, task.group) for task in tasks[0] if task] == [(Act.DROP, first)] * 2
+    (second,) = {task.group for task in tasks[1] if task} | {link.group for link in links}  # type: ignore[attr-defined]
+    assert second != first
+    kept = [site.begin(site.direct.join, worker, "memory", "policy", 2, "i-3", second) for worker in workers]
+    assert {future.result(LONG).group for future in kept} == {second}  # type: ignore[attr-defined]
+
+
 def test_one_server_at_a_time_takes_from_an_offer(site: Site) -> None:
     site.declare("left", "right")
     ranks = site.offer()

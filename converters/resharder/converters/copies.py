@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from resharder.converters.packed import Ints
+from resharder.converters.packed import Ints, distinct
 from resharder.converters.plan import Plan
 
 ALIGN = 256  # bytes; where things begin in buffers
+_LITTLE = 64  # a pair that exchanges less than such a part of what its target's main source sends is not worth a connection
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,9 @@ class Copies:
 def copies_of(
     plan: Plan[Any, Any], source_ranks: Sequence[int] | None = None, target_ranks: Sequence[int] | None = None
 ) -> Copies:
-    """All of a plan. By default its sources are the first ranks of the group and its targets the next ones; a process that is
-    both has the same rank in both lists."""
+    """All of a plan, `with_fewer_pairs`. By default its sources are the first ranks of the group and its targets the next ones; a
+    process that is both has the same rank in both lists."""
+    plan = with_fewer_pairs(plan)
     sources, targets, item = plan.sources, plan.targets, plan.item_sizes
     senders = np.asarray(range(len(sources.processes)) if source_ranks is None else source_ranks, np.int64)
     first = len(sources.processes)
@@ -91,3 +93,22 @@ def copies_of(
         item,
         sources.plus[plan.have] - targets.plus[plan.want],
     )
+
+
+def with_fewer_pairs(plan: Plan[Any, Any]) -> Plan[Any, Any]:
+    """The same copies. What a target would have from a source that sends it little else comes from the one that sends it most,
+    among those that hold it: connections take time and memory, and processes share their buffers out between them."""
+    process, target = plan.sources.process, plan.targets.process[plan.want]
+    between = np.zeros((len(plan.sources.processes), len(plan.targets.processes)), np.int64)
+    np.add.at(between, (process[plan.have], target), plan.sizes)
+    which = np.flatnonzero(between[process[plan.have], target] * _LITTLE < between.max(axis=0, initial=0)[target])
+    held = distinct(plan.sources.tensor, plan.sources.boxes)
+    order, holders = np.argsort(held.of, kind="stable"), np.bincount(held.of, minlength=len(held.tensor))
+    begins, box = np.cumsum(holders) - holders, held.of[plan.have[which]]
+    copy = np.repeat(np.arange(len(which)), holders[box])
+    piece = order[np.arange(len(copy)) + np.repeat(begins[box] - (np.cumsum(holders[box]) - holders[box]), holders[box])]
+    best = np.lexsort((-between[process[piece], target[which][copy]], copy))
+    first = np.flatnonzero(np.diff(copy, prepend=-1))  # of each copy; `best` keeps copies together
+    have = plan.have.copy()
+    have[which] = piece[best[first]]
+    return replace(plan, have=have)

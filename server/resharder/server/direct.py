@@ -100,6 +100,7 @@ class _Group:
     install: str = ""  # that workers start now
     started: set[int] = field(default_factory=set)  # workers
     finished: set[Member] = field(default_factory=set)
+    linked: set[Member] = field(default_factory=set)  # who was given a link
     received: int = 0  # bytes, by workers
     granted: str = ""  # the install whose turn it is or was
     began: float = 0.0
@@ -109,6 +110,7 @@ class _Group:
     def link(self, member: Member) -> Link:
         rank = self.members.index(member)
         copies = self.planned
+        self.linked.add(member)
         return Link(self.id, rank, len(self.members), copies.of(rank), copies.most_peers, copies.most_made)
 
 
@@ -291,8 +293,9 @@ class Direct:
 
     # Workers
 
-    def join(self, member: Member, memory: str, model: str, number: int, install: str) -> Link:
-        """A worker's link, once all ranks and all workers are there. Raises FailedPrecondition (MEMORY_UNKNOWN, NOT_OFFERED)."""
+    def join(self, member: Member, memory: str, model: str, number: int, install: str, held: str | None = None) -> Link:
+        """A worker's link, once all ranks and all workers are there. `held`: the group that it has a link of, "" for none, None
+        where it does not say. Raises FailedPrecondition (MEMORY_UNKNOWN, NOT_OFFERED)."""
         server, deadline = member.owner.removeprefix("servers/"), self._clock() + self.seconds
         with self._news:
             self._check_declared(member, memory)
@@ -316,7 +319,9 @@ class Direct:
             key = (tuple(sorted(ranks.items())), tuple(sorted(workers.items())))
             group = self._groups.get(server)
             if group is not None and group.key == key and not group.error:
-                return group.link(member)
+                if held in (None, group.id) or member not in group.linked:
+                    return group.link(member)
+                group.error = f"{member.owner}, rank {member.rank} has let go of it"  # as those do that fall asleep
             self._planning.add(server)
         try:
             planned = self._plan(ranks, workers)

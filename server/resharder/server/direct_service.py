@@ -50,7 +50,7 @@ class DirectService:
 
     def JoinTransfer(self, request: direct_pb2.JoinTransferRequest, context: ServicerContext) -> Message:
         model, number = parse_name(request.version, "versions")
-        link = self._direct.join(_member(request.member), request.memory, model, number, request.install)
+        link = self._direct.join(_member(request.member), request.memory, model, number, request.install, request.group)
         return self._link(link, known=request.group == link.group)
 
     def StartTransfer(self, request: direct_pb2.TransferRequest, context: ServicerContext) -> Message:
