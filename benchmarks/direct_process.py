@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -201,39 +200,47 @@ class Process:
         transfer.run(TIMEOUT)
         wrong = 0
         if not self.place.sends and not held:
-            wrong, held[:] = self.wrong(0), self.digests()()
+            wrong, held[:] = self.wrong(0), self.digests(self.proof())
         elif not self.place.sends:
-            wrong = sum(found != wanted for found, wanted in zip(self.digests()(), held, strict=True))
+            wrong = sum(found != wanted for found, wanted in zip(self.digests(self.proof()), held, strict=True))
         took = self.timed(str(way), lambda: transfer.run(TIMEOUT), rounds)
         s = transfer.schedule
         return {"took": took, "rounds": len(s.rounds), "messages": s.messages, "staging": transfer.staging, "wrong": wrong}
 
     def prove(self, way: Way, group: Group, rounds: int) -> None:
-        """Transfers that end with the digests of all that arrived; some of those are compared with digests taken otherwise."""
-        transfer, found = self.transfer(way, group), list[int]()
+        """Transfers that end with the digests of all that arrived, taken on the way or at the end; some of those are compared
+        with digests taken otherwise."""
+        transfer, found = self.transfer(way, group), dict[str, list[int]]()
         begin = time.monotonic()
-        digests = self.digests()
+        proof = self.proof(transfer)
         self.facts["proof made"] = time.monotonic() - begin
 
-        def work() -> float:
-            """Seconds of the proof alone."""
-            transfer.run(TIMEOUT)
+        def work(name: str, beside: bool) -> float:
+            """Seconds of the proof after the transfer."""
+            transfer.run(TIMEOUT, proof if beside else None)
             begin = time.monotonic()
-            found[:] = [] if self.place.sends else digests()
+            if not self.place.sends:
+                found[name] = proof.said() if beside and proof else self.digests(proof)
             return time.monotonic() - begin
 
-        self.facts["proven"] = self.timed("proven", work, rounds)
+        for name, beside in (("proven", True), ("proven after", False)):
+            self.facts[name] = self.timed(name, partial(work, name, beside), rounds)
         self.facts["unproven"] = 0
-        for i in range(0, len(found), max(1, len(found) // 64)):
-            piece = self.layout.pieces[i]
-            shape = self.layout.tensors[piece.tensor].shape
-            wanted = digest_torch(values(piece, shape, 0, self.device), piece.box, shape)
-            self.facts["unproven"] += wanted != found[i]
+        for digests in found.values():
+            for i in range(0, len(digests), max(1, len(digests) // 64)):
+                piece = self.layout.pieces[i]
+                shape = self.layout.tensors[piece.tensor].shape
+                wanted = digest_torch(values(piece, shape, 0, self.device), piece.box, shape)
+                self.facts["unproven"] += wanted != digests[i]
 
-    def digests(self) -> Callable[[], list[int]]:
-        if self.device.type == "cuda":
-            return Proof(self.layout, self.tensors, self.device).digests
-        return lambda: [held.digest for held in held_digests(self.layout, self.tensors)]
+    def proof(self, transfer: Transfer | None = None) -> Proof | None:
+        """None on a CPU."""
+        if self.device.type != "cuda" or self.place.sends:
+            return None
+        return Proof(self.layout, self.tensors, self.device, transfer.schedule.whole_after if transfer else None)
+
+    def digests(self, proof: Proof | None) -> list[int]:
+        return proof.digests() if proof else [held.digest for held in held_digests(self.layout, self.tensors)]
 
 
 def measuring(place: Place, job: Job, rounds: int, answers: Any) -> None:

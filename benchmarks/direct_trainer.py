@@ -1,13 +1,16 @@
-"""One of two Megatron ranks for `benchmarks.direct_install`: a model of a real shape on its GPU, told what to publish.
+"""One of the Megatron ranks of `benchmarks.direct_system`: a model of a real shape on its GPU, told what to publish.
 
-Weights are a hash of each element's tensor, place and step, small enough for a model to run with.
+Weights are a hash of each element's tensor, place and step, small enough for a model to run with. `fault`: what rank 0
+does in the middle of its next transfer: "stop" (SIGSTOP), "die" (SIGKILL), or sleep so many seconds.
 """
 # ruff: noqa: E402, I001 - megatron-core on a CPU needs something to be imported first
 
 import json
 import os
+import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,16 @@ if CPU:
     from tests.support import megatron_shim  # noqa: F401
 from demo.jobs import answer, next_request
 from resharder.client import connect
+from resharder.client.direct.transfer import Seconds, Transfer
 from resharder.converters.building import build_chunks
 from resharder.converters.layout import Piece
 from resharder.converters.local import view_of
 from resharder.converters.megatron import local_layout
+
+from tests.support.late_group import Late
+
+_plain_run = Transfer.run
+_fault = ""
 
 
 def values(piece: Piece, shape: tuple[int, ...], step: int, device: torch.device) -> torch.Tensor:
@@ -32,7 +41,23 @@ def values(piece: Piece, shape: tuple[int, ...], step: int, device: torch.device
     return (place.mul_(0x9E3779B1).bitwise_right_shift_(13).bitwise_and_(0xFFFF).to(torch.float32) / 65536 - 0.5).mul_(0.04)
 
 
+def run(self: Transfer, timeout: float) -> Seconds:
+    """With the fault, once something was sent."""
+    global _fault
+    what, _fault = _fault, ""
+    if not what:
+        return _plain_run(self, timeout)
+    acts = {"stop": partial(os.kill, os.getpid(), signal.SIGSTOP), "die": partial(os.kill, os.getpid(), signal.SIGKILL)}
+    group, at = self.group, min(2, len(self.schedule.rounds))
+    self.group = Late(group, at, acts.get(what) or partial(time.sleep, float(what)))
+    try:
+        return _plain_run(self, timeout)
+    finally:
+        self.group = group
+
+
 def main() -> None:
+    global _fault
     endpoint, model_name, folder, settings = sys.argv[1], sys.argv[2], Path(sys.argv[3]), json.loads(sys.argv[4])
     dist.init_process_group("gloo")
     device = torch.device("cpu" if CPU else "cuda", None if CPU else int(os.environ["LOCAL_RANK"]))
@@ -49,8 +74,14 @@ def main() -> None:
         number += 1
         request: list[Any] = [next_request(folder, number) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(request)
-        if request[0].pop("do") == "stop":
+        asked = request[0].pop("do")
+        if asked == "stop":
             break
+        if asked == "fault":
+            if dist.get_rank() == 0:
+                _fault = str(request[0]["what"])
+                answer(folder, number, {"pid": os.getpid()})
+            continue
         step, seed, direct = (request[0][name] for name in ("step", "seed", "direct"))
         with torch.no_grad():
             for piece in layout.pieces:
@@ -66,4 +97,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    Transfer.run = run  # type: ignore[method-assign]
     main()

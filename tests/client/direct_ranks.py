@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from resharder.client.direct.group import DirectFailed, Group, connect, make_group
-from resharder.client.direct.schedule import quota_of, schedule
+from resharder.client.direct.schedule import Schedule, quota_of, schedule
 from resharder.client.direct.transfer import Transfer
 from resharder.converters.copies import Copies, copies_of
 from resharder.converters.layout import Layout, box_index
@@ -26,7 +26,7 @@ from torch.distributed import TCPStore
 from benchmarks.direct_layouts import DENSE, EXPERTS, memory_of, written_trainer, written_workers
 from tests.support.late_group import Late
 
-STAGING, DIRECT_BYTES = 1 << 21, 1 << 17
+STAGING, DIRECT_BYTES = 1 << 20, 1 << 17  # the former for each peer
 TIMEOUT, LONG = 8.0, 120.0  # seconds: one that a test waits for, and one that nothing here takes
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -51,6 +51,11 @@ def filled(layout: Layout, version: int | None) -> Tensors:
     return tensors
 
 
+def scheduled(copies: Copies, rank: int) -> Schedule:
+    quota = quota_of(copies.most_peers, copies.most_made, STAGING * copies.most_peers)
+    return schedule(copies.of(rank), rank, quota, DIRECT_BYTES)
+
+
 class Process:
     def __init__(self, rank: int, port: int) -> None:
         self.rank = rank
@@ -66,8 +71,8 @@ class Process:
 
     def transfer(self, group: Group, kind: str) -> Transfer:
         copies, _ = self.sides[kind]
-        found = schedule(copies.of(self.rank), self.rank, quota_of(copies.most_peers, copies.most_made, STAGING), DIRECT_BYTES)
-        assert found.staging <= STAGING
+        found = scheduled(copies, self.rank)
+        assert found.staging <= STAGING * copies.most_peers
         return Transfer(found, group, CPU)
 
     def say(self, act: str, started: float, **what: Any) -> None:
@@ -119,9 +124,7 @@ class Process:
         whole, workers = written_trainer(DENSE, 1), written_workers(DENSE, 2)
         copies, rank = copies_of(plan(whole, workers)), {0: 0, 2: 1, 3: 2}[self.rank]
         group = self.group("survivors", rank, 3)
-        transfer = Transfer(
-            schedule(copies.of(rank), rank, quota_of(copies.most_peers, copies.most_made, STAGING), DIRECT_BYTES), group, CPU
-        )
+        transfer = Transfer(scheduled(copies, rank), group, CPU)
         layout = [*whole.values(), *workers.values()][rank]
         wanted, mine = filled(layout, 9), filled(layout, None)
         transfer.prepare(*((wanted, {}) if rank == 0 else ({}, mine)))

@@ -1,0 +1,234 @@
+"""Everything in its place for the benchmarks of the direct path: Megatron ranks on the first GPUs, a daemon, vLLM servers on the
+GPUs after them. `cpu`: all of it on a CPU, over gloo, to try it."""
+
+import contextlib
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from benchmarks import shapes
+from benchmarks.direct_layouts import DENSE, EXPERTS
+from demo.trainer_job import TrainerJob
+from tests.support.daemon import Daemon
+from tests.support.operating import servers, wait_serving
+from tests.support.tiny_hf import save_tokenizer
+from tests.support.vllm_server import ServerFailed, VllmServer
+
+ROOT = Path(__file__).parents[1]
+PROMPT = [5, 17, 42, 7, 300, 11]
+KV_CACHE = 1 << 30  # bytes
+PATIENCE = 400.0  # seconds
+
+
+class Job(NamedTuple):
+    name: str
+    config: dict[str, Any]
+    kind: str  # of the trainer's parallelism
+
+
+GPU_JOBS = (Job("Qwen3-8B", shapes.QWEN3_8B, "tp"), Job("Qwen3-30B-A3B", shapes.QWEN3_30B_A3B, "ep"))
+CPU_JOBS = (Job("tiny dense", DENSE, "tp"), Job("tiny experts", EXPERTS, "ep"))
+
+
+class Client:
+    """One answer that never ends, and the longest wait for a token since it was last asked for."""
+
+    def __init__(self, server: VllmServer) -> None:
+        self._server, self._times, self._ended = server, [time.monotonic()], False
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+        self._thread.start()
+
+    def _ask(self) -> None:
+        while not self._ended:
+            try:
+                for token in self._server.stream(PROMPT, 400):
+                    self._times.append(token.at)
+                    if self._ended:
+                        return
+            except (ServerFailed, OSError):
+                time.sleep(0.05)
+
+    def longest(self) -> float:
+        times, self._times = self._times, self._times[-1:]
+        return max((b - a for a, b in pairwise(times)), default=0.0)
+
+    def end(self) -> None:
+        self._ended = True
+        self._thread.join(30)
+
+
+def devices(need: int, cpu: bool) -> list[str]:
+    """GPUs that may be used; on a CPU only their names. Raises RuntimeError where there are too few."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if cpu:
+        return [str(i) for i in range(need)]
+    import torch
+
+    found = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    if len(found) < need:
+        raise RuntimeError(f"expected {need} GPUs, got {len(found)}")
+    return found
+
+
+class System:
+    """`ranks` of the trainer, `count` servers of `workers` GPUs each. To be used as a context."""
+
+    def __init__(
+        self,
+        job: Job,
+        ranks: int,
+        workers: int,
+        count: int = 1,
+        cpu: bool = False,
+        more: tuple[str, ...] = (),
+        direct: bool = True,
+        **options: Any,
+    ) -> None:
+        """`more`: of the servers' arguments; `direct`: whether anything is ever offered; `options`: the daemon's."""
+        self.job, self.ranks, self._began, self._step, self._jobs = job, ranks, time.monotonic(), 0, 0
+        self._direct_wait = 120.0 if direct else 0.0
+        own = devices(ranks + workers * count, cpu)
+        self.gpus = [own[ranks + workers * i : ranks + workers * (i + 1)] for i in range(count)]
+        self._trains_on = own[:ranks]
+        self.folder = Path(tempfile.mkdtemp())
+        save_tokenizer(self.folder, job.config["vocab_size"])
+        (self.folder / "config.json").write_text(json.dumps(job.config))
+        self.daemon = Daemon(keep_count=1, log_format="json", **options)
+        arguments = ["--load-format", "resharder", "--tensor-parallel-size", str(workers)]
+        arguments += ["--kv-cache-memory-bytes", str(64 << 20 if cpu else KV_CACHE), *more]
+        self.servers = [
+            VllmServer(self.folder, arguments, self._environment(i, cpu), dtype="bfloat16", timeout=PATIENCE)
+            for i in range(count)
+        ]
+        self.published_seconds = 0.0  # the last version
+        self.trainer: TrainerJob
+
+    def _environment(self, i: int, cpu: bool) -> dict[str, str | None]:
+        raw: dict[str, str | None] = (
+            {"PYTHONPATH": f"{ROOT}/tests/support/raw_mode:{os.environ.get('PYTHONPATH', '')}"} if cpu else {}
+        )
+        return raw | {
+            "RESHARDER_ENDPOINT": self.daemon.endpoint,
+            "RESHARDER_SERVER_ID": f"server-{i}",  # the same after a restart
+            "VLLM_PLUGINS": "resharder,raw_mode" if cpu else "resharder",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "CUDA_VISIBLE_DEVICES": ",".join(self.gpus[i]),
+        }
+
+    def say(self, what: str) -> None:
+        print(f"{self.job.name}: {time.monotonic() - self._began:.0f} s: {what}", flush=True)
+
+    def __enter__(self) -> "System":
+        self.daemon.start()
+        try:
+            self.start_trainer()
+            for server in self.servers:
+                server.start()
+            version = self.publish(direct=False)
+            for server in self.servers:
+                server.wait_ready()
+            wait_serving(self.daemon, version, PATIENCE)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        self.say(f"served; the servers needed {', '.join(f'{server.ready_seconds:.0f} s' for server in self.servers)}")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            for server in self.servers:
+                print(server.log_tail(40), flush=True)
+            lines = [line for line in self.daemon.log.read_text().splitlines() if "direct_" in line]
+            print(self._trainer_log()[-3000:], *lines[-30:], sep="\n", flush=True)
+        if hasattr(self, "trainer"):
+            self.trainer.kill()
+        for server in self.servers:
+            if server.process is not None:
+                server.stop()
+        self.daemon.close()
+
+    def start_trainer(self) -> None:
+        self._jobs += 1
+        own = self.folder / f"trainer-{self._jobs}"
+        own.mkdir()
+        settings = {"config": self.job.config, self.job.kind: self.ranks, "connect": {"direct_wait": self._direct_wait}}
+        before = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._trains_on)
+        try:
+            self.trainer = TrainerJob(
+                self.daemon.endpoint, "policy", own, settings, ranks=self.ranks, module="benchmarks.direct_trainer"
+            )
+        finally:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+            if before is not None:
+                os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+    def _trainer_log(self) -> str:
+        found = sorted(self.folder.glob("trainer-*/trainer.log"))
+        return found[-1].read_text(errors="replace") if found else ""
+
+    def publish(self, seed: int | None = None, direct: bool = True) -> int:
+        """The number of the version, whose weights are those of `seed`; those of the step by default."""
+        said = self.trainer.ask(timeout=PATIENCE, **self._request(seed, direct))
+        self.published_seconds = float(said["publish_s"])
+        self.say(f"version {said['version']} published in {self.published_seconds:.2f} s")
+        return int(said["version"])
+
+    def begin_publish(self, seed: int | None = None) -> int:
+        """The number of the request; `trainer.requests.reply` waits for it."""
+        return self.trainer.requests.send(**self._request(seed, True))
+
+    def _request(self, seed: int | None, direct: bool) -> dict[str, Any]:
+        self._step += 1
+        return {"do": "publish", "step": self._step, "seed": self._step if seed is None else seed, "direct": direct}
+
+    @property
+    def newest(self) -> int:
+        return max(server.version for server in servers(self.daemon))
+
+    def fingerprints(self) -> list[dict[str, int]]:
+        """Of every tensor that each worker reads when it runs."""
+        found = []
+        for server in self.servers:
+            said = server.request("POST", "/collective_rpc", {"method": "resharder_fingerprint"}).json()["results"]
+            if not all(one["ok"] for one in said):
+                raise AssertionError(said)
+            found += [one["tensors"] for one in said]
+        return found
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Of this name, in the daemon's log."""
+        lines = [json.loads(line) for line in self.daemon.log.read_text().splitlines() if line.startswith("{")]
+        return [line for line in lines if line["event"] == name]
+
+    def sent(self, version: int) -> bool:
+        """Whether it went over the direct path."""
+        return any(line["version"] == version for line in self.events("direct_transfer"))
+
+    def kill_engine(self, i: int) -> None:
+        """SIGKILL to all of a server but the process that answers requests."""
+        process = self.servers[i].process
+        assert process is not None
+        children = psutil.Process(process.pid).children(recursive=True)
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(children, timeout=60)
+
+
+@contextlib.contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """Lets it go on, whatever happens."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).resume()
