@@ -5,10 +5,12 @@ import random
 import numpy as np
 import torch
 from resharder.client.direct import kernel
+from resharder.client.direct.host_copy import HostCopy
 from resharder.client.direct.pack import _on_host
 from resharder.client.direct.proof import Proof
 from resharder.converters.digest import digest
-from resharder.converters.layout import Box, Layout, Piece, Range, TensorSpec, box_shape
+from resharder.converters.files import BITS
+from resharder.converters.layout import ITEM_SIZES, Box, Layout, Piece, Range, TensorSpec, box_index, box_shape
 from resharder.converters.local import view_of
 
 SHAPES = {
@@ -42,7 +44,11 @@ def some_box(shape: tuple[int, ...]) -> Box:
     return tuple(ranges)
 
 
-def digests_are_those_of_the_host() -> None:
+Made = tuple[Layout, dict[str, torch.Tensor], list[int]]
+
+
+def some_layout() -> Made:
+    """Boxes with something in them, and their digests."""
     tensors, pieces, specs, wanted = dict[str, torch.Tensor](), list[Piece](), dict[str, TensorSpec](), list[int]()
     for dtype, shapes in SHAPES.items():
         for shape in shapes:
@@ -56,7 +62,37 @@ def digests_are_those_of_the_host() -> None:
                 specs[name], tensors[f"{name}{whole}"] = TensorSpec(name, dtype, shape), values
                 pieces.append(Piece(name, box, f"{name}{whole}", 0, tuple(values.stride())))
                 wanted.append(digest(view_of(values, pieces[-1].view(box)).contiguous().view(unsigned).numpy(), box, shape))
-    assert Proof(Layout(specs, tuple(pieces)), tensors, torch.device("cpu")).digests() == wanted
+    return Layout(specs, tuple(pieces)), tensors, wanted
+
+
+def digests_are_those_of_the_host() -> None:
+    layout, tensors, wanted = some_layout()
+    assert Proof(layout, tensors, torch.device("cpu")).digests() == wanted
+
+
+def bits_of(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def boxes_go_to_the_hosts_memory_and_back() -> None:
+    """One box of each HF tensor, so that none is written twice."""
+    layout, tensors, wanted = some_layout()
+    chosen = [i for i in range(len(wanted)) if random.random() < 0.5 or i % 2 == 0]
+    chosen = [i for i in chosen if i % 2 == 0 or i - 1 not in chosen]
+    layout = Layout(layout.tensors, tuple(layout.pieces[i] for i in chosen))
+    arrays = {name: np.zeros(spec.shape, BITS[ITEM_SIZES[spec.dtype]]) for name, spec in layout.tensors.items()}
+    copy = HostCopy(layout, torch.device("cpu"))
+    assert copy.place(arrays, tensors, to_host=True).run() == [wanted[i] for i in chosen]
+    held = {name: tensor.clone() for name, tensor in tensors.items()}
+    for piece in layout.pieces:
+        tensors[piece.local].zero_()
+    assert copy.place(arrays, tensors).run() == [wanted[i] for i in chosen]
+    assert all(bits_of(held[name]) == bits_of(tensor) for name, tensor in tensors.items())
+    for piece in layout.pieces:
+        part = np.array(arrays[piece.tensor][box_index(piece.box)])
+        assert part.tobytes() == bits_of(tensors[piece.local]), piece
+        arrays[piece.tensor][box_index(piece.box)] = 0
+    assert not any(array.any() for array in arrays.values())
 
 
 def main() -> None:
@@ -66,6 +102,7 @@ def main() -> None:
     tiles_are_moved_as_the_host_does()
     for _ in range(3):
         digests_are_those_of_the_host()
+        boxes_go_to_the_hosts_memory_and_back()
 
 
 if __name__ == "__main__":

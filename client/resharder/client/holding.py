@@ -127,7 +127,13 @@ class LiveTensors:
         self._pieces, self._tensors = layout.pieces, tensors
         self._known = {name: _memory_form(tensor) for name, tensor in tensors.items()}
 
-    def items(self, positions: Iterable[int]) -> Iterator["Item"]:
+    @property
+    def device(self) -> torch.device | None:
+        """That of all of them, if it is one."""
+        devices = {tensor.device for tensor in self._tensors.values()}
+        return devices.pop() if len(devices) == 1 else None
+
+    def items(self, positions: Iterable[int]) -> list["Item"]:
         """Raises UsageError where a tensor has changed its shape, strides or dtype since the model was attached."""
         for name, tensor in self._tensors.items():
             if _memory_form(tensor) != self._known[name]:
@@ -135,8 +141,7 @@ class LiveTensors:
                     f"{name}: expected {self._known[name]} as when the model was attached, found {_memory_form(tensor)}: "
                     "attach again"
                 )
-        for number, position in enumerate(positions):
-            yield number, read_piece(self._tensors, self._pieces[position])
+        return [(number, read_piece(self._tensors, self._pieces[position])) for number, position in enumerate(positions)]
 
 
 def _memory_form(tensor: torch.Tensor) -> str:

@@ -97,6 +97,7 @@ class Publisher:
         self._holding: Holding | None = None
         self._registration: Registration | None = None
         self._live: LiveTensors | None = None
+        self._from_gpu: Transport | None = None
         self._chunks: Sequence[torch.nn.Module] = ()
         self._model: Model | None = None
         self._aside: Aside | None = None
@@ -141,7 +142,7 @@ class Publisher:
             layout, tensors = local_layout(model, plain_config(hf_config), rename=rename, ranks=ranks)
             if check_replicas:
                 self._check_replicas(layout, tensors)
-            self._live = LiveTensors(layout, tensors)
+            self._live, self._from_gpu = LiveTensors(layout, tensors), None
             self._model, self._chunks = model, megatron_chunks(model)
             self._open_sender(layout, tensors)
             self._register(holding_of_layout(layout), wait)
@@ -454,12 +455,22 @@ class Publisher:
     def _transport(self) -> Transport:
         store = self._registration.store if self._registration else resources_pb2.StoreAccess()
         if self._transport_name != "grpc" and shares_memory(store):
-            return SharedMemory(copy_threads())
+            return self._from_memory()
         if self._transport_name == "shared-memory":
             raise UsageError(
                 f"expected to share memory with the daemon at {self._channel.endpoint}, cannot read {store.nonce_file}"
             )
         return GrpcChunks(self._channel)
+
+    def _from_memory(self) -> Transport:
+        plain, device = partial(SharedMemory, copy_threads()), self._live.device if self._live else None
+        if device is None or device.type != "cuda":
+            return plain()
+        if self._from_gpu is None:
+            from resharder.client.transport.registered import RegisteredMemory
+
+            self._from_gpu = RegisteredMemory(device, copy_threads(), plain)
+        return self._from_gpu
 
     def _create_version(self, registration: Registration, step: int) -> resources_pb2.Version:
         request = publisher_pb2.CreateVersionRequest(publisher=registration.name, rank=self.identity.rank, step=step)

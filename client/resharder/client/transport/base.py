@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     Item = tuple[int, torch.Tensor]
     """The number of a box in its slot, and its elements, in any strides, on any device. A transport is done with the tensor when
-    it asks for the next item."""
+    it asks for the next item; those of a sequence lie still until it returns."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from resharder.client.direct.meeting import Link, declare, finish
 from resharder.client.direct.proof import Proof
 from resharder.client.direct.transfer import Tensors
 from resharder.client.errors import ResharderError
+from resharder.client.tracing import Timings, timed
 from resharder.client.vllm.install import live_now, read_all
 from resharder.client.vllm.parts import Models, Part
 from resharder.converters.direct_messages import layout_to_proto
@@ -106,8 +107,8 @@ class Receiver:
         """What `receive` has to find."""
         self._expected = [expected[piece.tensor, piece.box] for piece in memory.layout.pieces]
 
-    def receive(self, memory: Open, models: Models, install: str) -> bool:
-        """Whether everything is in memory now, by its digests. Where it is not, memory may hold a mix."""
+    def receive(self, memory: Open, models: Models, install: str, timings: Timings) -> bool:
+        """Whether everything is in memory now, by its digests. Where it is not, memory may hold a mix. Adds to `timings`."""
         if self._link is None:
             return False
         link, times = self._link, [time.monotonic()]
@@ -120,7 +121,8 @@ class Receiver:
             times.append(time.monotonic())
             took = link.run()
             times.append(time.monotonic())
-            self._check(memory, self._digests(memory.layout, targets))
+            with timed(timings, "prove"):
+                self._check(memory, self._digests(memory.layout, targets))
             times.append(time.monotonic())
             finish(self._channel, self._member, link.id, seconds=took.total, size=link.received)
         except ResharderError as error:

@@ -24,6 +24,7 @@ from resharder.client.boxes import Needs as Needs
 from resharder.client.boxes import boxes_request, expected_digests
 from resharder.client.boxes import get_manifest as get_manifest
 from resharder.client.channel import Channel
+from resharder.client.direct.pages import Registered, box_of, register
 from resharder.client.errors import ResharderError
 from resharder.client.vllm.settings import GRPC, Settings
 from resharder.converters.digest import Array
@@ -66,6 +67,7 @@ class Source:
     ) -> None:
         self.manifest, self.transport, self.expected, self.whole = manifest, transport, expected, whole
         self._files = MappedFiles(folder, files)
+        self._registered: Registered | None = None
 
     @property
     def arrays(self) -> dict[str, Array]:
@@ -86,7 +88,15 @@ class Source:
                 start, array.ctypes.data + array.nbytes - start, _MADV_POPULATE_READ
             )  # kernels before 5.14 say no: slower
 
+    def register(self, boxes: Iterable[tuple[str, Box]], device: torch.device) -> bool:
+        """Whether kernels on `device` reach the pages of these boxes from now on."""
+        self._registered = register((box_of(self.arrays[name], box) for name, box in boxes), device)
+        return self._registered is not None
+
     def close(self) -> None:
+        if self._registered is not None:
+            self._registered.close()
+            self._registered = None
         # Whoever still holds an array (a traceback, say) keeps the mapping alive until it lets go.
         with contextlib.suppress(BufferError):
             self._files.close()

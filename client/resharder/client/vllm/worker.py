@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from resharder.client.channel import Channel
+from resharder.client.direct.host_copy import Placed
 from resharder.client.errors import NotFound, ResharderError
 from resharder.client.tracing import Timings, timed
 from resharder.client.vllm import compat, install, kept, reach, recorder
@@ -111,6 +112,7 @@ class _Staged:
     seconds: float = 0.0
     timings: Timings = field(default_factory=list)
     direct: Open | None = None  # what comes from trainers' memory
+    placed: dict[str, Placed] = field(default_factory=dict)  # by part, where the source is registered
 
 
 class Agent:
@@ -239,6 +241,7 @@ class Agent:
                 source = stager.stage(manifest, needs(self.parts.values()), without)
                 if staged.direct is not None:
                     self._receiver.expect(staged.direct, source.expected)
+                self._register(models, staged, source)
         except (ResharderError, ConversionError, InstallError, OSError, ValueError) as error:
             with self._lock:
                 if self._staged is staged:
@@ -253,6 +256,21 @@ class Agent:
                 return
             staged.source = source
             self._report(resources_pb2.Worker.STAGED, install=staged.install, version=manifest.number, staged=staged)
+
+    def _register(self, models: Models, staged: _Staged, source: Source) -> None:
+        """For a GPU: what can be done before the pause, so that the link is all that it waits for."""
+        boxed = [(piece.tensor, piece.box) for part in self.parts.values() if part.route for piece in part.route.boxed]
+        if self.host.device.type != "cuda" or staged.direct is not None or not boxed:
+            return
+        try:
+            stream = torch.cuda.Stream(self.host.device)  # type: ignore[no-untyped-call]
+            with torch.cuda.device(self.host.device), torch.cuda.stream(stream):
+                if source.register(boxed, self.host.device):
+                    placed = {name: self.part(name).place(source, model, self.host.device) for name, model in models.items()}
+                    staged.placed = {name: copy for name, copy in placed.items() if copy is not None}
+                    stream.synchronize()
+        except RuntimeError as error:  # no memory left for the tables
+            logger.warning("the store's pages are copied by way of CUDA's own buffers: %s", error)
 
     def _check(self, manifest: Manifest) -> None:
         for part in self.parts.values():
@@ -288,13 +306,14 @@ class Agent:
     def _install(self, models: Models, staged: _Staged, source: Source) -> None:
         done, arrived = Installed(0, 0, 0.0), False
         if staged.direct is not None and staged.direct is self._memory:
-            arrived = self._receiver.receive(staged.direct, models, staged.install)
+            arrived = self._receiver.receive(staged.direct, models, staged.install, staged.timings)
         if not arrived and not source.whole:
             raise InstallError("the direct transfer failed, and what it was to bring is not staged here")
         for name, model in models.items():
             part = self.part(name)
             route = part.route or install.first_route(part.known, model, part.shared)
-            done += install.install(self.host, model, part.config, part.known, route, source, arrived)
+            placed = staged.placed.get(name)
+            done += install.install(self.host, model, part.config, part.known, route, source, arrived, placed, staged.timings)
             if part.route is None:
                 part.learn(model, source)
         self.installed = done
@@ -315,6 +334,7 @@ class Agent:
         if self._staged is not None and self._staged.source is not None:
             # Unmapping millions of pages takes its time, and clients may be waiting.
             threading.Thread(target=self._staged.source.close, name="resharder-unmap").start()
+            self._staged.placed = {}
         self._staged, self._past = None, self._staged
 
     def failed(self, install_id: str, error: str) -> None:

@@ -1,0 +1,79 @@
+"""Boxes of HF tensors between the host's registered pages and a GPU's tensors: any strides, in a kernel or two."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from resharder.client.direct.pack import Table, addresses_of, check_fit
+from resharder.client.direct.proof import Proof
+from resharder.client.direct.schedule import Moves, schedule
+from resharder.converters.copies import copies_of
+from resharder.converters.digest import Array
+from resharder.converters.files import folder_layout
+from resharder.converters.layout import Layout
+from resharder.converters.packed import pack
+from resharder.converters.plan import plan_pieces
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class HostCopy:
+    """Planned once for a layout, placed for every version."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        """The pieces' `plus` is not looked at: values are copied as they are."""
+        self._layout, self._device = layout, device
+        whole = folder_layout({piece.tensor: layout.tensors[piece.tensor] for piece in layout.pieces})
+        copies = copies_of(plan_pieces(pack({0: whole}), pack({0: layout})), [0], [0])
+        self._names, self._locals = copies.source_locals, copies.target_locals
+        self._moves = schedule(copies, 0, 0).local
+        self._proof: tuple[list[int], Proof] | None = None
+
+    def place(self, arrays: Mapping[str, Array], tensors: Tensors, *, to_host: bool = False) -> "Placed":
+        """For tensors that lie still, and `arrays` in registered pages. Raises KeyError and ValueError for tensors that are not
+        as the layout has them."""
+        host = np.array([(arrays[n].ctypes.data, arrays[n].ctypes.data + arrays[n].nbytes) for n in self._names], np.int64)
+        device = addresses_of(self._locals, tensors, range(len(self._locals)))
+        check_fit(self._moves, self._names, host.reshape(-1, 2), self._locals, device)
+        begins = np.append(host.reshape(-1, 2)[:, 0], 0), np.append(device[:, 0], 0)
+        if to_host:
+            table = Table(_turned(self._moves), begins[1], begins[0], self._device)
+        else:
+            table = Table(self._moves, *begins, self._device)
+        table.compile()
+        where = device[:, 0].tolist()
+        if self._proof is None or self._proof[0] != where:
+            self._proof = where, Proof(self._layout, tensors, self._device)
+        return Placed(self._layout, dict(zip(self._locals, where, strict=True)), table, self._proof[1])
+
+
+@dataclass(frozen=True)
+class Placed:
+    """`where`: the addresses of local tensors."""
+
+    layout: Layout
+    where: dict[str, int]
+    table: Table
+    proof: Proof
+
+    def is_at(self, tensors: Tensors) -> bool:
+        """Whether it was placed for these."""
+        return all(tensors[name].data_ptr() == at for name, at in self.where.items())
+
+    def run(self) -> list[int]:
+        """Copies, and takes the digests of what lies on the device then, in the order of the layout's pieces. After what the
+        current stream has yet to do; returns when it is done."""
+        self.table.run(0)
+        return self.proof.digests()
+
+
+def _turned(moves: Moves) -> Moves:
+    return moves._replace(
+        source=moves.target,
+        source_at=moves.target_at,
+        source_stride=moves.target_stride,
+        target=moves.source,
+        target_at=moves.source_at,
+        target_stride=moves.source_stride,
+    )

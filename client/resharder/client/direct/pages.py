@@ -1,0 +1,100 @@
+"""Pages of the host that a GPU's kernels reach: registered with CUDA, at the addresses that they have here.
+
+What CUDA does not know is copied by way of buffers of its own, at 6 to 8 GB/s on a host whose link does 55; kernels reach
+registered pages at 51 (benchmarks/results/staged_gpu.md).
+"""
+
+import ctypes
+import logging
+import mmap
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from numpy.lib.array_utils import byte_bounds
+from resharder.converters.digest import Array
+from resharder.converters.layout import Box, box_index
+
+logger = logging.getLogger(__name__)
+_AT_ONCE = 64 << 20  # bytes: other threads' kernels wait while the driver registers some
+_PORTABLE, _MAPPED, _READ_ONLY = 1, 2, 8  # cudaHostRegister's flags
+_SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+Span = tuple[int, int]
+Result = TypeVar("Result")
+
+
+class Registered:
+    """Until `close`, which comes before the pages are unmapped."""
+
+    def __init__(self, spans: list[Span], device: torch.device) -> None:
+        self._spans, self._device = spans, device
+
+    def close(self) -> None:
+        if self._spans:
+            _beside(lambda: _unregister(self._spans, self._device))
+        self._spans = []
+
+
+def register(arrays: Iterable[Array], device: torch.device, *, writable: bool = False) -> Registered | None:
+    """The pages that `arrays` lie in, mapped already. None where CUDA does not take them; the log says why."""
+    if not _same_address(device):
+        logger.info("%s does not reach the host's pages at their own addresses", device)
+        return None
+    flags = _PORTABLE | _MAPPED | (0 if writable else _READ_ONLY)
+    return _beside(lambda: _register(spans_of(arrays), device, flags))
+
+
+def box_of(array: Array, box: Box) -> Array:
+    """A view, also where there are no dimensions."""
+    return array[box_index(box)] if box else array
+
+
+def spans_of(arrays: Iterable[Array]) -> list[Span]:
+    """Begin and end of the pages that they lie in, joined where they touch, in parts of at most 64 MiB."""
+    page = mmap.PAGESIZE
+    joined: list[list[int]] = []
+    for low, high in sorted(byte_bounds(array) for array in arrays if array.nbytes):
+        first, end = low // page * page, -(-high // page) * page
+        if joined and first <= joined[-1][1]:
+            joined[-1][1] = max(joined[-1][1], end)
+        else:
+            joined.append([first, end])
+    return [(at, min(at + _AT_ONCE, end)) for begin, end in joined for at in range(begin, end, _AT_ONCE)]
+
+
+def _beside(work: Callable[[], Result]) -> Result:
+    """In a thread of its own: CUDA remembers an error for the thread that met it, and torch would raise it at the next kernel."""
+    with ThreadPoolExecutor(1, "resharder-pages") as thread:
+        return thread.submit(work).result()
+
+
+def _register(spans: list[Span], device: torch.device, flags: int) -> Registered | None:
+    done: list[Span] = []
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        for begin, end in spans:
+            error = int(runtime.cudaHostRegister(begin, end - begin, flags))
+            if error:
+                logger.info("CUDA does not register %d bytes of the host's memory: error %d", end - begin, error)
+                _unregister(done, device)
+                return None
+            done.append((begin, end))
+    return Registered(done, device)
+
+
+def _unregister(spans: list[Span], device: torch.device) -> None:
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        for begin, _ in spans:
+            runtime.cudaHostUnregister(begin)
+
+
+def _same_address(device: torch.device) -> bool:
+    found = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return driver.cuDeviceGetAttribute(ctypes.byref(found), _SAME_ADDRESS, index) == 0 and bool(found.value)
+    except OSError:
+        return False

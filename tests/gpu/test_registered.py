@@ -1,0 +1,119 @@
+"""The host's pages, registered with CUDA: boxes go from there to a GPU and back, and the digests are those of the host."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+from resharder.client.direct.host_copy import HostCopy
+from resharder.client.direct.pages import register
+from resharder.client.transport.base import Slot
+from resharder.client.transport.registered import RegisteredMemory
+from resharder.converters.digest import digest
+from resharder.converters.files import MappedFiles, lay_out
+from resharder.converters.layout import Box, Layout, Piece, Range, TensorSpec, box_index
+from resharder.v1 import resources_pb2
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+SPECS = {
+    name: TensorSpec(name, dtype, shape)
+    for name, dtype, shape in (
+        ("rows", "BF16", (512, 1024)),
+        ("columns", "BF16", (256, 4096)),
+        ("experts", "F32", (6, 48, 40)),
+        ("odd", "U8", (333,)),
+        ("number", "F32", ()),
+    )
+}
+BOXES: dict[str, Box] = {
+    "rows": (Range(128, 256, 1), Range(0, 1024, 1)),
+    "columns": (Range(0, 256, 1), Range(2048, 2048, 1)),
+    "experts": (Range(1, 2, 3), Range(0, 48, 1), Range(8, 24, 1)),
+    "odd": (Range(5, 301, 1),),
+    "number": (),
+}
+DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "U8": torch.uint8}
+
+
+def fill(folder: Path, seed: int) -> None:
+    """Files of these tensors."""
+    random = np.random.default_rng(seed)
+    files = lay_out(SPECS.values())
+    for file in files:
+        with (folder / file.path).open("wb") as opened:
+            opened.write(file.header)
+            opened.write(random.integers(0, 100, file.size - len(file.header), np.uint8).tobytes())
+
+
+def stored(folder: Path) -> dict[str, np.ndarray]:
+    with MappedFiles(folder, lay_out(SPECS.values())) as files:
+        return {name: np.array(files.arrays[name]) for name in SPECS}
+
+
+def check(folder: Path, layout: Layout, tensors: dict[str, torch.Tensor], digests: list[int]) -> None:
+    """Boxes in files and on the device are the same, with these digests."""
+    arrays = stored(folder)
+    for piece, found in zip(layout.pieces, digests, strict=True):
+        part = np.array(arrays[piece.tensor][box_index(piece.box)])
+        assert bits(tensors[piece.local]) == part.tobytes(), piece.tensor
+        assert found == digest(part, piece.box, SPECS[piece.tensor].shape), piece.tensor
+
+
+def on_device() -> tuple[Layout, dict[str, torch.Tensor]]:
+    """Boxes in tensors of their own, last dimension first for one of them, with room around others."""
+    tensors, pieces = {}, []
+    for name, box in BOXES.items():
+        shape = tuple(r.count for r in box)
+        if name == "experts":
+            tensors[name] = torch.zeros(tuple(reversed(shape)), dtype=torch.float32, device="cuda").permute(2, 1, 0)
+        elif len(shape) == 2:
+            tensors[name] = torch.zeros(shape[0], shape[1] + 64, dtype=torch.bfloat16, device="cuda")[:, 32:-32]
+        else:
+            tensors[name] = torch.zeros(shape, dtype=DTYPES[SPECS[name].dtype], device="cuda")
+        pieces.append(Piece(name, box, name, 0, tuple(tensors[name].stride())))
+    return Layout(SPECS, tuple(pieces)), tensors
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with TemporaryDirectory(prefix="resharder-test-", dir="/dev/shm") as made:
+        yield Path(made)
+
+
+def test_boxes_of_read_only_pages_reach_the_gpu_and_have_the_digests_of_the_host(folder: Path) -> None:
+    fill(folder, seed=3)
+    layout, tensors = on_device()
+    read = MappedFiles(folder, lay_out(SPECS.values()))
+    registered = register(read.arrays.values(), torch.device("cuda", 0))
+    assert registered is not None
+    found = HostCopy(layout, torch.device("cuda", 0)).place(read.arrays, tensors).run()
+    registered.close()
+    read.close()
+    check(folder, layout, tensors, found)
+
+
+def test_a_rank_on_a_gpu_writes_its_boxes_and_nothing_else_into_the_versions_files(folder: Path) -> None:
+    layout, tensors = on_device()
+    slot = Slot(0, tuple(piece.box for piece in layout.pieces), tuple(SPECS[piece.tensor] for piece in layout.pieces), 1 << 20)
+    transport = RegisteredMemory(torch.device("cuda", 0), 2, lambda: pytest.fail("pages were to be registered"))
+    for seed in (1, 2):  # the second with the plan of the first
+        fill(folder, seed)
+        before = stored(folder)
+        for tensor in tensors.values():
+            tensor.copy_(torch.randint(0, 100, tensor.shape, device="cuda").to(tensor.dtype))
+        found = transport.deliver(
+            resources_pb2.Version(folder=str(folder)), slot, [(i, tensors[p.local]) for i, p in enumerate(layout.pieces)]
+        )
+        check(folder, layout, tensors, found)
+        after = stored(folder)
+        for piece in layout.pieces:
+            for arrays in (before, after):
+                arrays[piece.tensor][box_index(piece.box)] = 0
+        assert all(np.array_equal(before[name], after[name]) for name in SPECS)
