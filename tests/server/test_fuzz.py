@@ -18,11 +18,13 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from hypothesis import HealthCheck, given, settings
 from resharder.converters.chunks import frame, unframe
 from resharder.converters.cut import cut_chunks
-from resharder.converters.layout import ITEM_SIZES, Layout, Piece, Range, TensorSpec, box_index
+from resharder.converters.layout import ITEM_SIZES, Layout, Piece, Range, TensorSpec, box_index, full_box
+from resharder.converters.messages import boxes_to_proto
 from resharder.converters.packed import Pieces, pack
 from resharder.server.direct import Direct, Member
 from resharder.server.errors import FailedPrecondition, ResourceExhausted
 from resharder.server.kernel import anonymous_bytes
+from resharder.server.timing import timings_from_proto
 from resharder.v1 import direct_pb2, direct_pb2_grpc, operator_pb2, operator_pb2_grpc, publisher_pb2, resources_pb2, server_pb2
 
 from tests.support.fuzzed import MODELS, SPECS, World, fuzzed, started
@@ -170,6 +172,33 @@ def test_times_that_no_clock_measures_are_not_shown(world: World, seconds: float
     (answer,) = world.door.call("/resharder.v1.ServerService/ReportWorker", [report.SerializeToString()])
     (found,) = resources_pb2.Server.FromString(answer).workers
     assert (found.stage_seconds, found.apply_seconds) == (0, 0)
+
+
+@pytest.mark.parametrize("start", [1.0, 1.7e9, 2.0**33 - 1, 2.0**33, 2.0**62, -1.0])
+@pytest.mark.parametrize("seconds", [0.0, 2.0**33 - 1, 2.0**33, 2.0**62])
+def test_spans_are_made_of_times_alone_whose_nanoseconds_a_span_can_say(start: float, seconds: float) -> None:
+    message = resources_pb2.Timing(phase="stage", start_time=Timestamp(seconds=int(start)), seconds=seconds)
+    said = timings_from_proto([message])
+    assert bool(said) == (0 < start < 2.0**33 and seconds < 2.0**33), "until the year 2242"
+    for timing in said:
+        assert int(timing.end * 1e9).bit_length() <= 64
+
+
+@pytest.mark.parametrize("method", ["DigestBoxes", "DownloadChunks"])
+def test_boxes_of_more_than_the_version_are_refused_at_the_first_that_is_too_much(world: World, method: str) -> None:
+    version = world.publish(MODELS[0])
+    spec, nothing = max(SPECS, key=lambda spec: spec.size), (9, (), False)  # of the one tensor that the request names
+    boxes = [(0, full_box(spec.shape), False)] * (2 * version.size_bytes // spec.size)
+
+    def reason(more: int) -> str:
+        request = server_pb2.BoxesRequest(version=version.name, tensors=[spec.name])
+        request.boxes.extend(boxes_to_proto([*boxes, *boxes[:1] * more, nothing]))
+        with pytest.raises(grpc.RpcError) as caught:
+            list(world.door.call(f"/resharder.v1.ServerService/{method}", [request.SerializeToString()]))
+        return reason_of(caught.value)
+
+    assert reason(0) == "BOX"
+    assert reason(1) == "TOO_MANY_BOXES", "what comes after it is not read"
 
 
 @pytest.mark.parametrize(
