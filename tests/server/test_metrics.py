@@ -36,7 +36,7 @@ from resharder.server.reconciler import (
     step,
 )
 from resharder.server.timing import Timing
-from resharder.v1 import publisher_pb2
+from resharder.v1 import publisher_pb2, resources_pb2
 
 from tests.client.models import connected, publish_all, weights
 from tests.support.daemon import Daemon
@@ -129,6 +129,7 @@ def test_fleets_say_how_far_they_are_behind_and_installs_how_they_went(daemon: D
     ):
         for server in (good, bad):
             server.measured = {"stage_seconds": 0.5, "apply_seconds": 0.25, "needed_bytes": 1000, "transport": "grpc"}
+            server.measured["timings"] = [proof(0.0625), proof(0.03125)]  # of a model and its drafter
             server.pause_seconds = 0.75
         good.in_flight = 4
         names = {"fleet": "moved", "model": "moved"}
@@ -154,6 +155,7 @@ def test_fleets_say_how_far_they_are_behind_and_installs_how_they_went(daemon: D
         assert done is not None
         assert value("install_phase_seconds_count", fleet="moved", phase="stage") == done
         assert value("install_phase_seconds_sum", fleet="moved", phase="apply") == 0.25 * done
+        assert value("install_phase_seconds_sum", fleet="moved", phase="prove") == 0.09375 * done
         assert value("installed_bytes_total", fleet="moved", transport="grpc") == 1000 * done
         assert value("fleet_lag_seconds", **names) == 0
         wait_until(
@@ -173,6 +175,12 @@ def test_refused_calls_are_counted_by_reason_and_events_by_kind(daemon: Daemon) 
     assert value("rpc_refusals_total", reason="VERSION_UNKNOWN") == before + 1
     assert value("events_total", kind="daemon", what="started") == 1
     assert value("build_info", release=Operator(daemon.endpoint).daemon().release) == 1
+
+
+def proof(seconds: float) -> resources_pb2.Timing:
+    timing = resources_pb2.Timing(phase="prove", seconds=seconds)
+    timing.start_time.GetCurrentTime()
+    return timing
 
 
 def lost(daemon: Daemon, holder: str) -> float:

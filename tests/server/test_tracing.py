@@ -23,7 +23,7 @@ from tests.support.simulated import SimulatedServer
 
 Order, Worker = server_pb2.Order, resources_pb2.Worker
 _CONTROL = {Order.APPLY: ["pause", "reset"], Order.RESUME: ["resume"]}
-_WORKER = {Worker.BOOTED: ["stage", "load"], Worker.STAGED: ["stage"], Worker.APPLIED: ["stage", "apply"]}
+_WORKER = {Worker.BOOTED: ["stage", "load"], Worker.STAGED: ["stage"], Worker.APPLIED: ["stage", "prove", "apply"]}
 
 
 class Timed(SimulatedServer):
@@ -101,7 +101,7 @@ def ways(spans: list[Span]) -> set[str]:
 
 
 PUBLISHED = [*["publish", "create", "deliver"] * 2, "proof", "commit", "version"]
-INSTALLED = ["install", *["stage", "apply"] * 2, "pause", "reset", "resume"]
+INSTALLED = ["install", *["stage", "prove", "apply"] * 2, "pause", "reset", "resume"]
 
 
 def test_one_trace_follows_a_version_from_every_rank_through_the_daemon_into_every_worker(
@@ -122,7 +122,7 @@ def test_one_trace_follows_a_version_from_every_rank_through_the_daemon_into_eve
     }
     assert ways(spans) == published | {
         "version / install",
-        *(f"version / install / {phase} {rank}" for rank in (0, 1) for phase in ("stage", "apply")),
+        *(f"version / install / {phase} {rank}" for rank in (0, 1) for phase in ("stage", "prove", "apply")),
         *(f"version / install / {phase}" for phase in ("pause", "reset", "resume")),
     }
     assert ways(first) == published | {

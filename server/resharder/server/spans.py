@@ -5,7 +5,7 @@
     ├── proof, commit              the daemon's
     ├── boot                       one per worker that started on the version: stage, load
     └── install                    one per server and attempt
-        ├── stage, apply           one per worker
+        ├── stage, prove, apply    one per worker; prove is a part of apply, and not always there
         └── pause, reset, resume   the control side's
 
 A span's `path` is its place in the trace, and all that its id is made of.

@@ -8,7 +8,7 @@ from resharder.server import fleet, intake
 from resharder.server.direct import Cause
 from resharder.server.events import Event
 from resharder.server.moves import Fleet
-from resharder.server.reconciler import Install, InstallState, Server
+from resharder.server.reconciler import Install, InstallState, Server, Worker
 from resharder.server.timing import Timing
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -43,8 +43,10 @@ class Observed(intake.Observer, fleet.Observer):
         )
         self._install = histogram(
             "install_phase_seconds",
-            "Phases of installs that were committed: stage (while serving), then pause, apply (copies and their proof, in one "
-            "pass), reset (caches), resume; stage and apply are the slowest worker's",
+            "Phases of installs that were committed: stage (while serving), then pause, apply (copies and their proof), reset "
+            "(caches), resume; stage and apply are the slowest worker's. prove is the part of apply that is proof alone, where "
+            "there is one: over the direct path, and of what went through vLLM's loader. Boxes of the staged path are proven "
+            "while they are copied, and that is not told apart",
             "fleet",
             "phase",
         )
@@ -123,6 +125,8 @@ class Observed(intake.Observer, fleet.Observer):
         workers = [worker for worker in after.workers.values() if worker.install == install.id]
         self._install.labels(after.fleet, "stage").observe(max(worker.stage_seconds for worker in workers))
         self._install.labels(after.fleet, "apply").observe(max(worker.apply_seconds for worker in workers))
+        if proofs := [proof for worker in workers if (proof := _proof(worker)) is not None]:
+            self._install.labels(after.fleet, "prove").observe(max(proofs))
         for worker in workers:
             transport = worker.transport if worker.transport in TRANSPORTS else "other"
             self._installed.labels(after.fleet, transport).inc(max(0, worker.needed_bytes))
@@ -156,6 +160,12 @@ class Observed(intake.Observer, fleet.Observer):
 
     def happened(self, event: Event) -> None:
         self._events.labels(event.kind, event.what).inc()
+
+
+def _proof(worker: Worker) -> float | None:
+    """How long it did nothing but prove; None where it did not say."""
+    proofs = [timing.seconds for timing in worker.timings if timing.phase == "prove"]
+    return sum(proofs) if proofs else None
 
 
 def outcome(before: Server, after: Server, install: Install) -> Literal["committed", "failed", "given_up"]:
