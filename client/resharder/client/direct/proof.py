@@ -49,6 +49,8 @@ class Proof:
         after = np.array([(whole_after or {}).get(name, 0) for name in pieces.locals], np.int64)[pieces.local[every[:, 7] >> 32]]
         self._words = _on(device, every[np.argsort(after, kind="stable")])
         self._ends = np.cumsum(np.bincount(after)).tolist()  # of each round's words
+        if device.type == "cuda":
+            self._compile()
 
     def digests(self) -> list[int]:
         """As `resharder.converters.digest` has them, in the order of the layout's pieces. After what the current stream has yet
@@ -81,6 +83,14 @@ class Proof:
             for items, lanes, bits in self._launches:
                 proof_kernel.add_digests(items, self._weights, self._found, lanes, bits)
         return [found & MASK for found in self._found.tolist()]
+
+    def _compile(self) -> None:
+        """Has the kernels made that a transfer needs, which takes a second."""
+        from resharder.client.direct import proof_kernel
+
+        with self._here():
+            proof_kernel.add_digests_of_words(self._words[:0], self._of_words, self._found, beside=True)
+        self.said()
 
     def _here(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self._found.device) if self._found.is_cuda else nullcontext()

@@ -109,5 +109,5 @@ def add_digests_of_words(
     of two units, strides of rows 16 bytes. `weights`, (2, words): those of a word's low half and of its high one. `beside`: not
     on all of the GPU."""
     rows, columns, warps = block or (BESIDE if beside else ALONE)
-    programs = min(PROGRAMS, len(items)) if beside else len(items)
+    programs = max(1, min(PROGRAMS, len(items)) if beside else len(items))
     _digest_words[(programs,)](items, weights[0], weights[1], found, len(items), rows, columns, num_warps=warps)

@@ -63,7 +63,7 @@ class Receiver:
         self._stub = direct_pb2_grpc.DirectServiceStub(channel.grpc)
         self._member = direct_pb2.Member(owner=f"servers/{server}", rank=rank, process=process)
         self._link: Link | None = None
-        self._proof: tuple[list[int], Proof] | None = None
+        self._proof: tuple[object, Proof] | None = None
         self._expected: list[int] = []
 
     def join(self, memory: Open, models: Models, version: str, install: str) -> bool:
@@ -81,7 +81,9 @@ class Receiver:
                 self.close()
                 try:
                     self._link = Link(self._channel, message, self._device)
-                    self._link.prepare({}, _targets(models, memory))
+                    targets = _targets(models, memory)
+                    self._link.prepare({}, targets)
+                    self._proof_of(self._link, memory, targets)
                 except DirectFailed as error:
                     self._failed(message.group, str(error))
                     return False
@@ -115,14 +117,15 @@ class Receiver:
         try:
             targets = _targets(models, memory)
             link.prepare({}, targets)
+            proof = self._proof_of(link, memory, targets)
             request = direct_pb2.TransferRequest(member=self._member, group=link.id, install=install)
             times.append(time.monotonic())
             self._channel.call(self._stub.StartTransfer, request, timeout=_WAIT, patience=0)
             times.append(time.monotonic())
-            took = link.run()
+            took = link.run(proof)
             times.append(time.monotonic())
             with timed(timings, "prove"):
-                self._check(memory, self._digests(memory.layout, targets))
+                self._check(memory, proof.said() if proof else read_all(targets, memory.layout.pieces, memory.layout.tensors))
             times.append(time.monotonic())
             finish(self._channel, self._member, link.id, seconds=took.total, size=link.received)
         except ResharderError as error:
@@ -139,13 +142,14 @@ class Receiver:
             wrong = [piece.tensor for piece, found, wanted in pieces if found != wanted]
             raise DirectFailed(f"{len(wrong)} boxes are not what the store holds, {wrong[0]} is one", torn=True)
 
-    def _digests(self, layout: Layout, targets: Tensors) -> list[int]:
+    def _proof_of(self, link: Link, memory: Open, targets: Tensors) -> Proof | None:
+        """To be taken while the transfer goes on. None on a CPU."""
         if self._device.type != "cuda":
-            return read_all(targets, layout.pieces, layout.tensors)
-        where = [targets[piece.local].data_ptr() for piece in layout.pieces]
+            return None
+        where = link.id, memory.fingerprint, [tensor.data_ptr() for tensor in targets.values()]
         if self._proof is None or self._proof[0] != where:
-            self._proof = where, Proof(layout, targets, self._device)
-        return self._proof[1].digests()
+            self._proof = where, Proof(memory.layout, targets, self._device, link.whole_after)
+        return self._proof[1]
 
     def _failed(self, group: str, error: str) -> None:
         logger.warning("the direct path fails: %s", error)
