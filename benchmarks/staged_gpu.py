@@ -9,8 +9,11 @@ worker reads is compared with what it was after the boot.
 """
 
 import argparse
+import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -21,6 +24,7 @@ from benchmarks.rows import Row, show, write
 from tests.support.operating import servers, wait_serving
 from tests.support.vllm_server import VllmServer
 
+SHARED = ("--gpu-memory-utilization", "0.6")  # with a trainer on the same GPU
 PEER = Path("/dev/shm/resharder-staged-gpu-peer")
 
 
@@ -37,6 +41,18 @@ def link_seconds(size: int) -> float:
     del here, there
     torch.cuda.empty_cache()
     return median(times[1:]) * size / (1 << 30)
+
+
+@contextmanager
+def only(gpu: str) -> Iterator[None]:
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    try:
+        yield
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def reload_seconds(folder: Path, rounds: int, device: str) -> float:
@@ -61,7 +77,7 @@ def reload_seconds(folder: Path, rounds: int, device: str) -> float:
 
 def run(job: Job, rounds: int, cpu: bool) -> list[Row]:
     times: list[tuple[float, float, float, float]] = []
-    with System(job, ranks=1, workers=1, cpu=cpu, direct=False) as system:
+    with System(job, ranks=1, workers=1, cpu=cpu, more=() if cpu else SHARED, direct=False) as system:
         held, client = system.fingerprints(), Client(system.servers[0])
         for left in range(rounds, -1, -1):
             time.sleep(0.5)
@@ -94,7 +110,8 @@ def run(job: Job, rounds: int, cpu: bool) -> list[Row]:
         peer = reload_seconds(PEER, rounds, system.gpus[0][0])
     finally:
         shutil.rmtree(PEER, ignore_errors=True)
-    limit = None if cpu else link_seconds(worker.needed_bytes)
+    with only(system.gpus[0][0]):
+        limit = None if cpu else link_seconds(worker.needed_bytes)
     published, pauses, applied, staged = (median(column) for column in zip(*times[1:], strict=True))
     return [
         Row(f"staged {job.name}: publish", published, None, limit),

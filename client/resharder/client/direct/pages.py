@@ -7,8 +7,10 @@ registered pages at 51 (benchmarks/results/staged_gpu.md).
 import ctypes
 import logging
 import mmap
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -27,22 +29,23 @@ Result = TypeVar("Result")
 class Registered:
     """Until `close`, which comes before the pages are unmapped."""
 
-    def __init__(self, spans: list[Span], device: torch.device) -> None:
-        self._spans, self._device = spans, device
+    def __init__(self, spans: list[Span], device: torch.device, gently: bool) -> None:
+        self._spans, self._device, self._gently = spans, device, gently
 
     def close(self) -> None:
         if self._spans:
-            _beside(lambda: _unregister(self._spans, self._device))
+            _beside(lambda: _let_go(self._spans, self._device, self._gently))
         self._spans = []
 
 
-def register(arrays: Iterable[Array], device: torch.device, *, writable: bool = False) -> Registered | None:
-    """The pages that `arrays` lie in, mapped already. None where CUDA does not take them; the log says why."""
+def register(arrays: Iterable[Array], device: torch.device, *, writable: bool = False, gently: bool = False) -> Registered | None:
+    """The pages that `arrays` lie in, mapped already. `gently`: leaves half of the time, here and in `close`, to other threads of
+    this process, whose kernels wait while the driver is at work. None where CUDA does not take the pages; the log says why."""
     if not _same_address(device):
         logger.info("%s does not reach the host's pages at their own addresses", device)
         return None
     flags = _PORTABLE | _MAPPED | (0 if writable else _READ_ONLY)
-    return _beside(lambda: _register(spans_of(arrays), device, flags))
+    return _beside(lambda: _register(spans_of(arrays), device, flags, gently))
 
 
 def box_of(array: Array, box: Box) -> Array:
@@ -69,25 +72,37 @@ def _beside(work: Callable[[], Result]) -> Result:
         return thread.submit(work).result()
 
 
-def _register(spans: list[Span], device: torch.device, flags: int) -> Registered | None:
+def _register(spans: list[Span], device: torch.device, flags: int, gently: bool) -> Registered | None:
     done: list[Span] = []
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
         for begin, end in spans:
-            error = int(runtime.cudaHostRegister(begin, end - begin, flags))
+            with _pace(gently):
+                error = int(runtime.cudaHostRegister(begin, end - begin, flags))
             if error:
                 logger.info("CUDA does not register %d bytes of the host's memory: error %d", end - begin, error)
-                _unregister(done, device)
+                _let_go(done, device, gently)
                 return None
             done.append((begin, end))
-    return Registered(done, device)
+    return Registered(done, device, gently)
 
 
-def _unregister(spans: list[Span], device: torch.device) -> None:
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+def _let_go(spans: list[Span], device: torch.device, gently: bool) -> None:
+    """Also takes the pages out of this process's tables, which would hold up others' if it were done at once."""
+    runtime, libc = torch.cuda.cudart(), ctypes.CDLL(None)  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
-        for begin, _ in spans:
-            runtime.cudaHostUnregister(begin)
+        for begin, end in spans:
+            with _pace(gently):
+                runtime.cudaHostUnregister(begin)
+                libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+@contextmanager
+def _pace(gently: bool) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    if gently:
+        time.sleep(time.monotonic() - began)
 
 
 def _same_address(device: torch.device) -> bool:

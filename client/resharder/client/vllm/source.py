@@ -90,7 +90,7 @@ class Source:
 
     def register(self, boxes: Iterable[tuple[str, Box]], device: torch.device) -> bool:
         """Whether kernels on `device` reach the pages of these boxes from now on."""
-        self._registered = register((box_of(self.arrays[name], box) for name, box in boxes), device)
+        self._registered = register((box_of(self.arrays[name], box) for name, box in boxes), device, gently=True)
         return self._registered is not None
 
     def close(self) -> None:
