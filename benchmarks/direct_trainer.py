@@ -41,17 +41,17 @@ def values(piece: Piece, shape: tuple[int, ...], step: int, device: torch.device
     return (place.mul_(0x9E3779B1).bitwise_right_shift_(13).bitwise_and_(0xFFFF).to(torch.float32) / 65536 - 0.5).mul_(0.04)
 
 
-def run(self: Transfer, timeout: float) -> Seconds:
+def run(self: Transfer, *arguments: Any) -> Seconds:
     """With the fault, once something was sent."""
     global _fault
     what, _fault = _fault, ""
     if not what:
-        return _plain_run(self, timeout)
+        return _plain_run(self, *arguments)
     acts = {"stop": partial(os.kill, os.getpid(), signal.SIGSTOP), "die": partial(os.kill, os.getpid(), signal.SIGKILL)}
     group, at = self.group, min(2, len(self.schedule.rounds))
     self.group = Late(group, at, acts.get(what) or partial(time.sleep, float(what)))
     try:
-        return _plain_run(self, timeout)
+        return _plain_run(self, *arguments)
     finally:
         self.group = group
 

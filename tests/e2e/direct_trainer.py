@@ -34,7 +34,7 @@ def reseed(publisher: Any, chunks: Any, config: Any, step: int, seed: int) -> di
     return {}
 
 
-def run(self: Transfer, timeout: float) -> Seconds:
+def run(self: Transfer, *arguments: Any) -> Seconds:
     global _next
     what, _next = _next, ""
     if what == "sleep":
@@ -46,7 +46,7 @@ def run(self: Transfer, timeout: float) -> Seconds:
             with torch.no_grad():
                 source.add_(1)
             break
-    return _plain_run(self, timeout)
+    return _plain_run(self, *arguments)
 
 
 if __name__ == "__main__":
