@@ -66,8 +66,8 @@ class Process:
             layout = [*trainer.values(), *workers.values()][rank]
             self.sides[name] = copies_of(plan(trainer, workers)), layout
 
-    def group(self, prefix: str, rank: int | None = None, size: int = 4) -> Group:
-        return make_group(self.store, prefix, self.rank if rank is None else rank, size, CPU, LONG)
+    def group(self, prefix: str, rank: int | None = None, size: int = 4, peers: set[int] | None = None) -> Group:
+        return make_group(self.store, prefix, self.rank if rank is None else rank, size, CPU, LONG, peers)
 
     def transfer(self, group: Group, kind: str) -> Transfer:
         copies, _ = self.sides[kind]
@@ -80,10 +80,14 @@ class Process:
 
     def versions(self, act: str, kind: str, numbers: tuple[int, ...]) -> None:
         """Transfers that work: one group, one schedule, version after version."""
-        started, group = time.monotonic(), self.group(act)
-        transfer, layout = self.transfer(group, kind), self.sides[kind][1]
-        connect(group, CPU, *([2, 3], []) if self.rank < 2 else ([], [0, 1]), LONG)
-        equal, kinds = [], {"rounds": len(transfer.schedule.rounds), "round0": len(transfer.schedule.rounds[0].receives)}
+        copies, layout = self.sides[kind]
+        own = copies.of(self.rank)
+        peers = {*own.source.tolist(), *own.target.tolist()} - {self.rank}
+        started, group = time.monotonic(), self.group(act, peers=peers)
+        transfer = self.transfer(group, kind)
+        connect(group, CPU, *(sorted(peers), []) if self.rank < 2 else ([], sorted(peers)), LONG)
+        rounds = transfer.schedule.rounds
+        equal, kinds = [], {"rounds": len(rounds), "round0": len(rounds[0].receives), "size": group.size}
         mine = filled(layout, None)
         for version in numbers:
             wanted = filled(layout, version)

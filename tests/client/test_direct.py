@@ -47,6 +47,11 @@ def test_receivers_hold_each_version_byte_for_byte(acts: Acts, kind: str) -> Non
         assert acts[rank][kind]["round0"] > 0
 
 
+def test_a_group_has_no_members_that_nothing_goes_between(acts: Acts) -> None:
+    assert {act["dense"]["size"] for act in acts} == {2}
+    assert {act["experts"]["size"] for act in acts} == {4}
+
+
 def test_receivers_of_a_sender_that_sleeps_too_long_give_up_while_it_does(acts: Acts) -> None:
     for rank in (2, 3):
         assert acts[rank]["asleep"]["error"]
@@ -68,6 +73,11 @@ def test_receivers_outlive_a_killed_sender_and_hear_of_it_before_the_timeout(act
         assert acts[rank]["killed"]["error"]
         assert "timed out" not in acts[rank]["killed"]["error"].lower()
         assert all(acts[rank]["survivors"]["equal"])
+
+
+def test_a_member_that_does_not_say_whom_it_sends_to_is_not_waited_for_longer() -> None:
+    with pytest.raises(DirectFailed, match="expected rank 1 to say in time whom it sends to"):
+        make_group(HashStore(), "silent", 0, 2, torch.device("cpu"), 1.0, peers={1})
 
 
 def test_a_group_that_does_not_come_together_says_so_in_time() -> None:

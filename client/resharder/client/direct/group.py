@@ -6,9 +6,10 @@ NCCL itself.
 """
 
 import datetime
+import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -45,7 +46,8 @@ class Pending(Protocol):
 
 
 class Group(Protocol):
-    """What processes send over. One thread at a time uses it; `abort` and `close` may come from any."""
+    """What processes send over; `size` of them. Their ranks are those of all that met, not all of whom need be in it. One thread
+    at a time uses it; `abort` and `close` may come from any."""
 
     rank: int
     size: int
@@ -65,16 +67,45 @@ class Group(Protocol):
 
 
 def make_group(
-    store: Any, prefix: str, rank: int, size: int, device: torch.device, timeout: float, ctas: int | None = None
+    store: Any,
+    prefix: str,
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout: float,
+    peers: Iterable[int] | None = None,
+    ctas: int | None = None,
 ) -> Group:
-    """Meets `size` processes at a torch Store under `prefix`, which is to be another for each group. `ctas`: multiprocessors that
-    NCCL may use of each GPU, None: as it likes. Raises DirectFailed where they are not there within `timeout` seconds."""
+    """Meets `size` processes at a torch Store under `prefix`, which is to be another for each group. `peers`: those that this
+    one exchanges something with, and they with it. Then only those make up the group that are connected by that: NCCL shares its
+    channels out among all members, and fails for all. `ctas`: multiprocessors that it may use of each GPU, None: as it likes.
+    Raises DirectFailed where they are not there within `timeout` seconds."""
     within = torch._C._distributed_c10d.PrefixStore(f"resharder/{prefix}", store)
+    if peers is None:
+        members = list(range(size))
+    else:
+        members = connected(within, rank, peers, time.monotonic() + timeout)
+        within = torch._C._distributed_c10d.PrefixStore(f"of {members[0]}", within)
     if device.type == "cuda":
         from resharder.client.direct.nccl import NcclGroup
 
-        return NcclGroup(within, rank, size, device, timeout, ctas)
-    return GlooGroup(within, rank, size, timeout)
+        return NcclGroup(within, rank, members, device, timeout, ctas)
+    return GlooGroup(within, rank, members, timeout)
+
+
+def connected(store: Any, rank: int, peers: Iterable[int], deadline: float) -> list[int]:
+    """All that `rank` reaches from peer to peer, and itself, when each says at the store whom it exchanges something with."""
+    store.set(f"peers/{rank}", json.dumps(sorted(peers)))
+    found, left = set[int](), [rank]
+    try:
+        while left:
+            if (each := left.pop()) not in found:
+                store.wait([f"peers/{each}"], datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                found.add(each)
+                left += json.loads(store.get(f"peers/{each}"))
+    except (RuntimeError, ValueError) as error:
+        raise DirectFailed(f"expected rank {each} to say in time whom it sends to: {error}") from error
+    return sorted(found)
 
 
 def connect(group: Group, device: torch.device, sends: Sequence[int], receives: Sequence[int], timeout: float) -> None:
@@ -93,15 +124,17 @@ _PATIENCE = datetime.timedelta(milliseconds=1)
 class GlooGroup:
     """Messages of a pair are told apart by their number."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
-        self.rank, self.size, self._why = rank, size, ""
+    def __init__(self, store: Any, rank: int, members: Sequence[int], timeout: float) -> None:
+        self.rank, self.size, self._why = rank, len(members), ""
+        self._place = {member: i for i, member in enumerate(members)}
+        size = len(members)
         self._sent, self._received = [0] * size, [0] * size
         self._lock = threading.Lock()
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = datetime.timedelta(seconds=timeout)
         options._devices = [dist.ProcessGroupGloo.create_default_device()]
         try:
-            self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, options)
+            self._gloo: Any = dist.ProcessGroupGloo(store, self._place[rank], size, options)
         except RuntimeError as error:
             raise DirectFailed(f"expected {size} processes to meet within {timeout:g} s: {error}") from error
 
@@ -109,10 +142,10 @@ class GlooGroup:
         self.check()
         works = []
         try:
-            for peer, memory in receives:
+            for peer, memory in ((self._place[peer], memory) for peer, memory in receives):
                 works.append((self._gloo.recv([memory], peer, self._received[peer]), memory))
                 self._received[peer] += 1
-            for peer, memory in sends:
+            for peer, memory in ((self._place[peer], memory) for peer, memory in sends):
                 works.append((self._gloo.send([memory], peer, self._sent[peer]), memory))
                 self._sent[peer] += 1
         except (RuntimeError, AttributeError) as error:
@@ -135,7 +168,7 @@ class GlooGroup:
         with self._lock:
             gloo = self._gloo
             for peer in range(self.size):
-                if gloo is not None and peer != self.rank:
+                if gloo is not None and peer != self._place[self.rank]:
                     try:
                         gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _UNUSED).wait(_PATIENCE)
                     except RuntimeError:

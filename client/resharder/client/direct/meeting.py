@@ -77,9 +77,10 @@ class Link:
         try:
             quota = quota_of(message.most_peers, message.most_made, message.staging_bytes)
             found = schedule(copies_from_proto(message.copies), message.rank, quota)
-            store = DaemonStore(channel, message.group)
-            group = make_group(store, message.group, message.rank, message.size, device, message.seconds)
-            connect(group, device, *_peers(found), message.seconds)
+            sends, receives = _peers(found)
+            store, meet = DaemonStore(channel, message.group), (message.rank, message.size, device, message.seconds)
+            group = make_group(store, message.group, *meet, peers={*sends, *receives})
+            connect(group, device, sends, receives, message.seconds)
             self._transfer = Transfer(found, group, device, memory)
         except (RuntimeError, ValueError, ResharderError, ConversionError) as error:
             if group is not None:

@@ -83,12 +83,16 @@ def _library() -> Any:
 class NcclGroup:
     """`size` processes with a GPU each."""
 
-    def __init__(self, store: Any, rank: int, size: int, device: torch.device, timeout: float, ctas: int | None = None) -> None:
-        self.rank, self.size, self._device, self._why = rank, size, device, ""
+    def __init__(
+        self, store: Any, rank: int, members: Sequence[int], device: torch.device, timeout: float, ctas: int | None = None
+    ) -> None:
+        self.rank, self.size, self._device, self._why = rank, len(members), device, ""
+        self._place = {member: i for i, member in enumerate(members)}
+        place, size = self._place[rank], len(members)
         self._nccl, self._communicator = _library(), ctypes.c_void_p()
         deadline = time.monotonic() + timeout
         name = _UniqueId()
-        if rank == 0:
+        if place == 0:
             self._called("ncclGetUniqueId", ctypes.byref(name))
             store.set("id", bytes(name))
         else:
@@ -100,7 +104,7 @@ class NcclGroup:
         most = _UNDEFINED if ctas is None else ctas
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21700, 0, _UNDEFINED, most, most, None, _UNDEFINED)
         with torch.cuda.device(device):
-            made = (ctypes.byref(self._communicator), size, name, rank, ctypes.byref(config))
+            made = (ctypes.byref(self._communicator), size, name, place, ctypes.byref(config))
             self._called("ncclCommInitRankConfig", *made)
             self._settle(deadline, f"expected {size} processes to meet within {timeout:g} s")
 
@@ -112,7 +116,7 @@ class NcclGroup:
                 self._called("ncclGroupStart")
                 for function, parts in (("ncclSend", sends), ("ncclRecv", receives)):
                     for peer, memory in parts:
-                        where = (memory.data_ptr(), memory.numel(), _UINT8, peer)
+                        where = (memory.data_ptr(), memory.numel(), _UINT8, self._place[peer])
                         self._called(function, *where, self._communicator, stream.cuda_stream)
                 self._called("ncclGroupEnd")
                 self._settle(deadline, f"rank {self.rank}: the messages could not be begun in time")
