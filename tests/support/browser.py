@@ -25,8 +25,8 @@ def needs_browser() -> None:
 
 
 @contextmanager
-def browser(folder: Path) -> "Iterator[Chrome]":
-    """With a profile of its own in `folder`."""
+def browser(folder: Path, *, any_authority: bool = False) -> "Iterator[Chrome]":
+    """With a profile of its own in `folder`. `any_authority`: pages may have a certificate of a test's own."""
     from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 
     options = ChromeOptions()
@@ -41,6 +41,7 @@ def browser(folder: Path) -> "Iterator[Chrome]":
         f"user-data-dir={folder}",
     ):
         options.add_argument(f"--{flag}")
+    options.accept_insecure_certs = any_authority
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     page = Chrome(options, ChromeService(shutil.which("chromedriver")))
     try:
