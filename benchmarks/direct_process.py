@@ -30,15 +30,21 @@ Took = list[tuple[float, float, Any]]  # (begin, end, what was said) of each rou
 
 class Way(NamedTuple):
     """What is tried: the shortest run that goes from memory to memory (None: all is packed), the memory for packing and
-    unpacking, and the multiprocessors that NCCL is given (None: as it likes)."""
+    unpacking, the multiprocessors that NCCL is given (None: as it likes), and whether all are in one group, as only those that
+    something goes between are otherwise."""
 
     direct_bytes: int | None
     staging: int
     ctas: int | None = None
+    whole: bool = False
+
+    @property
+    def group(self) -> str:
+        return ", ".join(([f"{self.ctas} CTAs"] if self.ctas else []) + (["one group"] if self.whole else []))
 
     def __str__(self) -> str:
         runs = "all packed" if self.direct_bytes is None else f"runs from {self.direct_bytes / MIB:g} MiB"
-        return f"{runs}, staging {self.staging / MIB:g} MiB" + (f", {self.ctas} CTAs" if self.ctas else "")
+        return f"{runs}, staging {self.staging / MIB:g} MiB" + (f", {self.group}" if self.group else "")
 
 
 class Job(NamedTuple):
@@ -90,10 +96,13 @@ class Process:
         self.tensors = {n: torch.empty(size, dtype=t, device=self.device) for n, (size, t) in memory_of(self.layout).items()}
         self.facts = dict[str, Any]()
 
-    def new_group(self, prefix: str, ctas: int | None = None) -> Group:
-        before = self.free()
-        group = make_group(self.store, prefix, self.rank, self.place.size, self.device, TIMEOUT, ctas)
-        peers = list(self.place.others)
+    def new_group(self, prefix: str, ctas: int | None = None, whole: bool = True) -> Group:
+        before, place = self.free(), self.place
+        peers = sorted({*place.part.source.tolist(), *place.part.target.tolist()} - {self.rank})
+        if whole:
+            peers = list(place.others)
+        meet = (self.rank, place.size, self.device, TIMEOUT)
+        group = make_group(self.store, prefix, *meet, None if whole else peers, ctas)
         connect(group, self.device, *((peers, []) if self.place.sends else ([], peers)), TIMEOUT)
         self.facts["group MiB"] = (before - self.free()) / MIB
         return group
@@ -164,32 +173,26 @@ class Process:
         group.post(*((parts, []) if self.place.sends else ([], parts)), deadline).wait(deadline)
 
     def measure(self, job: Job, rounds: int) -> dict[str, Any]:
-        ways, plain, links, group_bytes = [], {}, dict[str, Took](), {}
+        ways, plain, links, group_mib = {}, {}, dict[str, Took](), {}
         held = list[int]()
         self.fill(0)
-        for ctas in dict.fromkeys(way.ctas for way in job.ways):
-            group = self.new_group(f"measured {ctas}", ctas)
-            group_bytes[ctas] = self.facts["group MiB"]
-            memory = torch.ones(job.link_bytes, dtype=torch.uint8, device=self.device)
-            for name in () if links else ("straight", "crossed"):
-                links[name] = self.timed(name, partial(self.plain, group, memory, job.link_bytes, name == "crossed"), rounds)
+        memory, group = torch.ones(job.link_bytes, dtype=torch.uint8, device=self.device), self.new_group("links")
+        for name in ("straight", "crossed"):
+            links[name] = self.timed(name, partial(self.plain, group, memory, job.link_bytes, name == "crossed"), rounds)
+        group.close()
+        for first in {way.group: way for way in reversed(job.ways)}.values():
+            group = self.new_group(f"measured {first.group}", first.ctas, first.whole)
+            group_mib[first.group] = self.facts["group MiB"]
             for size in job.sizes:
-                plain[ctas, size] = self.timed(f"{ctas} {size}", partial(self.plain, group, memory, size, False), rounds)
-            del memory
-            for way in (way for way in job.ways if way.ctas == ctas):
-                ways.append((way, self.tried(way, group, rounds, held)))
+                work = partial(self.plain, group, memory, size, False)
+                plain[first.group, size] = self.timed(f"{first.group} {size}", work, rounds)
+            for way in (way for way in job.ways if way.group == first.group):
+                ways[way] = self.tried(way, group, rounds, held)
                 if way is job.ways[0]:
                     self.prove(way, group, rounds)
             group.close()
         s = schedule(self.place.part, self.rank, quota_of(*self.place.most, job.ways[0].staging))
-        return {
-            "links": links,
-            "ways": dict(ways),
-            "bytes": s.sent + s.received,
-            "plain": plain,
-            "group": group_bytes,
-            **self.facts,
-        }
+        return {"links": links, "ways": ways, "bytes": s.sent + s.received, "plain": plain, "group": group_mib, **self.facts}
 
     def tried(self, way: Way, group: Group, rounds: int, held: list[int]) -> dict[str, Any]:
         """`held`: digests of what was compared element by element, once it was."""
