@@ -6,13 +6,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
+from resharder.converters import digest as digest_module
+from resharder.converters.files import BITS
+from resharder.converters.layout import ITEM_SIZES, TensorSpec, full_box
 from resharder.server import store as store_module
 from resharder.server.config import Config
 from resharder.server.errors import FailedPrecondition
 from resharder.server.main import Daemon
 from resharder.server.manifest import READY, VersionRecord
+from resharder.server.publisher import ACTIVE
 from resharder.server.reconciler import Attached, Worker, WorkerState
+from resharder.server.slots import pack
 from resharder.server.store import Store
 
 from tests.server.test_intake import ready_version
@@ -66,6 +72,20 @@ def test_while_others_hold_every_lock(daemon: Daemon, look: Callable[[Daemon], o
         looking.exception(PATIENCE)
         held.close()
         assert looking.result() == before
+
+
+def test_what_proofs_need_is_compiled_when_a_job_registers_and_not_in_its_first_version(daemon: Daemon) -> None:
+    kernels = digest_module._kernels
+    specs = [TensorSpec("a", "BF16", (4, 4)), TensorSpec("b", "U8", (8,))]
+    boxes = pack((number, full_box(spec.shape), False) for number, spec in enumerate(specs))
+    publisher = daemon.intake.create_publisher("other", "job", 1, FILES)
+    kernels.cache_clear()
+    assert daemon.intake.register(publisher.name, 0, "fingerprint", specs, boxes).state == ACTIVE
+    compiled = kernels.cache_info().misses
+    assert compiled == 2
+    for spec in specs:
+        digest_module.digest(np.zeros(spec.shape, BITS[ITEM_SIZES[spec.dtype]]), full_box(spec.shape), spec.shape)
+    assert kernels.cache_info().misses == compiled
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from typing import Literal
 
 import structlog
 from resharder.converters.chunks import ChunkHeader
+from resharder.converters.digest import compile_for
 from resharder.converters.files import lay_out
-from resharder.converters.layout import TensorSpec
+from resharder.converters.layout import ITEM_SIZES, TensorSpec
 from resharder.server.errors import (
     AlreadyExists,
     DaemonError,
@@ -189,6 +190,7 @@ class Intake:
             self.store.check_size(sum(spec.size for spec in publisher.specs))
             assigned, boxes = publisher.check_and_assign()
             layouts = lay_out(publisher.specs)
+            compile_for(ITEM_SIZES[spec.dtype] for spec in publisher.specs)  # now, and not in the first version's proof
             with self._changed:
                 publisher.check_usable()
                 self.store.reserve(publisher.model, publisher.epoch, layouts, publisher.files)
