@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from resharder.client.direct import pairs, tiles
 from resharder.client.direct import schedule as schedules
-from resharder.client.direct import tiles
 from resharder.client.direct.pack import Table, addresses_of
 from resharder.client.direct.schedule import Moves, Schedule, quota_of, schedule
 from resharder.converters.copies import Copies, copies_of
@@ -32,7 +32,11 @@ Tensors = dict[str, torch.Tensor]
 @contextmanager
 def tiny_tiles() -> Iterator[None]:
     """So that small tensors are cut as large ones are."""
-    with patch.object(tiles, "TILE", TINY_TILE), patch.object(schedules, "TILE", TINY_TILE):
+    with (
+        patch.object(tiles, "TILE", TINY_TILE),
+        patch.object(pairs, "TILE", TINY_TILE),
+        patch.object(schedules, "TILE", TINY_TILE),
+    ):
         yield
 
 
