@@ -125,14 +125,12 @@ def report(job: Job, said: dict[int, dict[str, Any]], peer: float | None) -> lis
     Console(width=180).print(table)
     if any(said[rank]["ways"][way]["wrong"] for rank in ranks for way in job.ways):
         raise AssertionError(f"{job.name}: elements are wrong")
-    proven, after = (seconds_of([one[what] for one in said.values()]) for what in ("proven", "proven after"))
-    alone = [t for *_, t in said[first]["proven after"]]
+    proven, alone = seconds_of([one["proven"] for one in said.values()]), [t for *_, t in said[first]["proven"]]
     if sum(one["unproven"] for one in said.values()):
         raise AssertionError(f"{job.name}: digests are wrong")
     rows.append(Row(f"direct {job.name}, with the digest proof", proven, peer, limit))
     print(f"{job.name}: MiB above: buffers and what the group takes of a sender and of a receiver; "
-          f"with the proof on the way {proven * 1000:.1f} ms, {proven / rows[0].ours - 1:+.0%}, at the end "
-          f"{after * 1000:.1f}, {after / rows[0].ours - 1:+.0%}; alone {median(alone) * 1000:.1f}, "
+          f"with the proof {proven * 1000:.1f} ms, {proven / rows[0].ours - 1:+.0%}; alone {median(alone) * 1000:.1f}, "
           f"made in {said[first]['proof made'] * 1000:.0f}; schedules prepared in {said[0]['prepared'] * 1000:.0f} ms, again in "
           f"{said[0]['prepared again'] * 1000:.1f} and {said[first]['prepared again'] * 1000:.1f}", flush=True)  # fmt: skip
     return rows

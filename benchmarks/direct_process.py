@@ -211,36 +211,33 @@ class Process:
         return {"took": took, "rounds": len(s.rounds), "messages": s.messages, "staging": transfer.staging, "wrong": wrong}
 
     def prove(self, way: Way, group: Group, rounds: int) -> None:
-        """Transfers that end with the digests of all that arrived, taken on the way or at the end; some of those are compared
-        with digests taken otherwise."""
-        transfer, found = self.transfer(way, group), dict[str, list[int]]()
+        """Transfers that end with the digests of all that arrived; some of those are compared with digests taken otherwise."""
+        transfer, found = self.transfer(way, group), list[int]()
         begin = time.monotonic()
-        proof = self.proof(transfer)
+        proof = self.proof()
         self.facts["proof made"] = time.monotonic() - begin
 
-        def work(name: str, beside: bool) -> float:
+        def work() -> float:
             """Seconds of the proof after the transfer."""
-            transfer.run(TIMEOUT, proof if beside else None)
+            transfer.run(TIMEOUT)
             begin = time.monotonic()
             if not self.place.sends:
-                found[name] = proof.said() if beside and proof else self.digests(proof)
+                found[:] = self.digests(proof)
             return time.monotonic() - begin
 
-        for name, beside in (("proven", True), ("proven after", False)):
-            self.facts[name] = self.timed(name, partial(work, name, beside), rounds)
+        self.facts["proven"] = self.timed("proven", work, rounds)
         self.facts["unproven"] = 0
-        for digests in found.values():
-            for i in range(0, len(digests), max(1, len(digests) // 64)):
-                piece = self.layout.pieces[i]
-                shape = self.layout.tensors[piece.tensor].shape
-                wanted = digest_torch(values(piece, shape, 0, self.device), piece.box, shape)
-                self.facts["unproven"] += wanted != digests[i]
+        for i in range(0, len(found), max(1, len(found) // 64)):
+            piece = self.layout.pieces[i]
+            shape = self.layout.tensors[piece.tensor].shape
+            wanted = digest_torch(values(piece, shape, 0, self.device), piece.box, shape)
+            self.facts["unproven"] += wanted != found[i]
 
-    def proof(self, transfer: Transfer | None = None) -> Proof | None:
+    def proof(self) -> Proof | None:
         """None on a CPU."""
         if self.device.type != "cuda" or self.place.sends:
             return None
-        return Proof(self.layout, self.tensors, self.device, transfer.schedule.whole_after if transfer else None)
+        return Proof(self.layout, self.tensors, self.device)
 
     def digests(self, proof: Proof | None) -> list[int]:
         return proof.digests() if proof else [held.digest for held in held_digests(self.layout, self.tensors)]

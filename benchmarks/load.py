@@ -1,9 +1,9 @@
 """One daemon under the load of many: `python -m benchmarks.load [--minutes N] [--every SECONDS] [--ranks N] [--servers N] …`.
 
 Ranks of one job publish a small model over gRPC, all of them at once, a version every so many seconds; servers follow, as the
-wire sees them (tests/support/simulated.py). Meanwhile one process asks what ranks, operators and status pages ask all day, a
-call at a time, and takes the time of each from its start to its answer. Once a minute: the slowest of these calls, how many
-versions were published, and what memory the daemon has of its own (versions are files, and not in it).
+wire sees them (tests/support/simulated.py). Meanwhile one process asks what ranks, operators and status pages ask all day, and
+takes the time of each call from its start to its answer. Once a minute: the slowest of these calls, how many versions were
+published, and what memory the daemon has of its own (versions are files, and not in it).
 
 The daemon has one core for itself, everything else the others; ranks and servers give way there to the process that measures, so
 that what it waits for is the daemon. `--every 0` is the opposite, a machine with too much to do: each version as soon as the last
@@ -272,7 +272,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     console, found = Console(width=120), []
-    for minute in measure(*(getattr(arguments, name) for name in ("minutes", "every", "ranks", "servers", "processes"))):
+    load = arguments.minutes, arguments.every, arguments.ranks, arguments.servers, arguments.processes
+    for minute in measure(*load):
         found.append(minute)
         p99 = 1e3 * percentile(minute.all, 0.99)
         mib = minute.memory_bytes / (1 << 20)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from resharder.client.channel import Channel
 from resharder.client.direct.group import DirectFailed, Group, connect, make_group
-from resharder.client.direct.proof import Proof
 from resharder.client.direct.schedule import Schedule, quota_of, schedule
 from resharder.client.direct.transfer import Seconds, Tensors, Transfer
 from resharder.client.errors import ResharderError
@@ -100,14 +99,9 @@ class Link:
         except (KeyError, ValueError, RuntimeError) as error:
             raise DirectFailed(f"group {self.id}: {error}") from error
 
-    @property
-    def whole_after(self) -> dict[str, int]:
-        """The round after which each local tensor has all that comes to it: what a proof beside the transfer needs to know."""
-        return self._transfer.schedule.whole_after
-
-    def run(self, proof: Proof | None = None) -> Seconds:
+    def run(self) -> Seconds:
         """Raises DirectFailed; the link is of no use then."""
-        return self._transfer.run(self.seconds, proof)
+        return self._transfer.run(self.seconds)
 
     def close(self) -> None:
         self._transfer.group.close()

@@ -1,8 +1,7 @@
 """The proof on a GPU: digests of all that a process holds of a version, in a few kernels however many tensors there are."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -16,17 +15,9 @@ _ROWS = 64  # of an item: enough of them to be many, enough in each to be worth 
 
 
 class Proof:
-    """For the pieces of one layout where they are now: to be made anew where a tensor has moved. Either `digests` of what is
-    there or, beside a transfer, `begin`, `add` after each of its rounds, and `said` after the last."""
+    """For the pieces of one layout where they are now: to be made anew where a tensor has moved."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        tensors: Mapping[str, torch.Tensor],
-        device: torch.device,
-        whole_after: Mapping[str, int] | None = None,
-    ) -> None:
-        """`whole_after`: the round of a transfer after which a local tensor has all that comes to it; 0 for those not named."""
+    def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         pieces = pack({0: layout})
         dimensions = np.array([max(1, len(spec.shape)) for spec in pieces.specs], np.int64)[pieces.tensor]
         sizes = np.array([ITEM_SIZES[spec.dtype] for spec in pieces.specs], np.int64)
@@ -45,55 +36,22 @@ class Proof:
                 words.append(_in_words(rows[aligned]))
                 if not aligned.all():
                     self._launches.append((_on(device, rows[~aligned]), max(1, size // 2), min(16, 8 * size)))
-        every = np.concatenate([*words, np.zeros((0, _FIELDS), np.int64)])
-        after = np.array([(whole_after or {}).get(name, 0) for name in pieces.locals], np.int64)[pieces.local[every[:, 7] >> 32]]
-        self._words = _on(device, every[np.argsort(after, kind="stable")])
-        self._ends = np.cumsum(np.bincount(after)).tolist()  # of each round's words
+        self._words = _on(device, np.concatenate([*words, np.zeros((0, _FIELDS), np.int64)]))
         if device.type == "cuda":
-            self._compile()
+            self.digests()  # has the kernels made, which takes a second
 
     def digests(self) -> list[int]:
         """As `resharder.converters.digest` has them, in the order of the layout's pieces. After what the current stream has yet
         to do."""
         from resharder.client.direct import proof_kernel
 
-        self.begin()
-        with self._here():
+        self._found.zero_()
+        with torch.cuda.device(self._found.device) if self._found.is_cuda else nullcontext():
             if len(self._words):
                 proof_kernel.add_digests_of_words(self._words, self._of_words, self._found)
-        return self.said()
-
-    def begin(self) -> None:
-        self._found.zero_()
-
-    def add(self, number: int) -> None:
-        """What is whole after round `number`, on the current stream, by few enough programs that other kernels have room."""
-        from resharder.client.direct import proof_kernel
-
-        first, end = ([0, *self._ends][min(i, len(self._ends))] for i in (number, number + 1))
-        if first < end:
-            with self._here():
-                proof_kernel.add_digests_of_words(self._words[first:end], self._of_words, self._found, beside=True)
-
-    def said(self) -> list[int]:
-        """After `add` for every round, in this order of streams."""
-        from resharder.client.direct import proof_kernel
-
-        with self._here():
             for items, lanes, bits in self._launches:
                 proof_kernel.add_digests(items, self._weights, self._found, lanes, bits)
         return [found & MASK for found in self._found.tolist()]
-
-    def _compile(self) -> None:
-        """Has the kernels made that a transfer needs, which takes a second."""
-        from resharder.client.direct import proof_kernel
-
-        with self._here():
-            proof_kernel.add_digests_of_words(self._words[:0], self._of_words, self._found, beside=True)
-        self.said()
-
-    def _here(self) -> AbstractContextManager[Any]:
-        return torch.cuda.device(self._found.device) if self._found.is_cuda else nullcontext()
 
 
 def _on(device: torch.device, items: Ints) -> torch.Tensor:

@@ -6,9 +6,7 @@ import triton.language as tl  # type: ignore[import-untyped,unused-ignore]
 
 ROWS, COLUMNS, WARPS = 16, 256, 4  # of a block
 Block = tuple[int, int, int]  # rows, columns in words, warps
-ALONE: Block = (4, 128, 1)  # a warp of its own waits for no other
-BESIDE: Block = (4, 512, 4)
-PROGRAMS = 128  # beside a transfer: all of them run at once, so that none waits for a multiprocessor that NCCL is to have next
+WORDS: Block = (4, 128, 1)  # a warp of its own waits for no other
 
 # splitmix64 and the seed of rows, as converters/digest.py has them, in two's complement: Triton's literals are signed.
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
@@ -63,35 +61,34 @@ def _digest(  # type: ignore[no-untyped-def]
     tl.atomic_add(found + (where >> 32), total)
 
 
-@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator,unused-ignore]
-def _digest_words(items, low, high, found, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _digest_words(items, low, high, found, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Two units at a time: their products of 32 by 32 bits are one instruction, with the sum."""
-    for i in range(tl.program_id(0), count, tl.num_programs(0)):
-        item = items + i * 8
-        memory = tl.multiple_of(tl.load(item).to(tl.pointer_type(tl.int32)), 16)
-        rows = tl.load(item + 1).to(tl.int32)
-        width = tl.multiple_of(tl.load(item + 2).to(tl.int32), 4)
-        row_stride = tl.load(item + 3) * 4
-        first_row = tl.load(item + 5)
-        row_step = tl.load(item + 6) >> 32
-        where = tl.load(item + 7)
-        first_column = tl.multiple_of((where & 0x7FFFFFFF).to(tl.int32), 4)
-        total = tl.zeros((), tl.int64)
-        for above in range(0, rows, ROWS):
-            row = above + tl.arange(0, ROWS)
-            begins = memory + row.to(tl.int64) * row_stride
-            sums = tl.zeros((ROWS, COLUMNS), tl.uint64)
-            for left in range(0, width, COLUMNS):
-                column = left + tl.arange(0, COLUMNS)
-                inside = (row < rows)[:, None] & (column < width)[None, :]
-                value = tl.load(begins[:, None] + column[None, :], mask=inside, other=0).to(tl.uint32, bitcast=True)
-                number = first_column + column
-                below = tl.load(low + number, mask=column < width, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
-                over = tl.load(high + number, mask=column < width, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
-                sums += (value & 0xFFFF).to(tl.uint64) * below[None, :] + (value >> 16).to(tl.uint64) * over[None, :]
-            of_rows = tl.sum(sums.to(tl.int64, bitcast=True), axis=1)
-            total += tl.sum(of_rows * _row_weights(first_row + row.to(tl.int64) * row_step), axis=0)
-        tl.atomic_add(found + (where >> 32), total)
+    item = items + tl.program_id(0) * 8
+    memory = tl.multiple_of(tl.load(item).to(tl.pointer_type(tl.int32)), 16)
+    rows = tl.load(item + 1).to(tl.int32)
+    width = tl.multiple_of(tl.load(item + 2).to(tl.int32), 4)
+    row_stride = tl.load(item + 3) * 4
+    first_row = tl.load(item + 5)
+    row_step = tl.load(item + 6) >> 32
+    where = tl.load(item + 7)
+    first_column = tl.multiple_of((where & 0x7FFFFFFF).to(tl.int32), 4)
+    total = tl.zeros((), tl.int64)
+    for above in range(0, rows, ROWS):
+        row = above + tl.arange(0, ROWS)
+        begins = memory + row.to(tl.int64) * row_stride
+        sums = tl.zeros((ROWS, COLUMNS), tl.uint64)
+        for left in range(0, width, COLUMNS):
+            column = left + tl.arange(0, COLUMNS)
+            inside = (row < rows)[:, None] & (column < width)[None, :]
+            value = tl.load(begins[:, None] + column[None, :], mask=inside, other=0).to(tl.uint32, bitcast=True)
+            number = first_column + column
+            below = tl.load(low + number, mask=column < width, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+            over = tl.load(high + number, mask=column < width, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+            sums += (value & 0xFFFF).to(tl.uint64) * below[None, :] + (value >> 16).to(tl.uint64) * over[None, :]
+        of_rows = tl.sum(sums.to(tl.int64, bitcast=True), axis=1)
+        total += tl.sum(of_rows * _row_weights(first_row + row.to(tl.int64) * row_step), axis=0)
+    tl.atomic_add(found + (where >> 32), total)
 
 
 def add_digests(items: torch.Tensor, weights: torch.Tensor, found: torch.Tensor, lanes: int, bits: int) -> None:
@@ -102,12 +99,8 @@ def add_digests(items: torch.Tensor, weights: torch.Tensor, found: torch.Tensor,
     _digest[(len(items),)](items, weights, found, lanes, kind, ROWS, COLUMNS, num_warps=WARPS)
 
 
-def add_digests_of_words(
-    items: torch.Tensor, weights: torch.Tensor, found: torch.Tensor, *, beside: bool = False, block: Block | None = None
-) -> None:
+def add_digests_of_words(items: torch.Tensor, weights: torch.Tensor, found: torch.Tensor, block: Block = WORDS) -> None:
     """The same for rows without gaps that begin at 16 bytes and are as long as several of those, columns too. Columns count words
-    of two units, strides of rows 16 bytes. `weights`, (2, words): those of a word's low half and of its high one. `beside`: not
-    on all of the GPU."""
-    rows, columns, warps = block or (BESIDE if beside else ALONE)
-    programs = max(1, min(PROGRAMS, len(items)) if beside else len(items))
-    _digest_words[(programs,)](items, weights[0], weights[1], found, len(items), rows, columns, num_warps=warps)
+    of two units, strides of rows 16 bytes. `weights`, (2, words): those of a word's low half and of its high one."""
+    rows, columns, warps = block
+    _digest_words[(len(items),)](items, weights[0], weights[1], found, rows, columns, num_warps=warps)

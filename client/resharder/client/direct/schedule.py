@@ -91,17 +91,6 @@ class Schedule:
     def received(self) -> int:
         return sum(post.size for r in self.rounds for post in r.receives)
 
-    @property
-    def whole_after(self) -> dict[str, int]:
-        """The round after which each local tensor has all that comes to it."""
-        last = np.zeros(len(self.target_locals), np.int64)
-        np.maximum.at(last, self.unpacks.target, self.unpacks.round)
-        for k, exchange in enumerate(self.rounds):
-            for post in exchange.receives:
-                if post.local >= 0:
-                    last[post.local] = max(last[post.local], k)
-        return dict(zip(self.target_locals, last.tolist(), strict=True))
-
 
 def quota_of(most_peers: int, most_made: int, staging_bytes: int) -> int:
     """Bytes that each pair may move through a slot, so that no process needs more than `staging_bytes`; the others are what

@@ -9,7 +9,6 @@ import torch
 from resharder.client.direct.group import DirectFailed, Group, Part, Pending
 from resharder.client.direct.lanes import Lane, Mark
 from resharder.client.direct.pack import Table, addresses_of, check_fit
-from resharder.client.direct.proof import Proof
 from resharder.client.direct.schedule import SLOTS, Post, Schedule
 from resharder.converters.copies import ALIGN
 from resharder.converters.local import view_of
@@ -26,7 +25,6 @@ class Seconds(NamedTuple):
     pack: float
     wire: float
     unpack: float
-    prove: float
 
 
 class Transfer:
@@ -39,7 +37,7 @@ class Transfer:
         sizes = [*[schedule.pack_slot] * slots, *[schedule.unpack_slot] * slots, schedule.ready_size]
         buffers = _buffers(sizes, device, memory)
         self._packed, self._unpacked, self._ready = buffers[:slots], buffers[slots:-1], buffers[-1]
-        self._pack, self._wire, self._unpack, self._prove = Lane(device), Lane(device, first=True), Lane(device), Lane(device)
+        self._pack, self._wire, self._unpack = Lane(device), Lane(device, first=True), Lane(device)
         posts = [(exchange.sends, exchange.receives) for exchange in schedule.rounds]
         sent, received = ([post.local for pair in posts for post in pair[i]] for i in (0, 1))
         made = [ready.local for ready in schedule.ready]
@@ -84,9 +82,9 @@ class Transfer:
                 unpacks.compile(source_base=slot.data_ptr())
         self._tables, self._sources, self._pointers = (packs, unpacks, local), sources, pointers
 
-    def run(self, timeout: float, proof: Proof | None = None) -> Seconds:
+    def run(self, timeout: float) -> Seconds:
         """Every target is filled when it returns. Sources stay as they are until then; work on them that the current stream has
-        yet to do comes first. `proof`, made with this schedule's `whole_after`: what has arrived is added to it on the way.
+        yet to do comes first.
 
         Raises DirectFailed after `timeout` seconds, or when the group is aborted or loses a member, with `torn` where targets may
         hold a mix; the group is closed then and nothing writes to them any more.
@@ -95,7 +93,7 @@ class Transfer:
         try:
             self.group.check()
             begun = True
-            self._rounds(started + timeout, proof)
+            self._rounds(started + timeout)
         except BaseException as error:
             self.group.abort(str(error) or type(error).__name__)
             self.group.close()
@@ -107,25 +105,22 @@ class Transfer:
         return Seconds(time.monotonic() - started, *(lane.seconds for lane in self._lanes))
 
     @property
-    def _lanes(self) -> tuple[Lane, ...]:
-        return self._pack, self._wire, self._unpack, self._prove
+    def _lanes(self) -> tuple[Lane, Lane, Lane]:
+        return self._pack, self._wire, self._unpack
 
     @property
     def _fills(self) -> bool:
         return self.schedule.received > 0 or len(self.schedule.local.rows) > 0
 
-    def _rounds(self, deadline: float, proof: Proof | None) -> None:
+    def _rounds(self, deadline: float) -> None:
         """Round 0 needs no slots. Round `k` takes the slots of `k - 2`, packed once that was sent, received once that was
         unpacked."""
         packs, _, local = self._tables
-        if proof is not None:
-            proof.begin()
         for lane in self._lanes:
             lane.begin()
         with self._pack.work():
             self._make_ready()
             local.run(0)
-        self._prove.after(self._pack.mark())
         wire: list[Pending] = []
         unpacked: list[Mark] = []
         for k, (sends, receives) in enumerate(self._exchanges):
@@ -141,9 +136,9 @@ class Transfer:
             with self._wire.work():
                 wire.append(self.group.post(sends, receives, deadline))
             if k:
-                unpacked.append(self._unpack_round(k - 1, wire[k - 1], deadline, proof))
+                unpacked.append(self._unpack_round(k - 1, wire[k - 1], deadline))
         if wire:
-            self._unpack_round(len(wire) - 1, wire[-1], deadline, proof)
+            self._unpack_round(len(wire) - 1, wire[-1], deadline)
             wire[-1].wait(deadline)
         for lane in self._lanes:
             lane.drain()
@@ -154,18 +149,13 @@ class Transfer:
             size = values.numel() * values.element_size()
             self._ready[at : at + size].view(values.dtype).view(values.shape).copy_(values)
 
-    def _unpack_round(self, k: int, arrived: Pending, deadline: float, proof: Proof | None) -> Mark:
+    def _unpack_round(self, k: int, arrived: Pending, deadline: float) -> Mark:
         with self._wire.work():
             arrived.come_before(self._unpack, deadline)
         if k:
             with self._unpack.work():
                 self._tables[1].run(k, source_base=_slot(self._unpacked, k).data_ptr())
-        mark = self._unpack.mark()
-        if proof is not None:
-            self._prove.after(mark)
-            with self._prove.work():
-                proof.add(k)
-        return mark
+        return self._unpack.mark()
 
 
 def _buffers(sizes: list[int], device: torch.device, memory: torch.Tensor | None) -> list[torch.Tensor]:

@@ -83,7 +83,7 @@ class Receiver:
                     self._link = Link(self._channel, message, self._device)
                     targets = _targets(models, memory)
                     self._link.prepare({}, targets)
-                    self._proof_of(self._link, memory, targets)
+                    self._proof_of(memory, targets)
                 except DirectFailed as error:
                     self._failed(message.group, str(error))
                     return False
@@ -117,15 +117,15 @@ class Receiver:
         try:
             targets = _targets(models, memory)
             link.prepare({}, targets)
-            proof = self._proof_of(link, memory, targets)
+            proof = self._proof_of(memory, targets)
             request = direct_pb2.TransferRequest(member=self._member, group=link.id, install=install)
             times.append(time.monotonic())
             self._channel.call(self._stub.StartTransfer, request, timeout=_WAIT, patience=0)
             times.append(time.monotonic())
-            took = link.run(proof)
+            took = link.run()
             times.append(time.monotonic())
             with timed(timings, "prove"):
-                self._check(memory, proof.said() if proof else read_all(targets, memory.layout.pieces, memory.layout.tensors))
+                self._check(memory, proof.digests() if proof else read_all(targets, memory.layout.pieces, memory.layout.tensors))
             times.append(time.monotonic())
             finish(self._channel, self._member, link.id, seconds=took.total, size=link.received)
         except ResharderError as error:
@@ -142,13 +142,13 @@ class Receiver:
             wrong = [piece.tensor for piece, found, wanted in pieces if found != wanted]
             raise DirectFailed(f"{len(wrong)} boxes are not what the store holds, {wrong[0]} is one", torn=True)
 
-    def _proof_of(self, link: Link, memory: Open, targets: Tensors) -> Proof | None:
-        """To be taken while the transfer goes on. None on a CPU."""
+    def _proof_of(self, memory: Open, targets: Tensors) -> Proof | None:
+        """None on a CPU."""
         if self._device.type != "cuda":
             return None
-        where = link.id, memory.fingerprint, [tensor.data_ptr() for tensor in targets.values()]
+        where = memory.fingerprint, [tensor.data_ptr() for tensor in targets.values()]
         if self._proof is None or self._proof[0] != where:
-            self._proof = where, Proof(memory.layout, targets, self._device, link.whole_after)
+            self._proof = where, Proof(memory.layout, targets, self._device)
         return self._proof[1]
 
     def _failed(self, group: str, error: str) -> None:
