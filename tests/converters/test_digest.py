@@ -1,5 +1,8 @@
 """Digests add up over any tiling, and see what goes wrong."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
 import numpy as np
 import pytest
 import torch
@@ -67,6 +70,20 @@ def test_without_numba_the_digest_is_the_same(monkeypatch: pytest.MonkeyPatch) -
     assert digest(x, full_box(x.shape), x.shape) == expected
     assert copy_and_digest(target, x, full_box(x.shape), x.shape) == expected
     assert np.array_equal(target, x)
+
+
+def test_threads_that_digest_for_the_first_time_together_compile_once() -> None:
+    together, x = Barrier(8), random_bits((3, 5), np.uint16)
+
+    def first(thread: int) -> int:
+        together.wait(60)
+        return digest(x, full_box(x.shape), x.shape)
+
+    expected = digest(x, full_box(x.shape), x.shape)
+    digests._compiled.cache_clear()
+    with ThreadPoolExecutor(8) as threads:
+        assert set(threads.map(first, range(8))) == {expected}
+    assert digests._compiled.cache_info().misses == 1
 
 
 def test_a_scalar_has_a_digest() -> None:

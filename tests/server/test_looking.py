@@ -75,7 +75,7 @@ def test_while_others_hold_every_lock(daemon: Daemon, look: Callable[[Daemon], o
 
 
 def test_what_proofs_need_is_compiled_when_a_job_registers_and_not_in_its_first_version(daemon: Daemon) -> None:
-    kernels = digest_module._kernels
+    kernels = digest_module._compiled
     specs = [TensorSpec("a", "BF16", (4, 4)), TensorSpec("b", "U8", (8,))]
     boxes = pack((number, full_box(spec.shape), False) for number, spec in enumerate(specs))
     publisher = daemon.intake.create_publisher("other", "job", 1, FILES)

@@ -10,6 +10,7 @@ same exactly, at a third of the speed. A kernel is compiled when first needed, f
 before that. `digest_torch` is the same sum for tensors on a GPU.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from math import prod
@@ -150,9 +151,18 @@ def compile_for(item_sizes: Iterable[int]) -> None:
         _kernels(width)
 
 
-@lru_cache(maxsize=2)
-def _kernels(width: int) -> tuple[Callable[..., int], Callable[..., int]]:
+Kernels = tuple[Callable[..., int], Callable[..., int]]
+_compiling = threading.Lock()  # numba fails where two threads come with the same loop
+
+
+def _kernels(width: int) -> Kernels:
     """(digest, copy and digest) of rows of elements of `width` bytes, compiled."""
+    with _compiling:
+        return _compiled(width)
+
+
+@lru_cache(maxsize=2)
+def _compiled(width: int) -> Kernels:
     try:
         import numba
     except ImportError:
