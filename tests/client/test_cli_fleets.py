@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from resharder.client.cli import completing
+from resharder.client.cli import completing, words
 from resharder.v1 import operator_pb2, resources_pb2
 
 from tests.support.command import answer, resharder
@@ -113,6 +113,18 @@ def test_fleet_set_asks_for_what_is_given_alone(fake: FakeOperator) -> None:
     assert request.fleet.pause_mode == resources_pb2.WAIT
     resharder("fleet", "set", "policy", "--accept-refused")
     assert (list(fake.asked[-1].update_mask.paths), fake.asked[-1].accept_refused) == ([], True)
+    for flag, ahead in (("--serve-ahead", True), ("--no-serve-ahead", False)):
+        resharder("fleet", "set", flag)
+        assert (list(fake.asked[-1].update_mask.paths), fake.asked[-1].fleet.serve_ahead) == (["serve_ahead"], ahead)
+
+
+def test_what_is_served_ahead_is_shown_as_such() -> None:
+    server = resources_pb2.Server(name="servers/a", state=Server.SERVING, ahead=True)
+    assert words.state(server) == "SERVING, ahead"
+    staging = resources_pb2.Version(state=resources_pb2.Version.STAGING, servers_serving=1, servers_following=2)
+    ready = resources_pb2.Version(state=resources_pb2.Version.READY, servers_serving=2, servers_following=2)
+    arriving = resources_pb2.Version(state=resources_pb2.Version.STAGING, servers_following=2)
+    assert [row[6] for row in words.version_rows([staging, ready, arriving])] == ["1/2, ahead", "2/2", "–"]
 
 
 @pytest.mark.parametrize(

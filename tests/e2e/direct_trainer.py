@@ -1,12 +1,15 @@
 """`demo.trainer` whose ranks go wrong in mid-transfer when they are told to.
 
 `fault`: {"rank": 1, "what": "sleep" | "die" | "change"} happens in that rank's next transfer. `reseed`: {"step": 13, "seed": 11}
-gives a step the weights of another.
+gives a step the weights of another. `hold`: {"rank": 1, "until": PATH, "change": false}: that rank's next delivery to the daemon
+begins when the file is there, with other weights by then if `change` says so.
 """
 
 import os
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from demo import trainer
@@ -15,10 +18,13 @@ from demo import trainer
 import torch
 import torch.distributed as dist
 from resharder.client.direct.transfer import Seconds, Transfer
+from resharder.client.transport.shared_memory import SharedMemory
 
 SLEEP = 25.0  # seconds: beyond what the daemon of these tests allows a transfer
 _plain_run = Transfer.run
+_plain_deliver = SharedMemory.deliver
 _next = ""
+_held: list[Callable[[], None]] = []
 
 
 def fault(publisher: Any, chunks: Any, config: Any, rank: int, what: str) -> dict[str, Any]:
@@ -26,6 +32,27 @@ def fault(publisher: Any, chunks: Any, config: Any, rank: int, what: str) -> dic
     if dist.get_rank() == rank:
         _next = what
     return {}
+
+
+def hold(publisher: Any, chunks: Any, config: Any, rank: int, until: str, change: bool) -> dict[str, Any]:
+    def held() -> None:
+        while not Path(until).exists():
+            time.sleep(0.05)
+        if change:
+            with torch.no_grad():
+                for chunk in chunks:
+                    for parameter in chunk.parameters():
+                        parameter.add_(1)
+
+    if dist.get_rank() == rank:
+        _held.append(held)
+    return {}
+
+
+def deliver(self: SharedMemory, *arguments: Any) -> list[int]:
+    if _held:
+        _held.pop()()
+    return _plain_deliver(self, *arguments)
 
 
 def reseed(publisher: Any, chunks: Any, config: Any, step: int, seed: int) -> dict[str, Any]:
@@ -52,5 +79,6 @@ def run(self: Transfer, *arguments: Any) -> Seconds:
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     Transfer.run = run  # type: ignore[method-assign]
-    trainer.ACTIONS |= {"fault": fault, "reseed": reseed}
+    SharedMemory.deliver = deliver  # type: ignore[method-assign]
+    trainer.ACTIONS |= {"fault": fault, "reseed": reseed, "hold": hold}
     trainer.main()

@@ -1,20 +1,24 @@
 """The direct path with real parts: two Megatron ranks, a daemon, one vLLM server of two workers, over gloo.
 
-The tests share the server and run in order; each leaves it serving. vLLM's linear layers are plain ones here, so that boxes reach
-their parameters.
+The tests share the server and run in order; each leaves it serving. vLLM's linear layers and experts are plain ones here, so that
+boxes reach their parameters.
 """
 
 import json
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from resharder.client.operator import Operator
+from resharder.v1 import resources_pb2
 
 from demo.trainer_job import TrainerJob
 from tests.support.daemon import Daemon
-from tests.support.operating import wait_serving, wait_until
+from tests.support.operating import SERVING, servers, versions, wait_serving, wait_until
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_server import VllmServer
 
@@ -65,6 +69,40 @@ class System:
         """The version of the last transfer that began."""
         return max((line["version"] for line in self.transfers() if line["event"] == "direct_turn"), default=0)
 
+    def happened(self, what: str) -> list[str]:
+        """What the journal says of the server's last events of a kind."""
+        with Operator(self.daemon.endpoint) as operator:
+            return [event.reason for event in operator.events(last=200, subject="servers/direct") if event.what == what]
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        """The fleet serves ahead of READY meanwhile."""
+        with Operator(self.daemon.endpoint) as operator:
+            operator.update_fleet("policy", serve_ahead=True)
+            try:
+                yield
+            finally:
+                operator.update_fleet("policy", serve_ahead=False)
+
+    def publish_held(self, step: int, change: bool = False) -> tuple[int, int, Path]:
+        """Begins to publish; one rank's delivery waits for a file. The version, the request and the file."""
+        go = self.folder / f"go-{step}"
+        self.trainer.ask(do="hold", rank=1, until=str(go), change=change)
+        version = max(self.steps) + 1
+        self.steps[version] = step
+        return version, self.trainer.requests.send(do="publish", step=step), go
+
+    def wait_proven(self, version: int) -> resources_pb2.Server:
+        """Until it serves a version that is READY, and that it has found to be the store's."""
+
+        def proven() -> bool:
+            (server,) = servers(self.daemon)
+            return (server.state, server.version, server.ahead) == (SERVING, version, False)
+
+        wait_until(proven, f"version {version} is served, and the store's")
+        assert versions(self.daemon)[version] == "READY"
+        return servers(self.daemon)[0]
+
     def sent(self, version: int) -> bool:
         return any(line["event"] == "direct_transfer" and line["version"] == version for line in self.transfers())
 
@@ -84,8 +122,8 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         environment = {
             "RESHARDER_ENDPOINT": daemon.endpoint,
             "RESHARDER_SERVER_ID": "direct",  # the same after a restart
-            "VLLM_PLUGINS": "resharder,raw_mode",
-            "PYTHONPATH": str(PLUGINS),
+            "VLLM_PLUGINS": "resharder,raw_mode,raw_experts",
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(PLUGINS), os.environ.get("PYTHONPATH")))),
             "VLLM_SERVER_DEV_MODE": "1",
         }
         server = VllmServer(folder, ["--load-format", "resharder", "--tensor-parallel-size", "2"], environment)
@@ -128,6 +166,67 @@ def test_a_rank_that_hangs_costs_its_servers_no_more_than_the_bound(system: Syst
     assert not system.sent(version)
     assert len(system.failures()) > failed
     assert system.sent(system.publish(8)), system.transfers()
+
+
+def test_a_version_is_served_before_it_is_ready_where_the_fleet_says_so(system: System) -> None:
+    with system.ahead():
+        version, asked, go = system.publish_held(20)
+        server = wait_serving(system.daemon, version)
+        assert versions(system.daemon)[version] == "STAGING"
+        assert server.ahead
+        assert "ahead of READY" in server.reason
+        held, answer = system.fingerprints(), system.server.generate(PROMPT, 24)
+        assert answer.version == str(version)
+        go.touch()
+        assert system.trainer.requests.reply(asked)["version"] == version
+        assert system.wait_proven(version).install.id == server.install.id  # nothing was installed anew
+        assert system.fingerprints() == held
+        again = system.server.generate(PROMPT, 24)
+        assert (again.token_ids, again.logprobs, again.version) == (answer.token_ids, answer.logprobs, answer.version)
+
+
+def test_weights_that_change_before_they_are_delivered_are_noticed_and_the_stores_are_served(system: System) -> None:
+    with system.ahead():
+        version, asked, go = system.publish_held(21, change=True)
+        server = wait_serving(system.daemon, version)
+        held = system.fingerprints()
+        go.touch()
+        assert system.trainer.requests.reply(asked)["version"] == version
+        assert system.wait_proven(version).install.id != server.install.id
+        assert system.fingerprints() != held
+        assert "are not what the store holds" in system.happened("differs")[-1]
+
+
+def test_a_transfer_ahead_that_fails_leaves_what_was_served_before(system: System) -> None:
+    with system.ahead():
+        before, held = max(system.steps), system.fingerprints()
+        system.trainer.ask(do="fault", rank=1, what="change")
+        version, asked, go = system.publish_held(22)
+        wait_until(lambda: len(system.failures()) > 0 and "what the ranks said" in system.failures()[-1], "it is noticed")
+        server = wait_serving(system.daemon, before)
+        assert "the direct transfer failed" in server.reason
+        assert system.fingerprints() == held
+        go.touch()
+        assert system.trainer.requests.reply(asked)["version"] == version
+        system.wait_proven(version)
+        assert not system.sent(version)
+
+
+def test_a_publisher_killed_before_its_version_is_complete_brings_the_one_before_back(system: System) -> None:
+    before = system.publish(23)
+    held, answer = system.fingerprints(), system.server.generate(PROMPT, 24)
+    with system.ahead():
+        version, _, _ = system.publish_held(24)
+        wait_serving(system.daemon, version)
+        assert system.fingerprints() != held
+        system.trainer.kill()
+        wait_until(lambda: versions(system.daemon).get(version) == "ABORTED", "the lease of its ranks ends")
+        system.wait_proven(before)
+        assert system.fingerprints() == held
+        again = system.server.generate(PROMPT, 24)
+        assert (again.token_ids, again.logprobs, again.version) == (answer.token_ids, answer.logprobs, str(before))
+    system.start_trainer()
+    assert system.sent(system.publish(25)), system.transfers()
 
 
 def test_a_rank_killed_in_mid_transfer_leaves_the_server_serving_what_the_store_has(system: System) -> None:

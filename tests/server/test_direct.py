@@ -5,8 +5,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
-from resharder.converters.layout import Layout, Piece, Range, TensorSpec
+from resharder.converters.digest import digest
+from resharder.converters.layout import Layout, Piece, Range, TensorSpec, box_index
 from resharder.converters.packed import Pieces, pack
 from resharder.server.direct import Act, Direct, Member, Task
 from resharder.server.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
@@ -287,3 +289,94 @@ def test_groups_have_no_strangers_and_keys_are_bounded(site: Site) -> None:
         site.direct.set_key(group, "large", bytes(1 << 17))
     with pytest.raises(FailedPrecondition, match="is over"):
         site.direct.set_key("no group", "k", b"value")
+
+
+# What is served ahead of READY
+
+
+def test_a_version_counts_as_offered_when_every_rank_has_offered_it(site: Site) -> None:
+    heard: list[int] = []
+    site.direct.offered_whole = lambda: heard.append(1)
+    site.declare("left")
+    first = Rank(site, 0, 1, 100.0)
+    assert not site.direct.offered("policy")
+    Rank(site, 1, 1, 100.0)
+    assert (site.direct.offered("policy"), heard) == ((1,), [1])
+    site.direct.leave(first.offer, 0)
+    assert site.direct.offered("policy") == (1,)  # what servers hold by then they are to be believed
+    for number in range(2, 7):
+        site.offer(number)
+    assert site.direct.offered("policy") == (3, 4, 5, 6)
+
+
+VALUES = np.arange(32, dtype=np.uint16).reshape(8, 4)
+
+
+def columns(rank: int) -> Pieces[int]:
+    piece = Piece("w", (Range(0, 8), Range(rank * 2, 2)), "w", 0, (2, 1))
+    return pack({rank: Layout({"w": TensorSpec("w", "BF16", (8, 4))}, (piece,))})
+
+
+def said(task: Task, sent: Pieces[int]) -> list[int]:
+    """What a rank says whose half of the rows is that of VALUES."""
+    assert task.act is Act.DIGEST
+    boxes = [sent.boxes.box(i, 2) for i in range(len(sent))]
+    return [digest(VALUES[box_index(box)], box, VALUES.shape) for box in boxes]
+
+
+def ask(site: Site, group: str, number: int) -> list["Future[object]"]:
+    return [site.begin(site.direct.digests, site.worker("left", rank), group, number) for rank in range(2)]
+
+
+def in_columns(site: Site) -> tuple[str, list[Rank]]:
+    """Ranks that hold rows and workers that hold columns, and what they are both linked by."""
+    site.declare("left")
+    for rank in range(2):
+        site.direct.declare(site.worker("left", rank), "columns", columns(rank))
+    ranks = site.offer()
+    joins = [site.begin(site.direct.join, site.worker("left", i), "columns", "policy", 1, "i-1") for i in range(2)]
+    assert [task.act for task in (rank.task() for rank in ranks) if task] == [Act.LINK] * 2
+    return joins[0].result(LONG).group, ranks  # type: ignore[attr-defined]
+
+
+def test_workers_hear_what_the_ranks_say_of_all_that_they_are_sent(site: Site) -> None:
+    group, ranks = in_columns(site)
+    asked = ask(site, group, 1)
+    sent = []
+    for rank in ranks:
+        task = rank.task("STAGING")
+        assert task
+        assert task.sent
+        assert task.sent.offset.tolist() == [0, 2]  # each rank has rows for both workers
+        sent.append(task.sent)
+        site.direct.say(rank.member, group, 1, said(task, task.sent))
+    boxes = [(Range(0, 8), Range(worker * 2, 2)) for worker in range(2)]
+    wanted = [[digest(VALUES[box_index(box)], box, VALUES.shape)] for box in boxes]
+    assert [future.result(LONG) for future in asked] == wanted
+    ranks = site.offer(2)  # of the same memory: what is sent over the group is known
+    asked = ask(site, group, 2)
+    for rank, known in zip(ranks, sent, strict=True):
+        task = rank.task("STAGING")
+        assert task
+        assert task.sent is None
+        site.direct.say(rank.member, group, 2, [one + 1 for one in said(task, known)])
+    assert [future.result(LONG) for future in asked] == [[one + 2] for (one,) in wanted]
+
+
+def test_digests_of_other_boxes_or_of_strangers_are_refused(site: Site) -> None:
+    group, ranks = in_columns(site)
+    asked = ask(site, group, 1)
+    assert ranks[0].task("STAGING")
+    with pytest.raises(InvalidArgument, match="rank 0 sends 2 boxes, got 3 digests"):
+        site.direct.say(ranks[0].member, group, 1, [1, 2, 3])
+    with pytest.raises(InvalidArgument, match="not a sender"):
+        site.direct.say(site.worker("left", 0), group, 1, [1, 2])
+    with pytest.raises(InvalidArgument, match="not a worker"):
+        site.direct.digests(ranks[0].member, group, 1)
+    with pytest.raises(FailedPrecondition, match="its offer is over"):
+        site.direct.digests(site.worker("left", 0), group, 7)
+    site.direct.leave(ranks[1].offer, 1)  # without a word
+    for future in asked:
+        with pytest.raises(FailedPrecondition) as ended:
+            future.result(LONG)
+        assert ended.value.reason == "NOT_OFFERED"

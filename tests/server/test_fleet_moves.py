@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from resharder.server.errors import DaemonError, NotFound
 from resharder.server.fleet import Attachment, Fleets
-from resharder.server.manifest import READY, VersionRecord
+from resharder.server.manifest import ABORTED, READY, STAGING, VersionRecord
 from resharder.server.moves import Fleet, MotionKind, MoveState, WantKind
 from resharder.server.operations import Operations
 from resharder.server.reconciler import (
@@ -37,15 +37,36 @@ FLEET, MODEL = "fleet", "policy"
 
 
 class Versions:
-    """A store: what is held stays READY."""
+    """A store: what is held stays READY. Versions that begin are offered over the direct path at once; those in `changed` are not
+    in the store as they were sent."""
 
     def __init__(self) -> None:
         self.ready: dict[int, str] = {}
         self.ever: set[int] = set()
         self.holders: dict[int, set[str]] = {}
+        self.last = 0
+        self.staging: set[int] = set()
+        self.aborted: set[int] = set()
+        self.offered: set[int] = set()
+        self.changed: set[int] = set()
+
+    def begin(self) -> int:
+        self.last += 1
+        self.staging.add(self.last)
+        self.offered.add(self.last)
+        return self.last
+
+    def abort(self, number: int) -> None:
+        self.staging.discard(number)
+        self.aborted.add(number)
 
     def publish(self) -> int:
-        number = max(self.ever, default=0) + 1
+        self.last += 1
+        return self.complete(self.last)
+
+    def complete(self, number: int, changed: bool = False) -> int:
+        self.staging.discard(number)
+        self.changed |= {number} if changed else set()
         self.ever.add(number)
         self.ready[number] = f"fingerprint {number}"
         for old in sorted(self.ready)[:-3]:
@@ -57,10 +78,15 @@ class Versions:
         return [MODEL] if self.ready else []
 
     def versions(self, name: str) -> list[VersionRecord]:
+        states = dict.fromkeys(self.staging, STAGING) | dict.fromkeys(self.aborted, ABORTED) | dict.fromkeys(self.ready, READY)
         return [
-            VersionRecord(MODEL, number, READY, 1, number, "job", 1, 1, 0.0, fingerprint=fingerprint)
-            for number, fingerprint in sorted(self.ready.items())
+            VersionRecord(MODEL, number, state, 1, number, "job", 1, 1, 0.0, fingerprint=self.ready.get(number, ""))
+            for number, state in sorted(states.items())
         ]
+
+    def sent_as(self, number: int) -> str:
+        """What workers hold it by that have it from the ranks."""
+        return VersionRecord(MODEL, number, STAGING, 1, number, "job", 1, 1, 0.0).ahead_fingerprint
 
     def hold(self, name: str, number: int, holder: str) -> VersionRecord:
         if number not in self.ready:
@@ -75,8 +101,11 @@ class Versions:
         pass
 
     def restart(self) -> None:
-        """Holds are the daemon's memory."""
+        """Holds are the daemon's memory, and so is what is STAGING."""
         self.holders.clear()
+        self.offered.clear()
+        self.aborted |= self.staging
+        self.staging.clear()
 
 
 class Files:
@@ -97,6 +126,10 @@ class Plant:
     id: str
     nonce: str
     holds: int | None
+    held_as: str = ""
+    differs: str = ""
+    applied: str = ""  # the install that brought it
+    ahead: bool = False  # what is staged comes from the ranks
     attachment: Attachment | None = None
     state: WorkerState = WorkerState.BOOTED
     install: str = ""
@@ -143,6 +176,7 @@ class Moving(RuleBasedStateMachine):
         self.fleets = Fleets(
             self.versions, settings=SETTINGS, clock=lambda: self.now, wall=lambda: self.now, files=self.files, tick_seconds=0
         )  # type: ignore[arg-type]
+        self.fleets.offered = lambda model: frozenset(self.versions.offered)
         self.operations = Operations(self.fleets)
         for plant in self.plants.values():
             plant.attachment = None
@@ -152,8 +186,12 @@ class Moving(RuleBasedStateMachine):
         max_skew=st.sampled_from([0, 0, 1, 2]),
         at_a_time=st.integers(1, 2),
         approval=st.booleans(),
+        ahead=st.booleans(),
     )
-    def begin(self, kind: MotionKind, max_skew: int, at_a_time: int, approval: bool) -> None:
+    def begin(self, kind: MotionKind, max_skew: int, at_a_time: int, approval: bool, ahead: bool) -> None:
+        self.set_up(kind, max_skew, at_a_time, approval, ahead)
+
+    def set_up(self, kind: MotionKind, max_skew: int, at_a_time: int, approval: bool, ahead: bool) -> None:
         self.versions.publish()
         motion = resources_pb2.Motion(kind=int(kind))  # type: ignore[arg-type]
         if kind in (MotionKind.ROLLING, MotionKind.CANARY):
@@ -164,6 +202,7 @@ class Moving(RuleBasedStateMachine):
         fleet = resources_pb2.Fleet(name=FLEET, model=MODEL, motion=motion, max_skew=max_skew)
         mask = FieldMask(paths=["motion", "max_skew"])
         self.operations.update(operator_pb2.UpdateFleetRequest(fleet=fleet, update_mask=mask))
+        self.serve_ahead(ahead)
         for name in NAMES:
             self.start_server(name)
 
@@ -182,7 +221,9 @@ class Moving(RuleBasedStateMachine):
         except DaemonError:
             return
         self.nonces += 1
-        self.plants[name] = Plant(name, f"process{self.nonces}", server.boot_version)
+        assert server.boot_version in self.versions.ready, "servers boot from READY versions"
+        fingerprint = self.versions.ready[server.boot_version]
+        self.plants[name] = Plant(name, f"process{self.nonces}", server.boot_version, fingerprint)
         self.connect(name)
 
     @rule(name=st.sampled_from(NAMES))
@@ -216,11 +257,28 @@ class Moving(RuleBasedStateMachine):
         if plant.cut:
             return
         version = plant.staged if plant.state == WorkerState.STAGED else plant.holds or 0
-        fingerprint = f"fingerprint {version}" if version else ""
         error = "it failed" if plant.state == WorkerState.FAILED else ""
-        self.fleets.report_worker(
-            plant.id, Worker(0, plant.state, version, plant.install, error, process=plant.nonce, fingerprint=fingerprint)
-        )
+        holding = plant.state in (WorkerState.BOOTED, WorkerState.APPLIED)
+        self.report(plant, plant.state, version, plant.install, plant.differs if holding else error)
+
+    def report(self, plant: Plant, state: WorkerState, version: int, install: str, error: str) -> None:
+        fingerprint = plant.held_as if plant.holds else ""
+        worker = Worker(0, state, version, install, error, plant.nonce, fingerprint, memory="memory", direct=True)
+        self.fleets.report_worker(plant.id, worker)
+
+    @rule(name=st.sampled_from(NAMES))
+    def compare(self, name: str) -> None:
+        """A worker looks whether what it has from the ranks is in the store."""
+        plant, versions = self.plants.get(name), self.versions
+        if plant is None or plant.cut or plant.attachment is None or plant.differs or plant.holds not in versions.ready:
+            return
+        if plant.held_as != versions.sent_as(plant.holds):
+            return
+        if plant.holds in versions.changed:
+            plant.differs = "other weights"
+        else:
+            plant.held_as = versions.ready[plant.holds]
+        self.report(plant, WorkerState.APPLIED, plant.holds, plant.applied, plant.differs)
 
     @rule(name=st.sampled_from(NAMES), fails=st.booleans())
     def carry_out(self, name: str, fails: bool) -> None:
@@ -242,7 +300,7 @@ class Moving(RuleBasedStateMachine):
         match order.kind:
             case OrderKind.STAGE:
                 assert not plant.power.asleep, "nothing is staged while asleep"
-                plant.install, plant.staged = order.install, order.version if ok else 0
+                plant.install, plant.staged, plant.ahead = order.install, order.version if ok else 0, bool(order.ahead_of)
                 plant.state = WorkerState.STAGED if ok else WorkerState.FAILED
                 self.tell(plant)
                 ok = True
@@ -256,7 +314,9 @@ class Moving(RuleBasedStateMachine):
                 else:
                     self.check_service(plant)
                     plant.paused = True
-                    plant.holds = order.version if ok else None
+                    plant.holds, plant.differs, plant.applied = order.version if ok else None, "", order.install
+                    stored = self.versions.ready.get(order.version, "")
+                    plant.held_as = self.versions.sent_as(order.version) if plant.ahead else stored
                     plant.state = WorkerState.APPLIED if ok else WorkerState.FAILED
                     plant.staged = 0
                     plant.answered[order.install] = ok
@@ -286,13 +346,23 @@ class Moving(RuleBasedStateMachine):
 
     def check_order(self, order: Order | None) -> None:
         """At the moment it is given."""
-        if order is None or order.kind != OrderKind.STAGE:
+        if order is None or order.kind not in (OrderKind.STAGE, OrderKind.RESUME):
             return
         fleet, version = self.fleet, order.version
-        assert version in self.versions.ready, "what is staged is READY"
+        ahead = fleet.serve_ahead and version in self.versions.staging
+        known = self.versions.ready if order.kind == OrderKind.STAGE else self.versions.ever
+        assert version in known or ahead, f"{order.kind.name}: what is staged or served anew is READY or to be"
+        if order.kind == OrderKind.RESUME:
+            return
+        assert not order.ahead_of or order.ahead_of in self.versions.ready, "there is a READY version to fall back on"
+        assert version in self.versions.ready or order.ahead_of, "what is not READY is staged as such"
         named = fleet.want.kind == WantKind.NUMBER and fleet.want.version == version
         held = any(plant.holds == version for plant in self.plants.values())
-        assert version not in fleet.refused or named or held, f"a refused version is not installed again by itself: {fleet}"
+        move = fleet.moving  # an operator may have sent it back to where it was rolled back from
+        back = move is not None and move.state == MoveState.BACK and move.back_to == version
+        assert version not in fleet.refused or named or held or back, (
+            f"a refused version is not installed again by itself: {fleet}"
+        )
 
     def check_service(self, plant: Plant) -> None:
         """A server that leaves service for an install: few enough are out of service for one."""
@@ -329,6 +399,30 @@ class Moving(RuleBasedStateMachine):
     def publish(self) -> None:
         self.versions.publish()
         self.fleets.tick()
+
+    @precondition(lambda self: len(self.versions.staging) < 2)
+    @rule()
+    def begin_version(self) -> None:
+        self.versions.begin()
+        self.fleets.tick()
+
+    @precondition(lambda self: self.versions.staging)
+    @rule(changed=st.booleans())
+    def complete_version(self, changed: bool) -> None:
+        self.versions.complete(min(self.versions.staging), changed)
+        self.fleets.tick()
+
+    @precondition(lambda self: self.versions.staging)
+    @rule(data=st.data())
+    def abort_version(self, data: st.DataObject) -> None:
+        self.versions.abort(data.draw(st.sampled_from(sorted(self.versions.staging))))
+        self.fleets.tick()
+
+    @rule(ahead=st.booleans())
+    def serve_ahead(self, ahead: bool) -> None:
+        fleet = resources_pb2.Fleet(name=FLEET, serve_ahead=ahead)
+        request = operator_pb2.UpdateFleetRequest(fleet=fleet, update_mask=FieldMask(paths=["serve_ahead"]))
+        self.ask(lambda: self.operations.update(request))
 
     @rule()
     def restart_daemon(self) -> None:
@@ -388,6 +482,7 @@ class Moving(RuleBasedStateMachine):
             for _ in range(12):
                 self.carry_out(name, fails=False)
                 self.check_gates()
+            self.compare(name)
         self.pass_time(1)
 
     # What always holds
@@ -398,8 +493,10 @@ class Moving(RuleBasedStateMachine):
         confirmed = {view.server.id: view.server.serving for view in self.fleets.servers()}
         for id, version in shown.items():
             assert self.plants[id].holds == version, "nothing is served from torn or dropped weights"
-            assert version in self.versions.ever, "what is served was READY"
-            if confirmed.get(id) == version and not self.plants[id].cut:
+            sent = version in self.versions.staging | self.versions.aborted
+            assert version in self.versions.ever or sent, "what is served was READY, or offered"
+            sent |= self.plants[id].held_as == self.versions.sent_as(version)  # until it has been compared
+            if not sent and confirmed.get(id) == version and not self.plants[id].cut:
                 assert version in self.versions.ready, "nothing in use is dropped"
         versions = set(shown.values())
         if self.plants and self.kind == MotionKind.ATOMIC:
@@ -419,6 +516,9 @@ class Moving(RuleBasedStateMachine):
         for name in NAMES:
             self.start_server(name)
             self.connect(name)
+        for i, number in enumerate(sorted(self.versions.staging)):
+            self.versions.complete(number, changed=i == 0)
+            self.fleets.tick()
         for _ in range(60):
             self.settle()
             move = self.fleet.moving
@@ -432,9 +532,26 @@ class Moving(RuleBasedStateMachine):
             assert goal == max((v for v in self.versions.ready if v not in fleet.refused), default=goal)
         shown = {name: plant.shows(self.now) for name, plant in self.plants.items()}
         assert shown == dict.fromkeys(NAMES, goal), f"every server serves version {goal}: {shown}, {self.reasons()}"
+        held = {name: plant.held_as for name, plant in self.plants.items()}
+        assert held == dict.fromkeys(NAMES, self.versions.ready[goal]), f"and what the store has of it: {held}, {self.reasons()}"
 
 
-Moving.TestCase.settings = settings(
+class Ahead(Moving):
+    """A fleet that takes versions before they are READY, and does what it is told more often than not."""
+
+    @initialize()
+    def begin(self) -> None:  # type: ignore[override]
+        self.set_up(MotionKind.ALL_AT_ONCE, 0, 1, approval=False, ahead=True)
+
+    @precondition(lambda self: len(self.versions.staging) < 2)
+    @rule(rounds=st.integers(0, 2))
+    def begin_well(self, rounds: int) -> None:
+        self.begin_version()
+        for _ in range(rounds):
+            self.settle()
+
+
+Moving.TestCase.settings = Ahead.TestCase.settings = settings(
     max_examples=40,
     stateful_step_count=40,
     deadline=None,
@@ -442,3 +559,4 @@ Moving.TestCase.settings = settings(
     derandomize="RESHARDER_SEARCH" not in os.environ,  # set it, and --hypothesis-seed, to look where nobody has looked yet
 )
 test_fleets_under_everything = pytest.mark.timeout(1200)(Moving.TestCase)
+test_fleets_that_serve_ahead_under_everything = pytest.mark.timeout(1200)(Ahead.TestCase)

@@ -152,6 +152,8 @@ def direct(job: Job, ready: Any) -> Iterator[Case]:
             "JoinTransfer": direct_pb2.JoinTransferRequest(member=member, version=ready.name, memory="none"),
             "StartTransfer": direct_pb2.TransferRequest(member=member, group="none"),
             "FinishTransfer": direct_pb2.FinishTransferRequest(member=member, group="none"),
+            "PutDigests": direct_pb2.PutDigestsRequest(member=member, group="none", version=ready.name),
+            "GetDigests": direct_pb2.GetDigestsRequest(member=member, group="none", version=ready.name),
         }
         for name, request in requests.items():
             yield Case(f"/resharder.v1.DirectService/{name}", request, allowed, None)

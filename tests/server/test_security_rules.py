@@ -281,7 +281,7 @@ def test_a_caller_has_no_more_calls_open_than_it_may() -> None:
 def test_calls_with_long_messages_are_those_that_carry_much() -> None:
     large = {name for calls in RULES.values() for name, rule in calls.items() if rule.large}
     carrying = {"CreatePublisher", "RegisterSlot", "UploadChunks", "SealSlot", "DigestBoxes", "DownloadChunks"}
-    assert large == carrying | {"DeclareMemory", "SetGroupKey", "GetGroupKey", "PutProfile"}
+    assert large == carrying | {"DeclareMemory", "PutDigests", "SetGroupKey", "GetGroupKey", "PutProfile"}
     assert {"UploadChunks", "DownloadChunks", "RegisterSlot"} <= LONG
 
 

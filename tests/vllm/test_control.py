@@ -165,6 +165,13 @@ def test_staging_goes_to_the_workers_by_the_versions_name_and_leaves_the_gate_op
     assert side.gate.position is Position.OPEN
 
 
+def test_a_version_that_is_not_ready_is_staged_with_the_one_to_fall_back_on() -> None:
+    side = serving()
+    order = order_from_proto(server_pb2.Order(kind="STAGE", install="i1", version=2, ahead_of=1))
+    assert side.do(order) == Outcome(Kind.STAGE, "i1")
+    assert side.engine.calls == [("resharder_stage", "i1", "models/policy/versions/2", "models/policy/versions/1")]
+
+
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_an_install_holds_the_gate_pauses_applies_resets_caches_and_stays_paused_until_resumed(mode: str) -> None:
     side = serving()

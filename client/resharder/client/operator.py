@@ -47,16 +47,29 @@ class Operator(Reader):
         motion: resources_pb2.Motion | None = None,
         pause_mode: resources_pb2.PauseMode | None = None,
         max_skew: int | None = None,
+        serve_ahead: bool | None = None,
         model: str = "",
         accept_refused: bool = False,
     ) -> resources_pb2.Fleet:
         """Changes what is given; makes the fleet if there is none of that name. `accept_refused`: versions that a failed move or
         a rollback refused may be taken again."""
         fleet = resources_pb2.Fleet(
-            name=name, model=model, want=want, motion=motion, pause_mode=pause_mode, max_skew=max_skew or 0
+            name=name,
+            model=model,
+            want=want,
+            motion=motion,
+            pause_mode=pause_mode,
+            max_skew=max_skew or 0,
+            serve_ahead=bool(serve_ahead),
         )
         request = operator_pb2.UpdateFleetRequest(fleet=fleet, accept_refused=accept_refused)
-        given = {"want": want, "motion": motion, "pause_mode": pause_mode, "max_skew": max_skew}
+        given = {
+            "want": want,
+            "motion": motion,
+            "pause_mode": pause_mode,
+            "max_skew": max_skew,
+            "serve_ahead": serve_ahead,
+        }
         request.update_mask.paths.extend(field for field, value in given.items() if value is not None)
         return self._fleet(self._stub.UpdateFleet, request)
 

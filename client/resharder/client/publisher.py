@@ -175,10 +175,7 @@ class Publisher:
             if live is None:
                 raise UsageError("expected an attached model: call attach(model_chunks, hf_config) before publish")
             self._refuse_stale(sync)
-            handle = self._publish(step, live.items)
-            if direct and self._sender is not None and self._registration is not None:
-                self._sender.offer(self._registration.name, handle.name, self._direct_wait)
-            return handle
+            return self._publish(step, live.items, direct=direct)
 
     def publish_tensors(self, step: int, items: Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]) -> Handle:
         """Hands over HF tensors that the trainer has made itself: (hf_name, tensor) or (hf_name, index, part), spread over
@@ -382,28 +379,45 @@ class Publisher:
                 "model chunk of every rank before publish, or publish(step, sync=True)"
             )
 
-    def _publish(self, step: int, read: "Callable[[Sequence[int]], Iterable[Item]]", *, once: bool = False) -> Handle:
+    def _publish(
+        self, step: int, read: "Callable[[Sequence[int]], Iterable[Item]]", *, once: bool = False, direct: bool = False
+    ) -> Handle:
         self._timings.clear()
         self._give_up_lost()
         if self._newest is not None and self._newest.step == step:
             self._lost = ""  # it does come again
         self._wait_for_servers()
-        handle = self._deliver_again(step, read, 0 if once else _RESTARTS)
+        handle = self._deliver_again(step, read, 0 if once else _RESTARTS, direct)
         self._newest = handle
         if self._max_ahead is not None:
             self._ahead.append(handle)
         return handle
 
-    def _deliver_again(self, step: int, read: "Callable[[Sequence[int]], Iterable[Item]]", restarts: int) -> Handle:
+    def _deliver_again(self, step: int, read: "Callable[[Sequence[int]], Iterable[Item]]", restarts: int, direct: bool) -> Handle:
         slot, positions, version = self._begin(step, _RESTARTS)
         try:
-            return self._deliver(slot, positions, version, read)
+            with self._offered(version, direct):
+                return self._deliver(slot, positions, version, read)
         except NotFound:
             if not restarts:
                 raise
         # The daemon was started anew, and what was STAGING is gone with the old one.
         self._timings.clear()
-        return self._deliver_again(step, read, restarts - 1)
+        return self._deliver_again(step, read, restarts - 1, direct)
+
+    @contextmanager
+    def _offered(self, version: resources_pb2.Version, direct: bool) -> Iterator[None]:
+        """Servers may take the version from this rank's memory while it is delivered, and until none is expected to any more."""
+        if not direct or self._sender is None or self._registration is None or version.state == State.ABORTED:
+            yield
+            return
+        offering = self._sender.offer(self._registration.name, version.name, self._direct_wait)
+        try:
+            yield
+            offering.wait()
+        except BaseException:
+            offering.give_up()
+            raise
 
     def _begin(self, step: int, restarts: int) -> tuple[Slot, Sequence[int], resources_pb2.Version]:
         """What this rank sends, and the version to send it to. Registers again with a daemon that was started anew."""

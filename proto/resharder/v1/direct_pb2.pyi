@@ -102,24 +102,28 @@ class OfferVersionRequest(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., version: _Optional[str] = ..., memory: _Optional[str] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
 
 class DirectTask(_message.Message):
-    __slots__ = ("kind", "group", "link")
+    __slots__ = ("kind", "group", "link", "sent")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[DirectTask.Kind]
         LINK: _ClassVar[DirectTask.Kind]
         RUN: _ClassVar[DirectTask.Kind]
         DROP: _ClassVar[DirectTask.Kind]
+        DIGEST: _ClassVar[DirectTask.Kind]
     KIND_UNSPECIFIED: DirectTask.Kind
     LINK: DirectTask.Kind
     RUN: DirectTask.Kind
     DROP: DirectTask.Kind
+    DIGEST: DirectTask.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
     kind: DirectTask.Kind
     group: str
     link: DirectLink
-    def __init__(self, kind: _Optional[_Union[DirectTask.Kind, str]] = ..., group: _Optional[str] = ..., link: _Optional[_Union[DirectLink, _Mapping]] = ...) -> None: ...
+    sent: MemoryLayout
+    def __init__(self, kind: _Optional[_Union[DirectTask.Kind, str]] = ..., group: _Optional[str] = ..., link: _Optional[_Union[DirectLink, _Mapping]] = ..., sent: _Optional[_Union[MemoryLayout, _Mapping]] = ...) -> None: ...
 
 class DirectLink(_message.Message):
     __slots__ = ("group", "rank", "size", "copies", "most_peers", "most_made", "staging_bytes", "seconds")
@@ -188,6 +192,40 @@ class FinishTransferRequest(_message.Message):
 class FinishTransferResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class PutDigestsRequest(_message.Message):
+    __slots__ = ("member", "group", "version", "digests")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    member: Member
+    group: str
+    version: str
+    digests: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., group: _Optional[str] = ..., version: _Optional[str] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PutDigestsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetDigestsRequest(_message.Message):
+    __slots__ = ("member", "group", "version")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    member: Member
+    group: str
+    version: str
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., group: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+
+class SaidDigests(_message.Message):
+    __slots__ = ("digests", "fingerprint")
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    digests: _containers.RepeatedScalarFieldContainer[int]
+    fingerprint: str
+    def __init__(self, digests: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class SetGroupKeyRequest(_message.Message):
     __slots__ = ("group", "key", "value")

@@ -59,6 +59,16 @@ class DirectServiceStub(object):
                 request_serializer=resharder_dot_v1_dot_direct__pb2.FinishTransferRequest.SerializeToString,
                 response_deserializer=resharder_dot_v1_dot_direct__pb2.FinishTransferResponse.FromString,
                 _registered_method=True)
+        self.PutDigests = channel.unary_unary(
+                '/resharder.v1.DirectService/PutDigests',
+                request_serializer=resharder_dot_v1_dot_direct__pb2.PutDigestsRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_direct__pb2.PutDigestsResponse.FromString,
+                _registered_method=True)
+        self.GetDigests = channel.unary_unary(
+                '/resharder.v1.DirectService/GetDigests',
+                request_serializer=resharder_dot_v1_dot_direct__pb2.GetDigestsRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_direct__pb2.SaidDigests.FromString,
+                _registered_method=True)
         self.SetGroupKey = channel.unary_unary(
                 '/resharder.v1.DirectService/SetGroupKey',
                 request_serializer=resharder_dot_v1_dot_direct__pb2.SetGroupKeyRequest.SerializeToString,
@@ -111,6 +121,21 @@ class DirectServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PutDigests(self, request, context):
+        """A rank's answer to a DIGEST task: the digests of all that it sends over the group, as the version lies in its memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetDigests(self, request, context):
+        """For a worker that joined: the digests of all that it is to hold, by what the ranks say. Waits until they have said so.
+        FAILED_PRECONDITION (NOT_OFFERED) where this version is not offered over the group any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetGroupKey(self, request, context):
         """The keys by which the members of a group meet.
         """
@@ -151,6 +176,16 @@ def add_DirectServiceServicer_to_server(servicer, server):
                     servicer.FinishTransfer,
                     request_deserializer=resharder_dot_v1_dot_direct__pb2.FinishTransferRequest.FromString,
                     response_serializer=resharder_dot_v1_dot_direct__pb2.FinishTransferResponse.SerializeToString,
+            ),
+            'PutDigests': grpc.unary_unary_rpc_method_handler(
+                    servicer.PutDigests,
+                    request_deserializer=resharder_dot_v1_dot_direct__pb2.PutDigestsRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_direct__pb2.PutDigestsResponse.SerializeToString,
+            ),
+            'GetDigests': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDigests,
+                    request_deserializer=resharder_dot_v1_dot_direct__pb2.GetDigestsRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_direct__pb2.SaidDigests.SerializeToString,
             ),
             'SetGroupKey': grpc.unary_unary_rpc_method_handler(
                     servicer.SetGroupKey,
@@ -298,6 +333,60 @@ class DirectService(object):
             '/resharder.v1.DirectService/FinishTransfer',
             resharder_dot_v1_dot_direct__pb2.FinishTransferRequest.SerializeToString,
             resharder_dot_v1_dot_direct__pb2.FinishTransferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutDigests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.DirectService/PutDigests',
+            resharder_dot_v1_dot_direct__pb2.PutDigestsRequest.SerializeToString,
+            resharder_dot_v1_dot_direct__pb2.PutDigestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDigests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.DirectService/GetDigests',
+            resharder_dot_v1_dot_direct__pb2.GetDigestsRequest.SerializeToString,
+            resharder_dot_v1_dot_direct__pb2.SaidDigests.FromString,
             options,
             channel_credentials,
             insecure,

@@ -333,7 +333,7 @@ class Refusal(_message.Message):
     def __init__(self, version: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Fleet(_message.Message):
-    __slots__ = ("name", "model", "pause_mode", "wanted_version", "servers", "want", "motion", "max_skew", "settled_version", "move", "refused", "power", "reason")
+    __slots__ = ("name", "model", "pause_mode", "wanted_version", "servers", "want", "motion", "max_skew", "settled_version", "move", "refused", "power", "reason", "serve_ahead")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
@@ -347,6 +347,7 @@ class Fleet(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     POWER_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    SERVE_AHEAD_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     pause_mode: PauseMode
@@ -360,10 +361,11 @@ class Fleet(_message.Message):
     refused: _containers.RepeatedCompositeFieldContainer[Refusal]
     power: Power
     reason: str
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., wanted_version: _Optional[int] = ..., servers: _Optional[_Iterable[str]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., motion: _Optional[_Union[Motion, _Mapping]] = ..., max_skew: _Optional[int] = ..., settled_version: _Optional[int] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., power: _Optional[_Union[Power, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+    serve_ahead: bool
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., wanted_version: _Optional[int] = ..., servers: _Optional[_Iterable[str]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., motion: _Optional[_Union[Motion, _Mapping]] = ..., max_skew: _Optional[int] = ..., settled_version: _Optional[int] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., power: _Optional[_Union[Power, str]] = ..., reason: _Optional[str] = ..., serve_ahead: bool = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("rank", "state", "version", "install", "error", "needed_bytes", "transport", "stage_seconds", "apply_seconds", "proven_tensors", "process", "boxed_bytes", "fingerprint", "timings", "memory")
+    __slots__ = ("rank", "state", "version", "install", "error", "needed_bytes", "transport", "stage_seconds", "apply_seconds", "proven_tensors", "process", "boxed_bytes", "fingerprint", "timings", "direct", "memory")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Worker.State]
@@ -392,6 +394,7 @@ class Worker(_message.Message):
     BOXED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     rank: int
     state: Worker.State
@@ -407,8 +410,9 @@ class Worker(_message.Message):
     boxed_bytes: int
     fingerprint: str
     timings: _containers.RepeatedCompositeFieldContainer[Timing]
+    direct: bool
     memory: str
-    def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[Worker.State, str]] = ..., version: _Optional[int] = ..., install: _Optional[str] = ..., error: _Optional[str] = ..., needed_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., stage_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., proven_tensors: _Optional[int] = ..., process: _Optional[str] = ..., boxed_bytes: _Optional[int] = ..., fingerprint: _Optional[str] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., memory: _Optional[str] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[Worker.State, str]] = ..., version: _Optional[int] = ..., install: _Optional[str] = ..., error: _Optional[str] = ..., needed_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., stage_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., proven_tensors: _Optional[int] = ..., process: _Optional[str] = ..., boxed_bytes: _Optional[int] = ..., fingerprint: _Optional[str] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., direct: bool = ..., memory: _Optional[str] = ...) -> None: ...
 
 class Install(_message.Message):
     __slots__ = ("id", "version", "state", "error", "start_time", "end_time", "stage_seconds", "apply_seconds", "pause_seconds")
@@ -445,7 +449,7 @@ class Install(_message.Message):
     def __init__(self, id: _Optional[str] = ..., version: _Optional[int] = ..., state: _Optional[_Union[Install.State, str]] = ..., error: _Optional[str] = ..., start_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., stage_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
 
 class Server(_message.Message):
-    __slots__ = ("name", "fleet", "model", "state", "reason", "version", "wanted_version", "workers", "install", "lease_expire_time", "address", "world_size", "control_sides", "power", "wanted_power", "drained", "in_flight", "passes_kv")
+    __slots__ = ("name", "fleet", "model", "state", "reason", "version", "wanted_version", "workers", "install", "lease_expire_time", "address", "world_size", "control_sides", "power", "wanted_power", "drained", "in_flight", "passes_kv", "ahead")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Server.State]
@@ -486,6 +490,7 @@ class Server(_message.Message):
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     PASSES_KV_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     name: str
     fleet: str
     model: str
@@ -504,4 +509,5 @@ class Server(_message.Message):
     drained: bool
     in_flight: int
     passes_kv: bool
-    def __init__(self, name: _Optional[str] = ..., fleet: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[Server.State, str]] = ..., reason: _Optional[str] = ..., version: _Optional[int] = ..., wanted_version: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., install: _Optional[_Union[Install, _Mapping]] = ..., lease_expire_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., address: _Optional[str] = ..., world_size: _Optional[int] = ..., control_sides: _Optional[int] = ..., power: _Optional[_Union[Power, str]] = ..., wanted_power: _Optional[_Union[Power, str]] = ..., drained: bool = ..., in_flight: _Optional[int] = ..., passes_kv: bool = ...) -> None: ...
+    ahead: bool
+    def __init__(self, name: _Optional[str] = ..., fleet: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[Server.State, str]] = ..., reason: _Optional[str] = ..., version: _Optional[int] = ..., wanted_version: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., install: _Optional[_Union[Install, _Mapping]] = ..., lease_expire_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., address: _Optional[str] = ..., world_size: _Optional[int] = ..., control_sides: _Optional[int] = ..., power: _Optional[_Union[Power, str]] = ..., wanted_power: _Optional[_Union[Power, str]] = ..., drained: bool = ..., in_flight: _Optional[int] = ..., passes_kv: bool = ..., ahead: bool = ...) -> None: ...

@@ -71,7 +71,7 @@ class ControlReport(_message.Message):
     def __init__(self, server: _Optional[str] = ..., control: _Optional[str] = ..., world_size: _Optional[int] = ..., address: _Optional[str] = ..., install: _Optional[str] = ..., done: _Optional[_Union[Order.Kind, str]] = ..., ok: bool = ..., error: _Optional[str] = ..., pause_seconds: _Optional[float] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., in_flight: _Optional[int] = ..., serving: _Optional[int] = ..., timings: _Optional[_Iterable[_Union[_resources_pb2.Timing, _Mapping]]] = ..., passes_kv: bool = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("kind", "install", "version", "pause_mode", "lease_seconds", "reason", "power", "profile", "strict_lease")
+    __slots__ = ("kind", "install", "version", "pause_mode", "lease_seconds", "reason", "power", "profile", "ahead_of", "strict_lease")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Order.Kind]
@@ -102,6 +102,7 @@ class Order(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     POWER_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_OF_FIELD_NUMBER: _ClassVar[int]
     STRICT_LEASE_FIELD_NUMBER: _ClassVar[int]
     kind: Order.Kind
     install: str
@@ -111,8 +112,9 @@ class Order(_message.Message):
     reason: str
     power: _resources_pb2.Power
     profile: bool
+    ahead_of: int
     strict_lease: bool
-    def __init__(self, kind: _Optional[_Union[Order.Kind, str]] = ..., install: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[_resources_pb2.PauseMode, str]] = ..., lease_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., profile: bool = ..., strict_lease: bool = ...) -> None: ...
+    def __init__(self, kind: _Optional[_Union[Order.Kind, str]] = ..., install: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[_resources_pb2.PauseMode, str]] = ..., lease_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., profile: bool = ..., ahead_of: _Optional[int] = ..., strict_lease: bool = ...) -> None: ...
 
 class ReportWorkerRequest(_message.Message):
     __slots__ = ("server", "worker")

@@ -4,8 +4,10 @@ An *offer* is a version that the ranks of a publisher still hold in memory. A *g
 send to them, planned once and kept from version to version while its processes live. A *turn* is one group's transfer: one at a
 time for each offer, so that a rank needs no buffers but one transfer's.
 
-    worker: join (staging) ........................ start (paused) - turn - finish
-    rank:   offer ... LINK: meets the group ............... RUN: sends - finish ... end: memory may change
+    worker: join (staging) ......... [digests] ..... start (paused) - turn - finish
+    rank:   offer ... LINK: meets the group ... [DIGEST: says] .. RUN: sends - finish ... end: memory may change
+
+The part in brackets is for a version that is served ahead of READY: a worker then proves what it got by what the ranks say of it.
 
 Nothing here decides what a server installs: it asks the fleets whom an offer is still good for. Whatever goes wrong ends the
 group, and the server's install goes on over the staged path.
@@ -16,23 +18,26 @@ import secrets
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple, Protocol
 
+import numpy as np
 import structlog
 from resharder.converters.copies import Copies, copies_of
 from resharder.converters.errors import LayoutError
 from resharder.converters.packed import Pieces, join
-from resharder.converters.plan import plan_pieces
+from resharder.converters.plan import Plan, plan_pieces
 from resharder.server.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from resharder.server.said import Digests, held_by, sent_by, sent_count
 
 _log = structlog.get_logger("resharder.direct")
 _LOOK = 0.25  # seconds between looks whether an offer is still good for anybody
 _SLACK = 5.0  # beyond a transfer's own bound
 _KEYS, _KEY_BYTES, _ALL_KEYS_BYTES = 4096, 1 << 16, 16 << 20
 _PLANS = 8
+_OFFERED = 4  # versions of a model that are remembered to have been offered
 _PAUSE, _LONGEST_PAUSE = 30.0, 600.0  # seconds, from the second failure in a row on; doubles with each
 
 
@@ -58,6 +63,7 @@ class Act(Enum):
     LINK = "link"
     RUN = "run"
     DROP = "drop"
+    DIGEST = "digest"
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,7 @@ class Task(NamedTuple):
     act: Act
     group: str
     link: Link | None = None
+    sent: Pieces[int] | None = None  # of DIGEST, where the rank has not been told yet
 
 
 class _Memory(NamedTuple):
@@ -87,6 +94,7 @@ class _Memory(NamedTuple):
 class _Planned(NamedTuple):
     copies: Copies
     senders: tuple[int, ...]  # ranks, in the order of the group
+    plan: Plan[int, int]  # between numbers of ranks and of workers
 
 
 @dataclass
@@ -96,7 +104,7 @@ class _Group:
     key: Hashable  # processes and memories of all that it was planned for
     members: tuple[Member, ...]  # in the group's order, senders first
     senders: int
-    planned: Copies
+    planned: _Planned
     install: str = ""  # that workers start now
     started: set[int] = field(default_factory=set)  # workers
     finished: set[Member] = field(default_factory=set)
@@ -106,10 +114,13 @@ class _Group:
     began: float = 0.0
     error: str = ""
     keys: dict[str, bytes] = field(default_factory=dict)
+    said_of: int = 0  # the version that ranks were asked about last
+    said: dict[int, Digests] = field(default_factory=dict)  # by rank
+    told: bool = False  # ranks know of which boxes
 
     def link(self, member: Member) -> Link:
         rank = self.members.index(member)
-        copies = self.planned
+        copies = self.planned.copies
         self.linked.add(member)
         return Link(self.id, rank, len(self.members), copies.of(rank), copies.most_peers, copies.most_made)
 
@@ -138,6 +149,15 @@ class _Offer:
             there = self.ranks.get(member.rank)
             if there is not None and there[0] == member:
                 there[2].put(Task(act, group.id, group.link(member) if link else None))
+
+    def ask(self, group: _Group) -> None:
+        """For the digests of what each rank sends."""
+        for member in group.members[: group.senders]:
+            sent = None if group.told else sent_by(group.planned.plan, member.rank)
+            there = self.ranks.get(member.rank)
+            if there is not None and there[0] == member:
+                there[2].put(Task(Act.DIGEST, group.id, sent=sent))
+        group.told = True
 
     def end(self) -> None:
         self.ended = True
@@ -176,6 +196,8 @@ class Direct:
         self.staging_bytes, self.seconds = staging_bytes, seconds
         self._servers, self._clock = servers, clock
         self.heard: Heard = _unheard
+        self.offered_whole: Callable[[], None] = lambda: None  # called when `offered` may answer otherwise; it must not wait
+        self._whole: dict[str, tuple[int, ...]] = {}  # replaced, never changed: whoever looks takes no lock
         self._news = threading.Condition()
         self._memories: dict[tuple[str, int], _Memory] = {}
         self._offers: dict[str, _Offer] = {}  # the newest of each model
@@ -244,8 +266,16 @@ class Direct:
                 raise FailedPrecondition("NOT_OFFERED", f"version {number} of {model}: its offer is over")
             offer.wait_seconds = min(offer.wait_seconds, wait_seconds)
             offer.ranks[member.rank] = (member, memory, queue.SimpleQueue())
+            whole = self._whole.get(model, ())
+            if offer.complete and number not in whole:
+                self._whole = self._whole | {model: (*whole, number)[-_OFFERED:]}
+                self.offered_whole()
             self._news.notify_all()
             return offer
+
+    def offered(self, model: str) -> Collection[int]:
+        """The last versions that every rank has offered, whatever has become of them."""
+        return self._whole.get(model, ())
 
     def task(self, offer: _Offer, rank: int, state: str) -> Task | None:
         """The rank's next one, None when its memory may change, TimeoutError after a while without either. `state` is the
@@ -382,7 +412,7 @@ class Direct:
             [order.get(process, -1) for process in range(len(ranks))],
             [len(sending) + i for i in range(len(workers))],
         )
-        planned = _Planned(copies, tuple(sorted(ranks)[process] for process in sending))
+        planned = _Planned(copies, tuple(sorted(ranks)[process] for process in sending), found)
         _log.info("direct_planned", ranks=len(ranks), workers=len(workers), copies=len(copies), seconds=self._clock() - began)
         with self._news:
             self._plans[key] = planned
@@ -407,11 +437,47 @@ class Direct:
         if former is not None:
             offer.tell(former, Act.DROP)
         members = (*(ranks[rank][0] for rank in planned.senders), *(workers[rank][0] for rank in sorted(workers)))
-        group = _Group(secrets.token_hex(12), server, key, members, len(planned.senders), planned.copies)
+        group = _Group(secrets.token_hex(12), server, key, members, len(planned.senders), planned)
         self._groups[server] = group
         offer.tell(group, Act.LINK, link=True)
         _log.info("direct_group", server=server, group=group.id, senders=group.senders, members=len(members))
         return group
+
+    # The proof of what is not READY
+
+    def digests(self, member: Member, id: str, number: int) -> list[int]:
+        """Of every box of a worker's memory, by what the ranks say. Raises FailedPrecondition (NOT_OFFERED)."""
+        with self._news:
+            group = self._group(id)
+            if member not in group.members[group.senders :]:
+                raise InvalidArgument("WORKER", f"{member.owner}, rank {member.rank}: not a worker of group {id}")
+            offer, deadline = self._offer_of(group), self._clock() + self.seconds
+            if offer.number != number:
+                raise FailedPrecondition("NOT_OFFERED", f"version {number}: its offer is over")
+            if group.said_of != number:
+                group.said_of, group.said = number, {}
+                offer.ask(group)
+            while len(group.said) < group.senders:
+                if group.error or offer.ended or group.said_of != number:
+                    self._refuse(group.server, number, "offer_over", group.error or "its offer is over")
+                if self._clock() > deadline:
+                    self._fail(group, "late", f"not every rank has said what it sends after {self.seconds:g} s")
+                self._news.wait(_LOOK)
+            said, target = dict(group.said), group.members.index(member) - group.senders
+        return held_by(group.planned.plan, target, said)
+
+    def say(self, member: Member, id: str, number: int, digests: Sequence[int]) -> None:
+        """A rank's, of what it sends. Raises FailedPrecondition (NOT_OFFERED), InvalidArgument (WORKER, DIGESTS)."""
+        with self._news:
+            group = self._group(id)
+            if member not in group.members[: group.senders]:
+                raise InvalidArgument("WORKER", f"{member.owner}, rank {member.rank}: not a sender of group {id}")
+            expected = sent_count(group.planned.plan, member.rank)
+            if len(digests) != expected:
+                raise InvalidArgument("DIGESTS", f"rank {member.rank} sends {expected} boxes, got {len(digests)} digests")
+            if group.said_of == number:
+                group.said[member.rank] = np.array(digests, np.uint64)
+                self._news.notify_all()
 
     def start(self, member: Member, id: str, install: str) -> None:
         """When it returns, the transfer has begun. Raises FailedPrecondition (NOT_OFFERED)."""

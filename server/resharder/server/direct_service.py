@@ -4,14 +4,19 @@ from collections.abc import Iterator
 
 from google.protobuf.message import Message
 from grpc import ServicerContext
-from resharder.converters.direct_messages import copies_to_proto, layout_from_proto
+from resharder.converters.direct_messages import copies_to_proto, layout_from_proto, layout_to_proto
 from resharder.server.direct import Act, Direct, Link, Member
 from resharder.server.errors import InvalidArgument
 from resharder.server.intake import Intake, parse_name
 from resharder.server.service import seconds
 from resharder.v1 import direct_pb2
 
-_KINDS = {Act.LINK: direct_pb2.DirectTask.LINK, Act.RUN: direct_pb2.DirectTask.RUN, Act.DROP: direct_pb2.DirectTask.DROP}
+_KINDS = {
+    Act.LINK: direct_pb2.DirectTask.LINK,
+    Act.RUN: direct_pb2.DirectTask.RUN,
+    Act.DROP: direct_pb2.DirectTask.DROP,
+    Act.DIGEST: direct_pb2.DirectTask.DIGEST,
+}
 
 
 class DirectService:
@@ -44,7 +49,8 @@ class DirectService:
                 if task is None:
                     return
                 link = self._link(task.link) if task.link else None
-                yield direct_pb2.DirectTask(kind=_KINDS[task.act], group=task.group, link=link)
+                sent = layout_to_proto(task.sent) if task.sent else None
+                yield direct_pb2.DirectTask(kind=_KINDS[task.act], group=task.group, link=link, sent=sent)
         finally:
             self._direct.leave(offer, member.rank)
 
@@ -61,6 +67,16 @@ class DirectService:
         member = _member(request.member)
         self._direct.finish(member, request.group, request.ok, request.error, request.seconds, request.size_bytes)
         return direct_pb2.FinishTransferResponse()
+
+    def PutDigests(self, request: direct_pb2.PutDigestsRequest, context: ServicerContext) -> Message:
+        _, number = parse_name(request.version, "versions")
+        self._direct.say(_member(request.member), request.group, number, request.digests)
+        return direct_pb2.PutDigestsResponse()
+
+    def GetDigests(self, request: direct_pb2.GetDigestsRequest, context: ServicerContext) -> Message:
+        model, number = parse_name(request.version, "versions")
+        digests = self._direct.digests(_member(request.member), request.group, number)
+        return direct_pb2.SaidDigests(digests=digests, fingerprint=self._intake.store.get(model, number).ahead_fingerprint)
 
     def SetGroupKey(self, request: direct_pb2.SetGroupKeyRequest, context: ServicerContext) -> Message:
         self._direct.set_key(request.group, request.key, request.value)

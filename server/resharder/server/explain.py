@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 
 from resharder.server.moves import Fleet, Move, MoveState, View, WantKind, wanted
-from resharder.server.reconciler import InstallState, Power, Server, Settings, WorkerState, target
+from resharder.server.reconciler import InstallState, Power, Server, Settings, WorkerState, target, why_not_ahead
 from resharder.v1 import resources_pb2
 
 _GOING = {
@@ -68,10 +68,20 @@ def _serving(server: Server) -> str:
         requests = "1 request is" if left == 1 else f"{left} requests are"
         return "drained for maintenance; " + (f"{requests} still being answered; " if left else "")
     if server.opened:
-        return f"serving version {server.opened}; " if server.resumed else f"opening the gate on version {server.opened}; "
+        ahead = f" ahead of READY{_way(server)}" if server.unproven else ""
+        return f"serving version {server.opened}{ahead}; " if server.resumed else f"opening the gate on version {server.opened}; "
     if _goes_to_sleep(server):
         return "closed; "
     return ("closed, the last install went wrong half-way; " if _half_way(server) else "closed; ") + _stranger(server)
+
+
+def _way(server: Server) -> str:
+    """What has become of a version that is served ahead."""
+    if server.differs:
+        return f", and the store's copy differs: {server.differs}"
+    if server.opened in server.ready:
+        return ", being compared with the store's copy"
+    return "" if server.serves(server.opened) else ", it will not become READY"
 
 
 def _stranger(server: Server) -> str:
@@ -118,6 +128,8 @@ def _idle(server: Server, now: float, settings: Settings) -> str:
         return f"model {server.model} has no READY version"
     if not server.opened and server.agreed and server.goal.open and not server.goal.permits(server.agreed):
         return f"holds version {server.agreed} and may not serve it yet; {server.goal.why or 'the fleet serves another'}"
+    if server.is_ahead(server.wanted) and server.wanted != server.agreed and (why := why_not_ahead(server, server.wanted)):
+        return f"waits for version {server.wanted} to be READY: {why}"
     if server.opened and server.opened == server.newest:
         return "it is the newest"
     version = target(server, settings)
@@ -160,6 +172,8 @@ def explain_fleet(fleet: Fleet, view: View) -> str:
             return f"pinned to version {fleet.want.version}{refused}"
     if not view.ready:
         return f"model {fleet.model} has no READY version"
+    if fleet.settled in view.ahead:
+        return f"at version {fleet.settled}, ahead of READY{refused}"
     newest = max(view.ready)
     if newest not in fleet.refused and newest != fleet.settled and wanted(fleet, view) == fleet.settled:
         due = (fleet.move.started if fleet.move else 0.0) + fleet.want.every_seconds
@@ -169,7 +183,8 @@ def explain_fleet(fleet: Fleet, view: View) -> str:
 
 def _explain_move(move: Move, view: View) -> str:
     there = sum(server.serving == move.to for server in view.servers.values())
-    way = f"from version {move.back_to or '–'} to {move.to}, {there} of {len(view.servers)} servers there"
+    ahead = " ahead of READY" if move.to in view.ahead else ""
+    way = f"from version {move.back_to or '–'} to {move.to}{ahead}, {there} of {len(view.servers)} servers there"
     why = f" ({move.reason})" if move.reason else ""
     match move.state:
         case MoveState.HOLDING:

@@ -11,7 +11,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -21,9 +21,10 @@ from resharder.server.errors import FailedPrecondition, InvalidArgument, NotFoun
 from resharder.server.events import Kind
 from resharder.server.explain import explain, explain_fleet, state_of
 from resharder.server.fleet_files import FleetFiles
-from resharder.server.manifest import READY, VersionRecord
+from resharder.server.manifest import READY, STAGING, VersionRecord
 from resharder.server.moves import Fleet, MotionKind, PauseMode, View
 from resharder.server.reconciler import (
+    Ahead,
     Attached,
     Claimed,
     Detached,
@@ -38,6 +39,7 @@ from resharder.server.reconciler import (
     Wanted,
     Worker,
     WorkerReported,
+    WorkerState,
     in_use,
     step,
 )
@@ -121,7 +123,8 @@ class Fleets:
     looks takes none: `_servers` and `_fleets` are replaced, never changed, and so is all that is in them.
 
     `serving_changed` is called, with the lock held, when `serving` may answer otherwise; the intake sets it. `check` is called,
-    with the lock held too, when a canary's check has to run: `checked` says how it ended. `observers` hear of every step.
+    with the lock held too, when a canary's check has to run: `checked` says how it ended. `offered(model)` are the
+    versions that every rank has offered for the direct path. `observers` hear of every step.
     """
 
     def __init__(
@@ -141,11 +144,13 @@ class Fleets:
         self._life, self._started = secrets.token_hex(4), clock()
         self.serving_changed: Callable[[], None] = lambda: None
         self.check: Callable[[Fleet], None] = lambda fleet: None
+        self.offered: Callable[[str], Collection[int]] = lambda model: ()
         self.observers: list[Observer] = []
         self._note = note or _no_note
         self._fleets = files.load() if files else {}
         self._fleets_held: dict[str, frozenset[int]] = {}
         self._ready: dict[str, dict[int, str]] = {}  # of each model, as of the last look
+        self._ahead: dict[str, dict[int, Ahead]] = {}
         self._changed = threading.Condition(threading.RLock())
         self._servers: dict[str, Server] = {}
         self._held: dict[str, frozenset[int]] = {}
@@ -159,7 +164,7 @@ class Fleets:
                 self._returning[fleet.model] = sorted(self._look(fleet.model))
                 for number in self._returning[fleet.model]:
                     self._store.hold(fleet.model, number, _RETURNING)
-        store.subscribe(lambda _: self._wake.set())
+        store.subscribe(lambda _: self.wake())
         self._thread = threading.Thread(target=self._run, args=(tick_seconds,), name="fleets", daemon=True)
         if tick_seconds:  # else whoever made it ticks
             self._thread.start()
@@ -174,6 +179,10 @@ class Fleets:
             for attachment in self._attachments.values():
                 attachment.orders.put(None)
             self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Has it look at the store and at what is offered, soon."""
+        self._wake.set()
 
     def _run(self, tick_seconds: float) -> None:
         while not self._closed:
@@ -220,17 +229,25 @@ class Fleets:
     def _look(self, model: str) -> dict[int, str]:
         """READY versions and their fingerprints. Called without the lock: what it finds may be older than a hold."""
         try:
-            found = {record.number: record.fingerprint for record in self._store.versions(model) if record.state == READY}
+            records = self._store.versions(model)
         except NotFound:
-            found = {}
-        self._ready[model] = found
+            records = []
+        offered = self.offered(model)
+        found = {record.number: record.fingerprint for record in records if record.state == READY}
+        ahead = {r.number: Ahead(r.ahead_fingerprint, r.state == STAGING) for r in records if r.number in offered}
+        self._ready[model], self._ahead[model] = found, ahead
         return found
+
+    def _ahead_of(self, fleet: Fleet) -> dict[int, Ahead]:
+        ahead = self._ahead.get(fleet.model, {})
+        return ahead if fleet.serve_ahead else {number: replace(one, staging=False) for number, one in ahead.items()}
 
     def _see_versions(self, id: str) -> None:
         server = self._servers[id]
         versions = self._ready.get(server.model, {}) | self._held_of(server)
-        if versions != server.ready:
-            self._step(id, VersionsChanged(versions))
+        ahead = self._ahead_of(self._fleets[server.fleet])
+        if (versions, ahead) != (server.ready, server.ahead):
+            self._step(id, VersionsChanged(versions, ahead))
 
     def _held_of(self, server: Server) -> dict[int, str]:
         """Versions only ever leave READY when nobody holds them; a view of the store may be older than a hold."""
@@ -349,8 +366,13 @@ class Fleets:
 
     def report_worker(self, server: str, worker: Worker) -> ServerView:
         """Raises NotFound (SERVER_UNKNOWN): claim first; InvalidArgument (WORKER)."""
+        known = self.server(server)
+        holds = worker.state in (WorkerState.BOOTED, WorkerState.APPLIED)
+        if holds and worker.fingerprint != known.ready.get(worker.version):
+            self._look(known.model)  # it may have heard that the version is READY before the next tick
         with self._changed:
             known = self.server(server)
+            self._see_versions(server)
             size = known.world_size or MAX_WORLD_SIZE
             if not 0 <= worker.rank < size or not worker.process:
                 raise InvalidArgument(
@@ -508,7 +530,7 @@ class Fleets:
         after, orders = step(before, event, now, self.settings)
         while gone := self._hold(id, after.model, in_use(after, now, self.settings) - self._held.get(id, frozenset())):
             ready = {number: fingerprint for number, fingerprint in before.ready.items() if number not in gone}
-            before, first = step(before, VersionsChanged(ready), now, self.settings)
+            before, first = step(before, VersionsChanged(ready, before.ahead), now, self.settings)
             after, orders = step(before, event, now, self.settings)
             orders = (*first, *orders)
         self._servers = self._servers | {id: after}
@@ -530,10 +552,13 @@ class Fleets:
         ready = self._ready.get(fleet.model, {}).keys() | held
         here = {id for id, server in servers.items() if server.lost_at is not None or server.complete}
         settling = self._clock() < self._started + self.settings.lease + _SETTLE and not fleet.members <= here
-        return View(servers, ready, self._wall(), self.settings, settling)
+        ahead = frozenset(number for number, one in self._ahead_of(fleet).items() if one.staging) - ready
+        return View(servers, ready, self._wall(), self.settings, settling, ahead)
 
     def _steer(self, name: str) -> None:
         """Moves the fleet on, and its servers with it, until nothing follows."""
+        if self._needs(self._fleets[name]) != self._fleets_held.get(name, frozenset()):
+            self._hold_versions(self._fleets[name])
         for _ in range(_ROUNDS):
             fleet = self._fleets[name]
             view = self._see(fleet)
@@ -564,8 +589,13 @@ class Fleets:
         for observer in self.observers:
             observer.fleet_stepped(before, fleet)
 
+    def _needs(self, fleet: Fleet) -> frozenset[int]:
+        """Where it serves ahead, also the way back."""
+        newest = max(self._ready.get(fleet.model, {}), default=0) if fleet.serve_ahead else 0
+        return (fleet.needs() | {newest}) - {0}
+
     def _hold_versions(self, fleet: Fleet) -> None:
-        needed, held = fleet.needs(), self._fleets_held.get(fleet.name, frozenset())
+        needed, held = self._needs(fleet), self._fleets_held.get(fleet.name, frozenset())
         for number in needed - held:
             try:
                 self._store.hold(fleet.model, number, f"fleets/{fleet.name}")
@@ -600,6 +630,8 @@ class Fleets:
             self._store.release(model, number, f"servers/{id}")
 
     def _note_change(self, before: Server, after: Server) -> None:
+        if after.differs and not before.differs:
+            self._note("server", f"servers/{after.id}", "differs", after.differs, version=after.opened, fleet=after.fleet)
         if state_of(before) != state_of(after) or before.opened != after.opened:
             reason = explain(after, self._clock(), self.settings)
             state = resources_pb2.Server.State.Name(state_of(after))

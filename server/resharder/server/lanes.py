@@ -32,6 +32,7 @@ _WAITS = {
     "ClaimServer",
     "CreateVersion",
     "GetAssignment",
+    "GetDigests",
     "GetGroupKey",
     "JoinTransfer",
     "ListEvents",

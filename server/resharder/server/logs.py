@@ -7,7 +7,7 @@ from typing import Any
 import structlog
 from resharder.server.events import Event
 
-_GRAVE = {"aborted", "back", "failed", "lost", "stopped"}
+_GRAVE = {"aborted", "back", "differs", "failed", "lost", "stopped"}
 _log = structlog.get_logger("resharder.events")
 
 

@@ -88,6 +88,7 @@ class Daemon:
         self.intake.audience = lambda record: self.fleets.serving(record.model, record.number)
         self.fleets.serving_changed = self.intake.wake_for_serving
         self.direct = Direct(self.fleets, staging_bytes=config.direct_staging_bytes, seconds=config.direct_seconds)
+        self.fleets.offered, self.direct.offered_whole = self.direct.offered, self.fleets.wake
         self.checks = Checks(config.checks, config.check_seconds)
         self.fleets.check = self._check
         limits = Limits(self.config.caller_rate, self.config.caller_calls)

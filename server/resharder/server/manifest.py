@@ -40,6 +40,11 @@ class VersionRecord:
     def name(self) -> str:
         return f"models/{self.model}/versions/{self.number}"
 
+    @property
+    def ahead_fingerprint(self) -> str:
+        """What servers hold it by until it is READY."""
+        return f"ahead-{blake3(f'{self.job}/{self.epoch}/{self.number}/{self.create_time!r}'.encode()).hexdigest()[:32]}"
+
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Self:
         """What was written down of one, also by a later release that knows more of it. Raises TypeError where something lacks."""

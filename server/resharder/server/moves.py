@@ -13,6 +13,10 @@ is kept by which version a gate may be opened on; a jump that is wider than the 
 servers: where versions must not mix (atomic fleets, skew bounds) leases are strict, so that a server that cannot be reached has
 shut its gate by the time it is called lost.
 
+A fleet that serves ahead takes versions that are not READY yet, once every rank offers them (`View.ahead`); each server falls
+back by itself (reconciler.py). What becomes ABORTED then is a version that is gone: the fleet goes back to the newest READY one.
+Nobody boots from a version that is not READY, is pinned to one or goes back to one.
+
 Times are in seconds since 1970; servers' own are the reconciler's.
 """
 
@@ -119,6 +123,7 @@ class Fleet:
     want: Want = Want()
     motion: Motion = Motion()
     max_skew: int = 0
+    serve_ahead: bool = False  # of ALL_AT_ONCE without a skew bound alone
     settled: int = 0  # the version that it moved to last
     move: Move | None = None
     refused: Mapping[int, str] = field(default_factory=dict)
@@ -165,6 +170,11 @@ class View:
     now: float
     settings: Settings
     settling: bool = False
+    ahead: Set[int] = frozenset()  # STAGING, and offered by every rank to a fleet that serves ahead
+
+    @cached_property
+    def usable(self) -> Set[int]:
+        return self.ready | self.ahead
 
     @cached_property
     def shown(self) -> dict[int, set[str]]:
@@ -185,11 +195,17 @@ def wanted(fleet: Fleet, view: View) -> int:
             number = fleet.want.version
             return number if number in view.ready and number not in fleet.refused else current
         case WantKind.NONE:
-            return current
-    newest = max((version for version in view.ready if version not in fleet.refused), default=0)
+            return current if current in view.usable else _instead(current, fleet, view)
+    newest = max((version for version in view.usable if version not in fleet.refused), default=0)
     last = fleet.move.started if fleet.move else 0.0
-    early = view.now < last + fleet.want.every_seconds and current in view.ready and current not in fleet.refused
+    early = view.now < last + fleet.want.every_seconds and current in view.usable and current not in fleet.refused
     return current if early or not newest else newest
+
+
+def _instead(gone: int, fleet: Fleet, view: View) -> int:
+    """Of a version that was served ahead and is not to be READY: the one before it, or what there is."""
+    ready = view.ready - fleet.refused.keys()
+    return max((number for number in ready if number < gone), default=max(ready, default=gone)) if gone else gone
 
 
 def advance(fleet: Fleet, view: View) -> Fleet:
@@ -204,7 +220,8 @@ def advance(fleet: Fleet, view: View) -> Fleet:
     if want and want != move.to and _gives_way(fleet, move, want, view):
         if want != move.back_to:
             return _begin(fleet, want, view)
-        reason = fleet.refused.get(move.to, f"version {want} is wanted again")
+        gone = "" if move.to in view.usable else f"version {move.to} was not completed"
+        reason = fleet.refused.get(move.to, gone or f"version {want} is wanted again")
         return replace(fleet, move=replace(move, state=MoveState.BACK, reason=reason))
     single = move.state in (MoveState.TRYING, MoveState.HOLDING, MoveState.MOVING)
     if single and fleet.mixes(move.to, view.shown) and move.to not in fleet.refused:
@@ -224,7 +241,9 @@ def advance(fleet: Fleet, view: View) -> Fleet:
 
 
 def _begin(fleet: Fleet, to: int, view: View) -> Fleet:
-    motion, reason = fleet.motion, ""
+    at = fleet.moving.to if fleet.moving else fleet.settled
+    left = fleet.serve_ahead and at > to and at not in view.usable
+    motion, reason = fleet.motion, f"version {at} was not completed" if left else ""
     back_to = fleet.settled if fleet.settled in view.ready else 0
     if fleet.mixes(to, view.shown):
         wide = motion.kind != MotionKind.ATOMIC
@@ -251,7 +270,7 @@ def _gives_way(fleet: Fleet, move: Move, want: int, view: View) -> bool:
     """Whether another version may take the move over before it has ended."""
     if move.state in (MoveState.APPLYING, MoveState.BACK):
         return False
-    if move.to in fleet.refused or move.to not in view.ready or fleet.want.kind == WantKind.NUMBER:
+    if move.to in fleet.refused or move.to not in view.usable or fleet.want.kind == WantKind.NUMBER:
         return True
     if move.state == MoveState.STOPPED:
         return True
@@ -301,8 +320,13 @@ def _end(fleet: Fleet, move: Move, state: MoveState, view: View, reason: str = "
 
 
 def _refuse(fleet: Fleet, version: int, reason: str, ready: Collection[int]) -> Fleet:
-    kept = {number: why for number, why in fleet.refused.items() if number in ready}
-    return replace(fleet, refused=kept | {version: reason})
+    return replace(fleet, refused=_still_refused(fleet, ready) | {version: reason})
+
+
+def _still_refused(fleet: Fleet, ready: Collection[int]) -> dict[int, str]:
+    """Without what is gone; what comes after all that is READY may come yet."""
+    newest = max(ready, default=0)
+    return {number: why for number, why in fleet.refused.items() if number in ready or number > newest}
 
 
 def _turn_back(fleet: Fleet, move: Move, view: View, reason: str) -> Fleet:
@@ -438,7 +462,9 @@ def boots(fleet: Fleet, view: View) -> int:
         version = move.to
     elif move is not None:
         version = move.back_to
-    return version if version in view.ready - fleet.refused.keys() else wanted(fleet, view)
+    if version not in view.ready - fleet.refused.keys():
+        version = wanted(fleet, replace(view, ahead=frozenset()))
+    return version if version in view.ready or not fleet.serve_ahead else 0
 
 
 def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tuple[int, bool, str]:
@@ -467,7 +493,7 @@ def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tupl
         return stays, True, f"version {move.to} failed here: {move.failed[id]}"
     if move.motion.kind == MotionKind.ALL_AT_ONCE and install is not None and install.active and not fleet.max_skew:
         # One that is under way ends first: where versions come faster than installs, nobody would ever arrive.
-        keeps = install.version in view.ready and install.version not in fleet.refused and install.version > server.opened
+        keeps = install.version in view.usable and install.version not in fleet.refused and install.version > server.opened
         if keeps and fleet.want.kind == WantKind.LATEST:
             return install.version, True, ""
     return (move.to, True, "") if turn else (stays, True, "it waits for its turn")
@@ -536,8 +562,8 @@ def set_drained(fleet: Fleet, drained: bool, servers: Iterable[str]) -> Fleet:
 
 def roll_back(fleet: Fleet, to: int, view: View, reason: str, request: str) -> Fleet:
     """Wants `to`; READY versions after it are refused, and a NUMBER that was wanted gives way to it."""
-    later = {version: reason for version in view.ready if version > to}
-    kept = {version: why for version, why in fleet.refused.items() if version in view.ready and version != to}
+    later = {version: reason for version in view.usable if version > to}
+    kept = {version: why for version, why in _still_refused(fleet, view.ready).items() if version != to}
     want = fleet.want if fleet.want.kind == WantKind.LATEST else Want(WantKind.NUMBER, to)
     return replace(fleet, want=want, refused=later | kept, rolled_back=request)
 

@@ -12,7 +12,7 @@ from resharder.server.moves import Fleet, Motion, MotionKind, PauseMode, View, W
 from resharder.server.reconciler import Power
 from resharder.v1 import operator_pb2, resources_pb2
 
-_FIELDS = ("want", "motion", "pause_mode", "max_skew")
+_FIELDS = ("want", "motion", "pause_mode", "max_skew", "serve_ahead")
 _Act = Callable[[Fleet, View], Fleet]
 
 
@@ -33,8 +33,8 @@ class Operations:
         return self._fleets.change(fleet.removeprefix("fleets/"), noted, model)
 
     def update(self, request: operator_pb2.UpdateFleetRequest) -> FleetView:
-        """Raises InvalidArgument (UPDATE_MASK, WANT, MOTION, PAUSE_MODE, MAX_SKEW, CHECK_UNKNOWN), FailedPrecondition
-        (VERSION_NOT_READY, KV_FLEET, FLEET_MODEL), NotFound (FLEET_UNKNOWN, MODEL_UNKNOWN)."""
+        """Raises InvalidArgument (UPDATE_MASK, WANT, MOTION, PAUSE_MODE, MAX_SKEW, SERVE_AHEAD, CHECK_UNKNOWN),
+        FailedPrecondition (VERSION_NOT_READY, KV_FLEET, FLEET_MODEL), NotFound (FLEET_UNKNOWN, MODEL_UNKNOWN)."""
         message, fields = request.fleet, list(request.update_mask.paths)
         if unknown := set(fields) - set(_FIELDS):
             raise InvalidArgument("UPDATE_MASK", f"expected fields of {list(_FIELDS)}, got {sorted(unknown)}")
@@ -57,7 +57,12 @@ class Operations:
                 fleet = replace(fleet, motion=motion)
             if mode is not None:
                 fleet = replace(fleet, pause_mode=mode)
-            return replace(fleet, max_skew=message.max_skew) if "max_skew" in fields else fleet
+            if "max_skew" in fields:
+                fleet = replace(fleet, max_skew=message.max_skew)
+            if "serve_ahead" in fields:
+                fleet = replace(fleet, serve_ahead=message.serve_ahead)
+            _check_ahead(fleet)
+            return fleet
 
         # Of the fleet only what the mask names: the rest may be anything, even what is no JSON.
         asked = operator_pb2.UpdateFleetRequest(
@@ -177,6 +182,16 @@ def _want(fleet: Fleet, want: Want, view: View) -> Fleet:
 def _check_ready(version: int, view: View) -> None:
     if version not in view.ready:
         raise FailedPrecondition("VERSION_NOT_READY", f"version {version} is not READY; there are {sorted(view.ready)}")
+
+
+def _check_ahead(fleet: Fleet) -> None:
+    if fleet.serve_ahead and (fleet.motion.kind != MotionKind.ALL_AT_ONCE or fleet.max_skew):
+        bound = f"a skew bound of {fleet.max_skew}" if fleet.max_skew else "no skew bound"
+        raise InvalidArgument(
+            "SERVE_AHEAD",
+            f"expected a fleet that serves ahead to move ALL_AT_ONCE without a skew bound, {fleet.name} moves "
+            f"{fleet.motion.kind.name} with {bound}",
+        )
 
 
 def _check_kv(fleet: Fleet, motion: Motion, view: View) -> None:

@@ -20,6 +20,12 @@ open its gate on, whether it may open it at all (drained), and how awake it is. 
 
 so that an install wanted while asleep happens at wake, and nothing is served from weights that were dropped.
 
+A version that every rank has offered for the direct path may be installed before it is READY, where the fleet serves ahead: by a
+server that serves a READY one, which its workers keep at hand (STAGE says which), once, and over the direct path alone. What
+fails goes the way of every failure: the last confirmed version again. Workers hold it by a fingerprint of the daemon's making
+until it is READY and they have compared it with the store's copy; one that finds a difference says so, and the version is
+installed from the store. What became ABORTED is never served anew, and served on only until its successor is staged.
+
 What the plugin has to keep to: it carries out one order at a time and drops what it has not begun when its stream breaks; a
 control side that attaches in the middle of an order names that order's install in its first report, and gets no others until it
 has reported how that one went; an order repeated is answered without harm; a worker that failed to apply says FAILED until it
@@ -105,10 +111,21 @@ class Worker:
     stage_seconds: float = 0.0
     apply_seconds: float = 0.0
     memory: str = ""  # fingerprint of the layout that the direct path can write to
+    direct: bool = False  # that layout has everything that it needs
     timings: tuple[Timing, ...] = ()
     # What the daemon makes of it.
     holds: int = 0  # the version its parameters are proven to hold; 0: unknown
+    held_as: str = ""  # the fingerprint that they were proven by
+    differs: str = ""  # from the store's copy, by what it found when that was READY
     ordered: bool = False  # this daemon has ordered this process to apply something
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A version that every rank offered before it was READY; `fingerprint` is what workers hold it by until then."""
+
+    fingerprint: str
+    staging: bool  # it is STAGING still, and the fleet serves ahead
 
 
 @dataclass(frozen=True)
@@ -169,6 +186,7 @@ class Install:
     pause_seconds: float = 0.0
     timings: tuple[Timing, ...] = ()  # the leader's
     profiled: bool = False  # workers are to profile it
+    ahead_of: int = 0  # the READY version that workers keep at hand, where this one was not when the install began
 
     @property
     def active(self) -> bool:
@@ -192,6 +210,7 @@ class Server:
     life: str  # a nonce of the daemon's lifetime, the start of every install id
     seen: float  # the last word of a control side, or of anyone before one attached
     ready: Mapping[int, str] = field(default_factory=dict)  # READY versions of the model, with their fingerprints
+    ahead: Mapping[int, Ahead] = field(default_factory=dict)  # READY by now or not
     boot_version: int = 0
     booting: bool = True  # not all workers have reported
     attached: bool = False  # a control side has been there in this boot
@@ -230,6 +249,23 @@ class Server:
     @property
     def newest(self) -> int:
         return max(self.ready, default=0)
+
+    def serves(self, version: int) -> bool:
+        """Whether a gate may be opened on it: READY, or STAGING where the fleet serves ahead."""
+        return version in self.ready or self.is_ahead(version)
+
+    def is_ahead(self, version: int) -> bool:
+        return version not in self.ready and version in self.ahead and self.ahead[version].staging
+
+    @property
+    def unproven(self) -> bool:
+        """What some worker holds has not been found in the store."""
+        return any(worker.holds and worker.held_as != self.ready.get(worker.holds) for worker in self.workers.values())
+
+    @property
+    def differs(self) -> str:
+        """How what it holds differs from the store's copy; empty where nobody has found that."""
+        return next((worker.differs for _, worker in sorted(self.workers.items()) if worker.differs), "")
 
     @property
     def complete(self) -> bool:
@@ -321,6 +357,7 @@ class WorkerReported:
 @dataclass(frozen=True)
 class VersionsChanged:
     ready: Mapping[int, str]
+    ahead: Mapping[int, Ahead] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -350,6 +387,7 @@ class Order:
     reason: str = ""
     power: Power = Power.UNKNOWN
     profile: bool = False
+    ahead_of: int = 0
 
 
 def step(server: Server, event: Event, now: float, settings: Settings) -> tuple[Server, tuple[Order, ...]]:
@@ -367,8 +405,7 @@ def step(server: Server, event: Event, now: float, settings: Settings) -> tuple[
         case WorkerReported():
             server = _worker_reported(server, event.worker, now, settings)
         case VersionsChanged():
-            kept = {version: failure for version, failure in server.failures.items() if version in event.ready}
-            server = replace(server, ready=event.ready, failures=kept)
+            server = _versions_changed(server, event)
         case Ticked():
             server = _ticked(server, now, settings, orders)
         case Wanted():
@@ -381,7 +418,15 @@ def step(server: Server, event: Event, now: float, settings: Settings) -> tuple[
         server = _change_power(_close_gate(server, orders), now, settings, orders)
         server = _open_gate(server, orders)
         server = _begin_install(server, now, settings, orders)
-    return _close_gate(server, orders), tuple(orders)
+    return _leave_aborted(_close_gate(server, orders), settings, orders), tuple(orders)
+
+
+def _versions_changed(server: Server, event: VersionsChanged) -> Server:
+    """What failed ahead of READY says nothing about the store's copy."""
+    fresh = event.ready.keys() & server.ahead.keys() - server.ready.keys()
+    there = (event.ready.keys() | event.ahead.keys()) - fresh
+    kept = {version: failure for version, failure in server.failures.items() if version in there}
+    return replace(server, ready=event.ready, ahead=event.ahead, failures=kept)
 
 
 def _claimed(server: Server, event: Claimed, now: float) -> Server:
@@ -453,7 +498,8 @@ def _greet(server: Server, control: Control, orders: list[Order], *, leads: bool
     if leads and change is not None and control.busy != change.id:
         orders.append(_power_order(server, control))
     if server.opened:
-        orders.append(_resume(server, control))
+        if server.serves(server.opened):  # else it stays as it is: open or shut
+            orders.append(_resume(server, control))
     elif install is not None and install.state == InstallState.APPLYING:
         if not leads:  # one that leads gets APPLY below, or is at it: it may have shut its gate over a failure by then
             orders.append(_hold(install, control))
@@ -464,7 +510,8 @@ def _greet(server: Server, control: Control, orders: list[Order], *, leads: bool
     if not leads or install is None or not install.active or control.busy == install.id:
         return server
     kind = OrderKind.STAGE if install.state == InstallState.STAGING else OrderKind.APPLY
-    orders.append(Order(control.nonce, kind, install.id, install.version, profile=install.profiled))
+    order = Order(control.nonce, kind, install.id, install.version, profile=install.profiled, ahead_of=install.ahead_of)
+    orders.append(order)
     return replace(server, install=replace(install, control_done=False))
 
 
@@ -550,26 +597,33 @@ def _worker_reported(server: Server, report: Worker, now: float, settings: Setti
     report = _judged(server, report)
     known = server.workers.get(report.rank)
     if known is None:
-        return _keep_worker(server, replace(report, holds=_proven(report)))
+        return _keep_worker(server, _holding(report))
     if known.process != report.process:
         server = replace(server, gone=server.gone | {known.process}, torn=server.torn - {report.rank}, failures={})
         if server.install is not None and server.install.active:
             server = _end_install(server, server.install, f"worker {report.rank} was replaced by another process", now)
             server = replace(server, torn=server.torn - {report.rank})
-        return _keep_worker(server, replace(report, holds=_proven(report)))
+        return _keep_worker(server, _holding(report))
     install = server.install
     if install is not None and report.install == install.id:
         return _keep_worker(server, _merge(server, install, known, report))
     if report.state == WorkerState.EMPTY and not report.error and (install is None or not install.active):
         return _keep_worker(server, replace(report, ordered=known.ordered))  # whoever it was that dropped its weights
-    late = report.install.startswith(server.life) or known.ordered
-    return server if late else _keep_worker(server, replace(report, holds=_proven(report)))
+    if not report.install.startswith(server.life) and not known.ordered:
+        return _keep_worker(server, _holding(report))
+    if _proven(report) == known.holds != 0:  # late, but for what it has found out of what it holds
+        return _keep_worker(server, replace(known, held_as=report.fingerprint, differs=report.error))
+    return server
 
 
 def _judged(server: Server, report: Worker) -> Worker:
     """The report, or what it amounts to where it proves another version than the store's of that number."""
-    stored = server.ready.get(report.version)
-    if not _proven(report) or report.fingerprint == stored:
+    stored, ahead = server.ready.get(report.version), server.ahead.get(report.version)
+    if not _proven(report):
+        return report
+    if report.fingerprint == stored:
+        return replace(report, error="")
+    if ahead is not None and report.fingerprint == ahead.fingerprint:
         return report
     theirs = f"fingerprint {stored[:12]}" if stored is not None else "none READY"
     error = f"it holds a version {report.version} of fingerprint {report.fingerprint[:12] or 'unknown'}, the store has {theirs}"
@@ -581,14 +635,21 @@ def _proven(report: Worker) -> int:
     return report.version if report.state in (WorkerState.BOOTED, WorkerState.APPLIED) else 0
 
 
+def _holding(report: Worker) -> Worker:
+    """With what it proves."""
+    if not (version := _proven(report)):
+        return replace(report, holds=0, held_as="", differs="")
+    return replace(report, holds=version, held_as=report.fingerprint, differs=report.error)
+
+
 def _merge(server: Server, install: Install, known: Worker, report: Worker) -> Worker:
     """A report on the current or last install, by a worker that is known."""
-    report = replace(report, ordered=known.ordered, holds=known.holds)
+    report = replace(report, ordered=known.ordered, holds=known.holds, held_as=known.held_as, differs=known.differs)
     if report.state == WorkerState.APPLIED:
-        return replace(report, holds=report.version)
+        return _holding(report)
     if report.state == WorkerState.FAILED:
         written = report.rank in server.torn or install.state == InstallState.COMMITTED
-        return replace(report, holds=0) if written else report
+        return _holding(report) if written else report
     if known.install == report.install and known.state in (WorkerState.APPLIED, WorkerState.FAILED):
         return known  # STAGED came late
     return report
@@ -691,7 +752,18 @@ def _close_gate(server: Server, orders: list[Order]) -> Server:
     kept = server.agreed == server.opened and server.power == Power.AWAKE and server.change is None
     if not server.opened or (kept and server.goal.in_service):
         return server
-    reason = _closed_because(server) if kept else f"not every worker holds version {server.opened}"
+    return _close(server, _closed_because(server) if kept else f"not every worker holds version {server.opened}", orders)
+
+
+def _leave_aborted(server: Server, settings: Settings, orders: list[Order]) -> Server:
+    """What was served ahead of READY and became ABORTED is served on until its successor is staged, where one can be."""
+    lost = server.opened and not server.serves(server.opened) and server.wanted in server.ready
+    if not lost or _failed(server, server.wanted) < settings.attempts:
+        return server
+    return _close(server, f"version {server.opened} is not to be served any more, and no other could be installed", orders)
+
+
+def _close(server: Server, reason: str, orders: list[Order]) -> Server:
     orders += [Order(control.nonce, OrderKind.CLOSE, reason=reason) for control in server.controls]
     return replace(server, **_closing(server))
 
@@ -704,7 +776,7 @@ def _closed_because(server: Server) -> str:
 
 def _open_gate(server: Server, orders: list[Order]) -> Server:
     held = server.agreed
-    if server.opened or held not in server.ready or not server.goal.permits(held):
+    if server.opened or not server.serves(held) or server.differs or not server.goal.permits(held):
         return server
     if server.power not in (Power.AWAKE, Power.UNKNOWN) or server.change is not None:
         return server
@@ -727,11 +799,24 @@ def _resume(server: Server, control: Control) -> Order:
 
 def target(server: Server, settings: Settings) -> int:
     """The version to install next, now or when its time for a retry has come; 0 where there is nothing to do, or no hope."""
-    held = server.opened or server.agreed
+    held = 0 if server.differs else server.opened or server.agreed
     choices = [version for version in (server.wanted, 0 if held else server.confirmed) if version != held]
-    counts = {version: _failed(server, version) for version in choices if version in server.ready}
+    able = [version for version in choices if version in server.ready or not why_not_ahead(server, version)]
+    counts = {version: _failed(server, version) for version in able}
     best = min(counts, key=lambda version: counts[version], default=0)
     return best if best and counts[best] < settings.attempts else 0
+
+
+def why_not_ahead(server: Server, version: int) -> str:
+    """Why it has to wait until the version is READY; empty where it can install it now."""
+    if not server.is_ahead(version):
+        return "it is not READY"
+    if version in server.failures:
+        return server.failures[version].error
+    if server.opened not in server.ready:
+        return "it serves no READY version that it could fall back on"
+    behind = [rank for rank, worker in sorted(server.workers.items()) if not worker.direct]
+    return f"worker {behind[0]} cannot take all of it over the direct path" if behind else ""
 
 
 def _failed(server: Server, version: int) -> int:
@@ -751,8 +836,10 @@ def _begin_install(server: Server, now: float, settings: Settings, orders: list[
 
 def _stage(server: Server, version: int, now: float, orders: list[Order], *, profiled: bool = False) -> Server:
     number = server.installs + 1
-    install = Install(f"{server.life}-{number}", version, InstallState.STAGING, now, now, profiled=profiled)
-    orders.append(Order(server.controls[0].nonce, OrderKind.STAGE, install.id, version, profile=profiled))
+    ahead_of = server.opened if server.is_ahead(version) else 0
+    id = f"{server.life}-{number}"
+    install = Install(id, version, InstallState.STAGING, now, now, profiled=profiled, ahead_of=ahead_of)
+    orders.append(Order(server.controls[0].nonce, OrderKind.STAGE, id, version, profile=profiled, ahead_of=ahead_of))
     return replace(server, install=install, installs=number)
 
 
@@ -771,7 +858,7 @@ def _drop_unwanted(server: Server, now: float, orders: list[Order]) -> Server:
         return server
     recovers = not server.opened and install.version == server.confirmed
     wanted = server.goal.version is None or install.version == server.wanted or recovers
-    if wanted and not server.goal.power.asleep:
+    if wanted and server.serves(install.version) and not server.goal.power.asleep:
         return server
     orders.append(Order(server.controls[0].nonce, OrderKind.UNSTAGE, install.id, install.version))
     return _end_install(server, install, f"version {install.version} is not wanted any more", now)
@@ -803,7 +890,7 @@ def _next_power(server: Server, now: float, settings: Settings) -> Power | None:
         return None if have.asleep else goal
     if have.asleep:
         return Power.WEIGHTS_AWAKE
-    if have == Power.WEIGHTS_AWAKE and goal == Power.AWAKE and server.agreed in server.ready:
+    if have == Power.WEIGHTS_AWAKE and goal == Power.AWAKE and server.serves(server.agreed):
         version = target(server, settings)
         waits = version in server.failures and now < server.failures[version].retry_at
         return Power.AWAKE if not version or waits else None

@@ -79,6 +79,7 @@ class ServerService:
             lease_seconds=self._fleets.settings.lease,
             reason=order.reason,
             profile=order.profile,
+            ahead_of=order.ahead_of,
         )
 
     def ReportWorker(self, request: server_pb2.ReportWorkerRequest, context: grpc.ServicerContext) -> resources_pb2.Server:

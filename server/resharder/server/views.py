@@ -83,6 +83,7 @@ def worker_from_proto(message: resources_pb2.Worker) -> Worker:
         stage_seconds=possible(message.stage_seconds),
         apply_seconds=possible(message.apply_seconds),
         memory=message.memory[:128],
+        direct=message.direct and bool(message.memory),
         timings=timings_from_proto(message.timings),
     )
 
@@ -172,6 +173,7 @@ def server_to_proto(view: ServerView) -> resources_pb2.Server:
         drained=not server.goal.open,
         in_flight=sum(control.in_flight for control in server.controls),
         passes_kv=server.passes_kv,
+        ahead=bool(server.opened) and server.unproven,
     )
     if server.install is not None:
         workers = [worker for worker in server.workers.values() if worker.install == server.install.id]
@@ -209,6 +211,7 @@ def fleet_to_proto(view: FleetView) -> resources_pb2.Fleet:
         ),
         motion=_motion_to_proto(fleet.motion),
         max_skew=fleet.max_skew,
+        serve_ahead=fleet.serve_ahead,
         settled_version=fleet.settled,
         refused=[resources_pb2.Refusal(version=version, reason=why) for version, why in sorted(fleet.refused.items())],
         power=power_to_proto(fleet.power),

@@ -58,6 +58,10 @@ def set_(
     max_skew: Annotated[
         int | None, typer.Option("--max-skew", metavar="N", min=0, help="Between versions served at once; 0: no bound.")
     ] = None,
+    serve_ahead: Annotated[
+        bool | None,
+        typer.Option("--serve-ahead/--no-serve-ahead", help="Take versions that are not READY yet, over the direct path."),
+    ] = None,
     accept_refused: AcceptRefused = False,
     endpoint: Endpoint = None,
     as_json: AsJson = False,
@@ -72,12 +76,19 @@ def set_(
     wish = want_of(want or "latest", every) if want or every is not None else None
     motion = motion_of(MotionOptions(all_at_once, rolling, canary, atomic, max_failures, hold, approve, check))
     mode = resources_pb2.PauseMode.Value(pause_mode.value.upper()) if pause_mode else None
-    if not model and not accept_refused and wish is motion is mode is max_skew is None:
+    if not model and not accept_refused and wish is motion is mode is max_skew is serve_ahead is None:
         raise UsageError("expected something to set: see resharder fleet set --help")
     with Operator(endpoint) as operator:
         name = name if model else _known(operator, name)
         asked = operator.update_fleet(
-            name, want=wish, motion=motion, pause_mode=mode, max_skew=max_skew, model=model, accept_refused=accept_refused
+            name,
+            want=wish,
+            motion=motion,
+            pause_mode=mode,
+            max_skew=max_skew,
+            serve_ahead=serve_ahead,
+            model=model,
+            accept_refused=accept_refused,
         )
     show(asked, as_json)
 
@@ -201,6 +212,7 @@ def _facts(fleet: resources_pb2.Fleet) -> list[tuple[str, str]]:
     facts += [("at", f"version {fleet.settled_version}" if fleet.settled_version else "no version yet")]
     facts += [("moves", words.motion(fleet.motion)), ("pause mode", resources_pb2.PauseMode.Name(fleet.pause_mode).lower())]
     facts += [("max skew", str(fleet.max_skew) if fleet.max_skew else "no bound")]
+    facts += [("serves", "versions that are not READY yet, where it can" if fleet.serve_ahead else "READY versions only")]
     facts += [("power", resources_pb2.Power.Name(fleet.power))]
     if move.id:
         facts += [(f"move {move.id}", f"{words.move(move)}, since {time_of(move.start_time)}; {move.reason}".rstrip("; "))]

@@ -46,8 +46,15 @@ def version_rows(versions: Iterable[resources_pb2.Version]) -> Iterator[Row]:
         yield (
             v.model, number(v.number), resources_pb2.Version.State.Name(v.state), str(v.step), size(v.size_bytes),
             time_of(v.ready_time) if v.HasField("ready_time") else _arrived(v),
-            f"{v.servers_serving}/{v.servers_following}" if v.state == resources_pb2.Version.READY else "–", v.reason,
+            _served(v), v.reason,
         )  # fmt: skip
+
+
+def _served(version: resources_pb2.Version) -> str:
+    served = f"{version.servers_serving}/{version.servers_following}"
+    if version.state == resources_pb2.Version.READY:
+        return served
+    return f"{served}, ahead" if version.state == resources_pb2.Version.STAGING and version.servers_serving else "–"
 
 
 def event_line(event: operator_pb2.Event) -> str:
@@ -93,6 +100,8 @@ def state(server: resources_pb2.Server) -> str:
             resources_pb2.WEIGHTS_AWAKE: ", weights awake",
         }
         return name + powers.get(server.power, "")
+    if server.ahead and server.state in (Server.SERVING, Server.STAGING):
+        return f"{name}, ahead"
     return f"{name}, {server.in_flight} in flight" if server.state == Server.DRAINED and server.in_flight else name
 
 

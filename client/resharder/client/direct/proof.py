@@ -17,11 +17,12 @@ _ROWS = 64  # of an item: enough of them to be many, enough in each to be worth 
 class Proof:
     """For the pieces of one layout where they are now: to be made anew where a tensor has moved."""
 
-    def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        pieces = pack({0: layout})
+    def __init__(self, layout: Layout | Pieces[int], tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        pieces = pack({0: layout}) if isinstance(layout, Layout) else layout
         dimensions = np.array([max(1, len(spec.shape)) for spec in pieces.specs], np.int64)[pieces.tensor]
         sizes = np.array([ITEM_SIZES[spec.dtype] for spec in pieces.specs], np.int64)
-        begins = np.array([tensors[name].data_ptr() for name in pieces.locals], np.int64)
+        used = set(pieces.local.tolist())
+        begins = np.array([tensors[name].data_ptr() if i in used else 0 for i, name in enumerate(pieces.locals)], np.int64)
         units = max([1, *((spec.shape or (1,))[-1] * max(1, ITEM_SIZES[spec.dtype] // 2) for spec in pieces.specs)])
         weights = torch.from_numpy(column_weights(-(-units // _VECTOR) * _VECTOR).astype(np.int32))
         self._weights = weights.to(device)

@@ -1,22 +1,56 @@
 """A rank's side of the direct path: it offers the version that lies in its memory, and sends what it is told to."""
 
 import logging
+import threading
 import uuid
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import xxhash
 from resharder.client.channel import Channel
 from resharder.client.direct.group import DirectFailed
 from resharder.client.direct.meeting import Link, declare, finish
+from resharder.client.direct.sent import digests_of
 from resharder.client.errors import ResharderError
-from resharder.converters.direct_messages import layout_to_proto
+from resharder.converters.direct_messages import layout_from_proto, layout_to_proto
+from resharder.converters.errors import LayoutError
 from resharder.converters.layout import Layout
-from resharder.converters.packed import pack
+from resharder.converters.packed import Pieces, pack
 from resharder.v1 import direct_pb2, direct_pb2_grpc
 
 logger = logging.getLogger(__name__)
 _UNKNOWN = "MEMORY_UNKNOWN"
+_GIVEN_UP = 5.0  # seconds until the daemon has noticed that a version is ABORTED
+
+
+class Offering:
+    """One version's, in a thread of its own, on the stream that was current where it began."""
+
+    def __init__(self, sender: "Sender", request: direct_pb2.OfferVersionRequest, device: torch.device) -> None:
+        stream: AbstractContextManager[Any] = nullcontext()
+        if device.type == "cuda":
+            stream = torch.cuda.stream(torch.cuda.current_stream(device))
+        self._calls: list[Any] = []
+
+        def run() -> None:
+            with stream:
+                sender.serve(request, self._calls)
+
+        self._thread = threading.Thread(target=run, name="resharder-offer", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the tensors may change."""
+        self._thread.join()
+
+    def give_up(self) -> None:
+        """The version will not be complete."""
+        self._thread.join(_GIVEN_UP)
+        for call in self._calls:
+            call.cancel()
+        self._thread.join()
 
 
 class Sender:
@@ -28,30 +62,36 @@ class Sender:
         self._layout = layout_to_proto(pack({rank: layout}))
         self._memory = xxhash.xxh3_128_hexdigest(self._layout.SerializeToString(deterministic=True))
         self._links: dict[str, Link] = {}
+        self._sent: dict[str, Pieces[int]] = {}  # by group, once it was asked for their digests
         self._buffers: torch.Tensor | None = None
 
     def declare(self, publisher: str) -> None:
         """Raises ResharderError."""
         declare(self._channel, self._member(publisher), self._memory, self._layout)
 
-    def offer(self, publisher: str, version: str, wait_seconds: float) -> None:
-        """Returns when the tensors may change. They are read until then."""
+    def offer(self, publisher: str, version: str, wait_seconds: float) -> Offering:
+        """The tensors are read until it has ended. One at a time."""
         request = direct_pb2.OfferVersionRequest(
             member=self._member(publisher), version=version, memory=self._memory, wait_seconds=wait_seconds
         )
+        return Offering(self, request, self._device)
+
+    def serve(self, request: direct_pb2.OfferVersionRequest, calls: list[Any]) -> None:
+        """Puts its calls into `calls`."""
         try:
             try:
-                self._serve(request)
+                self._serve(request, calls)
             except ResharderError as error:
                 if error.reason != _UNKNOWN:
                     raise
-                self.declare(publisher)
-                self._serve(request)
+                self.declare(request.member.owner)
+                self._serve(request, calls)
         except ResharderError as error:
-            logger.warning("%s goes to servers over the staged path: %s", version, error)
+            logger.warning("%s goes to servers over the staged path: %s", request.version, error)
 
-    def _serve(self, request: direct_pb2.OfferVersionRequest) -> None:
+    def _serve(self, request: direct_pb2.OfferVersionRequest, calls: list[Any]) -> None:
         call = direct_pb2_grpc.DirectServiceStub(self._channel.grpc).OfferVersion(request)
+        calls.append(call)
         try:
             for group, link in list(self._links.items()):  # not while servers wait
                 try:
@@ -66,6 +106,8 @@ class Sender:
                         self._run(request.member, task.group)
                     case direct_pb2.DirectTask.DROP:
                         self._drop(task.group)
+                    case direct_pb2.DirectTask.DIGEST:
+                        self._say(request, task)
         finally:
             call.cancel()
 
@@ -89,6 +131,19 @@ class Sender:
         logger.debug("sent over group %s: %s", group, took)
         finish(self._channel, member, group, seconds=took.total)
 
+    def _say(self, request: direct_pb2.OfferVersionRequest, task: direct_pb2.DirectTask) -> None:
+        try:
+            if task.HasField("sent"):
+                self._sent[task.group] = layout_from_proto(task.sent, self._rank)
+            if task.group not in self._sent:
+                raise DirectFailed(f"rank {self._rank} does not know what it sends over group {task.group}")
+            digests = digests_of(self._sent[task.group], self._tensors, self._device)
+            said = direct_pb2.PutDigestsRequest(member=request.member, group=task.group, version=request.version, digests=digests)
+            stub = direct_pb2_grpc.DirectServiceStub(self._channel.grpc)
+            self._channel.call(stub.PutDigests, said, timeout=60, patience=0)
+        except (ResharderError, LayoutError) as error:
+            self._failed(request.member, task.group, error)
+
     def _failed(self, member: direct_pb2.Member, group: str, error: Exception) -> None:
         logger.warning("the direct path fails: %s", error)
         self._drop(group)
@@ -98,6 +153,7 @@ class Sender:
             logger.info("the daemon has ended group %s already: %s", group, unheard)
 
     def _drop(self, group: str) -> None:
+        self._sent.pop(group, None)
         link = self._links.pop(group, None)
         if link is not None:
             link.close()

@@ -99,7 +99,8 @@ class Control:
                 self._learn(await self._workers("resharder_describe"))
                 return None
             case Step.STAGE:
-                await self._workers("resharder_stage", order.install, self._version_name(order.version))
+                base = [self._version_name(order.ahead_of)] if order.ahead_of else []
+                await self._workers("resharder_stage", order.install, self._version_name(order.version), *base)
             case Step.UNSTAGE:
                 await self._workers("resharder_unstage", order.install)
                 self.state = replace(self.state, staged=None)

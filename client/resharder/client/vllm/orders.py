@@ -57,6 +57,7 @@ class Order:
     reason: str = ""
     power: Power = Power.UNKNOWN
     profile: bool = False  # of APPLY: in every worker
+    ahead_of: int = 0  # of STAGE: the READY version to fall back on, where `version` is not READY
 
 
 @dataclass(frozen=True)
@@ -166,4 +167,4 @@ def order_from_proto(message: server_pb2.Order) -> Order:
     if mode is None:
         raise ValueError(f"expected a pause mode of {sorted(_MODES)}, got {message.pause_mode}")
     kind, power = Kind(message.kind), Power(message.power)
-    return Order(kind, message.install, message.version, mode, message.reason, power, message.profile)
+    return Order(kind, message.install, message.version, mode, message.reason, power, message.profile, message.ahead_of)

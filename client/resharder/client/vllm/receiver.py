@@ -15,6 +15,7 @@ from resharder.client.direct.proof import Proof
 from resharder.client.direct.transfer import Tensors
 from resharder.client.errors import ResharderError
 from resharder.client.tracing import Timings, timed
+from resharder.client.vllm.ahead import Ahead
 from resharder.client.vllm.install import live_now, read_all
 from resharder.client.vllm.parts import Models, Part
 from resharder.converters.direct_messages import layout_to_proto
@@ -64,7 +65,8 @@ class Receiver:
         self._member = direct_pb2.Member(owner=f"servers/{server}", rank=rank, process=process)
         self._link: Link | None = None
         self._proof: tuple[object, Proof] | None = None
-        self._expected: list[int] = []
+        self._expected: tuple[int, ...] = ()
+        self._source = ""  # of what is expected
 
     def join(self, memory: Open, models: Models, version: str, install: str) -> bool:
         """Whether this install can be direct. Never raises for what goes wrong on the way."""
@@ -107,7 +109,19 @@ class Receiver:
 
     def expect(self, memory: Open, expected: Mapping[tuple[str, Box], int]) -> None:
         """What `receive` has to find."""
-        self._expected = [expected[piece.tensor, piece.box] for piece in memory.layout.pieces]
+        self._expected = tuple(expected[piece.tensor, piece.box] for piece in memory.layout.pieces)
+        self._source = "the store holds"
+
+    def expect_said(self, memory: Open, version: str) -> Ahead:
+        """The same by what the ranks say, of a version that is not READY. Raises ResharderError."""
+        if self._link is None:
+            raise DirectFailed(f"{version}: there is no link to the ranks")
+        request = direct_pb2.GetDigestsRequest(member=self._member, group=self._link.id, version=version)
+        said = self._channel.call(self._stub.GetDigests, request, timeout=_WAIT, patience=0)
+        if len(said.digests) != len(memory.layout.pieces):
+            raise DirectFailed(f"{version}: expected {len(memory.layout.pieces)} digests, got {len(said.digests)}")
+        self._expected, self._source = tuple(said.digests), "the ranks said"
+        return Ahead(version, said.fingerprint, memory.layout.pieces, self._expected)
 
     def receive(self, memory: Open, models: Models, install: str, timings: Timings) -> bool:
         """Whether everything is in memory now, by its digests. Where it is not, memory may hold a mix. Adds to `timings`."""
@@ -137,10 +151,10 @@ class Receiver:
 
     def _check(self, memory: Open, digests: Sequence[int]) -> None:
         """Raises DirectFailed."""
-        if digests != self._expected:
+        if tuple(digests) != self._expected:
             pieces = zip(memory.layout.pieces, digests, self._expected, strict=True)
             wrong = [piece.tensor for piece, found, wanted in pieces if found != wanted]
-            raise DirectFailed(f"{len(wrong)} boxes are not what the store holds, {wrong[0]} is one", torn=True)
+            raise DirectFailed(f"{len(wrong)} boxes are not what {self._source}, {wrong[0]} is one", torn=True)
 
     def _proof_of(self, memory: Open, targets: Tensors) -> Proof | None:
         """None on a CPU."""

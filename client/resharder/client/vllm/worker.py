@@ -4,6 +4,7 @@ The methods never raise and return plain dicts: an exception in one worker of se
 issue 49972). A worker's reports go to the daemon from a thread of its own, over a channel made after vLLM's forks.
 """
 
+import contextlib
 import functools
 import logging
 import threading
@@ -21,6 +22,7 @@ from resharder.client.direct.host_copy import Placed
 from resharder.client.errors import NotFound, ResharderError
 from resharder.client.tracing import Timings, timed
 from resharder.client.vllm import compat, install, kept, reach, recorder
+from resharder.client.vllm.ahead import Ahead, compare
 from resharder.client.vllm.compat import Host
 from resharder.client.vllm.install import Installed, InstallError, Route
 from resharder.client.vllm.kept import Kept
@@ -75,6 +77,23 @@ class Reporter:
                 self._thread.start()
         self._wake.set()
 
+    def correct(self, install: str, fingerprint: str, error: str) -> None:
+        """What was found out about what `install` brought, if that is what it holds still. Said at once, since
+        something else may be staged and be what is said again and again."""
+        with self._lock:
+            if self._holding.install != install:
+                return
+            last = self._latest is self._holding
+            worker = resources_pb2.Worker()
+            worker.CopyFrom(self._holding)
+            worker.fingerprint, worker.error = fingerprint, error
+            self._holding = worker
+            if last:
+                self._latest = worker
+        request = server_pb2.ReportWorkerRequest(server=self._settings.server, worker=worker)
+        with contextlib.suppress(ResharderError):
+            self._channel.call(server_pb2_grpc.ServerServiceStub(self._channel.grpc).ReportWorker, request, timeout=10)
+
     def say_what_it_holds(self) -> None:
         """And no more of what it had staged."""
         with self._lock:
@@ -113,6 +132,7 @@ class _Staged:
     timings: Timings = field(default_factory=list)
     direct: Open | None = None  # what comes from trainers' memory
     placed: dict[str, Placed] = field(default_factory=dict)  # by part, where the source is registered
+    ahead: Ahead | None = None  # its version is not READY: `source` is the one to fall back on
 
 
 class Agent:
@@ -138,6 +158,7 @@ class Agent:
         self._routes: list[Route | None] = []  # that it was made of
         self._applied = ""
         self._staged: _Staged | None = None
+        self._fallback: Source | None = None  # kept at hand while what it holds is not in the store
         self._past: _Staged | None = None  # what was staged before
         self._lock = threading.Lock()
 
@@ -171,8 +192,9 @@ class Agent:
             },
         }
 
-    def stage(self, models: Models, install_id: str, version: str) -> dict[str, Any]:
-        """Returns when the work has begun; what was not recorded yet is recorded first, which needs it to stand still."""
+    def stage(self, models: Models, install_id: str, version: str, fallback: str = "") -> dict[str, Any]:
+        """Returns when the work has begun; what was not recorded yet is recorded first, which needs it to stand still.
+        `fallback`: the READY version to keep at hand, where `version` is not READY."""
         with self._lock:
             if self._staged is not None and self._staged.install == install_id:
                 return {}
@@ -183,9 +205,9 @@ class Agent:
         access = None
         if self.stager is None:
             access = claim(self.channel, self.settings, boot=False, patience=_RPC_PATIENCE).store
-        manifest = self.record_running(models, version)
+        manifest = self.record_running(models, fallback or version)
         self.learned()
-        work = (models, staged, version, access, manifest)
+        work = (models, staged, version, fallback, access, manifest)
         threading.Thread(target=self._stage, args=work, name="resharder-stage", daemon=True).start()
         return {}
 
@@ -226,21 +248,16 @@ class Agent:
         models: Models,
         staged: _Staged,
         version: str,
+        fallback: str,
         access: resources_pb2.StoreAccess | None,
         manifest: Manifest | None,
     ) -> None:
         started = time.perf_counter()
         try:
             with timed(staged.timings, "stage"):
-                manifest = manifest or get_manifest(self.channel, version)
-                self._check(manifest)
-                stager, without = self.stage_with(access or resources_pb2.StoreAccess()), frozenset[str]()
-                if self._memory is not None and self._receiver.join(self._memory, models, version, staged.install):
-                    staged.direct = self._memory
-                    without = frozenset(self._memory.layout.tensors) - self._loaded
-                source = stager.stage(manifest, needs(self.parts.values()), without)
-                if staged.direct is not None:
-                    self._receiver.expect(staged.direct, source.expected)
+                source = self._at_hand(version)
+                if source is None:
+                    source = self._fetch(models, staged, version, fallback, access, manifest)
                 self._register(models, staged, source)
         except (ResharderError, ConversionError, InstallError, OSError, ValueError) as error:
             with self._lock:
@@ -255,7 +272,48 @@ class Agent:
                 source.close()
                 return
             staged.source = source
-            self._report(resources_pb2.Worker.STAGED, install=staged.install, version=manifest.number, staged=staged)
+            number = staged.ahead.number if staged.ahead else source.manifest.number
+            self._report(resources_pb2.Worker.STAGED, install=staged.install, version=number, staged=staged)
+
+    def _fetch(
+        self,
+        models: Models,
+        staged: _Staged,
+        version: str,
+        fallback: str,
+        access: resources_pb2.StoreAccess | None,
+        manifest: Manifest | None,
+    ) -> Source:
+        manifest = manifest or get_manifest(self.channel, fallback or version)
+        self._check(manifest)
+        stager, needed = self.stage_with(access or resources_pb2.StoreAccess()), needs(self.parts.values())
+        if fallback:
+            staged.direct = self._join_ahead(models, staged, version)
+            return stager.stage(manifest, needed)
+        if self._memory is None or not self._receiver.join(self._memory, models, version, staged.install):
+            return stager.stage(manifest, needed)
+        staged.direct = self._memory
+        source = stager.stage(manifest, needed, frozenset(self._memory.layout.tensors) - self._loaded)
+        self._receiver.expect(staged.direct, source.expected)
+        return source
+
+    def _join_ahead(self, models: Models, staged: _Staged, version: str) -> Open:
+        memory = self._memory
+        if memory is None or self._loaded:
+            raise InstallError(f"{version} is not READY, and not all of it can come over the direct path here")
+        if not self._receiver.join(memory, models, version, staged.install):
+            raise InstallError(f"{version} is not READY, and its ranks cannot be reached over the direct path")
+        staged.ahead = self._receiver.expect_said(memory, version)
+        return memory
+
+    def _at_hand(self, version: str) -> Source | None:
+        """The source of `version`, where it was kept at hand; what else was is let go."""
+        with self._lock:
+            found, self._fallback = self._fallback, None
+        if found is not None and found.manifest.name != version:
+            found.close()
+            return None
+        return found
 
     def _register(self, models: Models, staged: _Staged, source: Source) -> None:
         """For a GPU: what can be done before the pause, so that the link is all that it waits for."""
@@ -288,17 +346,40 @@ class Agent:
         if staged is None or staged.install != install_id or staged.source is None:
             raise InstallError(f"install {install_id} is not staged here")
         self.version, self.fingerprint, self._applied = 0, "", ""
+        manifest, ahead = staged.source.manifest, staged.ahead
+        number, fingerprint = (ahead.number, ahead.fingerprint) if ahead else (manifest.number, manifest.fingerprint)
         try:
             with timed(staged.timings, "apply"):
                 self._install(models, staged, staged.source)
         finally:
             with self._lock:
+                if staged.ahead is not None:
+                    self._fallback, staged.source = staged.source, None
                 self._drop()
-        manifest = staged.source.manifest
-        self.version, self.fingerprint, self._applied = manifest.number, manifest.fingerprint, install_id
+        self.version, self.fingerprint, self._applied = number, fingerprint, install_id
         self.dropped = False
         self._report(resources_pb2.Worker.APPLIED, install=install_id, version=self.version, staged=staged, holds=True)
+        if staged.ahead is not None:
+            args = (staged.ahead, install_id)
+            threading.Thread(target=self._compare, args=args, name="resharder-compare", daemon=True).start()
         return {"version": self.version}
+
+    def _compare(self, ahead: Ahead, install_id: str) -> None:
+        """Once the version is READY, with the store's copy."""
+        found = compare(self.channel, ahead, lambda: self._applied == install_id)
+        if found is None:
+            return
+        manifest, difference = found
+        if difference:
+            logger.error("%s was served ahead of READY with other weights than the store's: %s", ahead.version, difference)
+        with self._lock:
+            if self._applied != install_id:
+                return
+            self.fingerprint = self.fingerprint if difference else manifest.fingerprint
+            at_hand, self._fallback = self._fallback, None
+        if at_hand is not None:
+            at_hand.close()
+        self.reporter.correct(install_id, self.fingerprint, difference)
 
     def profiled(self, install_id: str) -> AbstractContextManager[None]:
         return profiled(self.channel, self.settings.server, self.host.rank, install_id, self.host.device)
@@ -307,6 +388,8 @@ class Agent:
         done, arrived = Installed(0, 0, 0.0), False
         if staged.direct is not None and staged.direct is self._memory:
             arrived = self._receiver.receive(staged.direct, models, staged.install, staged.timings)
+        if not arrived and staged.ahead is not None:
+            raise InstallError(f"the direct transfer failed, and {staged.ahead.version} is not READY")
         if not arrived and not source.whole:
             raise InstallError("the direct transfer failed, and what it was to bring is not staged here")
         for name, model in models.items():
@@ -401,6 +484,7 @@ class Agent:
             process=PROCESS,
             fingerprint=self.fingerprint,
             memory=self._memory.fingerprint if self._memory else "",
+            direct=self._memory is not None and not self._loaded,
             timings=staged.timings if staged else (),
         )
         self.reporter.report(worker, holds=holds)
@@ -432,11 +516,12 @@ def resharder_describe(self: Any) -> dict[str, Any]:
     return _answer(self, lambda agent, models: agent.describe())
 
 
-def resharder_stage(self: Any, install_id: str, version: str) -> dict[str, Any]:
-    """Begins to bring `version` (its full name) within reach; the worker itself tells the daemon when it is."""
+def resharder_stage(self: Any, install_id: str, version: str, fallback: str = "") -> dict[str, Any]:
+    """Begins to bring `version` (its full name) within reach; the worker itself tells the daemon when it is.
+    `fallback`: the READY version to keep at hand, where `version` is not READY."""
 
     def act(agent: Agent, models: Models) -> dict[str, Any]:
-        return agent.stage(models, install_id, version)
+        return agent.stage(models, install_id, version, fallback)
 
     return _answer(self, act)
 

@@ -105,6 +105,8 @@ RULES: dict[str, dict[str, Rule]] = {
         "JoinTransfer": TAKES_PART,
         "StartTransfer": TAKES_PART,
         "FinishTransfer": TAKES_PART,
+        "PutDigests": TAKES_PART_MUCH,
+        "GetDigests": TAKES_PART,
         "SetGroupKey": MEETS,
         "GetGroupKey": MEETS,
     },

@@ -146,7 +146,7 @@ function drawLine(versions, now) {
     if (one.state === "READY") track.append(place(span("kept"), one.ready, now));
     if (one.state === "RETIRED") track.append(place(span("left"), one.ready, one.ready));
     track.title = one.reason;
-    const served = one.serving ? `, served by ${one.serving}` : "";
+    const served = one.serving ? `, served by ${one.serving}${one.state === "STAGING" ? " ahead of READY" : ""}` : "";
     return div("line", span("name", `${one.number}`, soft(` · step ${one.step}`)), track,
       span("", chip(one.state), soft(` ${bytes(one.size)}${served}`)));
   });

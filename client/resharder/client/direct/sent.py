@@ -1,0 +1,55 @@
+"""What a rank says of what it sends: the digest of each box as it lies in its memory, with what is added on the way."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from resharder.client.direct.group import DirectFailed
+from resharder.client.direct.proof import Proof
+from resharder.converters.digest import digest_torch
+from resharder.converters.layout import View, box_shape
+from resharder.converters.local import view_of
+from resharder.converters.packed import Ints, Pieces
+
+
+def digests_of(sent: Pieces[int], tensors: Mapping[str, torch.Tensor], device: torch.device) -> list[int]:
+    """In the order of `sent`. After what the current stream has yet to do. Raises DirectFailed."""
+    try:
+        _check_inside(sent, tensors)
+        if device.type != "cuda":
+            return [_digest(sent, i, tensors) for i in range(len(sent))]
+        found = np.zeros(len(sent), np.uint64)
+        plain = np.flatnonzero(sent.plus == 0)
+        found[plain] = Proof(_take(sent, plain), tensors, device).digests()
+        for i in np.flatnonzero(sent.plus != 0).tolist():
+            found[i] = _digest(sent, i, tensors)
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise DirectFailed(f"digests of what is sent: {error}") from error
+    digests: list[int] = found.tolist()
+    return digests
+
+
+def _digest(sent: Pieces[int], i: int, tensors: Mapping[str, torch.Tensor]) -> int:
+    n, spec = sent.dimensions(i), sent.specs[sent.tensor[i]]
+    box = sent.boxes.box(i, n)
+    view = View(box_shape(box), tuple(sent.strides[i, :n].tolist()), int(sent.offset[i]))
+    values = view_of(tensors[sent.locals[sent.local[i]]], view)
+    return digest_torch(values + float(sent.plus[i]) if sent.plus[i] else values, box, spec.shape)
+
+
+def _check_inside(sent: Pieces[int], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises ValueError."""
+    ends = sent.offset + ((sent.boxes.count - 1) * sent.strides).sum(axis=1)
+    used = np.unique(sent.local).tolist()
+    room = np.zeros(len(sent.locals), np.int64)
+    for number in used:
+        tensor = tensors[sent.locals[number]]
+        room[number] = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+    if len(outside := np.flatnonzero(ends >= room[sent.local])):
+        raise ValueError(f"expected boxes inside of {sent.locals[sent.local[outside[0]]]}, got one that ends behind it")
+
+
+def _take(sent: Pieces[int], which: Ints) -> Pieces[int]:
+    names = ("tensor", "process", "local", "offset", "strides", "plus")
+    return replace(sent, boxes=sent.boxes.take(which), **{name: getattr(sent, name)[which] for name in names})

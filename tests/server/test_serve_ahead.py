@@ -1,0 +1,203 @@
+"""A fleet that serves versions before they are READY: one story for each way that it can end.
+
+The servers are those of test_fleet_moves.py: models that keep to the plugin's part, whose gates show what clients get.
+"""
+
+import pytest
+from google.protobuf.field_mask_pb2 import FieldMask
+from resharder.server.errors import InvalidArgument
+from resharder.server.moves import MotionKind, WantKind
+from resharder.server.reconciler import Order, OrderKind, Worker
+from resharder.v1 import operator_pb2, resources_pb2
+
+from tests.server.test_fleet_moves import FLEET, NAMES, Ahead, Plant
+
+
+class Site(Ahead):
+    """Three servers on version 1, which is READY."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_up(MotionKind.ALL_AT_ONCE, 0, 1, approval=False, ahead=True)
+        self.settle()
+
+    def shows(self) -> list[int]:
+        return [self.plants[name].shows(self.now) for name in NAMES]
+
+    def offer(self) -> int:
+        """A version that is STAGING, served by all."""
+        number = self.versions.begin()
+        self.fleets.tick()
+        self.settle()
+        assert self.shows() == [number] * 3, self.reasons()
+        return number
+
+    def until(self, name: str, kind: OrderKind) -> tuple[Plant, Order]:
+        """One server carries its orders out up to that of this kind, which is left to the test."""
+        plant = self.plants[name]
+        while True:
+            assert plant.attachment is not None
+            order = plant.attachment.orders.get_nowait()
+            assert order is not None
+            if order.kind == kind:
+                return plant, order
+            if order.kind not in (OrderKind.RENEWED, OrderKind.LEAD):
+                self.obey(plant, order, fails=False)
+
+    def installs(self) -> list[int]:
+        return [view.server.installs for view in self.fleets.servers()]
+
+
+@pytest.fixture
+def site() -> Site:
+    return Site()
+
+
+def test_what_was_served_ahead_is_not_installed_again_when_the_store_has_the_same(site: Site) -> None:
+    number = site.offer()
+    assert all(view.server.unproven and "ahead of READY" in view.reason for view in site.fleets.servers())
+    assert "ahead of READY" in site.fleets.fleet(FLEET).reason
+    before = site.installs()
+    site.versions.complete(number)
+    site.settle()
+    site.settle()
+    assert (site.shows(), site.installs()) == ([number] * 3, before)
+    assert not any(view.server.unproven for view in site.fleets.servers())
+
+
+def test_where_the_store_has_other_weights_they_are_installed(site: Site) -> None:
+    number = site.offer()
+    site.versions.complete(number, changed=True)
+    site.fleets.tick()
+    site.compare("a")
+    view = site.fleets.servers()[0]
+    assert "the store's copy differs: other weights" in view.reason
+    assert site.shows() == [number] * 3  # served on while the others are staged
+    for _ in range(3):
+        site.settle()
+    assert [site.plants[name].held_as for name in NAMES] == [site.versions.ready[number]] * 3
+    assert site.shows() == [number] * 3
+
+
+def test_an_aborted_version_gives_way_to_the_newest_ready_one(site: Site) -> None:
+    number = site.offer()
+    site.versions.abort(number)
+    site.fleets.tick()
+    assert site.shows() == [number] * 3  # until the other one is staged
+    assert "it will not become READY" in site.fleets.servers()[0].reason
+    site.settle()
+    assert site.shows() == [1] * 3
+    assert site.fleet.move
+    assert site.fleet.move.reason == f"version {number} was not completed"
+
+
+def test_a_version_aborted_while_it_is_applied_is_never_opened(site: Site) -> None:
+    number = site.versions.begin()
+    site.fleets.tick()
+    plant, order = site.until("a", OrderKind.APPLY)
+    site.versions.abort(number)
+    site.obey(plant, order, fails=False)
+    for _ in range(3):
+        site.settle()
+    assert site.shows() == [1] * 3
+    site.publish()
+    site.settle()
+    assert site.shows() == [number + 1] * 3
+
+
+def test_an_aborted_version_is_left_even_where_no_other_is_wanted(site: Site) -> None:
+    number = site.offer()
+    request = operator_pb2.UpdateFleetRequest(
+        fleet=resources_pb2.Fleet(name=FLEET, want=resources_pb2.Want(kind=int(WantKind.NONE))),  # type: ignore[arg-type]
+        update_mask=FieldMask(paths=["want"]),
+    )
+    site.operations.update(request)
+    site.settle()
+    assert site.shows() == [number] * 3
+    site.versions.abort(number)
+    for _ in range(2):
+        site.settle()
+    assert site.shows() == [1] * 3
+
+
+def test_a_transfer_that_fails_brings_the_last_version_back_and_waits_for_the_store(site: Site) -> None:
+    number = site.versions.begin()
+    site.fleets.tick()
+    site.obey(*site.until("a", OrderKind.APPLY), fails=True)
+    for _ in range(10):
+        site.settle()
+    assert site.shows() == [1, number, number]
+    assert f"waits for version {number} to be READY: " in site.fleets.servers()[0].reason
+    site.versions.complete(number)
+    site.settle()
+    site.settle()
+    assert site.shows() == [number] * 3
+
+
+def test_a_server_that_cannot_take_all_of_it_directly_waits(site: Site) -> None:
+    worker = site.fleets.server("a").workers[0]
+    again = Worker(0, worker.state, 1, worker.install, process=worker.process, fingerprint=worker.fingerprint)
+    plain, site.report = site.report, lambda plant, *said: plain(plant, *said) if plant.id != "a" else None  # type: ignore[method-assign]
+    site.fleets.report_worker("a", again)
+    number = site.versions.begin()
+    site.fleets.tick()
+    site.settle()
+    assert site.shows() == [1, number, number]
+    assert "worker 0 cannot take all of it over the direct path" in site.fleets.servers()[0].reason
+
+
+def test_servers_boot_from_the_ready_version_and_take_the_other_then(site: Site) -> None:
+    number = site.offer()
+    site.kill_server("a")
+    site.pass_time(12)
+    site.start_server("a")
+    assert site.plants["a"].holds == 1
+    site.settle()
+    assert site.shows() == [number] * 3
+
+
+def test_a_daemon_that_starts_again_knows_no_version_that_is_not_ready(site: Site) -> None:
+    number = site.offer()
+    site.restart_daemon()
+    assert site.shows() == [number] * 3
+    for _ in range(20):
+        site.settle()
+    assert site.shows() == [1] * 3
+
+
+def test_a_fleet_that_is_to_serve_ahead_no_more_goes_back_at_once(site: Site) -> None:
+    number = site.offer()
+    site.serve_ahead(False)
+    site.settle()
+    assert site.shows() == [1] * 3
+    site.versions.complete(number)
+    for _ in range(2):
+        site.settle()
+    assert site.shows() == [number] * 3
+
+
+def test_what_was_rolled_back_ahead_of_ready_does_not_come_back_when_it_is(site: Site) -> None:
+    number = site.offer()
+    site.operations.roll_back(operator_pb2.RollBackFleetRequest(fleet=FLEET))
+    site.settle()
+    assert site.shows() == [1] * 3
+    site.versions.complete(number)
+    for _ in range(3):
+        site.settle()
+    assert site.shows() == [1] * 3
+
+
+def test_the_way_back_is_held_in_the_store(site: Site) -> None:
+    site.offer()
+    assert f"fleets/{FLEET}" in site.versions.holders[1]
+
+
+@pytest.mark.parametrize("path", ["motion", "max_skew"])
+def test_only_a_fleet_whose_servers_move_each_for_itself_serves_ahead(site: Site, path: str) -> None:
+    motion = resources_pb2.Motion(kind=resources_pb2.Motion.ROLLING)
+    request = operator_pb2.UpdateFleetRequest(
+        fleet=resources_pb2.Fleet(name=FLEET, motion=motion, max_skew=2), update_mask=FieldMask(paths=[path])
+    )
+    with pytest.raises(InvalidArgument) as refused:
+        site.operations.update(request)
+    assert refused.value.reason == "SERVE_AHEAD"
