@@ -268,7 +268,8 @@ def serve(config: Config) -> None:
     except (DaemonError, SecurityFilesError) as error:
         sys.exit(f"resharderd: {error}")
     daemon.start()
-    ended.wait()
+    while not ended.wait(1.0):  # without a timeout a signal that the kernel gives to another thread would never be seen
+        pass
     daemon.stop()
 
 
