@@ -238,6 +238,15 @@ def test_a_server_whose_groups_fail_again_and_again_is_left_in_peace_for_a_while
     assert linked(site, "left", site.offer(4), 4, "i-4")
 
 
+def test_a_server_that_never_succeeds_is_tried_every_ten_minutes(site: Site) -> None:
+    site.declare("left")
+    site.direct._failures["left"] = (5000, 0.0)
+    site.finish(site.rank(0), linked(site, "left", site.offer()), "no GPU")
+    site.offer(2)
+    with pytest.raises(FailedPrecondition, match="5001 transfers in a row failed; none is tried for 600 s"):
+        site.direct.join(site.worker("left", 0), "memory", "policy", 2, "i-2")
+
+
 def test_a_transfer_that_hangs_is_ended_for_all(site: Site) -> None:
     site.declare("left")
     ranks = site.offer()

@@ -551,7 +551,7 @@ class Direct:
             return
         group.error = why
         count = self._failures.get(group.server, (0, 0.0))[0] + 1
-        pause = min(_LONGEST_PAUSE, _PAUSE * 2 ** (count - 2)) if count > 1 else 0.0
+        pause = min(_LONGEST_PAUSE, _PAUSE * 2 ** min(count - 2, 10)) if count > 1 else 0.0
         self._failures[group.server] = count, self._clock() + pause
         _log.warning("direct_failed", server=group.server, group=group.id, reason=why)
         for offer in self._offers.values():
