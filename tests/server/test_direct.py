@@ -13,6 +13,8 @@ from resharder.converters.packed import Pieces, pack
 from resharder.server.direct import Act, Direct, Member, Task
 from resharder.server.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 
+from tests.support.operating import wait_until
+
 PUBLISHER = "models/policy/publishers/1"
 LONG = 60.0
 
@@ -255,6 +257,18 @@ def test_a_transfer_that_hangs_is_ended_for_all(site: Site) -> None:
     assert [rank.task() for rank in ranks] == [Task(Act.RUN, group)] * 2
     site.now += 16.0
     assert [rank.task() for rank in ranks] == [Task(Act.DROP, group)] * 2
+
+
+def test_a_transfer_that_hangs_holds_up_the_next_server_no_longer_than_its_bound_though_no_rank_asks(site: Site) -> None:
+    site.declare("left")
+    site.declare("right")
+    ranks = site.offer()
+    groups = [linked(site, server, ranks) for server in ("left", "right")]
+    [future.result(LONG) for future in site.start("left", groups[0])]
+    waiting = site.start("right", groups[1])
+    wait_until(lambda: len(site.direct._offers["policy"].turns) > 0, "both workers wait for their turn")
+    site.now += 16.0
+    [future.result(LONG) for future in waiting]
 
 
 def test_what_does_not_fit_goes_over_the_staged_path(site: Site) -> None:

@@ -303,15 +303,18 @@ class Direct:
         now = self._clock()
         awaited = self._servers.awaiting(offer.model, offer.number) if state == "READY" else frozenset()
         with self._news:
-            running = offer.running
-            if running is not None and now > running.began + self.seconds + _SLACK:
-                self._fail(running, "late", f"not every member was done after {self.seconds + _SLACK:g} s")
+            self._end_late(offer)
             if state == "READY" and offer.ready_at is None:
                 offer.ready_at = now
             wanted = any(self._refused.get(server) != offer.number for server in awaited)
             if not offer.ended and self._is_over(offer, state, now, wanted):
                 offer.end()
                 self._news.notify_all()
+
+    def _end_late(self, offer: _Offer) -> None:
+        running = offer.running
+        if running is not None and self._clock() > running.began + self.seconds + _SLACK:
+            self._fail(running, "late", f"not every member was done after {self.seconds + _SLACK:g} s")
 
     def _is_over(self, offer: _Offer, state: str, now: float, wanted: bool) -> bool:
         if state != "READY" or offer.ready_at is None:
@@ -497,6 +500,7 @@ class Direct:
                     self._refuse(group.server, offer.number, "offer_over", group.error or "its offer is over")
                 if group not in offer.turns and self._clock() > deadline:
                     self._fail(group, "late", f"not every worker was ready after {self.seconds:g} s")
+                self._end_late(offer)  # also where no rank asks for its tasks
                 self._news.wait(_LOOK)
 
     def _offer_of(self, group: _Group) -> _Offer:
