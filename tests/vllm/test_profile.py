@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,12 +39,14 @@ class Profiling(SimulatedServer):
     """Its one worker multiplies under a real profiler where it is told to."""
 
     installs = ""
+    lag = 0.0  # seconds from the profile to the word that the install is done
 
     def _carry_out(self, order: server_pb2.Order) -> None:
         if order.kind == Order.APPLY and order.profile:
             self.installs = order.install
             with profiled(Channel(self.endpoint), self.id, 0, order.install, CPU):
                 torch.ones(64, 64) @ torch.ones(64, 64)
+            time.sleep(self.lag)
         super()._carry_out(order)
 
 
@@ -71,6 +74,7 @@ def test_an_operator_gets_a_trace_and_a_table_of_an_install_as_any_other(
 
 
 def test_a_fleet_is_profiled_server_by_server_and_people_get_the_table(daemon: Daemon, server: Profiling, tmp_path: Path) -> None:
+    server.lag = 1.0  # the command ends when the server serves again, not when the profile is there
     done = resharder("profile", "install", "policy", "--out", tmp_path, "--endpoint", daemon.endpoint)
     assert done.code == 0, done.err
     assert "servers/left, worker 0 of 1: version 1 applied in" in done.out
