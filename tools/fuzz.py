@@ -8,6 +8,7 @@ the status page and the metrics are looked at; then good ranks and servers go on
 """
 
 import argparse
+import faulthandler
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ BATCH = 500
 WARM_UP = 40  # batches, after which memory may not grow by more than
 GROWTH = 256 << 20  # bytes
 _SAY = 15.0  # seconds
+_LONGEST = 300.0  # seconds, of a batch; then a call never ends, and it is said where it waits
 
 
 def fuzz(inputs: int, seed: str) -> None:
@@ -30,6 +32,7 @@ def fuzz(inputs: int, seed: str) -> None:
         warm = 0
         for batch in range(-(-inputs // BATCH)):
             random = Random(f"{seed}/{batch}")
+            faulthandler.dump_traceback_later(_LONGEST, exit=True)
             try:
                 for _ in range(BATCH):
                     world.call(random)
@@ -43,6 +46,7 @@ def fuzz(inputs: int, seed: str) -> None:
             if time.monotonic() > said + _SAY:
                 said = time.monotonic()
                 print(line(world, said - began), flush=True)
+        faulthandler.cancel_dump_traceback_later()
         print(line(world, time.monotonic() - began))
         grown = anonymous_bytes() - warm if warm else 0
         assert grown < GROWTH, f"memory has grown by {grown >> 20} MiB in {world.calls} inputs"

@@ -114,6 +114,18 @@ def linked(site: Site, server: str, ranks: list[Rank], number: int = 1, install:
     return str(group)
 
 
+def after_drops(ranks: list[Rank], dropped: str) -> list[Task]:
+    """The next task of each rank that does not have it drop this group."""
+    found = []
+    for rank in ranks:
+        task = rank.task()
+        while task == Task(Act.DROP, dropped):
+            task = rank.task()
+        assert task is not None
+        found.append(task)
+    return found
+
+
 def test_members_get_their_places_and_their_own_copies(site: Site) -> None:
     site.declare("left")
     ranks = site.offer()
@@ -151,12 +163,31 @@ def test_workers_that_have_let_go_of_their_links_meet_the_ranks_anew(site: Site)
     workers = [site.worker("left", rank) for rank in range(2)]
     joined = [site.begin(site.direct.join, worker, "memory", "policy", 2, "i-2", "") for worker in workers]
     links = [future.result(LONG) for future in joined]
-    tasks = [rank.task() for rank in ranks], [rank.task() for rank in ranks]
-    assert [(task.act, task.group) for task in tasks[0] if task] == [(Act.DROP, first)] * 2
-    (second,) = {task.group for task in tasks[1] if task} | {link.group for link in links}  # type: ignore[attr-defined]
+    (second,) = {task.group for task in after_drops(ranks, first)} | {link.group for link in links}  # type: ignore[attr-defined]
     assert second != first
     kept = [site.begin(site.direct.join, worker, "memory", "policy", 2, "i-3", second) for worker in workers]
     assert {future.result(LONG).group for future in kept} == {second}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_workers_that_have_let_go_in_mid_transfer_have_the_next_turn_themselves(site: Site, restarted: bool) -> None:
+    site.declare("left")
+    ranks = site.offer()
+    first = linked(site, "left", ranks)
+    [future.result(LONG) for future in site.start("left", first)]
+    if restarted:
+        site.known["left"] = {0: "other-0", 1: "other-1"}
+        site.worker = lambda server, rank: Member(f"servers/{server}", rank, f"other-{rank}")  # type: ignore[method-assign]
+    workers = [site.worker("left", rank) for rank in range(2)]
+    for worker in workers:
+        site.direct.declare(worker, "memory", half(worker.rank))
+    joined = [site.begin(site.direct.join, worker, "memory", "policy", 1, "i-2", "") for worker in workers]
+    (second,) = {future.result(LONG).group for future in joined}  # type: ignore[attr-defined]
+    assert second != first
+    [future.result(LONG) for future in site.start("left", second, "i-2")]
+    assert [task.group for task in after_drops(ranks, first) if task.act is Act.RUN] == [first] * 2
+    assert [task.group for task in after_drops(ranks, first) if task.act is Act.LINK] == [second] * 2
+    assert after_drops(ranks, first) == [Task(Act.RUN, second)] * 2
 
 
 def test_one_server_at_a_time_takes_from_an_offer(site: Site) -> None:

@@ -354,7 +354,7 @@ class Direct:
             if group is not None and group.key == key and not group.error:
                 if held in (None, group.id) or member not in group.linked:
                     return group.link(member)
-                group.error = f"{member.owner}, rank {member.rank} has let go of it"  # as those do that fall asleep
+                self._end(group, f"{member.owner}, rank {member.rank} has let go of it")  # as those do that fall asleep
             self._planning.add(server)
         try:
             planned = self._plan(ranks, workers)
@@ -437,8 +437,8 @@ class Direct:
             return former
         if offer.ended:
             self._refuse(server, offer.number, "offer_over", "its offer is over")
-        if former is not None:
-            offer.tell(former, Act.DROP)
+        if former is not None:  # ranks may not have heard of its end in an offer that was over
+            self._end(former, former.error or "other members have taken its place")
         members = (*(ranks[rank][0] for rank in planned.senders), *(workers[rank][0] for rank in sorted(workers)))
         group = _Group(secrets.token_hex(12), server, key, members, len(planned.senders), planned)
         self._groups[server] = group
@@ -553,20 +553,27 @@ class Direct:
     def _fail(self, group: _Group, cause: Cause, why: str) -> None:
         if group.error:
             return
-        group.error = why
         count = self._failures.get(group.server, (0, 0.0))[0] + 1
         pause = min(_LONGEST_PAUSE, _PAUSE * 2 ** min(count - 2, 10)) if count > 1 else 0.0
         self._failures[group.server] = count, self._clock() + pause
         _log.warning("direct_failed", server=group.server, group=group.id, reason=why)
-        for offer in self._offers.values():
-            if offer.publisher == group.members[0].owner:
-                if not offer.ended:
-                    self._give_up(group.server, offer.number, cause)
-                offer.tell(group, Act.DROP)
-                if offer.running is group:
-                    offer.running = None
-                self._next(offer)
+        for offer in self._offers_to(group):
+            if not offer.ended:
+                self._give_up(group.server, offer.number, cause)
+        self._end(group, why)
+
+    def _end(self, group: _Group, why: str) -> None:
+        """Nobody's fault need it be; whoever waits for his turn behind it has his."""
+        group.error = why
+        for offer in self._offers_to(group):
+            offer.tell(group, Act.DROP)
+            if offer.running is group:
+                offer.running = None
+            self._next(offer)
         self._news.notify_all()
+
+    def _offers_to(self, group: _Group) -> list[_Offer]:
+        return [offer for offer in self._offers.values() if offer.publisher == group.members[0].owner]
 
     # How members meet
 
