@@ -9,13 +9,14 @@ import pytest
 import torch
 from resharder.client.errors import DaemonUnreachable, Refused, ResharderError, UsageError
 from resharder.client.vllm import boot, compat
+from resharder.client.vllm.agent import Agent, _Staged
 from resharder.client.vllm.boot import ResharderLoader
 from resharder.client.vllm.compat import Host
 from resharder.client.vllm.install import Installed
 from resharder.client.vllm.parts import MODEL
+from resharder.client.vllm.report import PROCESS, claim
 from resharder.client.vllm.settings import Settings
 from resharder.client.vllm.source import Manifest, get_manifest
-from resharder.client.vllm.worker import PROCESS, Agent, _Staged, claim
 from resharder.v1 import resources_pb2
 from vllm.config.load import LoadConfig
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def register() -> None:
-    from resharder.client.vllm.worker import Agent
+    from resharder.client.vllm.agent import Agent
 
     if "FAULTY_INSTALLS" in os.environ and Agent._stage.__name__ == "_stage":
         Agent._stage, Agent._install = held(Agent._stage), faulty(Agent._install)

@@ -11,12 +11,14 @@ import torch
 from resharder.client.errors import NO_VERSION, DaemonUnreachable, ResharderError, UsageError
 from resharder.client.tracing import Timings, timed
 from resharder.client.vllm import compat, install, reach, recorder
+from resharder.client.vllm.agent import Agent
 from resharder.client.vllm.compat import Host
 from resharder.client.vllm.install import Fault, Feed, Installed
 from resharder.client.vllm.parts import DRAFTER, MODEL, Part
+from resharder.client.vllm.report import claim
 from resharder.client.vllm.settings import Settings
 from resharder.client.vllm.source import Manifest, Source, Stager, get_manifest
-from resharder.client.vllm.worker import AGENTS, Agent, claim
+from resharder.client.vllm.worker import AGENTS
 
 
 class ResharderLoader(compat.BaseModelLoader):  # type: ignore[misc]

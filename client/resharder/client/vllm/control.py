@@ -133,7 +133,8 @@ class Control:
             if not self._gate.lease.alive:  # a pause that waits for requests to end can outlive the lease
                 self._reattach("the lease expired while pausing")
                 return None
-            await self._workers("resharder_apply", order.install, *([True] if order.profile else []))
+            with timed(timings, "workers"):
+                await self._workers("resharder_apply", order.install, *([True] if order.profile else []))
             with timed(timings, "reset"):
                 await self._reset_caches()
         except BaseException:

@@ -134,9 +134,11 @@ class Receiver:
             proof = self._proof_of(memory, targets)
             request = direct_pb2.TransferRequest(member=self._member, group=link.id, install=install)
             times.append(time.monotonic())
-            self._channel.call(self._stub.StartTransfer, request, timeout=_WAIT, patience=0)
+            with timed(timings, "turn"):
+                self._channel.call(self._stub.StartTransfer, request, timeout=_WAIT, patience=0)
             times.append(time.monotonic())
-            took = link.run()
+            with timed(timings, "transfer"):
+                took = link.run()
             times.append(time.monotonic())
             with timed(timings, "prove"):
                 self._check(memory, proof.digests() if proof else read_all(targets, memory.layout.pieces, memory.layout.tensors))
