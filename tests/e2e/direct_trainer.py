@@ -2,7 +2,7 @@
 
 `fault`: {"rank": 1, "what": "sleep" | "die" | "change"} happens in that rank's next transfer. `reseed`: {"step": 13, "seed": 11}
 gives a step the weights of another. `hold`: {"rank": 1, "until": PATH, "change": false}: that rank's next delivery to the daemon
-begins when the file is there, with other weights by then if `change` says so.
+begins when the file is there, with other weights by then if `change` says so. `withhold`: the next version is not offered.
 """
 
 import os
@@ -49,6 +49,17 @@ def hold(publisher: Any, chunks: Any, config: Any, rank: int, until: str, change
     return {}
 
 
+def withhold(publisher: Any, chunks: Any, config: Any) -> dict[str, Any]:
+    plain = publisher.publish
+
+    def publish(step: int) -> Any:
+        publisher.publish = plain
+        return plain(step, direct=False)
+
+    publisher.publish = publish
+    return {}
+
+
 def deliver(self: SharedMemory, *arguments: Any) -> list[int]:
     if _held:
         _held.pop()()
@@ -80,5 +91,5 @@ if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     Transfer.run = run  # type: ignore[method-assign]
     SharedMemory.deliver = deliver  # type: ignore[method-assign]
-    trainer.ACTIONS |= {"fault": fault, "reseed": reseed, "hold": hold}
+    trainer.ACTIONS |= {"fault": fault, "reseed": reseed, "hold": hold, "withhold": withhold}
     trainer.main()

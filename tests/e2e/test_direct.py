@@ -151,6 +151,13 @@ def test_the_next_version_goes_over_the_same_group(system: System) -> None:
     assert len([line for line in system.transfers() if line["event"] == "direct_group"]) == 1
 
 
+def test_a_version_that_its_ranks_do_not_offer_is_not_waited_for(system: System) -> None:
+    system.trainer.ask(do="withhold")
+    version = system.publish(4)
+    assert not system.sent(version)
+    assert "over the staged path: no publisher offers it" in system.server.log_text()
+
+
 def test_weights_that_change_before_they_are_sent_are_noticed_and_come_from_the_store(system: System) -> None:
     system.trainer.ask(do="fault", rank=1, what="change")
     version = system.publish(5)

@@ -329,6 +329,26 @@ def test_a_version_that_no_publisher_offers_is_not_waited_for(site: Site) -> Non
         site.direct.join(site.worker("left", 0), "memory", "policy", 1, "i-1")
 
 
+def test_a_version_that_its_publisher_withholds_is_not_waited_for_and_the_next_one_is(site: Site) -> None:
+    site.declare("left")
+    causes: list[str | None] = []
+    site.direct.heard = lambda seconds, cause: causes.append(cause)
+    waiting = site.join("left")
+    site.direct.withhold("policy", 1)
+    for future in (*waiting, *site.join("left", install="i-2")):
+        with pytest.raises(FailedPrecondition, match="over the staged path"):
+            future.result(LONG)
+    assert causes == ["not_offered"]
+    assert linked(site, "left", site.offer(2), 2, "i-3")
+
+
+def test_a_version_that_is_offered_is_not_withheld_by_a_later_one(site: Site) -> None:
+    site.declare("left")
+    ranks = site.offer(1)
+    site.direct.withhold("policy", 2)
+    assert linked(site, "left", ranks)
+
+
 def test_groups_have_no_strangers_and_keys_are_bounded(site: Site) -> None:
     site.declare("left", "right")
     group = linked(site, "left", site.offer())

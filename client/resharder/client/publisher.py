@@ -394,7 +394,7 @@ class Publisher:
         return handle
 
     def _deliver_again(self, step: int, read: "Callable[[Sequence[int]], Iterable[Item]]", restarts: int, direct: bool) -> Handle:
-        slot, positions, version = self._begin(step, _RESTARTS)
+        slot, positions, version = self._begin(step, _RESTARTS, direct)
         try:
             with self._offered(version, direct):
                 return self._deliver(slot, positions, version, read)
@@ -419,7 +419,7 @@ class Publisher:
             offering.give_up()
             raise
 
-    def _begin(self, step: int, restarts: int) -> tuple[Slot, Sequence[int], resources_pb2.Version]:
+    def _begin(self, step: int, restarts: int, direct: bool) -> tuple[Slot, Sequence[int], resources_pb2.Version]:
         """What this rank sends, and the version to send it to. Registers again with a daemon that was started anew."""
         registration = self._registration
         if registration is None:
@@ -427,12 +427,12 @@ class Publisher:
         try:
             with tracing.timed(self._timings, "create"):
                 slot, positions = registration.assignment(self._register_timeout)
-                return slot, positions, self._create_version(registration, step)
+                return slot, positions, self._create_version(registration, step, direct)
         except (NotFound, WaitTimeout) as error:
             if error.reason not in UNREGISTERED or not restarts:
                 raise
         self._again()
-        return self._begin(step, restarts - 1)
+        return self._begin(step, restarts - 1, direct)
 
     def _deliver(
         self,
@@ -486,8 +486,11 @@ class Publisher:
             self._from_gpu = RegisteredMemory(device, copy_threads(), plain)
         return self._from_gpu
 
-    def _create_version(self, registration: Registration, step: int) -> resources_pb2.Version:
-        request = publisher_pb2.CreateVersionRequest(publisher=registration.name, rank=self.identity.rank, step=step)
+    def _create_version(self, registration: Registration, step: int, direct: bool) -> resources_pb2.Version:
+        withheld = not direct or self._sender is None
+        request = publisher_pb2.CreateVersionRequest(
+            publisher=registration.name, rank=self.identity.rank, step=step, withheld=withheld
+        )
         backoff = Backoff(self._staging_timeout, longest=1.0)
         while True:
             try:

@@ -57,14 +57,16 @@ class RenewLeaseRequest(_message.Message):
     def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class CreateVersionRequest(_message.Message):
-    __slots__ = ("publisher", "rank", "step")
+    __slots__ = ("publisher", "rank", "step", "withheld")
     PUBLISHER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    WITHHELD_FIELD_NUMBER: _ClassVar[int]
     publisher: str
     rank: int
     step: int
-    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    withheld: bool
+    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., withheld: bool = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("version", "epoch", "rank", "index", "checksum", "data", "model")

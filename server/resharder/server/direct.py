@@ -201,6 +201,7 @@ class Direct:
         self._news = threading.Condition()
         self._memories: dict[tuple[str, int], _Memory] = {}
         self._offers: dict[str, _Offer] = {}  # the newest of each model
+        self._withheld: dict[str, int] = {}  # the newest version of each model that no rank offers
         self._joined: dict[str, tuple[str, dict[int, tuple[Member, str]]]] = {}  # server -> install, workers and their memories
         self._groups: dict[str, _Group] = {}  # by server
         self._planning: set[str] = set()
@@ -272,6 +273,12 @@ class Direct:
                 self.offered_whole()
             self._news.notify_all()
             return offer
+
+    def withhold(self, model: str, number: int) -> None:
+        """No rank offers this version, nor any before it that is not offered by now."""
+        with self._news:
+            self._withheld[model] = max(number, self._withheld.get(model, 0))
+            self._news.notify_all()
 
     def offered(self, model: str) -> Collection[int]:
         """The last versions that every rank has offered, whatever has become of them."""
@@ -379,7 +386,8 @@ class Direct:
         if offer is not None and (offer.number > number or (offer.number == number and offer.ended)):
             self._refuse(server, number, "offer_over", "its offer is over")
         if offer is None or offer.number != number:
-            if not any(owner.startswith(f"models/{model}/publishers/") for owner, _ in self._memories):
+            able = any(owner.startswith(f"models/{model}/publishers/") for owner, _ in self._memories)
+            if not able or number <= self._withheld.get(model, 0):
                 self._refuse(server, number, "not_offered", "no publisher offers it")
             return None
         return offer

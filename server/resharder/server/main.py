@@ -141,7 +141,7 @@ class Daemon:
         operations = Operations(self.fleets, self.config.checks, self.events.add)
         profiles = Profiles(self.fleets)
         operator = OperatorService(views, operations, self.events, self.archive, profiles, daemon)
-        add_publisher_service(PublisherService(self.intake, views), server)
+        add_publisher_service(PublisherService(self.intake, views, self.direct.withhold), server)
         add_server_service(ServerService(self.fleets, self.store, profiles), server)
         direct_pb2_grpc.add_DirectServiceServicer_to_server(DirectService(self.direct, self.intake), server)
         operator_pb2_grpc.add_OperatorServiceServicer_to_server(operator, server)

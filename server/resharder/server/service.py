@@ -65,8 +65,9 @@ class Views:
 
 
 class PublisherService:
-    def __init__(self, intake: Intake, views: Views) -> None:
-        self._intake, self._views = intake, views
+    def __init__(self, intake: Intake, views: Views, withhold: Callable[[str, int], None]) -> None:
+        """`withhold` is told the model and number of versions that no rank offers for the direct path."""
+        self._intake, self._views, self._withhold = intake, views, withhold
 
     def CreatePublisher(self, request: publisher_pb2.CreatePublisherRequest, context: grpc.ServicerContext) -> Message:
         files = {file.path: file.content for file in request.model.files}
@@ -92,7 +93,10 @@ class PublisherService:
         return self._views.publisher(self._intake.publisher(request.publisher, request.rank))
 
     def CreateVersion(self, request: publisher_pb2.CreateVersionRequest, context: grpc.ServicerContext) -> Message:
-        return self._views.version(self._intake.create_version(request.publisher, request.rank, request.step))
+        record = self._intake.create_version(request.publisher, request.rank, request.step)
+        if request.withheld:
+            self._withhold(record.model, record.number)
+        return self._views.version(record)
 
     def UploadChunks(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Message:
         model, chunks, size = "", 0, 0
