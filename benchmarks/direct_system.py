@@ -60,6 +60,11 @@ class Client:
         times, self._times = self._times, self._times[-1:]
         return max((b - a for a, b in pairwise(times)), default=0.0)
 
+    def times(self) -> list[float]:
+        """When tokens came, in seconds since 1970."""
+        to_wall = time.time() - time.monotonic()
+        return [at + to_wall for at in self._times]
+
     def end(self) -> None:
         self._ended = True
         self._thread.join(30)

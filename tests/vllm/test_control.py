@@ -13,6 +13,7 @@ from resharder.v1 import resources_pb2, server_pb2
 
 LEAD = Order(Kind.LEAD)
 FINE = [{"ok": True, "rank": 0}, {"ok": True, "rank": 1}]
+RESETS = [("reset prefix", True, True), "reset mm", "reset encoder"]
 TORN = [{"ok": True, "rank": 0}, {"ok": False, "rank": 1, "error": "digest of lm_head.weight differs"}]
 
 
@@ -21,6 +22,7 @@ class FakeEngine:
 
     def __init__(self, gate: Gate) -> None:
         self.gate, self.lease = gate, gate.lease
+        self.engine_core: Core | None = None
         self.slumber, self.dropped = Slumber(), False
         self.calls: list[Any] = []
         self.positions: dict[str, Position] = {}
@@ -177,11 +179,9 @@ def test_an_install_holds_the_gate_pauses_applies_resets_caches_and_stays_paused
     side = serving()
     assert side.do(apply(2, mode=mode)) == Outcome(Kind.APPLY, "i1")
     assert side.engine.calls == [
-        ("pause", mode, True),
+        ("pause", mode, False),
         ("resharder_apply", "i1"),
-        ("reset prefix", True, True),
-        "reset mm",
-        "reset encoder",
+        *RESETS,
     ]
     assert side.engine.positions["pause"] is Position.HELD
     assert (side.gate.position, side.engine.paused) == (Position.HELD, True)
@@ -310,7 +310,7 @@ def test_a_lease_that_ends_while_requests_drain_keeps_the_workers_untouched_and_
     side = serving()
     side.engine.lease_ends_while_pausing = True
     assert side.do(apply(2, mode="wait")) is None
-    assert side.engine.calls == [("pause", "wait", True)]
+    assert side.engine.calls == [("pause", "wait", False)]
     assert side.reattached == ["the lease expired while pausing"]
     side.lease.renew(20.0)
     assert side.do(apply(2, mode="wait")) == Outcome(Kind.APPLY, "i1")
@@ -321,7 +321,41 @@ def test_a_side_that_takes_the_lead_from_one_that_paused_the_engine_resumes_it()
     side = Side()
     side.engine.paused = True
     side.do(resume(1))
-    assert (side.engine.calls, side.engine.paused) == (["resume"], False)
+    assert (side.engine.calls, side.engine.paused) == ([*RESETS, "resume"], False)
+
+
+def test_nothing_is_resumed_on_caches_that_the_weights_before_have_made() -> None:
+    side = serving()
+    side.engine.cache_resets = False
+    side.do(apply(2))
+    assert side.control.state.stale
+    refused = side.do(resume(2))
+    assert refused is not None
+    assert "prefix cache" in refused.error
+    assert (side.engine.paused, side.gate.position) == (True, Position.SHUT)
+    side.engine.cache_resets = True
+    side.engine.calls.clear()
+    side.do(resume(2))
+    assert side.engine.calls == [*RESETS, "resume"]
+    assert (side.engine.paused, side.gate.position) == (False, Position.OPEN)
+
+
+class Core:
+    """vLLM's own client of its engine core, behind an AsyncLLM."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
+        self._engine._note("pause at once", mode, clear_cache)
+        self._engine.paused = True
+
+
+def test_an_engine_core_is_asked_to_pause_without_what_vllm_waits_for_besides() -> None:
+    side = serving()
+    side.engine.engine_core = Core(side.engine)
+    side.do(apply(2, mode="abort"))
+    assert side.engine.calls[0] == ("pause at once", "abort", False)
 
 
 def test_a_resumption_without_a_version_is_refused() -> None:
@@ -386,7 +420,7 @@ def test_an_install_with_the_weights_awake_and_the_kv_cache_asleep_asks_for_no_p
     side.do(sleep(2), wake(Power.WEIGHTS_AWAKE), stage(2))
     side.engine.calls.clear()
     assert side.do(apply(2)) == Outcome(Kind.APPLY, "i1")
-    assert side.engine.calls == [("resharder_apply", "i1"), ("reset prefix", True, True), "reset mm", "reset encoder"]
+    assert side.engine.calls == [("resharder_apply", "i1"), *RESETS]
     too_early = side.do(resume(2))
     assert too_early is not None
     assert (too_early.ok, too_early.error) == (False, "expected the engine to be awake, it is WEIGHTS_AWAKE")

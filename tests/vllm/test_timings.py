@@ -30,7 +30,7 @@ def phases(outcome: Outcome | None) -> list[str]:
 
 def test_a_control_side_says_how_long_it_paused_reset_caches_and_resumed() -> None:
     side = Side()
-    assert phases(side.do(Order(Kind.APPLY, "i", 2))) == ["pause", "reset"]
+    assert phases(side.do(Order(Kind.APPLY, "i", 2))) == ["pause", "workers", "reset"]
     assert phases(side.do(Order(Kind.RESUME, "i", 2))) == ["resume"]
 
 

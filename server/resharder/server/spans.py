@@ -5,8 +5,9 @@
     ├── proof, commit              the daemon's
     ├── boot                       one per worker that started on the version: stage, load
     └── install                    one per server and attempt
-        ├── stage, prove, apply    one per worker; prove is a part of apply, and not always there
-        └── pause, reset, resume   the control side's
+        ├── stage, apply           one per worker
+        ├── turn, transfer, prove  parts of apply, not always there
+        └── pause, workers, reset, resume   the control side's
 
 A span's `path` is its place in the trace, and all that its id is made of.
 """

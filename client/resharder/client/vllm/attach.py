@@ -67,10 +67,9 @@ async def attach(engine: Any, settings: Settings | None = None, *, gate: Gate | 
     gate.lease.renewed = numbers.renewed
 
     async def carry_out(order: Order) -> Outcome | None:
-        began = time.monotonic()
         outcome = await control.carry_out(order)
         if outcome is not None:
-            numbers.carried_out(outcome, time.monotonic() - began)
+            numbers.carried_out(outcome)
         return outcome
 
     def about() -> tuple[Power, int, int]:

@@ -8,6 +8,7 @@ froze or that slipped in before the gate was shut; asked with STAY_PAUSED it doe
 `is_sleeping` is true of an engine that is merely paused (same file), so what sleeps is asked of the workers.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 from resharder.client.tracing import Timings, timed
 from resharder.client.vllm.gate import Gate, Position
 from resharder.client.vllm.orders import Kind, Mode, Order, Outcome, State, Step, decide
+from resharder.client.vllm.pausing import pause
 from resharder.client.vllm.power import STAY_PAUSED, WEIGHTS, Power
 
 logger = logging.getLogger("vllm.resharder.control")  # vLLM shows only what is under its own name
@@ -128,11 +130,12 @@ class Control:
             if self.state.paused_at is None and self.state.power != Power.WEIGHTS_AWAKE:
                 began = self._clock()
                 with timed(timings, "pause"):
-                    await self._engine.pause_generation(mode=order.mode, clear_cache=True)
+                    await pause(self._engine, order.mode)
                 self.state = replace(self.state, paused_at=began)
             if not self._gate.lease.alive:  # a pause that waits for requests to end can outlive the lease
                 self._reattach("the lease expired while pausing")
                 return None
+            self.state = replace(self.state, stale=True)
             with timed(timings, "workers"):
                 await self._workers("resharder_apply", order.install, *([True] if order.profile else []))
             with timed(timings, "reset"):
@@ -144,22 +147,31 @@ class Control:
         return self._remember(Outcome(order.kind, order.install, pause_seconds=self._paused(), timings=tuple(timings)))
 
     async def _reset_caches(self) -> None:
-        """What the engine did since the pause cleared them (a KV connector's saves, dummy batches of idle replicas) goes here.
-        All of it is bookkeeping, which vLLM can reset while the KV cache itself sleeps. Raises WorkersFailed."""
-        if not await self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+        """Of what the weights before have made, frozen requests' KV cache too: these are computed anew. All of it is bookkeeping,
+        which vLLM can reset while the KV cache itself sleeps. The pause leaves it to this, since what the engine does after it (a
+        KV connector's saves, dummy batches of idle replicas) has to go as well. Raises WorkersFailed."""
+        prefix, *_ = await asyncio.gather(
+            self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
+            self._engine.reset_mm_cache(),
+            self._engine.reset_encoder_cache(),
+        )
+        if not prefix:
             raise WorkersFailed("expected the prefix cache and its KV connector to be reset, got a refusal by vLLM")
-        await self._engine.reset_mm_cache()
-        await self._engine.reset_encoder_cache()
+        self.state = replace(self.state, stale=False)
 
     async def _resume(self, order: Order) -> Outcome:
-        # A leader may have taken over from one that paused the engine, or put it to sleep.
+        # A leader may have taken over from one that paused the engine, or put it to sleep, and not got as far as the caches.
         paused = self.state.paused_at is not None or (self.state.leads and await self._engine.is_paused())
         if paused and self.state.paused_at is None:
             await self.look()
             decided = decide(self.state, None, True, order)
             if isinstance(decided, Outcome):
                 return decided
+            self.state = replace(self.state, stale=True)
         timings: Timings = []
+        if paused and self.state.stale:
+            with timed(timings, "reset"):
+                await self._reset_caches()
         if paused:
             with timed(timings, "resume"):
                 await self._engine.resume_generation()

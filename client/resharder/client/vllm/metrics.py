@@ -87,17 +87,15 @@ class Numbers(Watcher):
     def renewed(self, seconds: float) -> None:
         self._lease.set(time.time() + seconds)
 
-    def carried_out(self, outcome: Outcome, seconds: float) -> None:
-        """`seconds`: how long it took. An order that came again is answered with the outcome that it had, and not counted."""
+    def carried_out(self, outcome: Outcome) -> None:
+        """An order that came again is answered with the outcome that it had, and not counted."""
         if outcome is self._last.get(outcome.kind):
             return
         self._last[outcome.kind] = outcome
         for timing in outcome.timings:
-            self._phase.labels(timing.phase).observe(timing.seconds)
+            self._phase.labels("apply" if timing.phase == "workers" else timing.phase).observe(timing.seconds)
         if outcome.kind is Kind.APPLY:
             self._installs.labels("applied" if outcome.ok else "failed").inc()
-            if outcome.ok:
-                self._phase.labels("apply").observe(max(0.0, seconds - sum(timing.seconds for timing in outcome.timings)))
         if outcome.kind is Kind.RESUME and outcome.ok and outcome.pause_seconds:
             self._pause.observe(outcome.pause_seconds)
 

@@ -80,6 +80,7 @@ class State:
     paused_at: float | None = None  # when the pause that still holds was asked for; a sleep's own pause is not counted
     power: Power = Power.UNKNOWN
     asleep: tuple[str, ...] = ()  # vLLM's tags of what sleeps
+    stale: bool = False  # vLLM's caches may hold what other weights made
     dropped: bool = False  # some worker's weights went away with a sleep at level 2, and no version came since
     cannot_sleep: str = ""
     staged: Outcome | None = None
