@@ -15,7 +15,8 @@ from resharder.server.checkpoints import Archived, Checkpoints
 from resharder.server.errors import AlreadyExists, DaemonError, DataLoss, FailedPrecondition, NotFound, Unavailable
 from resharder.server.manifest import MANIFEST_FILE, READY, RETIRED, VersionRecord
 from resharder.server.remote import Remote
-from resharder.server.store import Store, check_model_name
+from resharder.server.store import Store
+from resharder.server.stored import check_model_name
 
 _HOLDER = "archive"
 _TRIES = 5

@@ -23,7 +23,7 @@ from resharder.server.errors import DataLoss, NotFound, ResourceExhausted, Unava
 from resharder.server.failpoints import failpoint
 from resharder.server.manifest import VersionRecord
 from resharder.server.remote import CHUNK, Remote
-from resharder.server.store import MODEL_NAME
+from resharder.server.stored import MODEL_NAME
 
 MARKER = "archived.json"
 _FORMAT = 1

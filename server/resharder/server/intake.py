@@ -33,7 +33,8 @@ from resharder.server.news import News
 from resharder.server.publisher import ACTIVE, FENCED, MAX_WORLD, REGISTERING, Publisher, check_files
 from resharder.server.slots import Boxes
 from resharder.server.staged import ProofFailed, Staged, hash_digests
-from resharder.server.store import Store, check_model_name
+from resharder.server.store import Store
+from resharder.server.stored import check_model_name
 from resharder.server.timing import Timing, timed
 
 MAX_STAGING = 2

@@ -12,20 +12,17 @@ and only when the kernel says that nobody has them open or mapped; otherwise the
 """
 
 import fcntl
-import json
 import os
-import re
 import secrets
 import shutil
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import structlog
 from resharder.converters.files import INDEX_FILE, FileLayout, MappedFiles, index_json
@@ -39,25 +36,15 @@ from resharder.server.errors import (
     Unavailable,
 )
 from resharder.server.failpoints import failpoint
-from resharder.server.kernel import make_folder, sync, unused_elsewhere, write_file, write_zeros
+from resharder.server.kernel import make_folder, sync, unused_elsewhere, write_file
 from resharder.server.manifest import ABORTED, MANIFEST_FILE, READY, RETIRED, STAGING, Manifest, VersionRecord
+from resharder.server.pool import Pool
 from resharder.server.proof import proven
-from resharder.server.room import peak, surplus, wanted_sets
+from resharder.server.room import surplus, wanted_sets
+from resharder.server.stored import MODEL_NAME, Claim, Room, StoredModel, check_model_name, recovered, remember, remembered
 
-MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_HISTORY = 1000  # RETIRED and ABORTED versions remembered of a model
-_JOURNAL_BYTES = 8 << 20
 _RESTORED = "restored"  # the holder of a version that came back and that retention would drop again at once
 _log = structlog.get_logger("resharder.store")
-
-
-@dataclass(frozen=True)
-class Claim:
-    """The newest job's claim on a model."""
-
-    job: str
-    epoch: int
-    world_size: int
 
 
 class Retirement(NamedTuple):
@@ -66,68 +53,6 @@ class Retirement(NamedTuple):
     retired: tuple[VersionRecord, ...]
     kept: tuple[VersionRecord, ...]  # in use, STAGING, or the newest READY one
     freed_bytes: int
-
-
-@dataclass
-class _Room:
-    """What the versions of one epoch are made of."""
-
-    epoch: int
-    files: Path  # config.json, tokenizer, index
-    layouts: tuple[FileLayout, ...]
-    size: int  # bytes of one version's safetensors files
-    sets: int  # how many are used in turn
-    pool: list[Path] = field(default_factory=list)
-    pending: int = 0  # sets being made, taken for a version, or on their way out
-    failure: str = ""
-
-
-@dataclass
-class _Model:
-    name: str
-    folder: Path
-    claim: Claim | None = None
-    jobs: dict[str, int] = field(default_factory=dict)
-    number: int = 0
-    epoch: int = 0
-    records: dict[int, VersionRecord] = field(default_factory=dict)
-    holders: dict[int, frozenset[str]] = field(default_factory=dict)
-    room: _Room | None = None
-    yielding: set[tuple[int, str]] = field(default_factory=set)  # (number, holder) that let go when room is needed
-    leaving: int = 0  # bytes of retired sets that are still there
-    arriving: int = 0  # bytes of versions that come back
-    published: bool = False  # it has config.json and so on
-    expected: bool = False  # versions of it are about to come back
-    background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="store"))
-
-    def put(self, *records: VersionRecord) -> None:
-        self.records = self.records | {record.number: record for record in records}
-
-    def of(self, state: str) -> list[VersionRecord]:
-        return [record for record in self.records.values() if record.state == state]
-
-    def sets(self, room: _Room) -> int:
-        live = sum(1 for r in self.records.values() if r.epoch == room.epoch and r.state in (READY, STAGING))
-        return live + len(room.pool) + room.pending
-
-    def used(self) -> int:
-        live = sum(r.size_bytes for r in self.records.values() if r.state in (READY, STAGING))
-        ahead = self.room.size * (len(self.room.pool) + self.room.pending) if self.room else 0
-        return live + ahead + self.leaving + self.arriving
-
-    def committed(self) -> int:
-        return max(self.used(), self.room.size * self.room.sets if self.room else 0)
-
-
-def check_model_name(name: str) -> str:
-    """The name. Raises InvalidArgument for one that is none."""
-    if not MODEL_NAME.fullmatch(name):
-        raise InvalidArgument(
-            "MODEL_NAME",
-            f"expected a model name of at most 64 letters, digits, '.', '_' and '-' that starts with a letter or digit, "
-            f"got {name!r}",
-        )
-    return name
 
 
 class Store:
@@ -151,10 +76,10 @@ class Store:
         self._clock = clock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._models: dict[str, _Model] = {}
+        self._models: dict[str, StoredModel] = {}
+        self._pool = Pool(root, self._changed, lambda: self._models.values())
         self._manifests: OrderedDict[tuple[str, int], Manifest] = OrderedDict()
         self._subscribers: list[Callable[[VersionRecord], None]] = []
-        self._serial = 0
         self._closed = False
         self._guard = self._lock_folder()
         self.nonce_file = root / "nonce"
@@ -168,7 +93,12 @@ class Store:
             )
         self._recover()
         room = os.statvfs(root)
-        self.limit_bytes = limit_bytes or int(0.8 * (room.f_bavail * room.f_frsize + self.used_bytes()))
+        self._pool.limit_bytes = limit_bytes or int(0.8 * (room.f_bavail * room.f_frsize + self.used_bytes()))
+
+    @property
+    def limit_bytes(self) -> int:
+        """That all versions may take."""
+        return self._pool.limit_bytes
 
     def _lock_folder(self) -> int:
         owner = self.root.stat().st_uid
@@ -192,7 +122,7 @@ class Store:
             model.background.shutdown(wait=False, cancel_futures=True)
         for model in self._models.values():
             model.background.shutdown(wait=True)
-            _sweep(model.folder)
+            model.sweep()
         with suppress(OSError):
             os.close(self._guard)
 
@@ -201,46 +131,15 @@ class Store:
     def _recover(self) -> None:
         for folder in sorted(make_folder(self.root / "models").iterdir()):
             if MODEL_NAME.fullmatch(folder.name):
-                self._models = self._models | {folder.name: self._recover_model(folder)}
-        self._recover_history()
-
-    def _recover_model(self, folder: Path) -> _Model:
-        _sweep(folder)
-        model = _Model(folder.name, folder)
-        with suppress(OSError, ValueError, KeyError):
-            said = json.loads((folder / "claim.json").read_bytes())
-            model.number, model.epoch, model.jobs = int(said["version"]), int(said["epoch"]), dict(said["jobs"])
-            if said["claim"]:
-                model.claim = Claim(**said["claim"])
-        for version in sorted((folder / "versions").glob("[0-9]*")):
-            try:
-                record = manifest.read(version).record
-                if record.model != model.name or record.number != int(version.name):
-                    raise manifest.BadManifest(f"{version.name}: its manifest is that of {record.name}")
+                self._models = self._models | {folder.name: recovered(folder)}
+        for record in remembered(self.root):
+            model = self._models.get(record.model)
+            if model is not None and (record.number not in model.records or model.records[record.number].state != READY):
+                if record.state == READY:
+                    record = replace(record, state=RETIRED, reason="gone when the daemon started")
                 model.put(record)
-            except ValueError as error:
-                _log.error("version_dropped", model=model.name, folder=version.name, error=str(error))
-                shutil.rmtree(version)
-        model.number = max([model.number, *model.records])
-        model.epoch = max([model.epoch, *(r.epoch for r in model.records.values())])
-        model_files.drop_unfinished(folder)
-        model.published = bool(model_files.folders(folder))
-        _log.info("model_recovered", model=model.name, ready=sorted(model.records), epoch=model.epoch)
-        return model
-
-    def _recover_history(self) -> None:
-        path = self.root / "history.jsonl"
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        for line in lines:
-            with suppress(ValueError, TypeError, KeyError):
-                record = VersionRecord.of(json.loads(line))
-                model = self._models.get(record.model)
-                if model is not None and (record.number not in model.records or model.records[record.number].state != READY):
-                    if record.state == READY:
-                        record = replace(record, state=RETIRED, reason="gone when the daemon started")
-                    model.put(record)
         for model in self._models.values():
-            _forget_old(model)
+            model.forget_old()
 
     # Claims
 
@@ -263,22 +162,16 @@ class Store:
             model.epoch += 1
             model.jobs = dict([*model.jobs.items(), (job, model.epoch)][-100:])
             claim = Claim(job, model.epoch, world_size)
-            self._write_claim(model, claim)
+            model.write_claim(claim)
             model.claim = claim
-            self._drop_room(model)
+            self._pool.drop(model)
             return claim
 
-    def _make_model(self, name: str) -> _Model:
+    def _make_model(self, name: str) -> StoredModel:
         if name not in self._models:
-            made = _Model(check_model_name(name), make_folder(self.root / "models" / name))
+            made = StoredModel(check_model_name(name), make_folder(self.root / "models" / name))
             self._models = self._models | {name: made}
         return self._models[name]
-
-    def _write_claim(self, model: _Model, claim: Claim | None = None) -> None:
-        claim = claim or model.claim
-        said = asdict(claim) if claim else None
-        content = {"version": model.number, "epoch": model.epoch, "claim": said, "jobs": model.jobs}
-        write_file(model.folder / "claim.json", json.dumps(content).encode())
 
     # Room
 
@@ -291,93 +184,21 @@ class Store:
         with self._lock:
             model = self._model(name)
             sets = wanted_sets(size, self.keep_count, self.keep_bytes)
-            old = [record.size_bytes for record in model.of(READY)]
-            needed = peak(size, sets, old)
-            others = sum(other.committed() for other in self._models.values() if other is not model)
-            free = os.statvfs(self.root)
-            there = free.f_bavail * free.f_frsize + model.used()
-            if needed > self.limit_bytes - others or needed > there:
-                raise ResourceExhausted(
-                    "NO_ROOM",
-                    f"{name}: {sets} versions of {size} bytes and what is kept need {needed} bytes, the store has "
-                    f"{max(0, min(self.limit_bytes - others, there))} of {self.limit_bytes} for them; {self._holdings()}",
-                )
+            self._pool.check(model, size, sets)
             content = dict(files)
             if len(layouts) > 1:
                 content[INDEX_FILE] = index_json(layouts)
             written = model_files.write(model.folder, epoch, content)
             model.published = True
-            self._drop_room(model)
-            model.room = _Room(epoch, written, layouts, size, sets)
-            self._top_up(model)
+            self._pool.drop(model)
+            model.room = Room(epoch, written, layouts, size, sets)
+            self._pool.top_up(model)
 
     def check_size(self, size: int) -> None:
         """Raises ResourceExhausted (NO_ROOM) where versions of `size` bytes cannot fit whatever else goes."""
         sets = wanted_sets(size, self.keep_count, self.keep_bytes)
         if size * sets > self.limit_bytes:
             raise ResourceExhausted("NO_ROOM", f"{sets} versions of {size} bytes do not fit in {self.limit_bytes} bytes")
-
-    def _holdings(self) -> str:
-        """Who holds what, for messages."""
-        said = []
-        for model in self._models.values():
-            for record in sorted([*model.of(READY), *model.of(STAGING)], key=lambda r: r.number):
-                by = ", ".join(sorted(model.holders.get(record.number, ()))[:4])
-                said.append(f"{record.name} {record.state} {record.size_bytes} bytes" + (f" used by {by}" if by else ""))
-            if model.room:
-                said.append(f"models/{model.name} reserves {model.room.sets} times {model.room.size} bytes")
-        return "held: " + ("; ".join(said[:16]) or "nothing")
-
-    def _drop_room(self, model: _Model) -> None:
-        room, model.room = model.room, None
-        if room is not None:
-            for path in room.pool:
-                self._discard(model, path, room.size)
-            self._changed.notify_all()
-
-    def _discard(self, model: _Model, path: Path, size: int) -> None:
-        model.leaving += size
-        model.background.submit(self._remove, model, path, size)
-
-    def _remove(self, model: _Model, path: Path, size: int) -> None:
-        shutil.rmtree(path, ignore_errors=True)
-        with self._changed:
-            model.leaving -= size
-            self._changed.notify_all()
-
-    def _top_up(self, model: _Model) -> None:
-        """One set ahead of need, as long as the epoch has fewer than it uses in turn."""
-        room = model.room
-        if room and not room.pool and not room.pending and model.sets(room) < room.sets and self._has_room(model, room):
-            self._make_set(model, room)
-
-    def _has_room(self, model: _Model, room: _Room) -> bool:
-        others = sum(other.committed() for other in self._models.values() if other is not model)
-        return model.used() + room.size <= self.limit_bytes - others
-
-    def _make_set(self, model: _Model, room: _Room) -> None:
-        room.pending += 1
-        room.failure = ""
-        self._serial += 1
-        model.background.submit(self._fault_in, model, room, model.folder / "pool" / f"{room.epoch}-{self._serial}")
-
-    def _fault_in(self, model: _Model, room: _Room, path: Path) -> None:
-        failure = ""
-        try:
-            make_folder(path)
-            with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as writers:
-                list(writers.map(lambda layout: write_zeros(path / layout.path, layout.header, layout.size), room.layouts))
-        except OSError as error:
-            failure = f"laying out {room.size} bytes failed: {error}"
-            _log.error("layout_failed", model=model.name, error=str(error))
-        with self._changed:
-            room.pending -= 1
-            if failure or model.room is not room:
-                room.failure = failure
-                self._discard(model, path, room.size)
-            else:
-                room.pool.append(path)
-            self._changed.notify_all()
 
     # A version's way
 
@@ -400,20 +221,20 @@ class Store:
             except BaseException:
                 with self._changed:
                     room.pending -= 1
-                    self._discard(model, path, room.size)
+                    self._pool.discard(model, path, room.size)
                     self._changed.notify_all()
                     self._room_of(model, epoch)  # where a later job took the files away, that is the reason
                 raise
             with self._changed:
-                self._top_up(model)
+                self._pool.top_up(model)
                 self._changed.notify_all()
         finally:
             self._tell(retired)
         return record
 
-    def _start(self, model: _Model, room: _Room, path: Path, step: int, job: str) -> VersionRecord:
+    def _start(self, model: StoredModel, room: Room, path: Path, step: int, job: str) -> VersionRecord:
         model.number += 1
-        self._write_claim(model)
+        model.write_claim()
         failpoint("begin.after-number")
         now = round(self._clock(), 6)
         record = VersionRecord(model.name, model.number, STAGING, room.epoch, step, job, room.size, _count(room.layouts), now)
@@ -423,22 +244,22 @@ class Store:
         model.put(record)
         return record
 
-    def _room_of(self, model: _Model, epoch: int) -> _Room:
+    def _room_of(self, model: StoredModel, epoch: int) -> Room:
         room = model.room
         if room is None or room.epoch != epoch:
             raise FailedPrecondition("STALE_EPOCH", f"{model.name}: epoch {epoch} has no room, the newest epoch is {model.epoch}")
         return room
 
-    def _take_set(self, model: _Model, room: _Room, retired: list[VersionRecord]) -> Path:
+    def _take_set(self, model: StoredModel, room: Room, retired: list[VersionRecord]) -> Path:
         """`retired` gets the versions that gave way."""
         while not room.pool:
-            if not room.pending and (room.failure or not self._has_room(model, room)):
+            if not room.pending and (room.failure or not self._pool.has_room(model, room.size)):
                 failure, room.failure = room.failure, ""
                 if failure or not self._give_way(retired):
                     why = failure or f"no room for another version of {room.size} bytes"
-                    raise ResourceExhausted("NO_ROOM", f"{model.name}: {why}; {self._holdings()}")
+                    raise ResourceExhausted("NO_ROOM", f"{model.name}: {why}; {self._pool.holdings()}")
             elif not room.pending:
-                self._make_set(model, room)
+                self._pool.make_set(model, room)
             self._wait()
             self._room_of(model, room.epoch)
         return room.pool.pop()
@@ -484,7 +305,7 @@ class Store:
             sync(parent)
             failpoint("commit.after-sync")
             model.put(done)
-            self._write_history(done)
+            remember(self.root, done)
             failpoint("commit.after-history")
             retired = self._retain(model)
             self._changed.notify_all()
@@ -504,7 +325,7 @@ class Store:
         self._tell([done])
         return done
 
-    def _retain(self, model: _Model, *, all_that_yield: bool = False) -> list[VersionRecord]:
+    def _retain(self, model: StoredModel, *, all_that_yield: bool = False) -> list[VersionRecord]:
         ready = sorted(model.of(READY), key=lambda r: r.number)
         holds = {(number, holder) for number, holders in model.holders.items() for holder in holders}
         held = {number for number, _ in (holds - model.yielding if all_that_yield else holds)}
@@ -515,7 +336,7 @@ class Store:
             retired.append(done)
         return retired
 
-    def _leave(self, model: _Model, record: VersionRecord, done: VersionRecord) -> None:
+    def _leave(self, model: StoredModel, record: VersionRecord, done: VersionRecord) -> None:
         path = make_folder(model.folder / "retired") / f"{record.number:08}"
         failpoint("leave.before-rename")
         self.folder(record).rename(path)
@@ -523,44 +344,9 @@ class Store:
         model.put(done)
         model.yielding -= {(record.number, holder) for holder in model.holders.pop(record.number, ())}
         self._manifests.pop((model.name, done.number), None)
-        self._write_history(done)
-        _forget_old(model)
-        room = model.room
-        if room is not None and room.epoch == record.epoch and model.sets(room) < room.sets:
-            room.pending += 1
-            model.background.submit(self._recycle, model, room, path)
-        else:
-            self._discard(model, path, record.size_bytes)
-
-    def _recycle(self, model: _Model, room: _Room, path: Path) -> None:
-        """Back to the pool if that is provably safe, else away."""
-        safe = False
-        try:
-            kept = {layout.path: layout for layout in room.layouts}
-            for file in path.iterdir():
-                if file.name not in kept:
-                    file.unlink()
-            sizes = {file.name: file.stat().st_size for file in path.iterdir()}
-            # A job that is back in its epoch may have other shapes.
-            same = all(sizes.get(name) == layout.size for name, layout in kept.items())
-            safe = same and all(unused_elsewhere(path / name) for name in kept)
-            if safe:
-                for name, layout in kept.items():
-                    _write_header(path / name, layout.header)
-        except OSError as error:
-            safe = False
-            _log.error("recycling_failed", model=model.name, error=str(error))
-        with self._changed:
-            room.pending -= 1
-            if safe and model.room is room:
-                self._serial += 1
-                back = make_folder(model.folder / "pool") / f"{room.epoch}-{self._serial}"
-                path.rename(back)
-                room.pool.append(back)
-            else:
-                self._discard(model, path, room.size)
-                self._top_up(model)
-            self._changed.notify_all()
+        remember(self.root, done)
+        model.forget_old()
+        self._pool.take_back(model, record.epoch, path, record.size_bytes)
 
     def _give_way(self, retired: list[VersionRecord]) -> bool:
         """Whether room becomes free that was not: versions that only yielding holders keep go, or others are on their way out."""
@@ -596,7 +382,7 @@ class Store:
         kept = tuple(record for record in asked if record not in free)
         return Retirement(retired, kept, sum(record.size_bytes for record in free))
 
-    def _used(self, model: _Model, number: int) -> bool:
+    def _used(self, model: StoredModel, number: int) -> bool:
         return bool(model.holders.get(number, frozenset()) - {_RESTORED})
 
     def expect(self, name: str, number: int, epoch: int, *, coming: bool) -> None:
@@ -605,7 +391,7 @@ class Store:
             model = self._make_model(name)
             model.number, model.epoch = max(model.number, number), max(model.epoch, epoch)
             model.expected = coming
-            self._write_claim(model)
+            model.write_claim()
 
     def adopt(self, name: str, number: int, fingerprint: str, size: int, write: Callable[[Path], None]) -> VersionRecord:
         """A version of an earlier time becomes READY under its own number. `write(folder)` puts its files there, `size` bytes of
@@ -628,7 +414,7 @@ class Store:
             if known is not None and known.state == READY:
                 return known
             model.number = max(model.number, number)
-            self._write_claim(model)
+            model.write_claim()
             self._make_room(model, size, retired)
             model.arriving += size
             make_folder(part)
@@ -648,22 +434,19 @@ class Store:
         self._tell([found.record])
         return found.record
 
-    def _make_room(self, model: _Model, size: int, retired: list[VersionRecord]) -> None:
-        while not self._fits(model, size):
+    def _make_room(self, model: StoredModel, size: int, retired: list[VersionRecord]) -> None:
+        while not self._pool.fits(model, size):
             if not self._give_way(retired):
-                raise ResourceExhausted("NO_ROOM", f"{model.name}: no room for a version of {size} bytes; {self._holdings()}")
+                raise ResourceExhausted(
+                    "NO_ROOM", f"{model.name}: no room for a version of {size} bytes; {self._pool.holdings()}"
+                )
             self._wait()
 
-    def _fits(self, model: _Model, size: int) -> bool:
-        others = sum(other.committed() for other in self._models.values() if other is not model)
-        there = os.statvfs(self.root)
-        return model.used() + size <= self.limit_bytes - others and size <= there.f_bavail * there.f_frsize
-
-    def _come_back(self, model: _Model, part: Path, found: Manifest) -> None:
+    def _come_back(self, model: StoredModel, part: Path, found: Manifest) -> None:
         record = found.record
         ready = [*model.of(READY), record]
         model.epoch = max(model.epoch, record.epoch)
-        self._write_claim(model)
+        model.write_claim()
         if not model_files.folders(model.folder):
             names = [path for path in found.other_files if path != INDEX_FILE]
             model_files.write(model.folder, record.epoch, {name: (part / name).read_bytes() for name in names})
@@ -674,7 +457,7 @@ class Store:
         sync(parent)
         model.put(record)
         model.expected = False
-        self._write_history(record)
+        remember(self.root, record)
         if record in surplus(sorted(ready, key=lambda r: r.number), (), self.keep_count, self.keep_bytes):
             self.hold(model.name, record.number, _RESTORED, yielding=True)
 
@@ -782,41 +565,12 @@ class Store:
             for callback in self._subscribers:
                 callback(record)
 
-    def _model(self, name: str) -> _Model:
+    def _model(self, name: str) -> StoredModel:
         model = self._models.get(check_model_name(name))
         if model is None:
             raise NotFound("MODEL_UNKNOWN", f"model {name!r} is not known; there are {self.models()}")
         return model
 
-    def _write_history(self, record: VersionRecord) -> None:
-        path = self.root / "history.jsonl"
-        content: dict[str, Any] = {k: v for k, v in asdict(record).items() if k != "slots"}
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "ab") as file:
-            file.write(json.dumps(content).encode() + b"\n")
-            long = file.tell() > _JOURNAL_BYTES
-        if long:
-            path.replace(path.with_suffix(".1.jsonl"))
-
-
-def _sweep(folder: Path) -> None:
-    for leftover in ("pool", "staging", "retired"):
-        shutil.rmtree(folder / leftover, ignore_errors=True)
-
-
-def _forget_old(model: _Model) -> None:
-    past = sorted(number for number, record in model.records.items() if record.state in (RETIRED, ABORTED))
-    if old := past[:-_HISTORY]:
-        model.records = {number: record for number, record in model.records.items() if number not in old}
-
 
 def _count(layouts: tuple[FileLayout, ...]) -> int:
     return sum(len(layout.tensors) for layout in layouts)
-
-
-def _write_header(path: Path, header: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.pwrite(descriptor, header, 0)
-    finally:
-        os.close(descriptor)
