@@ -10,7 +10,8 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from statistics import quantiles
+from itertools import pairwise
+from statistics import median, quantiles
 
 from rich.console import Console
 from rich.table import Table
@@ -22,8 +23,7 @@ from tests.support.operating import wait_serving, wait_until
 PHASES = {
     "pause": "vLLM's pause: the step under way ends",
     "to workers": "from there into the slowest worker",
-    "find": "the worker finds its tensors",
-    "turn": "and waits for its turn",
+    "turn": "the worker finds its tensors and waits for its turn",
     "transfer": "bytes arrive",
     "prove": "digests",
     "apply": "the rest of what the worker does",
@@ -34,6 +34,7 @@ PHASES = {
     "first": "until the first token",
     "pause in all": "from the order to where vLLM goes on",
     "as the client sees it": "from the last token to the first",
+    "otherwise": "from one token to the next",
 }
 
 
@@ -57,11 +58,10 @@ def phases(spans: Sequence[Span], tokens: Sequence[float]) -> dict[str, float]:
         "first": after * 1e9 - resume.end,
         "pause in all": resume.end - pause.start,
         "as the client sees it": after * 1e9 - before * 1e9,
+        "otherwise": median(b - a for a, b in pairwise(tokens)) * 1e9,
     }
     found |= {name: inner[name].end - inner[name].start for name in ("turn", "transfer", "prove") if name in inner}
-    if "turn" in inner:
-        found["find"] = inner["turn"].start - slowest.start
-    found["apply"] = slowest.end - slowest.start - sum(found.get(name, 0) for name in ("find", "turn", "transfer", "prove"))
+    found["apply"] = slowest.end - slowest.start - sum(found.get(name, 0) for name in ("turn", "transfer", "prove"))
     return {name: each / 1e6 for name, each in found.items()}
 
 

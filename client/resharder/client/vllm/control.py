@@ -169,7 +169,7 @@ class Control:
                 return decided
             self.state = replace(self.state, stale=True)
         timings: Timings = []
-        if paused and self.state.stale:
+        if self.state.stale:
             with timed(timings, "reset"):
                 await self._reset_caches()
         if paused:

@@ -1,11 +1,13 @@
 """A worker's side of the direct path: what ranks may write to, its link to them, and the digests of what then lies there."""
 
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import grpc
 import torch
 import xxhash
 from resharder.client.channel import Channel
@@ -67,9 +69,12 @@ class Receiver:
         self._proof: tuple[object, Proof] | None = None
         self._expected: tuple[int, ...] = ()
         self._source = ""  # of what is expected
+        self._finishing: threading.Thread | None = None  # tells the daemon of the last transfer
 
     def join(self, memory: Open, models: Models, version: str, install: str) -> bool:
         """Whether this install can be direct. Never raises for what goes wrong on the way."""
+        if self._finishing is not None:
+            self._finishing.join()
         request = direct_pb2.JoinTransferRequest(
             member=self._member,
             version=version,
@@ -129,13 +134,14 @@ class Receiver:
             return False
         link, times = self._link, [time.monotonic()]
         try:
-            targets = _targets(models, memory)
-            link.prepare({}, targets)
-            proof = self._proof_of(memory, targets)
             request = direct_pb2.TransferRequest(member=self._member, group=link.id, install=install)
-            times.append(time.monotonic())
             with timed(timings, "turn"):
-                self._channel.call(self._stub.StartTransfer, request, timeout=_WAIT, patience=0)
+                turn = self._stub.StartTransfer.future(request, timeout=_WAIT)
+                targets = _targets(models, memory)
+                link.prepare({}, targets)
+                proof = self._proof_of(memory, targets)
+                times.append(time.monotonic())
+                self._wait(turn)
             times.append(time.monotonic())
             with timed(timings, "transfer"):
                 took = link.run()
@@ -143,13 +149,28 @@ class Receiver:
             with timed(timings, "prove"):
                 self._check(memory, proof.digests() if proof else read_all(targets, memory.layout.pieces, memory.layout.tensors))
             times.append(time.monotonic())
-            finish(self._channel, self._member, link.id, seconds=took.total, size=link.received)
         except ResharderError as error:
             self._failed(link.id, str(error))
             return False
         parts = zip(("found", "waited for the turn", "transferred", "proven"), pairwise(times), strict=True)
         logger.info("received %d bytes: %s", link.received, ", ".join(f"{what} {b - a:.4f} s" for what, (a, b) in parts))
+        # Clients wait: whoever has the next turn hears of it no later for this.
+        self._finishing = threading.Thread(target=self._finished, args=(link, took.total), name="resharder-finish", daemon=True)
+        self._finishing.start()
         return True
+
+    def _wait(self, turn: grpc.Future) -> None:
+        """Raises ResharderError."""
+        try:
+            turn.result()
+        except grpc.RpcError as error:
+            raise self._channel.error(error) from error
+
+    def _finished(self, link: Link, seconds: float) -> None:
+        try:
+            finish(self._channel, self._member, link.id, seconds=seconds, size=link.received)
+        except ResharderError as error:  # everything is here and proven all the same
+            logger.info("the daemon was not told of the end of a transfer: %s", error)
 
     def _check(self, memory: Open, digests: Sequence[int]) -> None:
         """Raises DirectFailed."""
