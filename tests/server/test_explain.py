@@ -1,7 +1,8 @@
 """What is said of a server, in words."""
 
 from resharder.server.explain import explain
-from resharder.server.reconciler import (
+from resharder.server.reconciler import step
+from resharder.server.server_state import (
     Attached,
     Claimed,
     Event,
@@ -16,7 +17,6 @@ from resharder.server.reconciler import (
     Worker,
     WorkerReported,
     WorkerState,
-    step,
 )
 
 SETTINGS = Settings(attempts=3, first_retry=1)

@@ -16,19 +16,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from resharder.server.errors import DaemonError, NotFound
 from resharder.server.fleet import Attachment, Fleets
+from resharder.server.fleet_state import Fleet, MotionKind, MoveState, WantKind
 from resharder.server.manifest import ABORTED, READY, STAGING, VersionRecord
-from resharder.server.moves import Fleet, MotionKind, MoveState, WantKind
 from resharder.server.operations import Operations
-from resharder.server.reconciler import (
-    Attached,
-    Order,
-    OrderKind,
-    Power,
-    Reported,
-    Settings,
-    Worker,
-    WorkerState,
-)
+from resharder.server.server_state import Attached, Order, OrderKind, Power, Reported, Settings, Worker, WorkerState
 from resharder.v1 import operator_pb2, resources_pb2
 
 SETTINGS = Settings(lease=10, grace=10, boot=1000, install_step=200, attempts=2, first_retry=1, last_retry=2)

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from resharder.server.explain import explain, state_of
-from resharder.server.reconciler import (
+from resharder.server.reconciler import step
+from resharder.server.server_state import (
     Attached,
     Claimed,
     Detached,
@@ -28,7 +29,6 @@ from resharder.server.reconciler import (
     WorkerReported,
     WorkerState,
     in_use,
-    step,
 )
 from resharder.v1 import resources_pb2
 

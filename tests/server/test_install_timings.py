@@ -1,6 +1,7 @@
 """What a server's state keeps of an install that ended, for metrics and traces, though the next one begins in the same step."""
 
-from resharder.server.reconciler import (
+from resharder.server.reconciler import step
+from resharder.server.server_state import (
     Attached,
     InstallState,
     OrderKind,
@@ -13,7 +14,6 @@ from resharder.server.reconciler import (
     Worker,
     WorkerReported,
     WorkerState,
-    step,
 )
 from resharder.server.timing import Timing
 

@@ -20,7 +20,7 @@ from resharder.server.config import Config
 from resharder.server.intake import Intake
 from resharder.server.main import Daemon as DaemonInProcess
 from resharder.server.manifest import VersionRecord
-from resharder.server.reconciler import Attached, OrderKind, Reported, Worker, WorkerState
+from resharder.server.server_state import Attached, OrderKind, Reported, Worker, WorkerState
 from resharder.server.slots import cut_slot, pack
 from resharder.server.store import Store
 from resharder.v1 import operator_pb2, publisher_pb2, resources_pb2

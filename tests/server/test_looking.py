@@ -17,7 +17,7 @@ from resharder.server.errors import FailedPrecondition
 from resharder.server.main import Daemon
 from resharder.server.manifest import READY, VersionRecord
 from resharder.server.publisher import ACTIVE
-from resharder.server.reconciler import Attached, Worker, WorkerState
+from resharder.server.server_state import Attached, Worker, WorkerState
 from resharder.server.slots import pack
 from resharder.server.store import Store
 

@@ -17,11 +17,12 @@ from resharder.server import metrics, snapshot
 from resharder.server.direct import Direct, Member
 from resharder.server.errors import FailedPrecondition
 from resharder.server.fleet import FleetView, ServerView
+from resharder.server.fleet_state import Fleet, Move, MoveState
+from resharder.server.fleet_state import Motion as HowToMove
 from resharder.server.manifest import ABORTED, READY, RETIRED, VersionRecord
 from resharder.server.metrics.observed import Observed
-from resharder.server.moves import Fleet, Move, MoveState
-from resharder.server.moves import Motion as HowToMove
-from resharder.server.reconciler import (
+from resharder.server.reconciler import step
+from resharder.server.server_state import (
     Attached,
     Goal,
     OrderKind,
@@ -33,7 +34,6 @@ from resharder.server.reconciler import (
     Worker,
     WorkerReported,
     WorkerState,
-    step,
 )
 from resharder.server.timing import Timing
 from resharder.v1 import publisher_pb2, resources_pb2

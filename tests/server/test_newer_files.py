@@ -5,8 +5,8 @@ from pathlib import Path
 
 from resharder.server import manifest
 from resharder.server.fleet_files import FleetFiles
+from resharder.server.fleet_state import Fleet
 from resharder.server.manifest import ABORTED
-from resharder.server.moves import Fleet
 from resharder.server.store import Store
 
 from tests.server.test_store import claim, numbers, publish

@@ -8,9 +8,9 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from resharder.server.errors import DaemonError, FailedPrecondition, InvalidArgument, NotFound
 from resharder.server.fleet import Fleets
 from resharder.server.fleet_files import FleetFiles
-from resharder.server.moves import MotionKind, Want, WantKind
+from resharder.server.fleet_state import MotionKind, Want, WantKind
 from resharder.server.operations import Operations
-from resharder.server.reconciler import Attached, Power
+from resharder.server.server_state import Attached, Power
 from resharder.v1 import operator_pb2, resources_pb2
 
 from tests.server.test_fleet_moves import MODEL, Versions

@@ -23,8 +23,8 @@ from resharder.converters.messages import boxes_to_proto
 from resharder.server.errors import ErrorInterceptor
 from resharder.server.fleet import Fleets
 from resharder.server.profiles import Profiles
-from resharder.server.reconciler import Settings
 from resharder.server.server_service import ServerService, add_server_service
+from resharder.server.server_state import Settings
 from resharder.server.store import Store
 from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
 

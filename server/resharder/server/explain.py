@@ -2,8 +2,10 @@
 
 from datetime import UTC, datetime
 
-from resharder.server.moves import Fleet, Move, MoveState, View, WantKind, wanted
-from resharder.server.reconciler import InstallState, Power, Server, Settings, WorkerState, target, why_not_ahead
+from resharder.server.fleet_state import Fleet, Move, MoveState, View, WantKind
+from resharder.server.moves import wanted
+from resharder.server.reconciler import target, why_not_ahead
+from resharder.server.server_state import InstallState, Power, Server, Settings, WorkerState
 from resharder.v1 import resources_pb2
 
 _GOING = {

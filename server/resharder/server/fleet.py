@@ -21,9 +21,10 @@ from resharder.server.errors import FailedPrecondition, InvalidArgument, NotFoun
 from resharder.server.events import Kind
 from resharder.server.explain import explain, explain_fleet, state_of
 from resharder.server.fleet_files import FleetFiles
+from resharder.server.fleet_state import Fleet, MotionKind, PauseMode, View
 from resharder.server.manifest import READY, STAGING, VersionRecord
-from resharder.server.moves import Fleet, MotionKind, PauseMode, View
-from resharder.server.reconciler import (
+from resharder.server.reconciler import step
+from resharder.server.server_state import (
     Ahead,
     Attached,
     Claimed,
@@ -41,7 +42,6 @@ from resharder.server.reconciler import (
     WorkerReported,
     WorkerState,
     in_use,
-    step,
 )
 from resharder.v1 import resources_pb2
 

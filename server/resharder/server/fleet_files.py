@@ -4,8 +4,8 @@ from pathlib import Path
 
 import structlog
 from pydantic import TypeAdapter, ValidationError
+from resharder.server.fleet_state import Fleet
 from resharder.server.kernel import make_folder, write_file
-from resharder.server.moves import Fleet
 
 _fleet = TypeAdapter(Fleet)
 _log = structlog.get_logger("resharder.fleet")

@@ -26,16 +26,15 @@ from resharder.server.errors import DaemonError, ErrorInterceptor
 from resharder.server.events import Events
 from resharder.server.fleet import Fleets
 from resharder.server.fleet_files import FleetFiles
+from resharder.server.fleet_state import Fleet, PauseMode
 from resharder.server.intake import Intake
 from resharder.server.kernel import raise_malloc_thresholds
 from resharder.server.lanes import LONG, SHORT_THREADS, LaneInterceptor
 from resharder.server.logs import configure_logs, log_event
 from resharder.server.manifest import VersionRecord
-from resharder.server.moves import Fleet, PauseMode
 from resharder.server.operations import Operations
 from resharder.server.profiles import Profiles
 from resharder.server.protocol import ProtocolInterceptor
-from resharder.server.reconciler import Settings
 from resharder.server.security import web
 from resharder.server.security.access import Access, add_port
 from resharder.server.security.files import SecurityFilesError
@@ -43,6 +42,7 @@ from resharder.server.security.interceptor import AccessInterceptor
 from resharder.server.security.limits import Limits
 from resharder.server.security.settings import is_loopback
 from resharder.server.server_service import ServerService, add_server_service
+from resharder.server.server_state import Settings
 from resharder.server.service import OperatorService, PublisherService, Views, add_publisher_service
 from resharder.server.shown import RELEASE, Shown
 from resharder.server.store import Store

@@ -8,8 +8,8 @@ from google.protobuf.message import Message
 from resharder.server import moves
 from resharder.server.errors import FailedPrecondition, InvalidArgument, NotFound
 from resharder.server.fleet import Fleets, FleetView, Note
-from resharder.server.moves import Fleet, Motion, MotionKind, PauseMode, View, Want, WantKind
-from resharder.server.reconciler import Power
+from resharder.server.fleet_state import Fleet, Motion, MotionKind, PauseMode, View, Want, WantKind
+from resharder.server.server_state import Power
 from resharder.v1 import operator_pb2, resources_pb2
 
 _FIELDS = ("want", "motion", "pause_mode", "max_skew", "serve_ahead")

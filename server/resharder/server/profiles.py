@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from resharder.server.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
 from resharder.server.fleet import Fleets
-from resharder.server.reconciler import InstallState
+from resharder.server.server_state import InstallState
 from resharder.v1 import resources_pb2
 
 MAX_BYTES = 64 << 20  # of one worker's

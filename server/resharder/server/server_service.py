@@ -10,7 +10,7 @@ from resharder.server.errors import DaemonError, InvalidArgument
 from resharder.server.fleet import Attachment, Fleets
 from resharder.server.intake import parse_name
 from resharder.server.profiles import Profiles
-from resharder.server.reconciler import Order
+from resharder.server.server_state import Order
 from resharder.server.store import Store
 from resharder.server.views import (
     attached_from_proto,

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from resharder.server.manifest import ABORTED, VersionRecord
-from resharder.server.reconciler import Install, InstallState, Server, Worker, WorkerState
+from resharder.server.server_state import Install, InstallState, Server, Worker, WorkerState
 from resharder.server.staged import Delivery
 from resharder.server.timing import Timing
 

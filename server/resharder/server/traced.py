@@ -8,7 +8,7 @@ from resharder.server import fleet
 from resharder.server.fleet import Fleets
 from resharder.server.intake import Intake
 from resharder.server.manifest import VersionRecord
-from resharder.server.reconciler import Server, WorkerState
+from resharder.server.server_state import Server, WorkerState
 from resharder.server.spans import Span, boot_spans, control_spans, install_spans, version_spans
 from resharder.server.staged import Staged
 from resharder.server.store import Store

@@ -4,9 +4,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.converters.messages import spec_to_proto
 from resharder.server.errors import InvalidArgument
 from resharder.server.fleet import FleetView, ServerView
+from resharder.server.fleet_state import Motion, Move
 from resharder.server.manifest import READY, Manifest, VersionRecord
-from resharder.server.moves import Motion, Move
-from resharder.server.reconciler import Attached, Install, OrderKind, Power, Reported, Worker, WorkerState
+from resharder.server.server_state import Attached, Install, OrderKind, Power, Reported, Worker, WorkerState
 from resharder.server.store import Store
 from resharder.server.timing import possible, timings_from_proto, timings_to_proto
 from resharder.v1 import resources_pb2, server_pb2

@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from resharder.server import fleet, intake
 from resharder.server.direct import Cause
 from resharder.server.events import Event
-from resharder.server.moves import Fleet
-from resharder.server.reconciler import Install, InstallState, Server, Worker
+from resharder.server.fleet_state import Fleet
+from resharder.server.server_state import Install, InstallState, Server, Worker
 from resharder.server.timing import Timing
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from resharder.server.fleet_state import MoveState
 from resharder.server.manifest import ABORTED, READY, RETIRED, STAGING, VersionRecord
-from resharder.server.moves import MoveState
 from resharder.server.snapshot import Snapshot
 from resharder.v1 import resources_pb2
 

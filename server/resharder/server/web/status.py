@@ -5,10 +5,10 @@ from typing import Any
 
 from resharder.server.events import Event
 from resharder.server.fleet import FleetView, ServerView
+from resharder.server.fleet_state import Motion, MotionKind, Move, Want, WantKind
 from resharder.server.manifest import STAGING, VersionRecord
-from resharder.server.moves import Motion, MotionKind, Move, Want, WantKind
 from resharder.server.publisher import Publisher
-from resharder.server.reconciler import Install, InstallState, Server, Worker, WorkerState
+from resharder.server.server_state import Install, InstallState, Server, Worker, WorkerState
 from resharder.server.snapshot import Snapshot
 from resharder.v1 import resources_pb2
 
