@@ -1,11 +1,10 @@
 """Four real Megatron ranks that save their model as training does: torch_dist, with an optimizer's states beside the weights.
 
-`torchrun --nproc-per-node 4 -m tests.client.save_ranks - FOLDER` with FOLDER/cases.json and the checkpoint of each case in
+`python -m tests.support.world tests.client.save_ranks FOLDER` with FOLDER/cases.json and the checkpoint of each case in
 FOLDER/FAMILY writes FOLDER/NAME/iter_0000005 and FOLDER/NAME/latest_checkpointed_iteration.txt.
 """
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,12 +40,9 @@ def save(source: Path, target: Path, layout: dict[str, Any], form: dict[str, boo
     dist_checkpointing.save(state | {"optimizer": momenta, "iteration": 5, "args": Path("of the trainer")}, str(folder))
 
 
-def main(folder: Path) -> None:
+def main(path: str) -> None:
+    folder = Path(path)
     dist.init_process_group("gloo")
     for name, case in json.loads((folder / "cases.json").read_text()).items():
         save(folder / case["family"], folder / name, case["layout"], case["form"], case["dtype"])
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[2]))

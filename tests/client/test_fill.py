@@ -1,4 +1,4 @@
-"""The way back: checkpoints and versions into models, any rank of any world in one process, and four real ones."""
+"""The way back: checkpoints and versions into models, any rank of any world in one process."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.client.models import CONFIG, equal, exported
 from tests.client.proxy import Proxy
-from tests.client.ranks import torchrun
 from tests.support.daemon import Daemon
 from tests.support.weights import random_weights
 
@@ -267,20 +266,3 @@ def test_sources_that_are_none_are_refused_by_what_was_expected(daemon: Daemon, 
     save_file({"a": torch.zeros(3)}, tmp_path / "model-1.safetensors")
     with pytest.raises(UnsupportedModel, match="1 tensors are on the meta device: a"):
         fill({"a": torch.zeros(3, device="meta")}, CONFIG, tmp_path)
-
-
-REAL = {
-    "qwen3_tied": {"published": {"tp": 2, "pp": 2, "vocab_multiple": 128}, "filled": {"tp": 4}},
-    "qwen3_moe": {"published": {"tp": 2, "pp": 2}, "filled": {"tp": 2, "ep": 2}},
-}
-
-
-def test_four_ranks_go_on_under_another_layout_with_the_logits_of_the_checkpoint(daemon: Daemon, tmp_path: Path) -> None:
-    for family in REAL:
-        tiny_hf.save_checkpoint(tmp_path / family, tiny_hf.tiny_config(family), seed=5)
-    (tmp_path / "cases.json").write_text(json.dumps(REAL))
-    torchrun("tests.client.fill_ranks", daemon.endpoint, tmp_path)
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found.keys() == REAL.keys()
-    assert all(case["difference"] < 1e-5 for case in found.values()), found
-    assert all(case["proven"] == case["boxes"] for case in found.values()), found

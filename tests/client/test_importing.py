@@ -23,10 +23,10 @@ from resharder.v1 import resources_pb2
 from safetensors.torch import load_file, save_file
 
 from tests.client.models import equal, exported
-from tests.client.ranks import torchrun
 from tests.support.daemon import Daemon
 from tests.support.operating import wait_until
 from tests.support.weights import random_weights
+from tests.support.world import forked
 
 Tensors = dict[str, torch.Tensor]
 CASES: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for case in CASES.values():
         tiny_hf.save_checkpoint(folder / case["family"], tiny_hf.tiny_config(case["family"]))
     (folder / "cases.json").write_text(json.dumps(CASES))
-    torchrun("tests.client.save_ranks", "-", folder)
+    forked("tests.client.save_ranks", folder)
     return folder
 
 

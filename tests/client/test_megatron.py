@@ -1,48 +1,63 @@
-"""Four real Megatron ranks publish; what is exported is the checkpoint that they were filled from."""
+"""Four real Megatron ranks under torchrun publish and go on from what was published."""
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.client.models import equal, exported
+from tests.client.ranks import torchrun
 from tests.support.daemon import Daemon
 from tests.support.tiny_hf import load_checkpoint, save_checkpoint, tiny_config
 
+FAMILIES = {"tied-padded-pipeline": "qwen3_tied", "experts-bf16-ddp": "qwen3_moe", "dense": "qwen3_tied", "experts": "qwen3_moe"}
+PUBLISHED = {
+    "tied-padded-pipeline": {"layout": {"tp": 2, "pp": 2, "vocab_multiple": 128}, "wrapped": False},
+    "experts-bf16-ddp": {"layout": {"tp": 2, "ep": 2}, "wrapped": True},
+}
+GONE_ON = {
+    "dense": {"published": {"tp": 2, "pp": 2, "vocab_multiple": 128}, "filled": {"tp": 4}},
+    "experts": {"published": {"tp": 2, "pp": 2}, "filled": {"tp": 2, "ep": 2}},
+}
 
-@pytest.mark.parametrize(
-    ("family", "layout", "wrapped"),
-    [
-        ("qwen3_tied", {"tp": 2, "pp": 2, "vocab_multiple": 128}, False),
-        ("qwen3_moe", {"tp": 2, "ep": 2}, True),
-    ],
-    ids=["pipeline, tied, padded", "experts, bf16, under DDP"],
-)
-def test_the_exported_checkpoint_is_the_source_bit_for_bit(
-    family: str, layout: dict[str, Any], wrapped: bool, tmp_path: Path
-) -> None:
-    config = tiny_config(family)
-    source = save_checkpoint(tmp_path / "source", config, seed=3, dtype=torch.bfloat16 if wrapped else torch.float32)
-    (tmp_path / "layout.json").write_text(json.dumps({"layout": layout, "wrapped": wrapped}))
+
+class World(NamedTuple):
+    """What the ranks said of each model; its checkpoint is in `folder`/MODEL."""
+
+    endpoint: str
+    folder: Path
+    found: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("world")
+    for model, family in FAMILIES.items():
+        wrapped = model in PUBLISHED and PUBLISHED[model]["wrapped"]
+        seed, dtype = 3 if model in PUBLISHED else 5, torch.bfloat16 if wrapped else torch.float32
+        save_checkpoint(folder / model, tiny_config(family), seed=seed, dtype=dtype)
+    (folder / "cases.json").write_text(json.dumps({"publish": PUBLISHED, "go_on": GONE_ON}))
     with Daemon() as daemon:
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
-                *("-m", "tests.client.megatron_publisher", daemon.endpoint, tmp_path),
-            ],
-            check=True,
-            timeout=1000,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            cwd=Path(__file__).parents[2],
-        )
-        found = exported(daemon.endpoint, "latest", tmp_path / "out")
+        torchrun("tests.client.megatron_ranks", daemon.endpoint, folder)
+        yield World(daemon.endpoint, folder, json.loads((folder / "found.json").read_text()))
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_the_exported_checkpoint_is_the_source_bit_for_bit(world: World, model: str, tmp_path: Path) -> None:
+    source = world.folder / model
+    found = exported(world.endpoint, f"models/{model}/versions/1", tmp_path / "out")
     assert equal(found, load_checkpoint(source))
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == config["vocab_size"]
-    model, reference = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "out", source))
-    assert equal(model.state_dict(), reference.state_dict())
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == tiny_config(FAMILIES[model])["vocab_size"]
+    exported_model, reference = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "out", source))
+    assert equal(exported_model.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("model", GONE_ON)
+def test_four_ranks_go_on_under_another_layout_with_the_logits_of_the_checkpoint(world: World, model: str) -> None:
+    found = world.found[model]
+    assert found["difference"] < 1e-5
+    assert found["proven"] == found["boxes"]

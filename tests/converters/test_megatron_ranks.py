@@ -1,15 +1,13 @@
 """What real Megatron ranks compute after every parameter was filled through its layout: one run of four processes, many cases."""
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from tests.support import fakepg, tiny_hf
 from tests.support.megatron_ranks import FORWARD
+from tests.support.world import forked
 
 
 @pytest.fixture(scope="module")
@@ -18,16 +16,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ranks")
     for family in {family for family, _ in FORWARD.values()}:
         tiny_hf.save_checkpoint(folder / family, tiny_hf.tiny_config(family))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    run = subprocess.run(
-        [*launch, "-m", "tests.support.megatron_ranks", str(folder)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1100,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    forked("tests.support.megatron_ranks", folder)
     findings: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return findings
 

@@ -1,9 +1,8 @@
-"""What four real Megatron ranks compute (gloo, CPU). `torchrun --nproc-per-node 4 -m tests.support.megatron_ranks FOLDER`, with
+"""What four real Megatron ranks compute (gloo, CPU). `python -m tests.support.world tests.support.megatron_ranks FOLDER`, with
 FOLDER holding a checkpoint per family, writes the findings of rank 0 to FOLDER/found.json.
 """
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -137,7 +136,8 @@ def spread(chunk: torch.nn.Module) -> bool:
     return not torch.equal(low, high)
 
 
-def main(folder: Path) -> None:
+def main(path: str) -> None:
+    folder = Path(path)
     dist.init_process_group("gloo")
     by_sizes = sorted(FORWARD.items(), key=lambda case: [case[1][1].get(size, 0) for size in ("tp", "pp", "ep", "etp")])
     found: dict[str, Any] = {name: forward_difference(folder / family, layout) for name, (family, layout) in by_sizes}
@@ -146,7 +146,3 @@ def main(folder: Path) -> None:
     if dist.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

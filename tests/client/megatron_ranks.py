@@ -1,0 +1,77 @@
+"""Four real Megatron ranks, in one world whatever is asked of them: starting one takes longer than most of what it does.
+
+`torchrun --nproc-per-node 4 -m tests.client.megatron_ranks ENDPOINT FOLDER` with FOLDER/cases.json and the checkpoint of each
+case in FOLDER/MODEL; writes FOLDER/found.json.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support.megatron_models import build_model, fill_from_hf, logits, wrap_ddp, wrap_float16
+
+# isort: split
+import resharder.client.trainer as resharder
+import torch
+import torch.distributed as dist
+from resharder.client.filling import fill
+from resharder.converters.models import local_layout
+from transformers import AutoModelForCausalLM
+
+from tests.support.tiny_hf import load_checkpoint
+
+Config = dict[str, Any]
+
+
+def publish(endpoint: str, source: Path, config: Config, layout: dict[str, Any], wrapped: bool) -> None:
+    """What each rank of a trainer does; its weights change as soon as they are published."""
+    chunks = build_model(config, **layout, dtype=torch.bfloat16 if wrapped else torch.float32)
+    fill_from_hf(chunks, config, load_checkpoint(source))
+    if wrapped:
+        chunks = wrap_ddp(wrap_float16(chunks))
+    with resharder.connect(endpoint, model=source.name) as publisher:
+        publisher.attach(chunks, config, tokenizer=source, check_replicas=True)
+        handle = publisher.publish(step=1)
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.data.fill_(9)
+        handle.wait_ready(120)
+
+
+def go_on(endpoint: str, source: Path, config: Config, published: dict[str, Any], filled: dict[str, Any]) -> dict[str, float]:
+    """Fill from a checkpoint, publish; build anew under another layout, fill from that version, compare the logits with
+    transformers'."""
+    chunks = build_model(config, **published)
+    fill(chunks, config, source)
+    with resharder.connect(endpoint, model=source.name) as publisher:
+        publisher.attach(chunks, config)
+        publisher.publish(step=1).wait_ready(120)
+    chunks = build_model(config, **filled)
+    version = f"resharder://{endpoint}/models/{source.name}/versions/latest"
+    proven = fill(chunks, config, version, shared=dist.get_rank() % 2 == 0).proven
+    boxes = len({(piece.tensor, piece.box) for piece in local_layout(chunks, config)[0].pieces})
+    tokens = torch.randint(0, config["vocab_size"], (2, 31), generator=torch.Generator().manual_seed(7))
+    found, worst = logits(chunks, config, tokens), torch.zeros(())
+    if found is not None:
+        reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+        with torch.no_grad():
+            worst = (found - reference(tokens).logits).abs().max()
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return {"difference": float(worst), "proven": proven, "boxes": boxes}
+
+
+def main(endpoint: str, folder: Path) -> None:
+    dist.init_process_group("gloo")
+    found = {}
+    for act, cases in json.loads((folder / "cases.json").read_text()).items():
+        for model, case in cases.items():
+            config = json.loads((folder / model / "config.json").read_text())
+            found[model] = {"publish": publish, "go_on": go_on}[act](endpoint, folder / model, config, **case)
+    if dist.get_rank() == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
