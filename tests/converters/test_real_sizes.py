@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from tests.support import megatron_shim  # noqa: F401
+
 # isort: split
 import torch
 from resharder.client.check import check
