@@ -18,7 +18,9 @@ from resharder.v1 import resources_pb2
 
 from demo.trainer_job import TrainerJob
 from tests.support.daemon import Daemon
+from tests.support.metrics import read
 from tests.support.operating import SERVING, servers, versions, wait_serving, wait_until
+from tests.support.ports import free_port
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_server import VllmServer
 
@@ -118,7 +120,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     folder = tmp_path_factory.mktemp("config")
     save_tokenizer(folder, CONFIG["vocab_size"])
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    with Daemon(direct_seconds=SECONDS, log_format="json") as daemon:
+    with Daemon(direct_seconds=SECONDS, log_format="json", web_listen=f"127.0.0.1:{free_port()}") as daemon:
         environment = {
             "RESHARDER_ENDPOINT": daemon.endpoint,
             "RESHARDER_SERVER_ID": "direct",  # the same after a restart
@@ -143,6 +145,15 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 def test_a_version_goes_from_the_ranks_memory_to_the_workers(system: System) -> None:
     version = system.publish(2)
     assert system.sent(version), system.transfers()
+    value = read(system.daemon)
+    assert value("install_phase_seconds_count", fleet="policy", phase="prove") == 1
+    assert (
+        0
+        < value("install_phase_seconds_sum", fleet="policy", phase="prove")
+        < (  # type: ignore[operator]
+            value("install_phase_seconds_sum", fleet="policy", phase="apply")
+        )
+    )
 
 
 def test_the_next_version_goes_over_the_same_group(system: System) -> None:

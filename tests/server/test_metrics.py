@@ -1,15 +1,13 @@
 """What Prometheus gets: of a real daemon, and of steps of servers and fleets."""
 
-import http.client
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
-from prometheus_client.parser import text_string_to_metric_families
 from resharder.client.operator import Motion, Operator
 from resharder.converters.layout import Layout
 from resharder.converters.packed import pack
@@ -40,6 +38,7 @@ from resharder.v1 import publisher_pb2, resources_pb2
 
 from tests.client.models import connected, publish_all, weights
 from tests.support.daemon import Daemon
+from tests.support.metrics import exposition, read
 from tests.support.operating import wait_until
 from tests.support.ports import free_port
 from tests.support.scene import job, publish
@@ -53,25 +52,6 @@ SIZE = 4 * 4096 * 64 * 4  # of a version of `job`
 def daemon() -> Iterator[Daemon]:
     with Daemon(web_listen=f"127.0.0.1:{free_port()}", keep_count=2) as running:
         yield running
-
-
-def exposition(daemon: Daemon, accept: str = "") -> str:
-    connection = http.client.HTTPConnection(str(daemon.options["web_listen"]), timeout=60)
-    try:
-        connection.request("GET", "/metrics", headers={"Accept": accept})
-        return connection.getresponse().read().decode()
-    finally:
-        connection.close()
-
-
-def read(daemon: Daemon) -> Callable[..., float | None]:
-    """`read(daemon)(name, **labels)`: the sample, as it is now; None where there is none."""
-    samples = {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(exposition(daemon))
-        for sample in family.samples
-    }
-    return lambda name, **labels: samples.get((f"resharder_{name}", frozenset(labels.items())))
 
 
 def test_the_page_of_the_documentation_is_what_the_code_declares() -> None:
