@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 COMPAT := .venv-compat
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test lint docs types proto proto-check unit test-compat bench fuzz docs-metrics docs-picture clean
 
