@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -275,7 +275,7 @@ class Agent:
         return profiled(self.channel, self.settings.server, self.host.rank, install_id, self.host.device)
 
     def _install(self, models: Models, staged: _Staged, source: Source) -> None:
-        done, arrived = Installed(0, 0, 0.0), False
+        began, done, arrived = time.perf_counter(), Installed(0, 0, 0.0), False
         if staged.direct is not None and staged.direct is self._memory:
             arrived = self._receiver.receive(staged.direct, models, staged.install, staged.timings)
         if not arrived and staged.ahead is not None:
@@ -289,7 +289,7 @@ class Agent:
             done += install.install(self.host, model, part.config, part.known, route, source, arrived, placed, staged.timings)
             if part.route is None:
                 part.learn(model, source)
-        self.installed = done
+        self.installed = replace(done, seconds=time.perf_counter() - began)  # what came directly has taken its time too
         self.learned()
 
     def learned(self) -> None:
