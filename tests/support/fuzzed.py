@@ -103,7 +103,8 @@ class World:
 
     def _job(self, model: str) -> Job:
         self._jobs += 1
-        job = Job(self.door, SPECS, HELD, model=model, job=f"job-{self._jobs}")  # type: ignore[arg-type]
+        name = f"job-{xxhash.xxh64_hexdigest(str(self._jobs).encode())}"  # that no changed name becomes by chance
+        job = Job(self.door, SPECS, HELD, model=model, job=name)  # type: ignore[arg-type]
         job.create()
         return job
 
