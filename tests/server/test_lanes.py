@@ -172,7 +172,8 @@ def test_one_models_flood_stalls_no_other_models_publish_renewals_or_servers() -
         keeping = ended.enter_context(closing(Renewals(flooding)))
         flood = ended.enter_context(closing(Flood(flooding, noisy, ready, staging)))
         flood.open()
-        places = {"uploads": 24, "downloads": 24, "waits": 64, "control sides": 64}
+        # Of what stays open; a download ends, though nobody reads it, once all its bytes are sent.
+        places = {"uploads": 24, "waits": 64, "control sides": 64}
         enough = {kind: FLOOD - most // 2 for kind, most in places.items()}
         until(lambda: all(flood.refused()[kind] >= least for kind, least in enough.items()))
 
