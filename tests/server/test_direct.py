@@ -10,7 +10,8 @@ import pytest
 from resharder.converters.digest import digest
 from resharder.converters.layout import Layout, Piece, Range, TensorSpec, box_index
 from resharder.converters.packed import Pieces, pack
-from resharder.server.direct import Act, Direct, Member, Task
+from resharder.server.direct import Direct
+from resharder.server.direct_state import Act, Member, Task
 from resharder.server.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 
 from tests.support.operating import wait_until

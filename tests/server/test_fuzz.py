@@ -21,7 +21,8 @@ from resharder.converters.cut import cut_chunks
 from resharder.converters.layout import ITEM_SIZES, Layout, Piece, Range, TensorSpec, box_index, full_box
 from resharder.converters.messages import boxes_to_proto
 from resharder.converters.packed import Pieces, pack
-from resharder.server.direct import Direct, Member
+from resharder.server.direct import Direct
+from resharder.server.direct_state import Member
 from resharder.server.errors import FailedPrecondition, ResourceExhausted
 from resharder.server.kernel import anonymous_bytes
 from resharder.server.timing import timings_from_proto
@@ -206,12 +207,12 @@ def test_boxes_of_more_than_the_version_are_refused_at_the_first_that_is_too_muc
 )
 def test_memory_of_nobody_that_is_known_is_not_kept(world: World, owner: str) -> None:
     member = direct_pb2.Member(owner=owner, rank=0, process="p")
-    kept = dict(world.daemon.direct._memories)
+    kept = world.daemon.direct.memories.owners()
     request = direct_pb2.DeclareMemoryRequest(member=member, fingerprint="f", layout=direct_pb2.MemoryLayout(dimensions=1))
     with pytest.raises(grpc.RpcError) as caught:
         direct_pb2_grpc.DirectServiceStub(world.door).DeclareMemory(request)
     assert reason_of(caught.value) in ("WORKER", "SERVER_UNKNOWN", "PUBLISHER_UNKNOWN", "STALE_EPOCH", "RESOURCE_NAME")
-    assert world.daemon.direct._memories.keys() == kept.keys()
+    assert world.daemon.direct.memories.owners() == kept
 
 
 class _OneWorker:

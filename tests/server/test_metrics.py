@@ -12,7 +12,8 @@ from resharder.client.operator import Motion, Operator
 from resharder.converters.layout import Layout
 from resharder.converters.packed import pack
 from resharder.server import metrics, snapshot
-from resharder.server.direct import Direct, Member
+from resharder.server.direct import Direct
+from resharder.server.direct_state import Member
 from resharder.server.errors import FailedPrecondition
 from resharder.server.fleet import FleetView, ServerView
 from resharder.server.fleet_state import Fleet, Move, MoveState

@@ -17,36 +17,24 @@ import queue
 import secrets
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Literal, Protocol
 
 import numpy as np
 import structlog
-from resharder.converters.copies import Copies, copies_of
 from resharder.converters.errors import LayoutError
-from resharder.converters.packed import Pieces, join
-from resharder.converters.plan import Plan, plan_pieces
+from resharder.converters.packed import Pieces
+from resharder.server.direct_state import Act, Group, Link, Member, Offer, Planned, Task
 from resharder.server.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
-from resharder.server.said import Digests, held_by, sent_by, sent_count
+from resharder.server.memories import Memories, Side
+from resharder.server.said import held_by, sent_count
 
 _log = structlog.get_logger("resharder.direct")
 _LOOK = 0.25  # seconds between looks whether an offer is still good for anybody
 _SLACK = 5.0  # beyond a transfer's own bound
 _KEYS, _KEY_BYTES, _ALL_KEYS_BYTES = 4096, 1 << 16, 16 << 20
-_PLANS = 8
 _OFFERED = 4  # versions of a model that are remembered to have been offered
 _PAUSE, _LONGEST_PAUSE = 30.0, 600.0  # seconds, from the second failure in a row on; doubles with each
-
-
-class Member(NamedTuple):
-    """A rank of a publisher, or a worker of a server, in one life of its process."""
-
-    owner: str
-    rank: int
-    process: str
 
 
 class Servers(Protocol):
@@ -57,112 +45,6 @@ class Servers(Protocol):
 
     def processes(self, server: str) -> dict[int, str]:
         """Of every worker by rank; empty where not all of them are known. Raises NotFound (SERVER_UNKNOWN)."""
-
-
-class Act(Enum):
-    LINK = "link"
-    RUN = "run"
-    DROP = "drop"
-    DIGEST = "digest"
-
-
-@dataclass(frozen=True)
-class Link:
-    """One member's side of a group."""
-
-    group: str
-    rank: int
-    size: int
-    copies: Copies
-    most_peers: int
-    most_made: int
-
-
-class Task(NamedTuple):
-    act: Act
-    group: str
-    link: Link | None = None
-    sent: Pieces[int] | None = None  # of DIGEST, where the rank has not been told yet
-
-
-class _Memory(NamedTuple):
-    process: str
-    fingerprint: str
-    pieces: Pieces[int]
-
-
-class _Planned(NamedTuple):
-    copies: Copies
-    senders: tuple[int, ...]  # ranks, in the order of the group
-    plan: Plan[int, int]  # between numbers of ranks and of workers
-
-
-@dataclass
-class _Group:
-    id: str
-    server: str
-    key: Hashable  # processes and memories of all that it was planned for
-    members: tuple[Member, ...]  # in the group's order, senders first
-    senders: int
-    planned: _Planned
-    install: str = ""  # that workers start now
-    started: set[int] = field(default_factory=set)  # workers
-    finished: set[Member] = field(default_factory=set)
-    linked: set[Member] = field(default_factory=set)  # who was given a link
-    received: int = 0  # bytes, by workers
-    granted: str = ""  # the install whose turn it is or was
-    began: float = 0.0
-    error: str = ""
-    keys: dict[str, bytes] = field(default_factory=dict)
-    said_of: int = 0  # the version that ranks were asked about last
-    said: dict[int, Digests] = field(default_factory=dict)  # by rank
-    told: bool = False  # ranks know of which boxes
-
-    def link(self, member: Member) -> Link:
-        rank = self.members.index(member)
-        copies = self.planned.copies
-        self.linked.add(member)
-        return Link(self.id, rank, len(self.members), copies.of(rank), copies.most_peers, copies.most_made)
-
-
-@dataclass
-class _Offer:
-    """`ranks`: those that hold the version, each with its queue of tasks."""
-
-    model: str
-    number: int
-    publisher: str
-    world_size: int
-    wait_seconds: float
-    ranks: dict[int, tuple[Member, str, "queue.SimpleQueue[Task | None]"]] = field(default_factory=dict)
-    turns: deque[_Group] = field(default_factory=deque)
-    running: _Group | None = None
-    ready_at: float | None = None
-    ended: bool = False
-
-    @property
-    def complete(self) -> bool:
-        return len(self.ranks) == self.world_size
-
-    def tell(self, group: _Group, act: Act, *, link: bool = False) -> None:
-        for member in group.members[: group.senders]:
-            there = self.ranks.get(member.rank)
-            if there is not None and there[0] == member:
-                there[2].put(Task(act, group.id, group.link(member) if link else None))
-
-    def ask(self, group: _Group) -> None:
-        """For the digests of what each rank sends."""
-        for member in group.members[: group.senders]:
-            sent = None if group.told else sent_by(group.planned.plan, member.rank)
-            there = self.ranks.get(member.rank)
-            if there is not None and there[0] == member:
-                there[2].put(Task(Act.DIGEST, group.id, sent=sent))
-        group.told = True
-
-    def end(self) -> None:
-        self.ended = True
-        for _, _, tasks in self.ranks.values():
-            tasks.put(None)
 
 
 Cause = Literal["not_offered", "offer_over", "layout", "late", "member_gone", "member_failed"]
@@ -180,7 +62,7 @@ def _unheard(seconds: float, cause: Cause | None) -> None:
 
 
 class Direct:
-    """Thread-safe. Its lock comes last: the fleets are asked without it.
+    """Thread-safe. Its lock comes after all others but that of `memories`: the fleets are asked without it.
 
     `staging_bytes`: of memory beyond the weights, that each member may use. `seconds`: for members to meet, and for a transfer.
     """
@@ -198,34 +80,30 @@ class Direct:
         self.heard: Heard = _unheard
         self.offered_whole: Callable[[], None] = lambda: None  # called when `offered` may answer otherwise; it must not wait
         self._whole: dict[str, tuple[int, ...]] = {}  # replaced, never changed: whoever looks takes no lock
+        self.memories = Memories()
         self._news = threading.Condition()
-        self._memories: dict[tuple[str, int], _Memory] = {}
-        self._offers: dict[str, _Offer] = {}  # the newest of each model
+        self._offers: dict[str, Offer] = {}  # the newest of each model
         self._withheld: dict[str, int] = {}  # the newest version of each model that no rank offers
         self._joined: dict[str, tuple[str, dict[int, tuple[Member, str]]]] = {}  # server -> install, workers and their memories
-        self._groups: dict[str, _Group] = {}  # by server
+        self._groups: dict[str, Group] = {}  # by server
         self._planning: set[str] = set()
-        self._plans: OrderedDict[Hashable, _Planned] = OrderedDict()
         self._refused: dict[str, int] = {}  # server -> the version that it takes over the staged path
         self._failures: dict[str, tuple[int, float]] = {}  # server -> how many in a row, and when it may be tried again
 
     # What is held where
 
     def declare(self, member: Member, fingerprint: str, pieces: Pieces[int]) -> None:
-        gone = self._gone()
+        gone = {
+            owner: server
+            for owner in self.memories.owners()
+            if (server := owner.removeprefix("servers/")) != owner and not self._is_known(server)
+        }
+        self.memories.forget(gone.keys())
+        self.memories.declare(member, fingerprint, pieces)
         with self._news:
-            if "/publishers/" in member.owner:  # of a model only the newest publisher's count
-                model = member.owner.partition("/publishers/")[0]
-                stale = [key for key in self._memories if key[0].startswith(f"{model}/publishers/") and key[0] != member.owner]
-                for key in stale:
-                    del self._memories[key]
-            for server in gone:
+            for server in gone.values():
                 for known in (self._joined, self._groups, self._refused, self._failures):
                     known.pop(server, None)
-            self._memories = {
-                key: memory for key, memory in self._memories.items() if key[0].removeprefix("servers/") not in gone
-            }
-            self._memories[member.owner, member.rank] = _Memory(member.process, fingerprint, pieces)
 
     def check_worker(self, member: Member) -> dict[int, str]:
         """The processes of its server, which it is one of. Raises NotFound (SERVER_UNKNOWN), FailedPrecondition (NOT_OFFERED)."""
@@ -234,12 +112,6 @@ class Direct:
             raise FailedPrecondition("NOT_OFFERED", f"{member.owner[:200]}: not all of its workers are known yet")
         return processes
 
-    def _gone(self) -> frozenset[str]:
-        """Servers that have declared what they hold, and that the fleets have forgotten since."""
-        with self._news:
-            owners = {owner.removeprefix("servers/") for owner, _ in self._memories if owner.startswith("servers/")}
-        return frozenset(server for server in owners if not self._is_known(server))
-
     def _is_known(self, server: str) -> bool:
         try:
             self._servers.processes(server)
@@ -247,22 +119,17 @@ class Direct:
             return False
         return True
 
-    def _check_declared(self, member: Member, fingerprint: str) -> None:
-        known = self._memories.get((member.owner, member.rank))
-        if known is None or (known.process, known.fingerprint) != (member.process, fingerprint):
-            raise FailedPrecondition("MEMORY_UNKNOWN", f"{member.owner}, rank {member.rank}: declare what it holds first")
-
     # Offers
 
-    def offer(self, member: Member, memory: str, model: str, number: int, world_size: int, wait_seconds: float) -> _Offer:
+    def offer(self, member: Member, memory: str, model: str, number: int, world_size: int, wait_seconds: float) -> Offer:
         """Enters one rank's offer. Raises FailedPrecondition (MEMORY_UNKNOWN, NOT_OFFERED: a later version's has begun)."""
         with self._news:
-            self._check_declared(member, memory)
+            self.memories.check(member, memory)
             offer = self._offers.get(model)
             if offer is None or offer.publisher != member.owner or offer.number < number:
                 if offer is not None:
                     offer.end()
-                offer = self._offers[model] = _Offer(model, number, member.owner, world_size, wait_seconds)
+                offer = self._offers[model] = Offer(model, number, member.owner, world_size, wait_seconds)
             if offer.number > number or offer.ended:
                 raise FailedPrecondition("NOT_OFFERED", f"version {number} of {model}: its offer is over")
             offer.wait_seconds = min(offer.wait_seconds, wait_seconds)
@@ -284,7 +151,7 @@ class Direct:
         """The last versions that every rank has offered, whatever has become of them."""
         return self._whole.get(model, ())
 
-    def task(self, offer: _Offer, rank: int, state: str) -> Task | None:
+    def task(self, offer: Offer, rank: int, state: str) -> Task | None:
         """The rank's next one, None when its memory may change, TimeoutError after a while without either. `state` is the
         version's."""
         if rank == min(offer.ranks):  # one of them is enough
@@ -294,7 +161,7 @@ class Direct:
         except queue.Empty:
             raise TimeoutError from None
 
-    def leave(self, offer: _Offer, rank: int) -> None:
+    def leave(self, offer: Offer, rank: int) -> None:
         """The rank is done with the offer, or gone: then it sends no more."""
         with self._news:
             member, _, _ = offer.ranks[rank]
@@ -305,7 +172,7 @@ class Direct:
             offer.end()
             self._news.notify_all()
 
-    def _look(self, offer: _Offer, state: str) -> None:
+    def _look(self, offer: Offer, state: str) -> None:
         """Ends what nobody is expected to need any more, and what takes too long."""
         now = self._clock()
         awaited = self._servers.awaiting(offer.model, offer.number) if state == "READY" else frozenset()
@@ -318,12 +185,12 @@ class Direct:
                 offer.end()
                 self._news.notify_all()
 
-    def _end_late(self, offer: _Offer) -> None:
+    def _end_late(self, offer: Offer) -> None:
         running = offer.running
         if running is not None and self._clock() > running.began + self.seconds + _SLACK:
             self._fail(running, "late", f"not every member was done after {self.seconds + _SLACK:g} s")
 
-    def _is_over(self, offer: _Offer, state: str, now: float, wanted: bool) -> bool:
+    def _is_over(self, offer: Offer, state: str, now: float, wanted: bool) -> bool:
         if state != "READY" or offer.ready_at is None:
             return state != "STAGING"
         waited = now - offer.ready_at
@@ -338,7 +205,7 @@ class Direct:
         where it does not say. Raises FailedPrecondition (MEMORY_UNKNOWN, NOT_OFFERED)."""
         server, deadline = member.owner.removeprefix("servers/"), self._clock() + self.seconds
         with self._news:
-            self._check_declared(member, memory)
+            self.memories.check(member, memory)
             current, workers = self._joined.get(server, ("", {}))
             if current != install:
                 workers = {}
@@ -364,7 +231,7 @@ class Direct:
                 self._end(group, f"{member.owner}, rank {member.rank} has let go of it")  # as those do that fall asleep
             self._planning.add(server)
         try:
-            planned = self._plan(ranks, workers)
+            planned = self.memories.plan(ranks, workers)
         except (LayoutError, ValueError) as error:
             with self._news:
                 self._refuse(server, number, "layout", f"{error}")
@@ -375,7 +242,7 @@ class Direct:
         with self._news:
             return self._make(offer, server, key, planned, ranks, workers).link(member)
 
-    def _good_offer(self, server: str, model: str, number: int) -> _Offer | None:
+    def _good_offer(self, server: str, model: str, number: int) -> Offer | None:
         """The one of this version, None where it may still come. Raises FailedPrecondition (NOT_OFFERED)."""
         offer = self._offers.get(model)
         if self._refused.get(server) == number:
@@ -386,7 +253,7 @@ class Direct:
         if offer is not None and (offer.number > number or (offer.number == number and offer.ended)):
             self._refuse(server, number, "offer_over", "its offer is over")
         if offer is None or offer.number != number:
-            able = any(owner.startswith(f"models/{model}/publishers/") for owner, _ in self._memories)
+            able = any(owner.startswith(f"models/{model}/publishers/") for owner in self.memories.owners())
             if not able or number <= self._withheld.get(model, 0):
                 self._refuse(server, number, "not_offered", "no publisher offers it")
             return None
@@ -404,42 +271,15 @@ class Direct:
         self._news.notify_all()
         raise FailedPrecondition("NOT_OFFERED", f"version {number} goes to server {server} over the staged path: {why}")
 
-    def _plan(self, ranks: Mapping[int, tuple[Member, str]], workers: Mapping[int, tuple[Member, str]]) -> _Planned:
-        """Raises LayoutError, ValueError where the staging memory does not suffice, FailedPrecondition (MEMORY_UNKNOWN)."""
-        key = tuple(tuple(sorted((rank, memory) for rank, (_, memory) in side.items())) for side in (ranks, workers))
-        with self._news:
-            if key in self._plans:
-                self._plans.move_to_end(key)
-                return self._plans[key]
-            for member, memory in (*ranks.values(), *workers.values()):
-                self._check_declared(member, memory)  # a later publisher's memory may have taken the place of this one's
-            sides = [[self._memories[m.owner, rank].pieces for rank, (m, _) in sorted(s.items())] for s in (ranks, workers)]
-        began = self._clock()
-        found = plan_pieces(*(join(side) for side in sides))
-        sending = sorted({int(p) for p in set(found.sources.process[found.have].tolist())})
-        order = {process: i for i, process in enumerate(sending)}
-        copies = copies_of(
-            found,
-            [order.get(process, -1) for process in range(len(ranks))],
-            [len(sending) + i for i in range(len(workers))],
-        )
-        planned = _Planned(copies, tuple(sorted(ranks)[process] for process in sending), found)
-        _log.info("direct_planned", ranks=len(ranks), workers=len(workers), copies=len(copies), seconds=self._clock() - began)
-        with self._news:
-            self._plans[key] = planned
-            while len(self._plans) > _PLANS:
-                self._plans.popitem(last=False)
-        return planned
-
     def _make(
         self,
-        offer: _Offer,
+        offer: Offer,
         server: str,
         key: Hashable,
-        planned: _Planned,
-        ranks: Mapping[int, tuple[Member, str]],
-        workers: Mapping[int, tuple[Member, str]],
-    ) -> _Group:
+        planned: Planned,
+        ranks: Side,
+        workers: Side,
+    ) -> Group:
         former = self._groups.get(server)
         if former is not None and former.key == key and not former.error:
             return former
@@ -448,7 +288,7 @@ class Direct:
         if former is not None:  # ranks may not have heard of its end in an offer that was over
             self._end(former, former.error or "other members have taken its place")
         members = (*(ranks[rank][0] for rank in planned.senders), *(workers[rank][0] for rank in sorted(workers)))
-        group = _Group(secrets.token_hex(12), server, key, members, len(planned.senders), planned)
+        group = Group(secrets.token_hex(12), server, key, members, len(planned.senders), planned)
         self._groups[server] = group
         offer.tell(group, Act.LINK, link=True)
         _log.info("direct_group", server=server, group=group.id, senders=group.senders, members=len(members))
@@ -511,13 +351,13 @@ class Direct:
                 self._end_late(offer)  # also where no rank asks for its tasks
                 self._news.wait(_LOOK)
 
-    def _offer_of(self, group: _Group) -> _Offer:
+    def _offer_of(self, group: Group) -> Offer:
         offer = next((o for o in self._offers.values() if o.publisher == group.members[0].owner), None)
         if offer is None or offer.ended:
             raise FailedPrecondition("NOT_OFFERED", f"group {group.id}: the offer of its version is over")
         return offer
 
-    def _next(self, offer: _Offer) -> None:
+    def _next(self, offer: Offer) -> None:
         while offer.running is None and offer.turns:
             group = offer.turns.popleft()
             if not group.error:
@@ -552,13 +392,13 @@ class Direct:
                 self._failures.pop(group.server, None)
                 self._next(offer)
 
-    def _group(self, id: str) -> _Group:
+    def _group(self, id: str) -> Group:
         group = next((g for g in self._groups.values() if g.id == id), None)
         if group is None:
             raise FailedPrecondition("NOT_OFFERED", f"group {id[:64]} is over")
         return group
 
-    def _fail(self, group: _Group, cause: Cause, why: str) -> None:
+    def _fail(self, group: Group, cause: Cause, why: str) -> None:
         if group.error:
             return
         count = self._failures.get(group.server, (0, 0.0))[0] + 1
@@ -570,7 +410,7 @@ class Direct:
                 self._give_up(group.server, offer.number, cause)
         self._end(group, why)
 
-    def _end(self, group: _Group, why: str) -> None:
+    def _end(self, group: Group, why: str) -> None:
         """Nobody's fault need it be; whoever waits for his turn behind it has his."""
         group.error = why
         for offer in self._offers_to(group):
@@ -580,7 +420,7 @@ class Direct:
             self._next(offer)
         self._news.notify_all()
 
-    def _offers_to(self, group: _Group) -> list[_Offer]:
+    def _offers_to(self, group: Group) -> list[Offer]:
         return [offer for offer in self._offers.values() if offer.publisher == group.members[0].owner]
 
     # How members meet

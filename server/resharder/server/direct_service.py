@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from google.protobuf.message import Message
 from grpc import ServicerContext
 from resharder.converters.direct_messages import copies_to_proto, layout_from_proto, layout_to_proto
-from resharder.server.direct import Act, Direct, Link, Member
+from resharder.server.direct import Direct
+from resharder.server.direct_state import Act, Link, Member
 from resharder.server.errors import InvalidArgument
 from resharder.server.intake import Intake, parse_name
 from resharder.server.service import seconds
