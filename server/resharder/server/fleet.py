@@ -11,7 +11,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from resharder.server.events import Kind
 from resharder.server.explain import explain, explain_fleet, state_of
 from resharder.server.fleet_files import FleetFiles
 from resharder.server.fleet_state import Fleet, MotionKind, PauseMode, View
+from resharder.server.holds import Holdable, Holds
 from resharder.server.manifest import READY, STAGING, VersionRecord
 from resharder.server.reconciler import step
 from resharder.server.server_state import (
@@ -56,13 +57,11 @@ _ROUNDS = 1000  # of steering: a bound against what must not be, a loop
 _log = structlog.get_logger("resharder.fleet")
 
 
-class Versions(Protocol):
+class Versions(Holdable, Protocol):
     """What fleets need of the store."""
 
     def models(self) -> list[str]: ...
     def versions(self, name: str) -> list[VersionRecord]: ...
-    def hold(self, name: str, number: int, holder: str) -> VersionRecord: ...
-    def release(self, name: str, number: int, holder: str) -> None: ...
     def subscribe(self, callback: Callable[[VersionRecord], None]) -> None: ...
 
 
@@ -141,6 +140,7 @@ class Fleets:
     ) -> None:
         self.settings = settings or Settings()
         self._store, self._clock, self._wall, self._files, self._pause_mode = store, clock, wall, files, pause_mode
+        self._holds = Holds(store)
         self._life, self._started = secrets.token_hex(4), clock()
         self.serving_changed: Callable[[], None] = lambda: None
         self.check: Callable[[Fleet], None] = lambda fleet: None
@@ -148,22 +148,19 @@ class Fleets:
         self.observers: list[Observer] = []
         self._note = note or _no_note
         self._fleets = files.load() if files else {}
-        self._fleets_held: dict[str, frozenset[int]] = {}
         self._ready: dict[str, dict[int, str]] = {}  # of each model, as of the last look
         self._ahead: dict[str, dict[int, Ahead]] = {}
         self._changed = threading.Condition(threading.RLock())
         self._servers: dict[str, Server] = {}
-        self._held: dict[str, frozenset[int]] = {}
         self._attachments: dict[tuple[str, str], Attachment] = {}
         self._wake = threading.Event()
         self._closed = False
-        self._returning: dict[str, list[int]] = {}  # what servers may come back with after a restart of the daemon, by model
+        self._returning: set[str] = set()  # models whose servers may come back with any version after a restart of the daemon
         for fleet in self._fleets.values():
             self._hold_versions(fleet)
             if fleet.members and fleet.model not in self._returning:
-                self._returning[fleet.model] = sorted(self._look(fleet.model))
-                for number in self._returning[fleet.model]:
-                    self._store.hold(fleet.model, number, _RETURNING)
+                self._returning.add(fleet.model)
+                self._holds.hold(_RETURNING, fleet.model, self._look(fleet.model))
         store.subscribe(lambda _: self.wake())
         self._thread = threading.Thread(target=self._run, args=(tick_seconds,), name="fleets", daemon=True)
         if tick_seconds:  # else whoever made it ticks
@@ -215,13 +212,13 @@ class Fleets:
 
     def _release_returning(self) -> None:
         settling = {fleet.model for fleet in self._fleets.values() if self._see(fleet).settling}
-        for model in self._returning.keys() - settling:
-            for number in self._returning.pop(model):
-                self._store.release(model, number, _RETURNING)
+        for model in self._returning - settling:
+            self._holds.release(_RETURNING, model)
+        self._returning &= settling
 
     def _forget(self, server: Server) -> None:
         self._servers = {id: other for id, other in self._servers.items() if id != server.id}
-        del self._held[server.id]
+        self._holds.release(f"servers/{server.id}", server.model)
         fleet = self._fleets[server.fleet]
         gone = frozenset({server.id})
         self._keep(replace(fleet, members=fleet.members - gone, drained=fleet.drained - gone))
@@ -251,7 +248,7 @@ class Fleets:
 
     def _held_of(self, server: Server) -> dict[int, str]:
         """Versions only ever leave READY when nobody holds them; a view of the store may be older than a hold."""
-        return {number: server.ready[number] for number in self._held.get(server.id, frozenset())}
+        return {number: server.ready[number] for number in self._holds.of(f"servers/{server.id}", server.model)}
 
     # What processes of servers say
 
@@ -526,9 +523,9 @@ class Fleets:
         self._steer(self._servers[id].fleet)
 
     def _step(self, id: str, event: Event) -> None:
-        now, before = self._clock(), self._servers[id]
+        now, before, holder = self._clock(), self._servers[id], f"servers/{id}"
         after, orders = step(before, event, now, self.settings)
-        while gone := self._hold(id, after.model, in_use(after, now, self.settings) - self._held.get(id, frozenset())):
+        while gone := self._holds.hold(holder, after.model, in_use(after, now, self.settings)):
             ready = {number: fingerprint for number, fingerprint in before.ready.items() if number not in gone}
             before, first = step(before, VersionsChanged(ready, before.ahead), now, self.settings)
             after, orders = step(before, event, now, self.settings)
@@ -538,7 +535,7 @@ class Fleets:
             attachment = self._attachments.get((id, order.control))
             if attachment is not None:
                 attachment.orders.put(order)
-        self._release(id, after.model, self._held.get(id, frozenset()) - in_use(after, now, self.settings))
+        self._holds.release(holder, after.model, keep=in_use(after, now, self.settings))
         self._note_change(before, after)
         for observer in self.observers:
             observer.server_stepped(before, after)
@@ -548,8 +545,7 @@ class Fleets:
 
     def _see(self, fleet: Fleet) -> View:
         servers = {server.id: server for server in self._servers.values() if server.fleet == fleet.name}
-        held = self._fleets_held.get(fleet.name, frozenset())
-        ready = self._ready.get(fleet.model, {}).keys() | held
+        ready = self._ready.get(fleet.model, {}).keys() | self._holds.of(f"fleets/{fleet.name}", fleet.model)
         here = {id for id, server in servers.items() if server.lost_at is not None or server.complete}
         settling = self._clock() < self._started + self.settings.lease + _SETTLE and not fleet.members <= here
         ahead = frozenset(number for number, one in self._ahead_of(fleet).items() if one.staging) - ready
@@ -557,8 +553,7 @@ class Fleets:
 
     def _steer(self, name: str) -> None:
         """Moves the fleet on, and its servers with it, until nothing follows."""
-        if self._needs(self._fleets[name]) != self._fleets_held.get(name, frozenset()):
-            self._hold_versions(self._fleets[name])
+        self._hold_versions(self._fleets[name])
         for _ in range(_ROUNDS):
             fleet = self._fleets[name]
             view = self._see(fleet)
@@ -595,15 +590,9 @@ class Fleets:
         return (fleet.needs() | {newest}) - {0}
 
     def _hold_versions(self, fleet: Fleet) -> None:
-        needed, held = self._needs(fleet), self._fleets_held.get(fleet.name, frozenset())
-        for number in needed - held:
-            try:
-                self._store.hold(fleet.model, number, f"fleets/{fleet.name}")
-            except NotFound:
-                needed -= {number}
-        for number in held - needed:
-            self._store.release(fleet.model, number, f"fleets/{fleet.name}")
-        self._fleets_held[fleet.name] = needed
+        holder, needed = f"fleets/{fleet.name}", self._needs(fleet)
+        self._holds.hold(holder, fleet.model, needed)
+        self._holds.release(holder, fleet.model, keep=needed)
 
     def _note_move(self, before: Fleet | None, after: Fleet) -> None:
         move = after.move
@@ -612,22 +601,6 @@ class Fleets:
             return
         what, subject = move.state.name.lower(), f"fleets/{after.name}"
         self._note("move", subject, what, move.reason, to=move.to, back_to=move.back_to, motion=move.motion.kind.name)
-
-    def _hold(self, id: str, model: str, numbers: Iterable[int]) -> frozenset[int]:
-        """Holds them in the store; those that are no longer READY are returned."""
-        gone = set()
-        for number in numbers:
-            try:
-                self._store.hold(model, number, f"servers/{id}")
-                self._held[id] = self._held.get(id, frozenset()) | {number}
-            except NotFound:
-                gone.add(number)
-        return frozenset(gone)
-
-    def _release(self, id: str, model: str, numbers: frozenset[int]) -> None:
-        self._held[id] = self._held.get(id, frozenset()) - numbers
-        for number in numbers:
-            self._store.release(model, number, f"servers/{id}")
 
     def _note_change(self, before: Server, after: Server) -> None:
         if after.differs and not before.differs:
