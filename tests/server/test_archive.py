@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.server.test_store import FILES, LAYOUTS, SIZE, SPECS, claim, numbers, publish
 from tests.support.daemon import Daemon
+from tests.support.operating import wait_until
 from tests.support.publishing import Job, read_folder, whole
 from tests.support.publishing import random_weights as made_up
 from tests.support.tiny_hf import tiny_config
@@ -76,13 +76,6 @@ def archived(archive: Archive) -> list[int]:
 
 def is_archived(archive: Archive, number: int) -> bool:
     return number in archived(archive)
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in 60 s"
-        time.sleep(0.01)
 
 
 def new_store(root: Path, **options: int) -> Store:

@@ -2,7 +2,6 @@
 
 import os
 import queue
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +9,8 @@ import psutil
 import pytest
 from resharder.server.checks import Checks, environment
 from resharder.server.config import load
+
+from tests.support.operating import wait_until
 
 Ended = queue.SimpleQueue[tuple[bool, str]]
 
@@ -65,24 +66,24 @@ def test_a_command_that_takes_too_long_ends_with_all_that_it_started(run: Callab
     ended = run("sh", "-c", f"echo begun; sleep 1000 & echo $! > {started}; wait", timeout=5)
     ok, message = ended.get(timeout=60)
     assert (ok, message) == (False, "did not end within 5 s: begun")
-    until(lambda: gone(int(started.read_text())))
+    wait_until(lambda: gone(int(started.read_text())))
 
 
 def test_what_a_command_leaves_behind_ends_with_it_and_keeps_nobody_waiting(run: Callable[..., Ended], tmp_path: Path) -> None:
     left = tmp_path / "left"
     assert run("sh", "-c", f"sleep 1000 & echo $! > {left}").get(timeout=60) == (True, "ended with 0")
-    until(lambda: gone(int(left.read_text())))
+    wait_until(lambda: gone(int(left.read_text())))
 
 
 def test_a_cancelled_command_is_killed_and_not_told_of(tmp_path: Path) -> None:
     checks, ended = Checks({"slow": ["sh", "-c", f"echo $$ > {tmp_path}/own; exec sleep 1000"]}, 60), Ended()
     for _ in range(2):
         checks.start("slow", "fleets/policy/1", {}, lambda ok, message: ended.put((ok, message)))
-        until(lambda: (tmp_path / "own").exists() and (tmp_path / "own").read_text().endswith("\n"))
+        wait_until(lambda: (tmp_path / "own").exists() and (tmp_path / "own").read_text().endswith("\n"))
         process = int((tmp_path / "own").read_text())
         (tmp_path / "own").unlink()
         checks.cancel("fleets/policy/1")
-        until(lambda process=process: gone(process))
+        wait_until(lambda process=process: gone(process))
     checks.close()
     checks.start("slow", "fleets/policy/2", {}, lambda ok, message: ended.put((ok, message)))
     assert ended.empty()
@@ -131,10 +132,3 @@ def gone(process: int) -> bool:
         return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

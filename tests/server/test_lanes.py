@@ -1,7 +1,6 @@
 """Models apart from each other: one's flood of calls is refused, and another's publish and renewals go on."""
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from resharder.server.store import Store
 from resharder.v1 import direct_pb2, operator_pb2, publisher_pb2, publisher_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
 
 from tests.support.daemon import Daemon
+from tests.support.operating import wait_until
 from tests.support.publishing import Job, random_weights, reason_of, whole
 
 READY = resources_pb2.Version.READY
@@ -175,14 +175,14 @@ def test_one_models_flood_stalls_no_other_models_publish_renewals_or_servers() -
         # Of what stays open; a download ends, though nobody reads it, once all its bytes are sent.
         places = {"uploads": 24, "waits": 64, "control sides": 64}
         enough = {kind: FLOOD - most // 2 for kind, most in places.items()}
-        until(lambda: all(flood.refused()[kind] >= least for kind, least in enough.items()))
+        wait_until(lambda: all(flood.refused()[kind] >= least for kind, least in enough.items()))
 
         job = Job(calm, SPECS, [whole(SPECS)], model="calm").connect()
         renewals, kept = ended.enter_context(closing(Renewals(job))), keeping.count
         for step in (1, 2):
             assert job.publish(step, weights).state == READY
         assert_served(calm, job)
-        until(lambda: renewals.count >= 20 and keeping.count >= kept + 20)
+        wait_until(lambda: renewals.count >= 20 and keeping.count >= kept + 20)
         assert flood.refused()["waits"] < FLOOD, "the flood is still there"
         assert anonymous_bytes(daemon.pid) < 300 << 20
 
@@ -190,7 +190,7 @@ def test_one_models_flood_stalls_no_other_models_publish_renewals_or_servers() -
 def assert_served(channel: grpc.Channel, job: Job) -> None:
     """A server of the job's model claims, attaches and has its reports answered."""
     servers, reports = server_pb2_grpc.ServerServiceStub(channel), threading.Event()
-    servers.ClaimServer(server_pb2.ClaimServerRequest(server="calm-1", model=job.model, boot=True), timeout=20)
+    servers.ClaimServer(server_pb2.ClaimServerRequest(server="calm-1", model=job.model, boot=True), timeout=60)
 
     def said() -> Iterator[server_pb2.ControlReport]:
         yield server_pb2.ControlReport(server="calm-1", control="control", world_size=1)
@@ -210,7 +210,7 @@ def test_a_client_whose_model_has_too_many_calls_open_tries_again_and_says_so_wh
         version = job.publish(1, random_weights(SPECS, 1))
         staging = publisher_pb2.WaitVersionRequest(version=job.begin(2).name, wait_seconds=600)
         held = [job.stub.WaitVersion.future(staging) for _ in range(5)]
-        until(lambda: any(call.done() for call in held))
+        wait_until(lambda: any(call.done() for call in held))
         stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
         request = publisher_pb2.WaitVersionRequest(version=version.name)
         with pytest.raises(errors.WaitTimeout, match=r"policy has 4 WaitVersion calls open.*TOO_MANY_CALLS"):
@@ -268,13 +268,6 @@ def sealed(intake: Intake, model: str, shape: tuple[int, ...], step: int) -> int
     intake.register(publisher.name, 0, "same", [TensorSpec("a", "BF16", shape)], pack([(0, full_box(shape), False)]))
     version = intake.create_version(publisher.name, 0, step)
     return intake.seal(model, version.number, version.epoch, 0, [0], mapped=True).number
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def anonymous_bytes(pid: int) -> int:

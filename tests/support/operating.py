@@ -22,7 +22,7 @@ def versions(daemon: Daemon) -> dict[int, str]:
     return {version.number: resources_pb2.Version.State.Name(version.state) for version in listed}
 
 
-def wait_until(holds: Callable[[], bool], what: str, timeout: float = 120) -> None:
+def wait_until(holds: Callable[[], bool], what: str = "what the test waits for", timeout: float = 120) -> None:
     end = time.monotonic() + timeout
     while not holds():
         if time.monotonic() > end:

@@ -83,7 +83,7 @@ class Job:
         )
 
     def assigned(self, rank: int) -> list[Held]:
-        answer = self.stub.GetAssignment(publisher_pb2.GetAssignmentRequest(publisher=self.name, rank=rank, wait_seconds=20))
+        answer = self.stub.GetAssignment(publisher_pb2.GetAssignmentRequest(publisher=self.name, rank=rank, wait_seconds=60))
         self.chunk_bytes = answer.chunk_bytes
         self.sends[rank] = [self.holdings[rank][i] for i in answer.boxes]
         return self.sends[rank]

@@ -51,7 +51,7 @@ class SimulatedServer:
         self._say()
 
     def _claim(self, boot: bool) -> server_pb2.Claim:
-        request = server_pb2.ClaimServerRequest(server=self.id, model=self._model, fleet=self._fleet, boot=boot, wait_seconds=30)
+        request = server_pb2.ClaimServerRequest(server=self.id, model=self._model, fleet=self._fleet, boot=boot, wait_seconds=60)
         return self._stub.ClaimServer(request, wait_for_ready=True)
 
     def _attach(self) -> None:
