@@ -166,9 +166,10 @@ class Publisher:
         """Hands this rank's part of the attached model over; returns when the trainer may change its weights.
 
         `sync`: gather parameters first that `overlap_param_gather` left stale (a collective). `direct`: False where servers are
-        to take this version from the daemon, though `connect` was given a `direct_wait`; alike on all ranks. Raises
-        StaleParameters for those otherwise, StaleEpoch,
-        Conflict, VersionAborted, OutOfRoom, WaitTimeout, DaemonUnreachable; the version is aborted then.
+        to take this version from the daemon, though `connect` was given a `direct_wait`; alike on all ranks.
+
+        Raises StaleParameters where `sync` is False and some are stale, StaleEpoch, Conflict, VersionAborted, OutOfRoom,
+        WaitTimeout, DaemonUnreachable; the version is aborted then.
         """
         with self._alone():
             live = self._live
