@@ -183,7 +183,9 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
 
 def _transformers_config(config: dict[str, Any]) -> PretrainedConfig:
     kind = config["model_type"]
-    made: PretrainedConfig = AutoConfig.for_model(**config | {"model_type": _STANDS_IN.get(kind, kind)})
+    kind = _STANDS_IN.get(kind, kind)
+    made: PretrainedConfig = AutoConfig.for_model(**config | {"model_type": kind})
+    made.model_type = kind  # vLLM writes another into transformers' class (transformers_utils/config.py, _register_config_class)
     return made
 
 
