@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -40,13 +39,12 @@ def answer(*arguments: object) -> dict[str, Any]:
 @contextmanager
 def running(arguments: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
     """The command as a process that hears Ctrl-C, even where the tests themselves run in the background and do not; it ends with
-    the block. What gRPC's core logs when a signal ends it in mid-call ("epoll_ctl failed") is none of the command's words."""
+    the block."""
 
     def hear() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     command = [sys.executable, "-m", "resharder.client.cli", *arguments]
-    options["env"] = {**(options.get("env") or os.environ), "GRPC_VERBOSITY": "NONE"}
     with subprocess.Popen(command, preexec_fn=hear, **options) as process:
         try:
             yield process

@@ -3,9 +3,13 @@
 Commands are in modules along the flow: looking, watching, fleets, power, versions, checking. Exit codes are in `app`.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # or its core writes lines of its own between ours; it reads this when imported
+
+# isort: split
 from resharder.client.cli import checking, fleets, looking, power, probing, profile, versions, watching
 from resharder.client.cli.app import app
 from resharder.client.errors import DaemonUnreachable, ResharderError, UsageError, WaitTimeout
