@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.client.models import connected, equal, exported, publish_all, weights
 from tests.support.command import answer, resharder, running
 from tests.support.daemon import Daemon
 from tests.support.operating import wait_until
+from tests.support.secure import Authority
 from tests.support.simulated import SimulatedServer
 
 WAIT = ("--wait", "--timeout", 120)
@@ -190,3 +192,16 @@ def test_what_is_waited_for_and_followed_goes_on_over_a_restart_of_the_daemon() 
             next(event for event in seen if event.what == "started")
             operator.decide("policy", go_on=True)
             assert moved.result().settled_version == 2
+
+
+def test_what_grpcs_core_logs_stays_out_of_what_the_command_says(daemon: Daemon, tmp_path: Path) -> None:
+    """Its core logs every handshake that fails, as it does where a client speaks TLS and the daemon does not."""
+    authority = Authority(tmp_path / "pki")
+    environment = os.environ | {"RESHARDER_TLS_CA": str(authority.folder / "ca.pem")}
+    environment.pop("GRPC_VERBOSITY", None)  # which the command sets in this process too
+    command = [sys.executable, "-m", "resharder.client.cli", "status"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (3, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("resharder: expected a Resharder daemon at ")
+    assert "do its TLS and this client's" in line

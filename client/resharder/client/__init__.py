@@ -8,9 +8,8 @@ from resharder.client import Operator    # an operator: see operator.py
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from resharder.client.errors import ResharderError
-
 if TYPE_CHECKING:
+    from resharder.client.errors import ResharderError
     from resharder.client.filling import Filled, fill
     from resharder.client.operator import Operator
     from resharder.client.tls import Tls
@@ -23,6 +22,7 @@ _HOMES = {
     "Handle": "resharder.client.trainer",
     "Operator": "resharder.client.operator",
     "Publisher": "resharder.client.trainer",
+    "ResharderError": "resharder.client.errors",
     "Tls": "resharder.client.tls",
     "connect": "resharder.client.trainer",
     "fill": "resharder.client.filling",

@@ -1,4 +1,4 @@
-"""The direct path's coordinator: who holds what in which memory, who sends what to whom, and whose turn it is.
+"""The direct path's coordinator: who sends to whom, and whose turn it is. `memories.py` knows what members hold, and plans.
 
 An *offer* is a version that the ranks of a publisher still hold in memory. A *group* is one server's workers and the ranks that
 send to them, planned once and kept from version to version while its processes live. A *turn* is one group's transfer: one at a
@@ -90,7 +90,7 @@ class Direct:
         self._refused: dict[str, int] = {}  # server -> the version that it takes over the staged path
         self._failures: dict[str, tuple[int, float]] = {}  # server -> how many in a row, and when it may be tried again
 
-    # What is held where
+    # Who holds something
 
     def declare(self, member: Member, fingerprint: str, pieces: Pieces[int]) -> None:
         gone = {

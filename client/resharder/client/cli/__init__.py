@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # or its core writes lines of its own between ours; it reads this when imported
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else its core writes between our lines; grpc reads it when first imported
 
 # isort: split
 from resharder.client.cli import checking, fleets, looking, power, probing, profile, versions, watching
