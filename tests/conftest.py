@@ -27,7 +27,7 @@ FIRST = (
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The order of all others stays: those of tests/vllm that run vLLM's models in this process come last."""
+    """The order of all others stays."""
     places = {file: place for place, file in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(FIRST)))
 
