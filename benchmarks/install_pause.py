@@ -1,5 +1,6 @@
 """Where the pause of an install goes beyond its transfer: Megatron ranks, a daemon and a vLLM server on a CPU, over gloo, with a
-model so small that a transfer takes next to nothing. `python -m benchmarks.install_pause [--rounds N] [--each N]`.
+model so small that a transfer takes next to nothing. `python -m benchmarks.install_pause [--rounds N] [--each N]`; `--gpu`: with
+the shape of Qwen3-8B, over NCCL, a GPU for each rank and each worker.
 
 An answer is streamed all the time. For each install the phases are those of its trace (docs/tracing.md) with what lies between
 them. Shown are medians over all installs, direct and staged, and lower quartiles, which other work on the machine touches less.
@@ -16,7 +17,7 @@ from statistics import median, quantiles
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.direct_system import CPU_JOBS, Client, System
+from benchmarks.direct_system import CPU_JOBS, GPU_JOBS, Client, System
 from tests.support.collector import Collector, Span
 from tests.support.operating import wait_serving, wait_until
 
@@ -81,11 +82,11 @@ def measure(system: System, collector: Collector, client: Client, direct: bool) 
     return phases(about(collector.spans), client.times())
 
 
-def run(rounds: int, each: int) -> None:
+def run(rounds: int, each: int, gpu: bool) -> None:
     found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     with Collector() as collector:
         os.environ |= {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "50"}
-        with System(CPU_JOBS[0], each, each, cpu=True, direct_seconds=20) as system:
+        with System((GPU_JOBS if gpu else CPU_JOBS)[0], each, each, cpu=not gpu, direct_seconds=20) as system:
             client = Client(system.servers[0])
             for round_ in range(rounds + 1):
                 for direct, those in found.items():
@@ -111,8 +112,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--each", type=int, default=1, help="ranks of the trainer, and workers of the server")
+    parser.add_argument("--gpu", action="store_true")
     arguments = parser.parse_args()
-    run(arguments.rounds, arguments.each)
+    run(arguments.rounds, arguments.each, arguments.gpu)
 
 
 if __name__ == "__main__":
