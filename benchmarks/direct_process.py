@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,22 +30,15 @@ Took = list[tuple[float, float, Any]]  # (begin, end, what was said) of each rou
 
 
 class Way(NamedTuple):
-    """What is tried: the shortest run that goes from memory to memory (None: all is packed), the memory for packing and
-    unpacking, the multiprocessors that NCCL is given (None: as it likes), and whether all are in one group, as only those that
-    something goes between are otherwise."""
+    """What is tried: the shortest run that goes from memory to memory (None: all is packed), and the memory for packing and
+    unpacking."""
 
     direct_bytes: int | None
     staging: int
-    ctas: int | None = None
-    whole: bool = False
-
-    @property
-    def group(self) -> str:
-        return ", ".join(([f"{self.ctas} CTAs"] if self.ctas else []) + (["one group"] if self.whole else []))
 
     def __str__(self) -> str:
         runs = "all packed" if self.direct_bytes is None else f"runs from {self.direct_bytes / MIB:g} MiB"
-        return f"{runs}, staging {self.staging / MIB:g} MiB" + (f", {self.group}" if self.group else "")
+        return f"{runs}, staging {self.staging / MIB:g} MiB"
 
 
 class Job(NamedTuple):
@@ -96,13 +90,12 @@ class Process:
         self.tensors = {n: torch.empty(size, dtype=t, device=self.device) for n, (size, t) in memory_of(self.layout).items()}
         self.facts = dict[str, Any]()
 
-    def new_group(self, prefix: str, ctas: int | None = None, whole: bool = True) -> Group:
+    def new_group(self, prefix: str, peers: Sequence[int] | None = None) -> Group:
+        """Of those that it exchanges something with, by default."""
         before, place = self.free(), self.place
-        peers = sorted({*place.part.source.tolist(), *place.part.target.tolist()} - {self.rank})
-        if whole:
-            peers = list(place.others)
-        meet = (self.rank, place.size, self.device, TIMEOUT)
-        group = make_group(self.store, prefix, *meet, None if whole else peers, ctas)
+        if peers is None:
+            peers = sorted({*place.part.source.tolist(), *place.part.target.tolist()} - {self.rank})
+        group = make_group(self.store, prefix, self.rank, place.size, self.device, TIMEOUT, peers, place.most[0])
         connect(group, self.device, *((peers, []) if self.place.sends else ([], peers)), TIMEOUT)
         self.facts["group MiB"] = (before - self.free()) / MIB
         return group
@@ -173,26 +166,25 @@ class Process:
         group.post(*((parts, []) if self.place.sends else ([], parts)), deadline).wait(deadline)
 
     def measure(self, job: Job, rounds: int) -> dict[str, Any]:
-        ways, plain, links, group_mib = {}, {}, dict[str, Took](), {}
+        ways, plain, links = {}, {}, dict[str, Took]()
         held = list[int]()
         self.fill(0)
-        memory, group = torch.ones(job.link_bytes, dtype=torch.uint8, device=self.device), self.new_group("links")
+        memory, group = (
+            torch.ones(job.link_bytes, dtype=torch.uint8, device=self.device),
+            self.new_group("links", self.place.others),
+        )
         for name in ("straight", "crossed"):
             links[name] = self.timed(name, partial(self.plain, group, memory, job.link_bytes, name == "crossed"), rounds)
         group.close()
-        for first in {way.group: way for way in reversed(job.ways)}.values():
-            group = self.new_group(f"measured {first.group}", first.ctas, first.whole)
-            group_mib[first.group] = self.facts["group MiB"]
-            for size in job.sizes:
-                work = partial(self.plain, group, memory, size, False)
-                plain[first.group, size] = self.timed(f"{first.group} {size}", work, rounds)
-            for way in (way for way in job.ways if way.group == first.group):
-                ways[way] = self.tried(way, group, rounds, held)
-                if way is job.ways[0]:
-                    self.prove(way, group, rounds)
-            group.close()
+        group = self.new_group("measured")
+        for size in job.sizes:
+            plain[size] = self.timed(str(size), partial(self.plain, group, memory, size, False), rounds)
+        for way in job.ways:
+            ways[way] = self.tried(way, group, rounds, held)
+        self.prove(job.ways[0], group, rounds)
+        group.close()
         s = schedule(self.place.part, self.rank, quota_of(*self.place.most, job.ways[0].staging))
-        return {"links": links, "ways": ways, "bytes": s.sent + s.received, "plain": plain, "group": group_mib, **self.facts}
+        return {"links": links, "ways": ways, "bytes": s.sent + s.received, "plain": plain, **self.facts}
 
     def tried(self, way: Way, group: Group, rounds: int, held: list[int]) -> dict[str, Any]:
         """`held`: digests of what was compared element by element, once it was."""

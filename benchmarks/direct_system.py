@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[1]
 PROMPT = [5, 17, 42, 7, 300, 11]
 KV_CACHE = 1 << 30  # bytes
 PATIENCE = 400.0  # seconds
+# As servers run, but for torch.compile, which takes minutes.
+GRAPHS = ("--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 512]}')
 
 
 class Job(NamedTuple):
@@ -94,12 +96,12 @@ class System:
         count: int = 1,
         cpu: bool = False,
         more: tuple[str, ...] = (),
-        direct: bool = True,
+        eager: bool = True,
         **options: Any,
     ) -> None:
-        """`more`: of the servers' arguments; `direct`: whether anything is ever offered; `options`: the daemon's."""
+        """`more`: of the servers' arguments; `eager`: without CUDA graphs, as on a CPU; `options`: the daemon's."""
         self.job, self.ranks, self._began, self._step, self._jobs = job, ranks, time.monotonic(), 0, 0
-        self._direct_wait = 120.0 if direct else 0.0
+        eager = eager or cpu
         own = devices(ranks + workers * count, cpu)
         self.gpus = [own[ranks + workers * i : ranks + workers * (i + 1)] for i in range(count)]
         self._trains_on = own[:ranks]
@@ -108,9 +110,9 @@ class System:
         (self.folder / "config.json").write_text(json.dumps(job.config))
         self.daemon = Daemon(keep_count=1, log_format="json", **options)
         arguments = ["--load-format", "resharder", "--tensor-parallel-size", str(workers)]
-        arguments += ["--kv-cache-memory-bytes", str(64 << 20 if cpu else KV_CACHE), *more]
+        arguments += ["--kv-cache-memory-bytes", str(64 << 20 if cpu else KV_CACHE), *more, *(() if eager else GRAPHS)]
         self.servers = [
-            VllmServer(self.folder, arguments, self._environment(i, cpu), dtype="bfloat16", timeout=PATIENCE)
+            VllmServer(self.folder, arguments, self._environment(i, cpu), dtype="bfloat16", eager=eager, timeout=PATIENCE)
             for i in range(count)
         ]
         self.published_seconds = 0.0  # the last version
@@ -150,7 +152,7 @@ class System:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if error is not None:
             for server in self.servers:
-                print(server.log_tail(40), flush=True)
+                print(server.log_tail(120), flush=True)
             lines = [line for line in self.daemon.log.read_text().splitlines() if "direct_" in line]
             print(self._trainer_log()[-3000:], *lines[-30:], sep="\n", flush=True)
         if hasattr(self, "trainer"):
@@ -164,7 +166,7 @@ class System:
         self._jobs += 1
         own = self.folder / f"trainer-{self._jobs}"
         own.mkdir()
-        settings = {"config": self.job.config, self.job.kind: self.ranks, "connect": {"direct_wait": self._direct_wait}}
+        settings = {"config": self.job.config, self.job.kind: self.ranks, "connect": {"direct_wait": 120.0}}
         before = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._trains_on)
         try:

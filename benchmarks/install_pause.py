@@ -86,7 +86,7 @@ def run(rounds: int, each: int, gpu: bool) -> None:
     found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     with Collector() as collector:
         os.environ |= {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "50"}
-        with System((GPU_JOBS if gpu else CPU_JOBS)[0], each, each, cpu=not gpu, direct_seconds=20) as system:
+        with System((GPU_JOBS if gpu else CPU_JOBS)[0], each, each, cpu=not gpu, eager=not gpu, direct_seconds=20) as system:
             client = Client(system.servers[0])
             for round_ in range(rounds + 1):
                 for direct, those in found.items():

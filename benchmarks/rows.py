@@ -1,5 +1,6 @@
 """What a benchmark says: one row per work."""
 
+import fcntl
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,5 +30,14 @@ def show(rows: Sequence[Row]) -> None:
     Console(width=150).print(table)
 
 
+def read(path: Path) -> dict[str, Row]:
+    """By work; none where there is no file."""
+    return {row["work"]: Row(**row) for row in json.loads(path.read_text())} if path.exists() else {}
+
+
 def write(rows: Sequence[Row], path: Path) -> None:
-    path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    """In place of those of the same works that are there: the parts of a run may write to one file."""
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        every = read(path) | {row.work: row for row in rows}
+        path.write_text(json.dumps([asdict(row) for row in every.values()], indent=2) + "\n")

@@ -1,8 +1,8 @@
 """A process group of the direct path's own: NCCL on GPUs, gloo on CPUs. No default group is needed and none is touched.
 
 torch's ProcessGroupNCCL is not used: at a failure its watchdog tells every group of the process by way of the default store,
-sleeps a minute before it cleans up, and by default ends the process (ProcessGroupNCCL.cpp, torch 2.11). `nccl.py` speaks to
-NCCL itself.
+sleeps a minute before it cleans up, and by default ends the process (ProcessGroupNCCL.cpp, torch 2.11). `nccl_group.py` speaks
+to NCCL itself.
 """
 
 import datetime
@@ -74,23 +74,22 @@ def make_group(
     device: torch.device,
     timeout: float,
     peers: Iterable[int] | None = None,
-    ctas: int | None = None,
+    most_peers: int = 0,
 ) -> Group:
-    """Meets `size` processes at a torch Store under `prefix`, which is to be another for each group. `peers`: those that this
-    one exchanges something with, and they with it. Then only those make up the group that are connected by that: NCCL shares its
-    channels out among all members, and fails for all. `ctas`: multiprocessors that it may use of each GPU, None: as it likes.
-    Raises DirectFailed where they are not there within `timeout` seconds."""
+    """Meets others of `size` processes at a torch Store under `prefix`, which is to be another for each group. `peers`: those
+    that this one exchanges something with, and they with it; all by default. Only those make up the group that are connected by
+    that, for it fails for all. `most_peers`: the most that any of them has, alike for all. Raises DirectFailed where they are not
+    there within `timeout` seconds."""
     within = torch._C._distributed_c10d.PrefixStore(f"resharder/{prefix}", store)
-    if peers is None:
-        members = list(range(size))
-    else:
-        members = connected(within, rank, peers, time.monotonic() + timeout)
-        within = torch._C._distributed_c10d.PrefixStore(f"of {members[0]}", within)
     if device.type == "cuda":
-        from resharder.client.direct.nccl import NcclGroup
+        from resharder.client.direct.nccl_group import NcclGroup
 
-        return NcclGroup(within, rank, members, device, timeout, ctas)
-    return GlooGroup(within, rank, members, timeout)
+        others = set(range(size)) - {rank} if peers is None else set(peers)
+        return NcclGroup(within, rank, others, device, timeout, max(most_peers, len(others)))
+    if peers is None:
+        return GlooGroup(within, rank, list(range(size)), timeout)
+    members = connected(within, rank, peers, time.monotonic() + timeout)
+    return GlooGroup(torch._C._distributed_c10d.PrefixStore(f"of {members[0]}", within), rank, members, timeout)
 
 
 def connected(store: Any, rank: int, peers: Iterable[int], deadline: float) -> list[int]:

@@ -78,7 +78,7 @@ class Link:
             found = schedule(copies_from_proto(message.copies), message.rank, quota)
             sends, receives = _peers(found)
             store, meet = DaemonStore(channel, message.group), (message.rank, message.size, device, message.seconds)
-            group = make_group(store, message.group, *meet, peers={*sends, *receives})
+            group = make_group(store, message.group, *meet, peers={*sends, *receives}, most_peers=message.most_peers)
             connect(group, device, sends, receives, message.seconds)
             self._transfer = Transfer(found, group, device, memory)
         except (RuntimeError, ValueError, ResharderError, ConversionError) as error:

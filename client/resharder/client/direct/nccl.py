@@ -1,7 +1,7 @@
-"""A communicator of our own, by NCCL's C interface (nccl.h, 2.18 and later), from the library that torch has loaded.
+"""Communicators of our own, by NCCL's C interface (nccl.h, 2.18 and later), from the library that torch has loaded.
 
-It never blocks: what takes time is asked for again and again until a deadline, and then aborted. So no thread hangs in it, no
-other thread is needed to free one, and no watchdog knows of it.
+They never block: what takes time is asked for again and again until a deadline, and then aborted. So no thread hangs in them, no
+other thread is needed to free one, and no watchdog knows of them.
 """
 
 import ctypes
@@ -13,13 +13,12 @@ from itertools import count
 from typing import Any
 
 import torch
-from resharder.client.direct.group import DirectFailed, Part
-from resharder.client.direct.lanes import Lane
+from resharder.client.direct.group import DirectFailed
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
 _UNDEFINED = -(2**31)
-_NAP = 50e-6  # seconds
+NAP = 50e-6  # seconds
 _SPINS = 200  # before the first nap
 _CLOSING = 5.0
 
@@ -80,47 +79,50 @@ def _library() -> Any:
     return library
 
 
-class NcclGroup:
-    """`size` processes with a GPU each."""
+class Pair:
+    """A communicator of two: this process and `peer`, each with a GPU of its own.
 
-    def __init__(
-        self, store: Any, rank: int, members: Sequence[int], device: torch.device, timeout: float, ctas: int | None = None
-    ) -> None:
-        self.rank, self.size, self._device, self._why = rank, len(members), device, ""
-        self._place = {member: i for i, member in enumerate(members)}
-        place, size = self._place[rank], len(members)
+    For one thread at a time; `abort` may come from any.
+    """
+
+    def __init__(self, store: Any, rank: int, peer: int, device: torch.device, timeout: float, ctas: int | None) -> None:
+        """They meet at a torch Store. `ctas`: multiprocessors that NCCL may use of each GPU, None: as it likes.
+
+        Raises DirectFailed where the other is not there within `timeout` seconds.
+        """
+        self.rank, self._device, self._why = rank, device, ""
         self._nccl, self._communicator = _library(), ctypes.c_void_p()
+        self._place = int(rank > peer)
         deadline = time.monotonic() + timeout
+        late = f"expected ranks {rank} and {peer} to meet within {timeout:g} s"
         name = _UniqueId()
-        if place == 0:
+        if self._place == 0:
             self._called("ncclGetUniqueId", ctypes.byref(name))
             store.set("id", bytes(name))
         else:
             try:
                 store.wait(["id"], datetime.timedelta(seconds=timeout))
             except RuntimeError as error:
-                raise DirectFailed(f"expected {size} processes to meet within {timeout:g} s: {error}") from error
+                raise DirectFailed(f"{late}: {error}") from error
             ctypes.memmove(ctypes.byref(name), store.get("id"), ctypes.sizeof(name))
         most = _UNDEFINED if ctas is None else ctas
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21700, 0, _UNDEFINED, most, most, None, _UNDEFINED)
         with torch.cuda.device(device):
-            made = (ctypes.byref(self._communicator), size, name, place, ctypes.byref(config))
-            self._called("ncclCommInitRankConfig", *made)
-            self._settle(deadline, f"expected {size} processes to meet within {timeout:g} s")
+            self._called("ncclCommInitRankConfig", ctypes.byref(self._communicator), 2, name, self._place, ctypes.byref(config))
+            self._settle(deadline, late)
 
-    def post(self, sends: Sequence[Part], receives: Sequence[Part], deadline: float) -> "_Recorded":
-        self.check()
-        stream = torch.cuda.current_stream(self._device)
-        if sends or receives:
-            with torch.cuda.device(self._device):
-                self._called("ncclGroupStart")
-                for function, parts in (("ncclSend", sends), ("ncclRecv", receives)):
-                    for peer, memory in parts:
-                        where = (memory.data_ptr(), memory.numel(), _UINT8, self._place[peer])
-                        self._called(function, *where, self._communicator, stream.cuda_stream)
-                self._called("ncclGroupEnd")
-                self._settle(deadline, f"rank {self.rank}: the messages could not be begun in time")
-        return _Recorded(self, stream)
+    def post(
+        self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], stream: torch.cuda.Stream, deadline: float
+    ) -> None:
+        """Begins to send and receive these, in this order, on `stream`. Raises DirectFailed."""
+        with torch.cuda.device(self._device):
+            self._called("ncclGroupStart")
+            for function, those in (("ncclSend", sends), ("ncclRecv", receives)):
+                for memory in those:
+                    where = (memory.data_ptr(), memory.numel(), _UINT8, 1 - self._place)
+                    self._called(function, *where, self._communicator, stream.cuda_stream)
+            self._called("ncclGroupEnd")
+            self._settle(deadline, f"rank {self.rank}: the messages could not be begun in time")
 
     def _called(self, name: str, *arguments: Any) -> None:
         found = getattr(self._nccl, name)(*arguments)
@@ -158,11 +160,11 @@ class NcclGroup:
                 raise self.fail(late)
             if self._why:
                 raise self.fail(self._why)
-            time.sleep(_NAP if i > _SPINS else 0)
+            time.sleep(NAP if i > _SPINS else 0)
         self.check()
 
     def abort(self, why: str) -> None:
-        self._why = self._why or why  # whoever waits asks for it all the time
+        self._why = self._why or why
 
     def close(self) -> None:
         self._free(aborting=bool(self._why))
@@ -177,25 +179,8 @@ class NcclGroup:
                 state, deadline = ctypes.c_int(_IN_PROGRESS), time.monotonic() + _CLOSING
                 while state.value == _IN_PROGRESS and time.monotonic() < deadline:
                     self._nccl.ncclCommGetAsyncError(communicator, ctypes.byref(state))
-                    time.sleep(_NAP)
+                    time.sleep(NAP)
                 if state.value == _SUCCESS:
                     self._nccl.ncclCommDestroy(communicator)
                     return
             self._nccl.ncclCommAbort(communicator)
-
-
-class _Recorded:
-    def __init__(self, group: NcclGroup, stream: torch.cuda.Stream) -> None:
-        self._group = group
-        self._event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call,unused-ignore]
-        self._event.record(stream)
-
-    def wait(self, deadline: float) -> None:
-        while not self._event.query():
-            self._group.check()
-            if time.monotonic() > deadline:
-                raise self._group.fail(f"rank {self._group.rank}: the messages did not arrive in time")
-            time.sleep(_NAP)
-
-    def come_before(self, lane: Lane, deadline: float) -> None:
-        lane.after(self._event)

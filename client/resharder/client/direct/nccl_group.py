@@ -1,0 +1,98 @@
+"""The direct path's group on GPUs: a communicator for each pair that something goes between.
+
+NCCL divides 32 channels by the members of a communicator and gives a message no more than its part: 8 of 32 among four, which
+cost a dense model a third of the link and a mixture of experts a tenth (benchmarks/results/direct_path.md).
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from resharder.client.direct.group import DirectFailed, Part
+from resharder.client.direct.lanes import Lane
+from resharder.client.direct.nccl import NAP, Pair
+
+_CTAS, _LEAST_CTAS = 64, 4
+
+
+def ctas_of(most_peers: int) -> int | None:
+    """Of each communicator, where a process has up to so many: NCCL's buffers take as much memory for many as for two. None, as
+    NCCL likes it (32), for one or two."""
+    return None if most_peers <= 2 else max(_LEAST_CTAS, _CTAS // most_peers)
+
+
+class NcclGroup:
+    """`rank` and its `peers`, each process with a GPU of its own."""
+
+    def __init__(
+        self, store: Any, rank: int, peers: Iterable[int], device: torch.device, timeout: float, most_peers: int
+    ) -> None:
+        self.rank, self._device, self._why = rank, device, ""
+        self._pairs: dict[int, tuple[Pair, torch.cuda.Stream]] = {}
+        deadline = time.monotonic() + timeout
+        try:
+            for low, high in sorted((min(rank, peer), max(rank, peer)) for peer in peers):  # all in one order: no ring waits
+                within = torch._C._distributed_c10d.PrefixStore(f"pair {low} {high}", store)
+                peer, left = (high if low == rank else low), max(0.001, deadline - time.monotonic())
+                pair = Pair(within, rank, peer, device, left, ctas_of(most_peers))
+                stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call,unused-ignore]
+                self._pairs[peer] = pair, stream
+        except BaseException as error:
+            self.abort(str(error))
+            self.close()
+            raise
+        self.size = 1 + len(self._pairs)
+
+    def post(self, sends: Sequence[Part], receives: Sequence[Part], deadline: float) -> "_Recorded":
+        self.check()
+        here = torch.cuda.current_stream(self._device)
+        begun = []
+        for peer, (pair, stream) in self._pairs.items():
+            out, into = ([part.memory for part in parts if part.peer == peer] for parts in (sends, receives))
+            if out or into:
+                stream.wait_stream(here)
+                pair.post(out, into, stream, deadline)
+                begun.append(stream)
+        for stream in begun:
+            here.wait_stream(stream)
+        return _Recorded(self, here)
+
+    def check(self) -> None:
+        for pair, _ in self._pairs.values():
+            pair.check()
+        if self._why:
+            raise DirectFailed(self._why)
+
+    def fail(self, why: str) -> DirectFailed:
+        """Ends what is on its way, kernels too."""
+        self.abort(why)
+        self.close()
+        return DirectFailed(self._why)
+
+    def abort(self, why: str) -> None:
+        self._why = self._why or why
+        for pair, _ in self._pairs.values():
+            pair.abort(self._why)  # whoever waits asks for it all the time
+
+    def close(self) -> None:
+        self._why = self._why or "the group is closed"
+        for pair, _ in self._pairs.values():
+            pair.close()
+
+
+class _Recorded:
+    def __init__(self, group: NcclGroup, stream: torch.cuda.Stream) -> None:
+        self._group = group
+        self._event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call,unused-ignore]
+        self._event.record(stream)
+
+    def wait(self, deadline: float) -> None:
+        while not self._event.query():
+            self._group.check()
+            if time.monotonic() > deadline:
+                raise self._group.fail(f"rank {self._group.rank}: the messages did not arrive in time")
+            time.sleep(NAP)
+
+    def come_before(self, lane: Lane, deadline: float) -> None:
+        lane.after(self._event)
