@@ -125,7 +125,7 @@ class System:
         return raw | {
             "RESHARDER_ENDPOINT": self.daemon.endpoint,
             "RESHARDER_SERVER_ID": f"server-{i}",  # the same after a restart
-            "VLLM_PLUGINS": "resharder,raw_mode" if cpu else "resharder",
+            "VLLM_PLUGINS": "resharder,raw_mode,raw_experts" if cpu else "resharder",
             "VLLM_SERVER_DEV_MODE": "1",
             "CUDA_VISIBLE_DEVICES": ",".join(self.gpus[i]),
         }

@@ -144,3 +144,8 @@ def test_recording_leaves_parameters_and_loaders_as_they_were() -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
         assert not hasattr(parameter, "weight_loader")
+
+
+def test_what_a_recording_needs_is_found_once_for_whoever_asks_of_thousands_of_tensors_one_by_one() -> None:
+    recording = recorded(lambda parameter, tensor: parameter.data.copy_(tensor))
+    assert recording.needs is recording.needs

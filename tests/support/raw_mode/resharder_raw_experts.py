@@ -19,4 +19,5 @@ def apply(self, output, hidden_states, w1, w2, topk_weights, topk_ids, *_, **__)
     for expert in topk_ids.unique().tolist():
         token, place = torch.where(topk_ids == expert)
         gate, up = linear(hidden_states[token], w1[expert]).chunk(2, -1)
-        output.index_add_(0, token, linear(silu(gate) * up, w2[expert]) * topk_weights[token, place, None])
+        weighted = linear(silu(gate) * up, w2[expert]) * topk_weights[token, place, None]
+        output.index_add_(0, token, weighted.to(output.dtype))

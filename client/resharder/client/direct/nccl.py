@@ -107,9 +107,15 @@ class Pair:
             ctypes.memmove(ctypes.byref(name), store.get("id"), ctypes.sizeof(name))
         most = _UNDEFINED if ctas is None else ctas
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21700, 0, _UNDEFINED, most, most, None, _UNDEFINED)
-        with torch.cuda.device(device):
-            self._called("ncclCommInitRankConfig", ctypes.byref(self._communicator), 2, name, self._place, ctypes.byref(config))
-            self._settle(deadline, late)
+        try:
+            with torch.cuda.device(device):
+                made = (ctypes.byref(self._communicator), 2, name, self._place, ctypes.byref(config))
+                self._called("ncclCommInitRankConfig", *made)
+                self._settle(deadline, late)
+        except DirectFailed as error:
+            self.abort(str(error))
+            self.close()
+            raise
 
     def post(
         self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], stream: torch.cuda.Stream, deadline: float
@@ -117,11 +123,13 @@ class Pair:
         """Begins to send and receive these, in this order, on `stream`. Raises DirectFailed."""
         with torch.cuda.device(self._device):
             self._called("ncclGroupStart")
-            for function, those in (("ncclSend", sends), ("ncclRecv", receives)):
-                for memory in those:
-                    where = (memory.data_ptr(), memory.numel(), _UINT8, 1 - self._place)
-                    self._called(function, *where, self._communicator, stream.cuda_stream)
-            self._called("ncclGroupEnd")
+            try:
+                for function, those in (("ncclSend", sends), ("ncclRecv", receives)):
+                    for memory in those:
+                        where = (memory.data_ptr(), memory.numel(), _UINT8, 1 - self._place)
+                        self._called(function, *where, self._communicator, stream.cuda_stream)
+            finally:
+                self._called("ncclGroupEnd")
             self._settle(deadline, f"rank {self.rank}: the messages could not be begun in time")
 
     def _called(self, name: str, *arguments: Any) -> None:
@@ -132,20 +140,15 @@ class Pair:
     def _failed(self, what: str, code: int) -> DirectFailed:
         said = (self._nccl.ncclGetErrorString(code), self._nccl.ncclGetLastError(self._communicator))
         words = ", ".join(text.decode(errors="replace") for text in said if text)
-        return self.fail(f"rank {self.rank}: NCCL ({what}): {words}")
-
-    def fail(self, why: str) -> DirectFailed:
-        """Ends what is on its way, kernels too."""
-        self._why = self._why or why
-        self._free(aborting=True)
-        return DirectFailed(self._why)
+        return DirectFailed(f"rank {self.rank}: NCCL ({what}): {words}")
 
     def check(self) -> None:
-        if not self._communicator:
+        """Raises DirectFailed where it was aborted, or where NCCL says that it cannot go on."""
+        if self._why or not self._communicator:
             raise DirectFailed(self._why or "the group is closed")
         state = self._state()
-        if self._why or state not in (_SUCCESS, _IN_PROGRESS):
-            raise self.fail(self._why) if self._why else self._failed("a member", state)
+        if state not in (_SUCCESS, _IN_PROGRESS):
+            raise self._failed("a member", state)
 
     def _state(self) -> int:
         state = ctypes.c_int(_SUCCESS)
@@ -154,12 +157,10 @@ class Pair:
 
     def _settle(self, deadline: float, late: str) -> None:
         for i in count():
-            if self._state() != _IN_PROGRESS:
+            if self._why or self._state() != _IN_PROGRESS:
                 break
             if time.monotonic() > deadline:
-                raise self.fail(late)
-            if self._why:
-                raise self.fail(self._why)
+                raise DirectFailed(late)
             time.sleep(NAP if i > _SPINS else 0)
         self.check()
 
@@ -167,13 +168,15 @@ class Pair:
         self._why = self._why or why
 
     def close(self) -> None:
-        self._free(aborting=bool(self._why))
+        """Frees it: at once where it was aborted, kernels on their way too, else when both sides have done what they began.
 
-    def _free(self, aborting: bool) -> None:
+        NCCL waits for the whole GPU there: kernels of other communicators must be able to end, so that those that were aborted
+        are to be closed at the same time.
+        """
         communicator, self._communicator = self._communicator, ctypes.c_void_p()
         if not communicator:
             return
-        self._why = self._why or "the group is closed"
+        aborting, self._why = bool(self._why), self._why or "the group is closed"
         with torch.cuda.device(self._device):
             if not aborting and self._nccl.ncclCommFinalize(communicator) in (_SUCCESS, _IN_PROGRESS):
                 state, deadline = ctypes.c_int(_IN_PROGRESS), time.monotonic() + _CLOSING

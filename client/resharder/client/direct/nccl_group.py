@@ -5,7 +5,9 @@ cost a dense model a third of the link and a mixture of experts a tenth (benchma
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,17 +54,26 @@ class NcclGroup:
             out, into = ([part.memory for part in parts if part.peer == peer] for parts in (sends, receives))
             if out or into:
                 stream.wait_stream(here)
-                pair.post(out, into, stream, deadline)
+                with self._failing_together():
+                    pair.post(out, into, stream, deadline)
                 begun.append(stream)
         for stream in begun:
             here.wait_stream(stream)
         return _Recorded(self, here)
 
     def check(self) -> None:
-        for pair, _ in self._pairs.values():
-            pair.check()
+        with self._failing_together():
+            for pair, _ in self._pairs.values():
+                pair.check()
         if self._why:
-            raise DirectFailed(self._why)
+            raise self.fail(self._why)
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        try:
+            yield
+        except DirectFailed as error:
+            raise self.fail(str(error)) from error
 
     def fail(self, why: str) -> DirectFailed:
         """Ends what is on its way, kernels too."""
@@ -76,9 +87,10 @@ class NcclGroup:
             pair.abort(self._why)  # whoever waits asks for it all the time
 
     def close(self) -> None:
+        """All at the same time: none could be freed while another's kernels wait for a peer that does not answer."""
         self._why = self._why or "the group is closed"
-        for pair, _ in self._pairs.values():
-            pair.close()
+        with ThreadPoolExecutor(max(1, len(self._pairs)), "resharder-nccl") as threads:
+            list(threads.map(lambda each: each[0].close(), self._pairs.values()))
 
 
 class _Recorded:

@@ -44,7 +44,7 @@ class Recording:
     impure: dict[str, str]
     unloaded: frozenset[str] = frozenset()
 
-    @property
+    @functools.cached_property
     def needs(self) -> dict[str, tuple[Box, ...]]:
         """The boxes of each HF tensor that this process reads. Tensors it has no use for are not in it."""
         if "" in self.impure:
