@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 PROMPT = [5, 17, 42, 7, 300, 11]
 KV_CACHE = 1 << 30  # bytes
 PATIENCE = 400.0  # seconds
+SHARED = ("--gpu-memory-utilization", "0.5")  # what is asked for at a start: something else may use the GPU too
 # As servers run, but for torch.compile, which takes minutes.
 GRAPHS = ("--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 512]}')
 
@@ -110,7 +111,8 @@ class System:
         (self.folder / "config.json").write_text(json.dumps(job.config))
         self.daemon = Daemon(keep_count=1, log_format="json", **options)
         arguments = ["--load-format", "resharder", "--tensor-parallel-size", str(workers)]
-        arguments += ["--kv-cache-memory-bytes", str(64 << 20 if cpu else KV_CACHE), *more, *(() if eager else GRAPHS)]
+        arguments += ["--kv-cache-memory-bytes", str(64 << 20 if cpu else KV_CACHE), *more, *(() if cpu else SHARED)]
+        arguments += [] if eager else GRAPHS
         self.servers = [
             VllmServer(self.folder, arguments, self._environment(i, cpu), dtype="bfloat16", eager=eager, timeout=PATIENCE)
             for i in range(count)
