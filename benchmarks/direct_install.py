@@ -5,9 +5,9 @@ server of two workers on two others. `python -m benchmarks.direct_install [--rou
 
 For each version: the pause as the daemon has it from the server, as a client sees it (the longest wait between two tokens of an
 answer that goes on through the install), and what the workers said of it. At the end the weights of the first version come once
-more, over the direct path, and every tensor that workers read is compared with what it was after the boot. The peer of the
-direct path is vLLM's own transfer, where FILE has it from `benchmarks.direct_path`; that of the staged path is vLLM's
-`reload_weights` of the same files (`--reload`), its limit a copy of a worker's bytes from pinned memory.
+more, over the direct path but with `--rounds 0`, and every tensor that workers read is compared with what it was after the boot.
+The peer of the direct path is vLLM's own transfer, where FILE has it from `benchmarks.direct_path`; that of the staged path is
+vLLM's `reload_weights` of the same files (`--reload`), its limit a copy of a worker's bytes from pinned memory.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def run(job: Job, arguments: argparse.Namespace) -> list[Row]:
         clients = [Client(server) for server in system.servers]
         for path, times in (("staged", arguments.staged), ("direct", rounds)):
             found[path] = [install(system, clients, path == "direct") for _ in range(times and 1 + times)]
-        install(system, clients, True, seed=1)
+        install(system, clients, rounds > 0, seed=1)
         for client in clients:
             client.end()
         equal = system.fingerprints() == held
@@ -75,7 +75,7 @@ def run(job: Job, arguments: argparse.Namespace) -> list[Row]:
         for server in system.servers:
             lines = [line.split("] ", 1)[-1] for line in server.log_text().splitlines() if "received" in line]
             system.say("; ".join(lines[-2 * each :]))
-        if not equal or len(sent) != count * (len(found["direct"]) + 1):
+        if not equal or len(sent) != count * (rounds and 2 + rounds):
             raise AssertionError(f"{job.name}: the direct path did not do all of it")
         kept = vllm_reload.keep_newest(system) if arguments.reload else None
     reload = vllm_reload.measure(kept, system.gpus[0], rounds) if kept else None

@@ -29,11 +29,9 @@ from benchmarks.direct_layouts import DENSE, EXPERTS, Layouts, both_sides
 from benchmarks.direct_process import MIB, Job, Place, Took, Way, failing, measuring
 from benchmarks.rows import Row, show, write
 
-STAGING = 512 * MIB  # the daemon's `direct_staging_bytes`
-GPU_WAYS = (Way(DIRECT_BYTES, STAGING), Way(DIRECT_BYTES, 2 * STAGING), Way(None, STAGING), Way(None, 2 * STAGING))
-GPU_SWEEP = tuple(
-    Way(runs, staging) for runs in (DIRECT_BYTES, 64 * MIB, None) for staging in (STAGING // 2, STAGING, 2 * STAGING)
-)
+STAGING = 1024 * MIB  # the daemon's `direct_staging_bytes`
+GPU_WAYS = (Way(DIRECT_BYTES, STAGING), Way(DIRECT_BYTES, STAGING // 2), Way(None, STAGING), Way(None, STAGING // 2))
+GPU_SWEEP = tuple(Way(runs, STAGING // k) for runs in (DIRECT_BYTES, 64 * MIB, None) for k in (1, 2, 4))
 GPU_SIZES = tuple(size * MIB for size in (4, 16, 64, 128, 256, 512))
 CPU_WAYS = (Way(1 << 17, 2 * MIB), Way(1 << 14, 4 * MIB), Way(None, 4 * MIB))
 GPU_JOBS = (

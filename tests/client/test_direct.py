@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from resharder.client.direct.group import DirectFailed, make_group
+from resharder.client.direct.nccl_group import ctas_of
 from resharder.converters.worlds import Parallel, world_layouts
 from torch.distributed import HashStore, TCPStore
 
@@ -83,6 +84,11 @@ def test_a_member_that_does_not_say_whom_it_sends_to_is_not_waited_for_longer() 
 def test_a_group_that_does_not_come_together_says_so_in_time() -> None:
     with pytest.raises(DirectFailed, match="expected 2 processes to meet within 1 s"):
         make_group(HashStore(), "alone", 0, 2, torch.device("cpu"), 1.0)
+
+
+@pytest.mark.parametrize(("most_peers", "ctas"), [(0, None), (1, None), (2, None), (3, 21), (4, 16), (8, 8), (64, 4)])
+def test_communicators_of_more_than_two_pairs_share_what_two_may_use(most_peers: int, ctas: int | None) -> None:
+    assert ctas_of(most_peers) == ctas
 
 
 @pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])

@@ -71,7 +71,7 @@ class Direct:
         self,
         servers: Servers,
         *,
-        staging_bytes: int = 512 << 20,
+        staging_bytes: int = 1 << 30,
         seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
