@@ -14,6 +14,7 @@ import torch
 from resharder.client.vllm import compat, reach
 from resharder.client.vllm.agent import Agent
 from resharder.client.vllm.parts import DRAFTER, MODEL, Models
+from resharder.client.vllm.power import beside_others
 from resharder.client.vllm.report import PROCESS
 from resharder.client.vllm.settings import Settings
 
@@ -101,7 +102,8 @@ def watch_sleep(worker: Any) -> None:
     def sleep(level: int = 1) -> None:
         agent, models = agent_of(worker)
         agent.fall_asleep(models, level)
-        plain_sleep(level)
+        with beside_others():
+            plain_sleep(level)
         agent.slumber.begin(level)
 
     @functools.wraps(plain_wake_up)

@@ -1,0 +1,71 @@
+"""A worker's agent knows what sleeps, whatever vLLM makes of the rest of the GPU."""
+
+import inspect
+from collections.abc import Callable
+
+import pytest
+from resharder.client.vllm import worker as workers
+from resharder.client.vllm.power import NOTHING_GAINED, Power, Slumber
+from vllm.v1.worker import gpu_worker
+
+pytestmark = pytest.mark.compat
+
+
+class Agent:
+    def __init__(self) -> None:
+        self.slumber = Slumber()
+
+    def fall_asleep(self, models: object, level: int) -> None:
+        pass
+
+    def woke(self, tags: list[str] | None) -> None:
+        self.slumber.end(tags)
+
+
+class Worker:
+    def __init__(self, last: Callable[[], None]) -> None:
+        self.last = last
+
+    def sleep(self, level: int = 1) -> None:
+        self.last()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        pass
+
+
+def watched(last: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> tuple[Worker, Agent]:
+    agent, worker = Agent(), Worker(last)
+    monkeypatch.setattr(workers, "agent_of", lambda worker: (agent, {}))
+    workers.watch_sleep(worker)
+    return worker, agent
+
+
+def fails(message: str) -> Callable[[], None]:
+    def last() -> None:
+        raise AssertionError(message)
+
+    return last
+
+
+@pytest.mark.parametrize(
+    "last", [lambda: None, fails("Memory usage increased after sleeping.")], ids=["alone", "beside a trainer"]
+)
+def test_a_worker_that_sleeps_is_known_to_though_other_processes_took_what_it_freed(
+    last: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, agent = watched(last, monkeypatch)
+    worker.sleep(2)
+    assert agent.slumber.power is Power.ASLEEP_2
+    worker.wake_up(["weights"])
+    assert agent.slumber.power is Power.WEIGHTS_AWAKE
+
+
+def test_any_other_failure_to_sleep_is_vllms_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, agent = watched(fails("the allocator is not there"), monkeypatch)
+    with pytest.raises(AssertionError, match="allocator"):
+        worker.sleep(1)
+    assert agent.slumber.power is Power.AWAKE
+
+
+def test_vllm_still_says_it_in_the_words_that_are_waited_for() -> None:
+    assert NOTHING_GAINED in inspect.getsource(gpu_worker.Worker.sleep)
