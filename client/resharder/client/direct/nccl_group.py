@@ -7,7 +7,7 @@ cost a dense model a third of the link and a mixture of experts a tenth (benchma
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -89,8 +89,8 @@ class NcclGroup:
     def close(self) -> None:
         """All at the same time: none could be freed while another's kernels wait for a peer that does not answer."""
         self._why = self._why or "the group is closed"
-        with ThreadPoolExecutor(max(1, len(self._pairs)), "resharder-nccl") as threads:
-            list(threads.map(lambda each: each[0].close(), self._pairs.values()))
+        with ThreadPoolExecutor(max(1, len(self._pairs)), "resharder-nccl") as threads, suppress(RuntimeError):
+            list(threads.map(lambda each: each[0].close(), self._pairs.values()))  # no thread begins while the process ends
 
 
 class _Recorded:
