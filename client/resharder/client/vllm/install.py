@@ -40,13 +40,15 @@ class InstallError(Exception):
 class Route:
     """`boxed` pieces go straight into memory, `loaded` HF tensors through `load_weights`, which then processes `modules`.
 
-    `readable`: the loaded pieces that lie in memory as they were loaded, so that they can be proven there as well.
+    `readable`: the loaded pieces that lie in memory as they were loaded, so that they can be proven there as well. `boxed_bytes`:
+    of all `boxed` pieces, added up here since an install has no time for thousands of them.
     """
 
     boxed: tuple[Piece, ...]
     loaded: frozenset[str]
     modules: frozenset[str]
     readable: tuple[Piece, ...]
+    boxed_bytes: int = 0
 
 
 def first_route(recording: Recording, model: torch.nn.Module, shared: frozenset[str]) -> Route:
@@ -91,7 +93,8 @@ def decide(recording: Recording, evidence: Evidence) -> Route:
     loaded = frozenset(tensor for module in through for tensor in sources[module])
     boxed = tuple(p for p in recording.layout.pieces if p.tensor not in loaded)
     readable = tuple(p for p in recording.layout.pieces if p.tensor in loaded and p.local not in evidence.unlike)
-    return Route(boxed, loaded, frozenset(through), readable)
+    size = sum(box_size(p.box) * ITEM_SIZES[recording.layout.tensors[p.tensor].dtype] for p in boxed)
+    return Route(boxed, loaded, frozenset(through), readable, size)
 
 
 def gather_evidence(
@@ -315,8 +318,7 @@ def install(
                     check(piece.tensor, piece.box, found, f"in {piece.local}")
     _synchronize(host)
     refuse(wrong)
-    boxed = sum(box_size(p.box) * ITEM_SIZES[source.specs[p.tensor].dtype] for p in route.boxed)
-    return Installed(len(proven) + (len(route.boxed) if arrived else 0), boxed, time.perf_counter() - started)
+    return Installed(len(proven) + (len(route.boxed) if arrived else 0), route.boxed_bytes, time.perf_counter() - started)
 
 
 def _synchronize(host: Host) -> None:
