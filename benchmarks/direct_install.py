@@ -6,8 +6,9 @@ server of two workers on two others. `python -m benchmarks.direct_install [--rou
 For each version: the pause as the daemon has it from the server, as a client sees it (the longest wait between two tokens of an
 answer that goes on through the install), and what the workers said of it. At the end the weights of the first version come once
 more, over the direct path but with `--rounds 0`, and every tensor that workers read is compared with what it was after the boot.
-The peer of the direct path is vLLM's own transfer, where FILE has it from `benchmarks.direct_path`; that of the staged path is
-vLLM's `reload_weights` of the same files (`--reload`), its limit a copy of a worker's bytes from pinned memory.
+The peer of the direct path is vLLM's own transfer, where FILE has it from a run of `benchmarks.direct_path` just before, and rows
+are added to those; that of the staged path is vLLM's `reload_weights` of the same files (`--reload`), its limit a copy of a
+worker's bytes from pinned memory.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 from benchmarks import vllm_reload
 from benchmarks.direct_system import CPU_JOBS, GPU_JOBS, Client, Job, System
-from benchmarks.rows import Row, read, show, write
+from benchmarks.rows import Row, add, read, show
 from tests.support.operating import servers, wait_serving
 
 
@@ -78,7 +79,7 @@ def run(job: Job, arguments: argparse.Namespace) -> list[Row]:
         if not equal or len(sent) != count * (rounds and 2 + rounds):
             raise AssertionError(f"{job.name}: the direct path did not do all of it")
         kept = vllm_reload.keep_newest(system) if arguments.reload else None
-    reload = vllm_reload.measure(kept, system.gpus[0], rounds) if kept else None
+    reload = vllm_reload.measure(kept, system.gpus[0], max(1, arguments.staged)) if kept else None
     return rows_of(job, arguments, found, reload, None if cpu else vllm_reload.limit_seconds(needed))
 
 
@@ -123,7 +124,7 @@ def main() -> None:
         if arguments.only in (None, job.name):
             rows += run(job, arguments)
             if arguments.json:
-                write(rows, arguments.json)
+                add(rows, arguments.json)
     show(rows)
 
 

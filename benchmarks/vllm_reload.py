@@ -13,7 +13,7 @@ from tests.support.vllm_server import VllmServer
 
 def keep_newest(system: System) -> Path:
     """What the daemon has of the newest version, in a folder that outlives it, with the rest of the model's."""
-    newest = max(system.daemon.store.glob("**/*.safetensors"), key=lambda path: path.stat().st_mtime).parent
+    (newest,) = system.daemon.store.glob(f"models/*/versions/{system.newest:08}")
     folder = Path(f"/dev/shm/resharder-reload-{system.daemon.port}")
     shutil.copytree(newest, folder, copy_function=_link)
     for file in system.folder.iterdir():

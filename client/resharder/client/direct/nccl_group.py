@@ -1,7 +1,7 @@
 """The direct path's group on GPUs: a communicator for each pair that something goes between.
 
 NCCL divides 32 channels by the members of a communicator and gives a message no more than its part: 8 of 32 among four, which
-cost a dense model a third of the link and a mixture of experts a tenth (benchmarks/results/direct_path.md).
+makes the transfer of a dense model a third longer and that of a mixture of experts a tenth (benchmarks/results/direct_path.md).
 """
 
 import time
@@ -19,8 +19,8 @@ _CTAS, _LEAST_CTAS = 64, 4
 
 
 def ctas_of(most_peers: int) -> int | None:
-    """Of each communicator, where a process has up to so many: NCCL's buffers take as much memory for many as for two. None, as
-    NCCL likes it (32), for one or two."""
+    """Of each communicator, where a process has up to so many. None, as NCCL likes it (32), for one or two; with more, NCCL's
+    buffers should take about as much memory as for two, which was not measured."""
     return None if most_peers <= 2 else max(_LEAST_CTAS, _CTAS // most_peers)
 
 
