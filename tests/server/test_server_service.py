@@ -132,7 +132,7 @@ def site() -> Iterator[Site]:
         settings, ahead = Settings(lease=LEASE, grace=0.5, first_retry=0.05, last_retry=0.1), [0.0]
         fleets = Fleets(store, settings=settings, clock=lambda: time.monotonic() + sum(ahead))
         server = grpc.server(ThreadPoolExecutor(16), interceptors=[ErrorInterceptor()])
-        add_server_service(ServerService(fleets, store, Profiles(fleets)), server)
+        add_server_service(ServerService(fleets, store, Profiles(fleets), 2), server)
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -5,17 +5,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import xxhash
 from resharder.converters.chunks import ChunkHeader, frame
 from resharder.converters.cut import Part, cut_chunks
-from resharder.converters.digest import digest
 from resharder.converters.errors import LayoutError
 from resharder.converters.files import Array
 from resharder.converters.layout import ITEM_SIZES, Box, TensorSpec, box_index, box_size, format_box, full_box
 from resharder.converters.messages import box_from_proto
+from resharder.server.digesting import TensorBox, digest_boxes
 from resharder.server.errors import InvalidArgument
 from resharder.server.manifest import Manifest
 from resharder.server.store import Store
@@ -25,11 +24,6 @@ CHUNK_BYTES = 1 << 20
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 64 << 10, 4 << 20
 _CACHED_DIGESTS = 1 << 21  # 8 bytes each
 _CACHED_REQUESTS = 256
-
-
-class TensorBox(NamedTuple):
-    spec: TensorSpec
-    box: Box
 
 
 @dataclass(frozen=True)
@@ -90,8 +84,8 @@ def _inside(spec: TensorSpec, message: resources_pb2.TensorBox, i: int) -> Box:
 class Digester:
     """Digests of boxes as the store holds them. Workers of a fleet ask for the same ones, so answers are kept for a while."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, threads: int) -> None:
+        self._store, self._threads = store, threads
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[str, bytes], Array] = OrderedDict()
 
@@ -111,20 +105,16 @@ class Digester:
 
     def _compute(self, boxes: Boxes) -> list[int]:
         record, whole = boxes.manifest.record, boxes.manifest.digests
+        parts = [each for each in boxes.boxes if each.box != full_box(each.spec.shape)]
         with self._store.open(record.model, record.number) as files:
-            return [
-                whole[spec.name] if box == full_box(spec.shape) else _digest(files.arrays, spec, box) for spec, box in boxes.boxes
-            ]
+            found = iter(digest_boxes(files.arrays, parts, self._threads))
+        return [whole[spec.name] if box == full_box(spec.shape) else next(found) for spec, box in boxes.boxes]
 
     def _keep(self, key: tuple[str, bytes], values: Array) -> None:
         with self._lock:
             self._known[key] = values
             while len(self._known) > _CACHED_REQUESTS or sum(v.size for v in self._known.values()) > _CACHED_DIGESTS:
                 self._known.popitem(last=False)
-
-
-def _digest(arrays: Mapping[str, Array], spec: TensorSpec, box: Box) -> int:
-    return digest(arrays[spec.name][box_index(box)], box, spec.shape)
 
 
 def chunks(store: Store, boxes: Boxes) -> Iterator[bytes]:

@@ -7,7 +7,6 @@ the lease while it has an unsealed slot aborts that version.
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Literal
 
@@ -358,9 +357,8 @@ class Intake:
         record = staged.record
         try:
             failpoint("commit.before-proof")
-            # Threads of its own: no other model waits for them.
-            with self._timed("proof", staged), ThreadPoolExecutor(self._threads, thread_name_prefix="digest") as threads:
-                digests = staged.prove(threads, self._patience)
+            with self._timed("proof", staged):
+                digests = staged.prove(self._threads, self._patience)
             failpoint("commit.after-proof")
             with self._timed("commit", staged):
                 self.store.commit(record, digests, staged.slot_digests())

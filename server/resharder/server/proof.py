@@ -1,14 +1,11 @@
 """Whether a folder that comes from elsewhere is the version that it should be, to the last byte."""
 
 import os
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
-from resharder.converters.digest import digest
 from resharder.converters.files import MappedFiles
-from resharder.converters.layout import full_box
 from resharder.server import manifest
+from resharder.server.digesting import digest_tensors
 from resharder.server.errors import DataLoss
 from resharder.server.kernel import sync
 from resharder.server.manifest import Manifest
@@ -24,17 +21,11 @@ def proven(folder: Path, name: str, number: int, fingerprint: str) -> Manifest:
     record = found.record
     if (record.model, record.number, record.fingerprint) != (name, number, fingerprint):
         raise DataLoss("CHECKSUM", f"{what}: expected {fingerprint}, its manifest is that of {record.name}, {record.fingerprint}")
-    with MappedFiles(folder, found.files) as files, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        names = sorted(files.specs, key=lambda n: -files.specs[n].size)
-        digests = dict(zip(names, threads.map(partial(_whole_digest, files), names), strict=True))
-    wrong = sorted(n for n in names if digests[n] != found.digests.get(n))
+    with MappedFiles(folder, found.files) as files:
+        digests = digest_tensors(files.arrays, files.specs, min(8, os.cpu_count() or 1))
+    wrong = sorted(n for n in digests if digests[n] != found.digests.get(n))
     if wrong:
         raise DataLoss("CHECKSUM", f"{what}: {len(wrong)} tensors are not what was published: {', '.join(wrong[:8])}")
     for path in (*folder.iterdir(), folder):
         sync(path)
     return found
-
-
-def _whole_digest(files: MappedFiles, name: str) -> int:
-    shape = files.specs[name].shape
-    return digest(files.arrays[name], full_box(shape), shape)

@@ -30,9 +30,9 @@ SERVICE = "resharder.v1.ServerService"
 class ServerService:
     """One thread of the gRPC server for every attached control side, every download and every claim that waits."""
 
-    def __init__(self, fleets: Fleets, store: Store, profiles: Profiles) -> None:
+    def __init__(self, fleets: Fleets, store: Store, profiles: Profiles, digest_threads: int) -> None:
         self._fleets, self._store, self._profiles = fleets, store, profiles
-        self._digester = Digester(store)
+        self._digester = Digester(store, digest_threads)
 
     def ClaimServer(self, request: server_pb2.ClaimServerRequest, context: grpc.ServicerContext) -> server_pb2.Claim:
         server = self._fleets.claim(

@@ -7,7 +7,6 @@ open --all slots sealed--> committing --digests agree--> READY
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +15,10 @@ import numpy.typing as npt
 import xxhash
 from blake3 import blake3
 from resharder.converters.chunks import ChunkHeader
-from resharder.converters.digest import MASK, digest
+from resharder.converters.digest import MASK
 from resharder.converters.files import BITS, Array, FileLayout, MappedFiles
 from resharder.converters.layout import Box, box_index, box_shape, box_size, full_box
+from resharder.server.digesting import digest_tensors
 from resharder.server.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument
 from resharder.server.kernel import unwritten_elsewhere
 from resharder.server.manifest import VersionRecord
@@ -182,7 +182,7 @@ class Staged:
     def slot_digests(self) -> tuple[tuple[int, str], ...]:
         return tuple((rank, hash_digests(values)) for rank, values in sorted(self._sealed.items()))
 
-    def prove(self, threads: ThreadPoolExecutor, patience: float) -> dict[str, int]:
+    def prove(self, threads: int, patience: float) -> dict[str, int]:
         """The digest of every tensor, from the files, once nobody can write them. Raises ProofFailed."""
         self.close()
         paths = [self.folder / file.path for file in self._files]
@@ -195,8 +195,7 @@ class Staged:
                     raise ProofFailed(f"{file.path}: its header was overwritten")
         said = self._said()
         with MappedFiles(self.folder, self._files) as maps:
-            names = sorted(maps.specs, key=lambda name: -maps.specs[name].size)
-            found = dict(zip(names, threads.map(lambda name: _whole(maps, name), names), strict=True))
+            found = digest_tensors(maps.arrays, maps.specs, threads)
         wrong = sorted(name for name in found if found[name] != said[name])
         if wrong:
             first = f"{wrong[0]}: the ranks' digests add up to {said[wrong[0]]:016x}, the store holds {found[wrong[0]]:016x}"
@@ -222,11 +221,6 @@ def _digests(values: Sequence[int]) -> npt.NDArray[np.uint64]:
 def hash_digests(values: Sequence[int] | npt.NDArray[np.uint64]) -> str:
     """blake3 of a slot's digests, hexadecimal."""
     return str(blake3(np.asarray(values, "<u8").tobytes()).hexdigest())
-
-
-def _whole(maps: MappedFiles, name: str) -> int:
-    shape = maps.specs[name].shape
-    return digest(maps.arrays[name], full_box(shape), shape)
 
 
 def _wait(done: Callable[[], bool], patience: float) -> bool:
