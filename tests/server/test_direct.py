@@ -224,6 +224,24 @@ def test_an_offer_ends_when_nobody_needs_it_and_when_its_time_is_over(site: Site
         site.direct.join(site.worker("left", 0), "memory", "policy", 2, "i-2")
 
 
+def test_memory_may_change_once_every_server_has_all_of_it_though_none_is_opened_yet(site: Site) -> None:
+    site.declare("left", "right")
+    ranks = site.offer()
+    ended = [site.begin(rank.task) for rank in ranks]
+    for server in ("left", "right"):
+        assert not any(future.done() and future.result() is None for future in ended)
+        links = [future.result(LONG) for future in site.join(server)]
+        group = links[0].group  # type: ignore[attr-defined]
+        assert [future.result(LONG).act for future in ended] == [Act.LINK] * 2  # type: ignore[attr-defined]
+        [future.result(LONG) for future in site.start(server, group)]
+        assert [rank.task().act for rank in ranks] == [Act.RUN] * 2  # type: ignore[union-attr]
+        ended = [site.begin(rank.task) for rank in ranks]
+        for member in (*(rank.member for rank in ranks), *(site.worker(server, rank) for rank in range(2))):
+            site.finish(member, group)
+    assert [future.result(LONG) for future in ended] == [None] * 2
+    assert site.wanting == {"left", "right"}
+
+
 def test_an_aborted_version_is_offered_no_more_and_one_that_is_staging_is(site: Site) -> None:
     site.declare("left")
     ranks = site.offer()

@@ -147,19 +147,28 @@ class Direct:
             self._withheld[model] = max(number, self._withheld.get(model, 0))
             self._news.notify_all()
 
+    def changed(self, model: str) -> None:
+        """The state of a version of this model."""
+        with self._news:
+            if offer := self._offers.get(model):
+                offer.look()
+
     def offered(self, model: str) -> Collection[int]:
         """The last versions that every rank has offered, whatever has become of them."""
         return self._whole.get(model, ())
 
     def task(self, offer: Offer, rank: int, state: str) -> Task | None:
-        """The rank's next one, None when its memory may change, TimeoutError after a while without either. `state` is the
-        version's."""
+        """The rank's next one, None when its memory may change, TimeoutError after a while without either, or when there is a
+        reason to look again. `state` is the version's."""
         if rank == min(offer.ranks):  # one of them is enough
             self._look(offer, state)
         try:
-            return offer.ranks[rank][2].get(timeout=_LOOK)
+            task = offer.ranks[rank][2].get(timeout=_LOOK)
         except queue.Empty:
             raise TimeoutError from None
+        if task is not None and task.act is Act.LOOK:
+            raise TimeoutError
+        return task
 
     def leave(self, offer: Offer, rank: int) -> None:
         """The rank is done with the offer, or gone: then it sends no more."""
@@ -180,7 +189,7 @@ class Direct:
             self._end_late(offer)
             if state == "READY" and offer.ready_at is None:
                 offer.ready_at = now
-            wanted = any(self._refused.get(server) != offer.number for server in awaited)
+            wanted = any(self._refused.get(server) != offer.number for server in awaited - offer.served)
             if not offer.ended and self._is_over(offer, state, now, wanted):
                 offer.end()
                 self._news.notify_all()
@@ -390,7 +399,9 @@ class Direct:
                 )
                 self.heard(took, None)
                 self._failures.pop(group.server, None)
+                offer.served.add(group.server)
                 self._next(offer)
+                offer.look()
 
     def _group(self, id: str) -> Group:
         group = next((g for g in self._groups.values() if g.id == id), None)

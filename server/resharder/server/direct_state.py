@@ -26,6 +26,7 @@ class Act(Enum):
     RUN = "run"
     DROP = "drop"
     DIGEST = "digest"
+    LOOK = "look"  # for the daemon itself: whether the offer is over
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Offer:
     turns: deque[Group] = field(default_factory=deque)
     running: Group | None = None
     ready_at: float | None = None
+    served: set[str] = field(default_factory=set)  # servers that have all of it, proven
     ended: bool = False
 
     @property
@@ -114,6 +116,10 @@ class Offer:
             if there is not None and there[0] == member:
                 there[2].put(Task(Act.DIGEST, group.id, sent=sent))
         group.told = True
+
+    def look(self) -> None:
+        """One rank is enough to find out whether the offer is over."""
+        self.ranks[min(self.ranks)][2].put(Task(Act.LOOK, ""))
 
     def end(self) -> None:
         self.ended = True
