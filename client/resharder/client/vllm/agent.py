@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from resharder.client.channel import Channel
-from resharder.client.direct.host_copy import Placed
 from resharder.client.errors import ResharderError
 from resharder.client.tracing import Timings, timed
 from resharder.client.vllm import compat, install, kept, recorder
 from resharder.client.vllm.ahead import Ahead, compare
 from resharder.client.vllm.compat import Host
-from resharder.client.vllm.install import Installed, InstallError, Route
+from resharder.client.vllm.install import Installed, InstallError, Prepared, Route
 from resharder.client.vllm.kept import Kept
 from resharder.client.vllm.parts import DRAFTER, Models, Part, needs, shared_modules
 from resharder.client.vllm.power import WEIGHTS, Slumber
@@ -41,7 +40,7 @@ class _Staged:
     seconds: float = 0.0
     timings: Timings = field(default_factory=list)
     direct: Open | None = None  # what comes from trainers' memory
-    placed: dict[str, Placed] = field(default_factory=dict)  # by part, where the source is registered
+    prepared: dict[str, Prepared] = field(default_factory=dict)  # by part, where the source is registered
     ahead: Ahead | None = None  # its version is not READY: `source` is the one to fall back on
 
 
@@ -214,8 +213,8 @@ class Agent:
             stream = torch.cuda.Stream(self.host.device)  # type: ignore[no-untyped-call]
             with torch.cuda.device(self.host.device), torch.cuda.stream(stream):
                 if source.register(boxed, self.host.device):
-                    placed = {name: self.part(name).place(source, model, self.host.device) for name, model in models.items()}
-                    staged.placed = {name: copy for name, copy in placed.items() if copy is not None}
+                    made = {name: self.part(name).prepare(source, model, self.host.device) for name, model in models.items()}
+                    staged.prepared = {name: copy for name, copy in made.items() if copy is not None}
                     stream.synchronize()
         except RuntimeError as error:  # no memory left for the tables
             logger.warning("the store's pages are copied by way of CUDA's own buffers: %s", error)
@@ -285,8 +284,8 @@ class Agent:
         for name, model in models.items():
             part = self.part(name)
             route = part.route or install.first_route(part.known, model, part.shared)
-            placed = staged.placed.get(name)
-            done += install.install(self.host, model, part.config, part.known, route, source, arrived, placed, staged.timings)
+            prepared = staged.prepared.get(name)
+            done += install.install(self.host, model, part.config, part.known, route, source, arrived, prepared, staged.timings)
             if part.route is None:
                 part.learn(model, source)
         self.installed = replace(done, seconds=time.perf_counter() - began)  # what came directly has taken its time too
@@ -307,7 +306,7 @@ class Agent:
         if self._staged is not None and self._staged.source is not None:
             # Unmapping millions of pages takes its time, and clients may be waiting.
             threading.Thread(target=self._staged.source.close, name="resharder-unmap").start()
-            self._staged.placed = {}
+            self._staged.prepared = {}
         self._staged, self._past = None, self._staged
 
     def failed(self, install_id: str, error: str) -> None:

@@ -263,6 +263,16 @@ class Installed:
         return Installed(self.proven + other.proven, self.boxed_bytes + other.boxed_bytes, self.seconds + other.seconds)
 
 
+class Prepared(NamedTuple):
+    """A copy of all of a route's boxes that was made ready while clients were served, and the digests that it has to find."""
+
+    copy: Placed
+    expected: list[int]
+
+    def is_for(self, route: Route, live: Mapping[str, torch.Tensor]) -> bool:
+        return self.copy.layout.pieces is route.boxed and self.copy.is_at(live)
+
+
 def install(
     host: Host,
     model: torch.nn.Module,
@@ -271,12 +281,12 @@ def install(
     route: Route,
     source: Source,
     arrived: bool = False,
-    placed: Placed | None = None,
+    prepared: Prepared | None = None,
     timings: Timings | None = None,
 ) -> Installed:
     """Brings `model` to the version of `source`, or raises InstallError; then it may hold a mix, but never an empty parameter.
 
-    `arrived`: the route's boxes are in place and proven; they came over the direct path. `placed`: copies them to a GPU from
+    `arrived`: the route's boxes are in place and proven; they came over the direct path. `prepared`: copies them to a GPU from
     registered pages of the source; without it CUDA copies them through buffers of its own. `timings` get how long the proof of
     what `load_weights` brought took; boxes are proven while they are copied.
     """
@@ -285,6 +295,7 @@ def install(
     fault = Fault.from_environment()
     wrong: list[str] = []
     proven: set[tuple[str, Box]] = set()
+    at_once = len(route.boxed) if arrived else 0  # boxes that were all proven together
 
     def check(tensor: str, box: Box, found: int, where: str) -> None:
         if found == source.expected[tensor, box]:
@@ -296,8 +307,10 @@ def install(
         if not arrived:
             with record_function("resharder: copy and digest"):
                 live = live_now(model, frozenset(p.local for p in route.boxed))
-                if placed is not None and placed.layout.pieces is route.boxed and placed.is_at(live) and not fault.kind:
-                    written = list(zip(placed.layout.pieces, placed.run(), strict=True))
+                if prepared is not None and prepared.is_for(route, live) and not fault.kind:
+                    found_there = prepared.copy.run()
+                    at_once = len(found_there) if found_there == prepared.expected else 0
+                    written = [] if at_once else list(zip(route.boxed, found_there, strict=True))
                 else:
                     written = _write_all(host, live, route.boxed, source, fault)
             for piece, found in written:
@@ -318,7 +331,7 @@ def install(
                     check(piece.tensor, piece.box, found, f"in {piece.local}")
     _synchronize(host)
     refuse(wrong)
-    return Installed(len(proven) + (len(route.boxed) if arrived else 0), route.boxed_bytes, time.perf_counter() - started)
+    return Installed(len(proven) + at_once, route.boxed_bytes, time.perf_counter() - started)
 
 
 def _synchronize(host: Host) -> None:

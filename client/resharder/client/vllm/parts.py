@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from resharder.client.direct.host_copy import HostCopy, Placed
+from resharder.client.direct.host_copy import HostCopy
 from resharder.client.vllm import install
-from resharder.client.vllm.install import Evidence, InstallError, Route
+from resharder.client.vllm.install import Evidence, InstallError, Prepared, Route
 from resharder.client.vllm.recorder import Recording
 from resharder.client.vllm.source import Manifest, Needs, Source
 from resharder.converters.layout import Box, Layout
@@ -40,14 +40,15 @@ class Part:
     route: Route | None = None
     _copy: tuple[Route, HostCopy] | None = None
 
-    def place(self, source: Source, model: torch.nn.Module, device: torch.device) -> Placed | None:
+    def prepare(self, source: Source, model: torch.nn.Module, device: torch.device) -> Prepared | None:
         """The copy of all boxes that go straight into a GPU's memory; `source` is registered. None where there are none."""
         if self.route is None or not self.route.boxed:
             return None
         if self._copy is None or self._copy[0] is not self.route:
             tensors = {piece.tensor: self.known.layout.tensors[piece.tensor] for piece in self.route.boxed}
             self._copy = self.route, HostCopy(Layout(tensors, self.route.boxed), device)
-        return self._copy[1].place(source.arrays, install.live_now(model, frozenset(p.local for p in self.route.boxed)))
+        placed = self._copy[1].place(source.arrays, install.live_now(model, frozenset(p.local for p in self.route.boxed)))
+        return Prepared(placed, [source.expected[piece.tensor, piece.box] for piece in self.route.boxed])
 
     def record(self, recording: Recording, manifest: Manifest) -> None:
         """Raises InstallError where `manifest` lacks something that it needs, or its loader cannot be told what to leave out."""
