@@ -4,8 +4,10 @@ server of two workers on two others. `python -m benchmarks.direct_install [--rou
 `--cpu-tiny` runs it all on a CPU, to try it. Servers run with CUDA graphs, or as `--eager` says.
 
 For each version: the pause as the daemon has it from the server, as a client sees it (the longest wait between two tokens of an
-answer that goes on through the install), and what the workers said of it. At the end the weights of the first version come once
-more, over the direct path but with `--rounds 0`, and every tensor that workers read is compared with what it was after the boot.
+answer that goes on through the install), what the workers said of it, and how long after the trainer's call to `publish` it was
+served. Versions come over the staged path, over the direct path, and over that ahead of READY. At the end the weights of the
+first version come once more, over the direct path but with `--rounds 0`, and every tensor that workers read is compared with what
+it was after the boot.
 The peer of the direct path is vLLM's own transfer, where FILE has it from a run of `benchmarks.direct_path` just before, and rows
 are added to those; that of the staged path is vLLM's `reload_weights` of the same files (`--reload`), its limit a copy of a
 worker's bytes from pinned memory.
@@ -13,6 +15,7 @@ worker's bytes from pinned memory.
 
 import argparse
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -20,48 +23,53 @@ from typing import NamedTuple
 from benchmarks import vllm_reload
 from benchmarks.direct_system import CPU_JOBS, GPU_JOBS, Client, Job, System
 from benchmarks.rows import Row, add, read, show
-from tests.support.operating import servers, wait_serving
+from tests.support.operating import servers
+
+NAMES = {"staged": "staged", "direct": "direct", "ahead": "direct, ahead of READY,"}
 
 
 class Seen(NamedTuple):
     """Of one install: the slowest server's, or worker's, in seconds."""
 
     publish: float
+    served: float  # from the beginning of `publish`
     stage: float
     apply: float
     pause: float
     client: float
 
 
-def install(system: System, clients: list[Client], direct: bool, seed: int | None = None) -> Seen:
+def install(system: System, clients: list[Client], path: str, seed: int | None = None) -> Seen:
     time.sleep(0.5)
     for client in clients:
         client.longest()
-    version = system.publish(seed, direct)
-    published = time.monotonic()
-    wait_serving(system.daemon, version, 300)
-    served = time.monotonic() - published
+    version = system.publish(seed, path != "staged")
+    happened = system.happened(version)
     time.sleep(0.3)
     there = servers(system.daemon)
     workers = [worker for one in there for worker in one.workers]
     pauses, waits = [one.install.pause_seconds for one in there], [client.longest() for client in clients]
     stage, apply = max(worker.stage_seconds for worker in workers), max(worker.apply_seconds for worker in workers)
     system.say(
-        f"version {version}, {'direct' if direct else 'staged'}: served {served:.2f} s after publish, staged in {stage:.2f} s, "
-        f"pause {_ms(pauses)} ms, client {_ms(waits)} ms, applied in {apply * 1000:.0f} ms"
+        f"version {version}, {path}: {', '.join(f'{what} {at:.2f}' for what, at in happened.items())} s; "
+        f"staged in {stage:.2f} s, pause {_ms(pauses)} ms, client {_ms(waits)} ms, applied in {apply * 1000:.0f} ms"
     )
-    return Seen(system.published_seconds, stage, apply, max(pauses), max(waits))
+    return Seen(system.published_seconds, happened["served"], stage, apply, max(pauses), max(waits))
 
 
-def run(job: Job, arguments: argparse.Namespace) -> list[Row]:
-    each, count, rounds, cpu = arguments.each, arguments.servers, arguments.rounds, arguments.cpu_tiny
+def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
+    """Its rows, and once more when the staged path's peer has been measured, which takes a while."""
+    each, count, cpu = arguments.each, arguments.servers, arguments.cpu_tiny
+    asked = {"staged": arguments.staged, "direct": arguments.rounds, "ahead": arguments.ahead}
     found: dict[str, list[Seen]] = {}
     with System(job, each, each, count, cpu, eager=arguments.eager, direct_seconds=20) as system:
         held = system.fingerprints()
         clients = [Client(server) for server in system.servers]
-        for path, times in (("staged", arguments.staged), ("direct", rounds)):
-            found[path] = [install(system, clients, path == "direct") for _ in range(times and 1 + times)]
-        install(system, clients, rounds > 0, seed=1)
+        for path, rounds in asked.items():
+            system.serve_ahead(path == "ahead")
+            found[path] = [install(system, clients, path) for _ in range(rounds and 1 + rounds)]
+        system.serve_ahead(False)
+        install(system, clients, "direct" if arguments.rounds else "staged", seed=1)
         for client in clients:
             client.end()
         equal = system.fingerprints() == held
@@ -76,11 +84,14 @@ def run(job: Job, arguments: argparse.Namespace) -> list[Row]:
         for server in system.servers:
             lines = [line.split("] ", 1)[-1] for line in server.log_text().splitlines() if "received" in line]
             system.say("; ".join(lines[-2 * each :]))
-        if not equal or len(sent) != count * (rounds and 2 + rounds):
+        directly = len(found["direct"]) + len(found["ahead"]) + bool(arguments.rounds)
+        if not equal or len(sent) != count * directly:
             raise AssertionError(f"{job.name}: the direct path did not do all of it")
         kept = vllm_reload.keep_newest(system) if arguments.reload else None
-    reload = vllm_reload.measure(kept, system.gpus[0], max(1, arguments.staged)) if kept else None
-    return rows_of(job, arguments, found, reload, None if cpu else vllm_reload.limit_seconds(needed))
+    limit = None if cpu else vllm_reload.limit_seconds(needed)
+    yield rows_of(job, arguments, found, None, limit)
+    if kept is not None:
+        yield rows_of(job, arguments, found, vllm_reload.measure(kept, system.gpus[0], max(1, arguments.staged)), limit)
 
 
 def rows_of(
@@ -92,8 +103,9 @@ def rows_of(
     rows = []
     for path, seen in found.items():
         if seen:
-            middle, what = Seen(*map(median, zip(*seen[1:], strict=True))), f"{path} {job.name}{whom}"
+            middle, what = Seen(*map(median, zip(*seen[1:], strict=True))), f"{NAMES[path]} {job.name}{whom}"
             peer = reload if path == "staged" else sent.peer if sent else None
+            rows.append(Row(f"{what}, from publish to served", middle.served, peer, None))
             rows.append(Row(f"{what}, pause", middle.pause, peer, None))
             rows.append(Row(f"{what}, pause as a client sees it", middle.client, peer, None))
             if path == "staged":
@@ -111,6 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--staged", type=int, default=5, help="rounds of the staged path")
+    parser.add_argument("--ahead", type=int, default=5, help="rounds of the direct path ahead of READY")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only")
     parser.add_argument("--cpu-tiny", action="store_true")
@@ -119,13 +132,11 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--reload", action="store_true", help="measure vLLM's own reload_weights in the same run")
     arguments = parser.parse_args()
-    rows: list[Row] = []
     for job in CPU_JOBS if arguments.cpu_tiny else GPU_JOBS:
-        if arguments.only in (None, job.name):
-            rows += run(job, arguments)
+        for rows in run(job, arguments) if arguments.only in (None, job.name) else ():
             if arguments.json:
                 add(rows, arguments.json)
-    show(rows)
+            show(rows)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ Trainer TP=2 to vLLM TP=2 in the shape of Qwen3-8B, and EP=2 to TP=2 in that of 
 positions, which receivers check. A time counts from when the last process begins to when the last is done; medians. The limit is
 what a worker keeps over the rate of plain sends of the same group, in the same run. `--half`: on two GPUs, the first sender's
 part of what the first receiver keeps. `--sweep`: more ways, and plain messages of many sizes. `--recorded`: layouts from Megatron
-and vLLM themselves; what is written in `direct_layouts` is the same and takes no minute. `--cpu-tiny`: the very same with gloo.
+and vLLM themselves; what is written in `direct_layouts` is the same and takes no minute. `--faults`: nothing is measured; members
+are killed, and fall asleep. `--cpu-tiny`: the very same with gloo.
 """
 
 import argparse
@@ -134,13 +135,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cpu-tiny", action="store_true")
     parser.add_argument("--half", action="store_true", help="one sender and one receiver of the two, on two GPUs")
-    parser.add_argument("--sweep", action="store_true", help="try more ways, and kill nobody")
+    parser.add_argument("--sweep", action="store_true", help="try more ways")
+    parser.add_argument("--faults", action="store_true", help="what becomes of a group whose members are killed or sleep")
     parser.add_argument("--recorded", action="store_true")
     parser.add_argument("--only", help="the name of a shape")
     parser.add_argument("--peer", action="store_true", help="measure vLLM's own transfer in the same run, on three of the GPUs")
     arguments = parser.parse_args()
     every, rows = CPU_JOBS if arguments.cpu_tiny else GPU_JOBS, list[Row]()
-    jobs = [job for job in every if arguments.only in (None, job.name)]
+    jobs = [job for job in every if not arguments.faults and arguments.only in (None, job.name)]
     if arguments.sweep and not arguments.cpu_tiny:
         jobs = [job._replace(ways=GPU_SWEEP, sizes=GPU_SIZES) for job in jobs]
     for job in jobs:
@@ -148,8 +150,9 @@ def main() -> None:
         rows += report(job, dict(processes(job, measuring, arguments, 150)), peer)
         if arguments.json:
             write(rows, arguments.json)
-    show(rows)
-    if not arguments.sweep:
+    if not arguments.faults:
+        show(rows)
+    else:
         few = every[1]._replace(config=every[1].config | {"num_hidden_layers": 4})
         for _, line in sorted(processes(few, failing, arguments, 60)):
             print(line, flush=True)

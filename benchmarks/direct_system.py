@@ -4,21 +4,24 @@ GPUs after them. `cpu`: all of it on a CPU, over gloo, to try it."""
 import contextlib
 import json
 import os
+import re
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+from resharder.client.operator import Operator
 
 from benchmarks import shapes
 from benchmarks.direct_layouts import DENSE, EXPERTS
 from demo.trainer_job import TrainerJob
 from tests.support.daemon import Daemon
-from tests.support.operating import servers, wait_serving
+from tests.support.operating import servers, wait_serving, wait_until
 from tests.support.tiny_hf import save_tokenizer
 from tests.support.vllm_server import ServerFailed, VllmServer
 
@@ -29,6 +32,13 @@ PATIENCE = 400.0  # seconds
 SHARED = ("--gpu-memory-utilization", "0.5")  # what is asked for at a start: something else may use the GPU too
 # As servers run, but for torch.compile, which takes minutes.
 GRAPHS = ("--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 512]}')
+SAID = {  # in the daemon's log, of a version
+    "created": r"^version_created .*/versions/{}\b",
+    "READY": r"^version_ready .*/versions/{} ",
+    "staging": r"^server_staging .* staging version {},",
+    "paused": r"^server_applying .* applying version {},",
+    "served": r"^server_serving .* serving version {}\b",
+}
 
 
 class Job(NamedTuple):
@@ -117,7 +127,7 @@ class System:
             VllmServer(self.folder, arguments, self._environment(i, cpu), dtype="bfloat16", eager=eager, timeout=PATIENCE)
             for i in range(count)
         ]
-        self.published_seconds = 0.0  # the last version
+        self.began, self.published_seconds = 0.0, 0.0  # of the last publish: when, in seconds since 1970, and how long
         self.trainer: TrainerJob
 
     def _environment(self, i: int, cpu: bool) -> dict[str, str | None]:
@@ -187,9 +197,32 @@ class System:
     def publish(self, seed: int | None = None, direct: bool = True) -> int:
         """The number of the version, whose weights are those of `seed`; those of the step by default."""
         said = self.trainer.ask(timeout=PATIENCE, **self._request(seed, direct))
-        self.published_seconds = float(said["publish_s"])
+        self.began, self.published_seconds = float(said["began"]), float(said["publish_s"])
         self.say(f"version {said['version']} published in {self.published_seconds:.2f} s")
         return int(said["version"])
+
+    def happened(self, version: int) -> dict[str, float]:
+        """Seconds from the beginning of its publish, the last one, until the daemon said that; until the last server's word of
+        several. It waits until the version is served, and the store's copy proven the same."""
+        wait_serving(self.daemon, version, PATIENCE)
+        wait_until(lambda: all(server.version == version and not server.ahead for server in servers(self.daemon)), "it is proven")
+        times: dict[str, float] = {}
+
+        def said() -> bool:
+            for line in self.events():
+                words = f"{line['event']} {line.get('subject')} {line.get('version')} {line.get('reason')}"
+                for what, pattern in SAID.items():
+                    if re.search(pattern.format(version), words):
+                        times[what] = datetime.fromisoformat(line["timestamp"]).timestamp() - self.began
+            return times.keys() == SAID.keys()
+
+        wait_until(said, f"the daemon's log has {', '.join(SAID)} of version {version}", 20)
+        return times
+
+    def serve_ahead(self, ahead: bool) -> None:
+        """Whether servers take versions that are not READY."""
+        with Operator(self.daemon.endpoint) as operator:
+            operator.update_fleet("policy", serve_ahead=ahead)
 
     def begin_publish(self, seed: int | None = None) -> int:
         """The number of the request; `trainer.requests.reply` waits for it."""
@@ -213,10 +246,10 @@ class System:
             found += [one["tensors"] for one in said]
         return found
 
-    def events(self, name: str) -> list[dict[str, Any]]:
-        """Of this name, in the daemon's log."""
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        """Of these names, all by default, in the daemon's log."""
         lines = [json.loads(line) for line in self.daemon.log.read_text().splitlines() if line.startswith("{")]
-        return [line for line in lines if line["event"] == name]
+        return [line for line in lines if not names or line["event"] in names]
 
     def sent(self, version: int) -> bool:
         """Whether it went over the direct path."""
