@@ -5,9 +5,9 @@ server of two workers on two others. `python -m benchmarks.direct_install [--rou
 
 For each version: the pause as the daemon has it from the server, as a client sees it (the longest wait between two tokens of an
 answer that goes on through the install), what the workers said of it, and how long after the trainer's call to `publish` it was
-served. Versions come over the staged path, over the direct path, and over that ahead of READY. At the end the weights of the
-first version come once more, over the direct path but with `--rounds 0`, and every tensor that workers read is compared with what
-it was after the boot.
+served. Versions come over the direct path, over that ahead of READY, and over the staged path. After the rounds of each the
+weights of the first version come once more the same way, and every tensor that workers read is compared with what it was after
+the boot.
 The peer of the direct path is vLLM's own transfer, where FILE has it from a run of `benchmarks.direct_path` just before, and rows
 are added to those; that of the staged path is vLLM's `reload_weights` of the same files (`--reload`), its limit a copy of a
 worker's bytes from pinned memory.
@@ -60,38 +60,41 @@ def install(system: System, clients: list[Client], path: str, seed: int | None =
 def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
     """Its rows, and once more when the staged path's peer has been measured, which takes a while."""
     each, count, cpu = arguments.each, arguments.servers, arguments.cpu_tiny
-    asked = {"staged": arguments.staged, "direct": arguments.rounds, "ahead": arguments.ahead}
+    asked = {"direct": arguments.rounds, "ahead": arguments.ahead, "staged": arguments.staged}
     found: dict[str, list[Seen]] = {}
     with System(job, each, each, count, cpu, eager=arguments.eager, direct_seconds=20) as system:
         held = system.fingerprints()
+        needed = max(worker.needed_bytes for one in servers(system.daemon) for worker in one.workers)
+        limit = None if cpu else vllm_reload.limit_seconds(needed)
         clients = [Client(server) for server in system.servers]
         for path, rounds in asked.items():
-            system.serve_ahead(path == "ahead")
-            found[path] = [install(system, clients, path) for _ in range(rounds and 1 + rounds)]
-        system.serve_ahead(False)
-        install(system, clients, "direct" if arguments.rounds else "staged", seed=1)
+            if rounds:
+                system.serve_ahead(path == "ahead")
+                found[path] = [install(system, clients, path) for _ in range(1 + rounds)]
+                install(system, clients, path, seed=1)
+                check(system, path, held, count * (2 + rounds))
+                yield rows_of(job, arguments, found, None, limit)
         for client in clients:
             client.end()
-        equal = system.fingerprints() == held
-        needed = max(worker.needed_bytes for one in servers(system.daemon) for worker in one.workers)
-        sent = [line["seconds"] for line in system.events("direct_transfer")]
-        failed = [line["reason"] for line in system.events("direct_failed")]
-        planned = [line["seconds"] for line in system.events("direct_planned")]
-        system.say(
-            f"direct transfers, from turn to the last member's word: {_ms(sent)} ms; planned in {planned} s; failed: {failed}; "
-            f"{sum(map(len, held))} tensors as after the boot: {equal}; {needed / 1e9:.2f} GB a worker"
-        )
-        for server in system.servers:
-            lines = [line.split("] ", 1)[-1] for line in server.log_text().splitlines() if "received" in line]
-            system.say("; ".join(lines[-2 * each :]))
-        directly = len(found["direct"]) + len(found["ahead"]) + bool(arguments.rounds)
-        if not equal or len(sent) != count * directly:
-            raise AssertionError(f"{job.name}: the direct path did not do all of it")
         kept = vllm_reload.keep_newest(system) if arguments.reload else None
-    limit = None if cpu else vllm_reload.limit_seconds(needed)
-    yield rows_of(job, arguments, found, None, limit)
     if kept is not None:
         yield rows_of(job, arguments, found, vllm_reload.measure(kept, system.gpus[0], max(1, arguments.staged)), limit)
+
+
+def check(system: System, path: str, held: list[dict[str, int]], transfers: int) -> None:
+    """Raises AssertionError where tensors are not `held`, or not so many more transfers went over the direct path."""
+    equal, sent = system.fingerprints() == held, [line["seconds"] for line in system.events("direct_transfer")]
+    failed, planned = system.events("direct_failed"), [line["seconds"] for line in system.events("direct_planned")]
+    system.checked, before = len(sent), system.checked
+    system.say(
+        f"{path}: {sum(map(len, held))} tensors as after the boot: {equal}; transfers, from turn to the last member's word: "
+        f"{_ms(sent[before:])} ms; planned in {planned} s; failed: {[line['reason'] for line in failed]}"
+    )
+    for server in system.servers:
+        lines = [line.split("] ", 1)[-1] for line in server.log_text().splitlines() if "received" in line]
+        system.say("; ".join(lines[-4:]))
+    if not equal or len(sent) - before != (transfers if path != "staged" else 0):
+        raise AssertionError(f"{system.job.name}: the {path} path did not do all of it")
 
 
 def rows_of(

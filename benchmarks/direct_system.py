@@ -128,6 +128,7 @@ class System:
             for i in range(count)
         ]
         self.began, self.published_seconds = 0.0, 0.0  # of the last publish: when, in seconds since 1970, and how long
+        self.checked = 0  # direct transfers that a benchmark has counted
         self.trainer: TrainerJob
 
     def _environment(self, i: int, cpu: bool) -> dict[str, str | None]:

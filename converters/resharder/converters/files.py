@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.array_utils import byte_bounds
 from resharder.converters.layout import ITEM_SIZES, Layout, Piece, TensorSpec, full_box
+from resharder.converters.pages import Span, forget_pages
 
 Array = npt.NDArray[Any]
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -146,7 +148,7 @@ class MappedFiles:
     """
 
     def __init__(self, folder: Path, files: Iterable[FileLayout], *, writable: bool = False) -> None:
-        self._maps: list[mmap.mmap] = []
+        self._maps: list[tuple[mmap.mmap, Span]] = []
         self.arrays: dict[str, Array] = {}
         self.specs: dict[str, TensorSpec] = {}
         for file in files:
@@ -159,8 +161,8 @@ class MappedFiles:
                 mapped = mmap.mmap(descriptor, file.size, access=access)
             finally:
                 os.close(descriptor)
-            self._maps.append(mapped)
             raw = np.frombuffer(mapped, dtype=np.uint8)
+            self._maps.append((mapped, byte_bounds(raw)))
             for spec, offset in file.tensors:
                 self.specs[spec.name] = spec
                 self.arrays[spec.name] = raw[offset : offset + spec.size].view(BITS[ITEM_SIZES[spec.dtype]]).reshape(spec.shape)
@@ -168,7 +170,9 @@ class MappedFiles:
     def close(self) -> None:
         self.arrays.clear()
         while self._maps:
-            self._maps.pop().close()
+            mapped, span = self._maps.pop()
+            forget_pages(span)
+            mapped.close()
 
     def __enter__(self) -> "MappedFiles":
         return self

@@ -31,7 +31,9 @@ class Config(BaseSettings):
     max_message_bytes: int = Field(96 << 20, ge=2 << 20, description="largest message; large models register with some 10 MiB")
     threads: int = Field(256, ge=8, description="control sides attached at once, and calls that wait; a model may hold half")
     transfers: int = Field(24, ge=4, description="uploads at once, downloads, and calls that compute; a model may hold half")
-    digest_threads: int = Field(min(8, os.cpu_count() or 1), ge=1, description="threads that digest a version: its proof, and boxes for servers")
+    digest_threads: int = Field(
+        min(8, os.cpu_count() or 1), ge=1, description="threads that digest versions, for proofs and for servers"
+    )
     direct_staging_bytes: int = Field(1 << 30, ge=4 << 20, description="of memory that the direct path takes of each GPU")
     direct_seconds: float = Field(10.0, gt=0, description="how long one transfer of the direct path may take")
     drain_seconds: float = Field(30.0, ge=0, description="how long versions that are arriving may still take after SIGTERM")

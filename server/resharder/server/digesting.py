@@ -4,10 +4,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from numpy.lib.array_utils import byte_bounds
 from resharder.converters.cut import Part, cut_chunks
 from resharder.converters.digest import MASK, Array, digest
 from resharder.converters.layout import ITEM_SIZES, Box, TensorSpec, box_index, full_box
+from resharder.converters.pages import forget_pages
 
+_FORGET_BYTES = 1 << 20
 _SHARE_BYTES = 16 << 20  # small boxes together, large ones in parts: digests add up
 
 
@@ -38,4 +41,9 @@ def digest_tensors(arrays: Mapping[str, Array], specs: Mapping[str, TensorSpec],
 
 
 def _digest(arrays: Mapping[str, Array], spec: TensorSpec, box: Box) -> int:
-    return digest(arrays[spec.name][box_index(box)], box, spec.shape)
+    """Its pages go from the tables by the way: all together, in the end, they would keep one thread busy for long."""
+    part = arrays[spec.name][box_index(box)] if box else arrays[spec.name]
+    found = digest(part, box, spec.shape)
+    if part.nbytes >= _FORGET_BYTES:
+        forget_pages(byte_bounds(part))
+    return found

@@ -17,12 +17,13 @@ import torch
 from numpy.lib.array_utils import byte_bounds
 from resharder.converters.digest import Array
 from resharder.converters.layout import Box, box_index
+from resharder.converters.pages import Span, forget_pages
 
 logger = logging.getLogger(__name__)
 _AT_ONCE = 64 << 20  # bytes: other threads' kernels wait while the driver registers some
 _PORTABLE, _MAPPED, _READ_ONLY = 1, 2, 8  # cudaHostRegister's flags
 _SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-Span = tuple[int, int]
+_GAP = 16 << 20  # bytes between spans that are registered too: a call waits for kernels under way, and takes as long as these
 Result = TypeVar("Result")
 
 
@@ -45,7 +46,7 @@ def register(arrays: Iterable[Array], device: torch.device, *, writable: bool = 
         logger.info("%s does not reach the host's pages at their own addresses", device)
         return None
     flags = _PORTABLE | _MAPPED | (0 if writable else _READ_ONLY)
-    return _beside(lambda: _register(spans_of(arrays), device, flags, gently))
+    return _beside(lambda: _register(spans_of(arrays, _GAP), device, flags, gently))
 
 
 def box_of(array: Array, box: Box) -> Array:
@@ -53,17 +54,18 @@ def box_of(array: Array, box: Box) -> Array:
     return array[box_index(box)] if box else array
 
 
-def spans_of(arrays: Iterable[Array]) -> list[Span]:
-    """Begin and end of the pages that they lie in, joined where they touch, in parts of at most 64 MiB."""
+def spans_of(arrays: Iterable[Array], gap: int = 0) -> list[Span]:
+    """Begin and end of the pages that they lie in, in parts of at most 64 MiB; joined where they touch, or lie in one map with at
+    most `gap` bytes between them."""
     page = mmap.PAGESIZE
     joined: list[list[int]] = []
-    for low, high in sorted(byte_bounds(array) for array in arrays if array.nbytes):
+    for low, high, map_ in sorted((*byte_bounds(array), id(array.base)) for array in arrays if array.nbytes):
         first, end = low // page * page, -(-high // page) * page
-        if joined and first <= joined[-1][1]:
-            joined[-1][1] = max(joined[-1][1], end)
+        if joined and first <= joined[-1][1] + (gap if map_ == joined[-1][2] else 0):
+            joined[-1][1:] = max(joined[-1][1], end), map_
         else:
-            joined.append([first, end])
-    return [(at, min(at + _AT_ONCE, end)) for begin, end in joined for at in range(begin, end, _AT_ONCE)]
+            joined.append([first, end, map_])
+    return [(at, min(at + _AT_ONCE, end)) for begin, end, _ in joined for at in range(begin, end, _AT_ONCE)]
 
 
 def _beside(work: Callable[[], Result]) -> Result:
@@ -89,12 +91,12 @@ def _register(spans: list[Span], device: torch.device, flags: int, gently: bool)
 
 def _let_go(spans: list[Span], device: torch.device, gently: bool) -> None:
     """Also takes the pages out of this process's tables, which would hold up others' if it were done at once."""
-    runtime, libc = torch.cuda.cudart(), ctypes.CDLL(None)  # type: ignore[no-untyped-call]
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
         for begin, end in spans:
             with _pace(gently):
                 runtime.cudaHostUnregister(begin)
-                libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+                forget_pages((begin, end))
 
 
 @contextmanager

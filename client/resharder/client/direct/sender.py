@@ -26,12 +26,11 @@ _GIVEN_UP = 5.0  # seconds until the daemon has noticed that a version is ABORTE
 
 
 class Offering:
-    """One version's, in a thread of its own, on the stream that was current where it began."""
+    """One version's, in a thread of its own. Its work comes after what the current stream has when it begins, and beside what
+    that gets later, which is the hand-over to the daemon."""
 
-    def __init__(self, sender: "Sender", request: direct_pb2.OfferVersionRequest, device: torch.device) -> None:
-        stream: AbstractContextManager[Any] = nullcontext()
-        if device.type == "cuda":
-            stream = torch.cuda.stream(torch.cuda.current_stream(device))
+    def __init__(self, sender: "Sender", request: direct_pb2.OfferVersionRequest) -> None:
+        stream = sender.beside()
         self._calls: list[Any] = []
 
         def run() -> None:
@@ -64,6 +63,7 @@ class Sender:
         self._links: dict[str, Link] = {}
         self._sent: dict[str, Pieces[int]] = {}  # by group, once it was asked for their digests
         self._buffers: torch.Tensor | None = None
+        self._stream: Any = None
 
     def declare(self, publisher: str) -> None:
         """Raises ResharderError."""
@@ -74,7 +74,16 @@ class Sender:
         request = direct_pb2.OfferVersionRequest(
             member=self._member(publisher), version=version, memory=self._memory, wait_seconds=wait_seconds
         )
-        return Offering(self, request, self._device)
+        return Offering(self, request)
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """To be on a stream of its own, behind all that the current one has by now."""
+        if self._device.type != "cuda":
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
 
     def serve(self, request: direct_pb2.OfferVersionRequest, calls: list[Any]) -> None:
         """Puts its calls into `calls`."""

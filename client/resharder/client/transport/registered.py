@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from resharder.client.direct.pages import Registered, box_of, register, spans_of
 from resharder.client.transport.base import Slot
 from resharder.converters.files import MappedFiles, read_layout
 from resharder.converters.layout import Layout, Piece
+from resharder.converters.pages import map_pages
 from resharder.v1 import resources_pb2
 
 if TYPE_CHECKING:
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 
     from resharder.client.transport.base import Item, Transport
 
-_MADV_POPULATE_WRITE = 23
 _TMPFS_MAGIC = 0x01021994
 
 
@@ -55,7 +56,7 @@ class RegisteredMemory:
         try:
             boxes = [box_of(maps.arrays[spec.name], box) for spec, box in zip(slot.specs, slot.boxes, strict=True)]
             with ThreadPoolExecutor(self._threads) as pool:
-                list(pool.map(_map_pages, spans_of(boxes)))
+                list(pool.map(partial(map_pages, write=True), spans_of(boxes)))
             registered = register(boxes, self._device, writable=True)
             if registered is None:
                 return None
@@ -93,9 +94,3 @@ def _let_go(maps: MappedFiles, registered: Registered | None) -> None:
         registered.close()
     with suppress(BufferError):  # an error's own frames may still hold arrays; the maps go with them
         maps.close()
-
-
-def _map_pages(span: tuple[int, int]) -> None:
-    """Linux before 5.14 does nothing here, and registering takes the pages one by one."""
-    begin, end = span
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_POPULATE_WRITE)

@@ -5,7 +5,6 @@ page, three times as much as copying the page: what lies in one run is written b
 through a map, its pages mapped in one call before.
 """
 
-import ctypes
 import mmap
 import os
 from collections.abc import Iterable
@@ -21,13 +20,13 @@ from resharder.client.transport.host import PART_BYTES, add_digest, host_parts
 from resharder.converters.digest import copy_and_digest, digest
 from resharder.converters.files import Array, FileLayout, MappedFiles, read_layout
 from resharder.converters.layout import ITEM_SIZES, Box, Range, TensorSpec, box_index
+from resharder.converters.pages import map_pages
 from resharder.v1 import resources_pb2
 
 if TYPE_CHECKING:
     from resharder.client.transport.base import Item
 
 _SPLIT_BYTES = 1 << 20  # below this a second thread costs more than it gives
-_MADV_POPULATE_READ = 22  # linux/mman.h; mmap has no name for it
 
 
 def shares_memory(store: resources_pb2.StoreAccess) -> bool:
@@ -92,7 +91,7 @@ class _Files:
         array = self._maps.arrays[spec.name]
         target = array[box_index(box)] if box else array  # numpy gives a number for an empty index
         if spec.name in self._small:
-            _map_pages(target)
+            map_pages(byte_bounds(target))
         return copy_and_digest(target, source, box, spec.shape)
 
     def __enter__(self) -> "_Files":
@@ -123,14 +122,6 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
-
-
-def _map_pages(target: Array) -> None:
-    """Maps the pages that `target` lies in. Reading maps sixteen at a time, writing one, and shared memory's pages may be written
-    then either way. Linux before 5.14 does nothing here, and pages come one by one."""
-    low, high = byte_bounds(target)
-    low -= low % mmap.PAGESIZE
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), _MADV_POPULATE_READ)
 
 
 def _shares(box: Box, threads: int) -> list[tuple[slice, Box]]:

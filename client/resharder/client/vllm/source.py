@@ -5,9 +5,7 @@ memory. What follows is the same for both.
 """
 
 import contextlib
-import ctypes
 import json
-import mmap
 import os
 import signal
 import subprocess
@@ -19,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from numpy.lib.array_utils import byte_bounds
 from resharder.client.boxes import Manifest as Manifest
 from resharder.client.boxes import Needs as Needs
 from resharder.client.boxes import boxes_request, expected_digests
@@ -30,11 +29,11 @@ from resharder.client.vllm.settings import GRPC, Settings
 from resharder.converters.digest import Array
 from resharder.converters.files import FileLayout, MappedFiles
 from resharder.converters.layout import Box, TensorSpec
+from resharder.converters.pages import map_pages
 from resharder.v1 import resources_pb2
 
 SHARED, REMOTE = "shared-memory", GRPC
 DESCRIPTORS = Path("/proc/self/fd")
-_MADV_POPULATE_READ = 22
 
 
 class StagingFailed(ResharderError):
@@ -79,14 +78,8 @@ class Source:
 
     def populate(self, names: Iterable[str]) -> None:
         """Maps the pages of these tensors now, outside of Python's lock, so that the copies meet no page fault."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         for name in names:
-            array = self.arrays[name]
-            start = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
-            libc.madvise(
-                start, array.ctypes.data + array.nbytes - start, _MADV_POPULATE_READ
-            )  # kernels before 5.14 say no: slower
+            map_pages(byte_bounds(self.arrays[name]))
 
     def register(self, boxes: Iterable[tuple[str, Box]], device: torch.device) -> bool:
         """Whether kernels on `device` reach the pages of these boxes from now on."""

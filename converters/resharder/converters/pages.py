@@ -1,0 +1,26 @@
+"""The pages of mapped files, by system calls that let Python's other threads go on meanwhile; `mmap.close` does not.
+
+Linux before 5.14 does nothing in `map_pages`, and pages come one by one.
+"""
+
+import ctypes
+import mmap
+
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # linux/mman.h; mmap has no names for them
+Span = tuple[int, int]  # addresses, the second one of the first byte after it
+
+
+def map_pages(span: Span, *, write: bool = False) -> None:
+    """Puts them into this process's tables at once. Reading maps sixteen at a time, and shared memory's may be written then as
+    well; with `write` those that do not exist yet are made."""
+    _advise(span, _POPULATE_WRITE if write else _POPULATE_READ)
+
+
+def forget_pages(span: Span) -> None:
+    """Takes them out of this process's tables. Nothing is lost of a shared mapping; whoever reads it again maps them again."""
+    _advise(span, mmap.MADV_DONTNEED)
+
+
+def _advise(span: Span, advice: int) -> None:
+    begin = span[0] - span[0] % mmap.PAGESIZE
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(span[1] - begin), advice)
