@@ -7,6 +7,7 @@ import ctypes
 import mmap
 
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # linux/mman.h; mmap has no names for them
+_libc = ctypes.CDLL(None)  # one: each is a handful of objects in a circle
 Span = tuple[int, int]  # addresses, the second one of the first byte after it
 
 
@@ -23,4 +24,4 @@ def forget_pages(span: Span) -> None:
 
 def _advise(span: Span, advice: int) -> None:
     begin = span[0] - span[0] % mmap.PAGESIZE
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(span[1] - begin), advice)
+    _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(span[1] - begin), advice)

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 from numpy.lib.array_utils import byte_bounds
+from resharder.client.direct.turnstile import DRIVER
 from resharder.converters.digest import Array
 from resharder.converters.layout import Box, box_index
 from resharder.converters.pages import Span, forget_pages
@@ -101,8 +102,9 @@ def _let_go(spans: list[Span], device: torch.device, gently: bool) -> None:
 
 @contextmanager
 def _pace(gently: bool) -> Iterator[None]:
-    began = time.monotonic()
-    yield
+    with DRIVER.slowly():
+        began = time.monotonic()
+        yield
     if gently:
         time.sleep(time.monotonic() - began)
 

@@ -13,6 +13,7 @@ from resharder.client.channel import Channel
 from resharder.client.direct.group import DirectFailed
 from resharder.client.direct.meeting import Link, declare, finish
 from resharder.client.direct.sent import digests_of
+from resharder.client.direct.turnstile import DRIVER
 from resharder.client.errors import ResharderError
 from resharder.converters.direct_messages import layout_from_proto, layout_to_proto
 from resharder.converters.errors import LayoutError
@@ -133,7 +134,8 @@ class Sender:
         try:
             if group not in self._links:
                 raise DirectFailed(f"rank {self._rank} has no link of group {group}")
-            took = self._links[group].run()
+            with DRIVER.undisturbed():  # the hand-over registers pages meanwhile
+                took = self._links[group].run()
         except DirectFailed as error:
             self._failed(member, group, error)
             return

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from resharder.client.channel import Channel
+from resharder.client.direct.turnstile import DRIVER
 from resharder.client.errors import ResharderError
 from resharder.client.tracing import Timings, timed
 from resharder.client.vllm import compat, install, kept, recorder
@@ -23,6 +24,7 @@ from resharder.client.vllm.receiver import Open, Receiver, open_memory
 from resharder.client.vllm.report import PROCESS, Reporter, claim
 from resharder.client.vllm.settings import Settings
 from resharder.client.vllm.source import Manifest, Source, Stager, get_manifest
+from resharder.client.vllm.sweeps import sweep, unswept
 from resharder.converters.errors import ConversionError
 from resharder.converters.layout import ITEM_SIZES, box_size
 from resharder.v1 import resources_pb2
@@ -152,7 +154,7 @@ class Agent:
     def _stage(self, models: Models, staged: _Staged, manifest: Manifest | None) -> None:
         started = time.perf_counter()
         try:
-            with timed(staged.timings, "stage"):
+            with timed(staged.timings, "stage"), unswept():
                 source = self._at_hand(staged.version) or self._fetch(models, staged, manifest)
                 self._register(models, staged, source)
         except (ResharderError, ConversionError, InstallError, OSError, ValueError) as error:
@@ -238,7 +240,7 @@ class Agent:
         manifest, ahead = staged.source.manifest, staged.ahead
         number, fingerprint = (ahead.number, ahead.fingerprint) if ahead else (manifest.number, manifest.fingerprint)
         try:
-            with timed(staged.timings, "apply"):
+            with timed(staged.timings, "apply"), DRIVER.undisturbed():  # pages of an earlier version may still be let go
                 self._install(models, staged, staged.source)
         finally:
             with self._lock:
@@ -330,6 +332,7 @@ class Agent:
         self._report(resources_pb2.Worker.EMPTY, holds=True)
         self._receiver.close()
         self._kept = kept.keep(self.host.device, models, self.parts)
+        sweep()
         logger.info("kept %d bytes on the host that no version brings back", self._kept.size_bytes)
 
     def woke(self, tags: list[str] | None) -> None:
@@ -343,6 +346,7 @@ class Agent:
         """Said of the model, and again of its drafter."""
         self.version, self.fingerprint = manifest.number, manifest.fingerprint
         self.learned()
+        sweep()
         self.installed = self.installed + installed if self.installed else installed
         staged = _Staged("", seconds=stage_seconds, timings=timings or [])
         self._report(resources_pb2.Worker.BOOTED, version=manifest.number, staged=staged, holds=True)

@@ -1,0 +1,54 @@
+"""What the collector of garbage looks at in a worker."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+from resharder.client.vllm.sweeps import sweep, unswept
+
+
+class Thing:
+    """May refer to itself."""
+
+    def __init__(self, circular: bool) -> None:
+        self.other = self if circular else None
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_what_is_made_unswept_is_not_looked_at_and_goes_with_its_last_reference() -> None:
+    sweep()
+    with unswept():
+        assert not gc.isenabled()
+        things = [Thing(circular=False) for _ in range(1000)]
+    assert gc.isenabled()
+    looked_at = {id(each) for each in gc.get_objects()}
+    assert not looked_at & {id(thing) for thing in things}
+    gone = weakref.ref(things[7])
+    del things
+    assert gone() is None
+
+
+def test_garbage_of_that_time_goes_with_the_next_sweep() -> None:
+    with unswept():
+        gone = weakref.ref(Thing(circular=True))
+    gc.collect()
+    assert gone() is not None
+    sweep()
+    assert gone() is None
+
+
+def test_a_collector_that_was_off_stays_off_and_errors_leave_it_as_it_was() -> None:
+    with pytest.raises(ValueError, match="in the middle"), unswept():
+        raise ValueError("in the middle")
+    assert gc.isenabled()
+    gc.disable()
+    with unswept():
+        pass
+    assert not gc.isenabled()
