@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+from resharder.client.vllm import sweeps
 from resharder.client.vllm.sweeps import sweep, unswept
 
 
@@ -42,6 +43,21 @@ def test_garbage_of_that_time_goes_with_the_next_sweep() -> None:
     assert gone() is not None
     sweep()
     assert gone() is None
+
+
+def test_garbage_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeps, "_MORE", 10_000)
+    sweep()
+    seen = []
+    for _ in range(6):
+        with unswept():
+            garbage = [Thing(circular=True) for _ in range(4000)]
+            seen.append(weakref.ref(garbage[0]))
+            del garbage
+    alive = [one() is not None for one in seen]
+    assert alive[-1]
+    assert not alive[0]
+    assert sum(alive) <= 4
 
 
 def test_a_collector_that_was_off_stays_off_and_errors_leave_it_as_it_was() -> None:
