@@ -46,6 +46,8 @@ def test_what_lies_in_two_maps_is_joined_only_where_it_touches(mapped: list[Arra
     low, high = sorted(mapped, key=lambda whole: byte_bounds(whole)[0])
     ends = [low[:PAGE], high[-PAGE:]]
     assert len(spans_of(ends, 1 << 40)) == 2
+    own = [np.zeros(PAGE, np.uint8) for _ in range(4)]
+    assert spans_of(own, 1 << 40) == spans_of(own)
     assert spans_of([low[:0]], 1 << 40) == []
 
 

@@ -119,7 +119,8 @@ class Offer:
 
     def look(self) -> None:
         """One rank is enough to find out whether the offer is over."""
-        self.ranks[min(self.ranks)][2].put(Task(Act.LOOK, ""))
+        if not self.ended:
+            self.ranks[min(self.ranks)][2].put(Task(Act.LOOK, ""))
 
     def end(self) -> None:
         self.ended = True

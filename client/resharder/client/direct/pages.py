@@ -60,13 +60,18 @@ def spans_of(arrays: Iterable[Array], gap: int = 0) -> list[Span]:
     most `gap` bytes between them."""
     page = mmap.PAGESIZE
     joined: list[list[int]] = []
-    for low, high, map_ in sorted((*byte_bounds(array), id(array.base)) for array in arrays if array.nbytes):
+    for low, high, map_ in sorted((*byte_bounds(array), _map_of(array)) for array in arrays if array.nbytes):
         first, end = low // page * page, -(-high // page) * page
         if joined and first <= joined[-1][1] + (gap if map_ == joined[-1][2] else 0):
             joined[-1][1:] = max(joined[-1][1], end), map_
         else:
             joined.append([first, end, map_])
     return [(at, min(at + _AT_ONCE, end)) for begin, end, _ in joined for at in range(begin, end, _AT_ONCE)]
+
+
+def _map_of(array: Array) -> int:
+    """Alike for all arrays that were cut from one."""
+    return id(array if array.base is None else array.base)
 
 
 def _beside(work: Callable[[], Result]) -> Result:
