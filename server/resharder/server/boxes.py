@@ -4,6 +4,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,11 +83,12 @@ def _inside(spec: TensorSpec, message: resources_pb2.TensorBox, i: int) -> Box:
 
 
 class Digester:
-    """Digests of boxes as the store holds them. Workers of a fleet ask for the same ones, so answers are kept for a while."""
+    """Digests of boxes as the store holds them. Workers of a fleet ask for the same ones, so answers are kept for a while. Those
+    who ask at the same time share the threads."""
 
     def __init__(self, store: Store, threads: int) -> None:
         self._store, self._threads = store, threads
-        self._lock = threading.Lock()
+        self._lock, self._asking = threading.Lock(), 0
         self._known: OrderedDict[tuple[str, bytes], Array] = OrderedDict()
 
     def digests(self, boxes: Boxes) -> list[int]:
@@ -99,15 +101,27 @@ class Digester:
             if known is not None:
                 self._known.move_to_end(key)
         if known is None:
-            known = np.array(self._compute(boxes), dtype=np.uint64)
+            with self._share() as threads:
+                known = np.array(self._compute(boxes, threads), dtype=np.uint64)
             self._keep(key, known)
         return [int(value) for value in known]
 
-    def _compute(self, boxes: Boxes) -> list[int]:
+    @contextmanager
+    def _share(self) -> Iterator[int]:
+        with self._lock:
+            self._asking += 1
+            threads = max(1, self._threads // self._asking)
+        try:
+            yield threads
+        finally:
+            with self._lock:
+                self._asking -= 1
+
+    def _compute(self, boxes: Boxes, threads: int) -> list[int]:
         record, whole = boxes.manifest.record, boxes.manifest.digests
         parts = [each for each in boxes.boxes if each.box != full_box(each.spec.shape)]
         with self._store.open(record.model, record.number) as files:
-            found = iter(digest_boxes(files.arrays, parts, self._threads))
+            found = iter(digest_boxes(files.arrays, parts, threads))
         return [whole[spec.name] if box == full_box(spec.shape) else next(found) for spec, box in boxes.boxes]
 
     def _keep(self, key: tuple[str, bytes], values: Array) -> None:
