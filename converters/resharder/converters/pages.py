@@ -18,7 +18,8 @@ def map_pages(span: Span, *, write: bool = False) -> None:
 
 
 def forget_pages(span: Span) -> None:
-    """Takes them out of this process's tables. Nothing is lost of a shared mapping; whoever reads it again maps them again."""
+    """Takes pages of a shared map out of this process's tables. They are the file's still: whoever reads them again maps them
+    again. Of any other memory the content would be lost."""
     _advise(span, mmap.MADV_DONTNEED)
 
 

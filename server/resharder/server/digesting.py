@@ -20,7 +20,7 @@ class TensorBox(NamedTuple):
 
 
 def digest_boxes(arrays: Mapping[str, Array], boxes: Sequence[TensorBox], threads: int) -> list[int]:
-    """In the order of the boxes. `arrays`: by the tensors' names, whole."""
+    """In the order of the boxes. `arrays`: by the tensors' names, whole, of mapped files."""
     shares = cut_chunks([box for _, box in boxes], [ITEM_SIZES[spec.dtype] for spec, _ in boxes], _SHARE_BYTES)
 
     def share_digests(share: list[Part]) -> list[int]:
