@@ -30,7 +30,10 @@ def test_on_a_terminal_watch_draws_the_picture_and_ctrl_c_gives_the_screen_back(
         seen = bytearray()
 
         def shows(text: bytes) -> bool:
-            seen.extend(os.read(ours, 1 << 16))
+            try:
+                seen.extend(os.read(ours, 1 << 16))
+            except OSError as error:  # nobody has the terminal open any more
+                raise AssertionError(f"watch ended with {watching.wait(60)}, having shown {bytes(seen)!r}") from error
             return text in seen
 
         wait_until(lambda: shows(b"SERVING"), "the server's state")

@@ -229,7 +229,7 @@ def test_proofs_of_one_model_that_take_long_do_not_hold_up_anothers(tmp_path: Pa
         assert shape != shapes["noisy"] or ended.wait(60)
         return digest(array, box, shape)
 
-    monkeypatch.setattr("resharder.server.staged.digest", held_up)
+    monkeypatch.setattr("resharder.server.digesting.digest", held_up)
     with closing(Store(tmp_path / "store", shared=False)) as store, ExitStack() as at_last:
         intake = Intake(store, threads=1)
         at_last.callback(ended.set)

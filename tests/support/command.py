@@ -2,7 +2,6 @@
 
 import io
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,12 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, NamedTuple
 
 from resharder.client import cli
+
+_HEARING = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("resharder.client.cli", run_name="__main__", alter_sys=True)
+"""
 
 
 class Done(NamedTuple):
@@ -39,13 +44,8 @@ def answer(*arguments: object) -> dict[str, Any]:
 @contextmanager
 def running(arguments: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
     """The command as a process that hears Ctrl-C, even where the tests themselves run in the background and do not; it ends with
-    the block."""
-
-    def hear() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    command = [sys.executable, "-m", "resharder.client.cli", *arguments]
-    with subprocess.Popen(command, preexec_fn=hear, **options) as process:
+    the block. It sees to that itself: a `preexec_fn` has gRPC's threads in the forked process, and gRPC aborts it."""
+    with subprocess.Popen([sys.executable, "-c", _HEARING, *arguments], **options) as process:
         try:
             yield process
         finally:
