@@ -16,6 +16,7 @@ from resharder.v1 import resources_pb2
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from tests.client.models import together
+from tests.support.operating import wait_until
 
 Server, Power, Want = resources_pb2.Server, resources_pb2.Power, resources_pb2.Want
 SHORT, LONG = 0.5, 60.0
@@ -299,6 +300,7 @@ def test_a_rank_that_is_interrupted_waits_for_a_wake_that_is_on_its_way() -> Non
 
     def wake() -> None:
         waking.set()
+        wait_until(lambda: store.add("job/1/failed", 0) > 0, "the interrupted rank has said so")
         back.wait(1)  # a rank that came back now would meet the servers in its memory
 
     class Interrupted(Ranks):
