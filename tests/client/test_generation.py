@@ -304,8 +304,11 @@ def test_a_rank_that_is_interrupted_waits_for_a_wake_that_is_on_its_way() -> Non
         back.wait(1)  # a rank that came back now would meet the servers in its memory
 
     class Interrupted(Ranks):
+        interrupted = False
+
         def said(self, word: str) -> int:
-            if word == "settled" and not waking.is_set():
+            if word == "settled" and not self.interrupted:
+                self.interrupted = True
                 assert waking.wait(LONG)
                 raise KeyboardInterrupt
             return super().said(word)
