@@ -10,7 +10,7 @@ _most = 0
 
 
 def sweep() -> None:
-    """Of everything; from then on nothing of what is there is looked at. Where nobody waits: at a boot, before sleep."""
+    """Of everything; from then on nothing of what is there is looked at. Where nobody waits: at a boot, before sleep at level 2."""
     global _most
     gc.unfreeze()
     gc.collect()
