@@ -10,7 +10,7 @@ _most = 0
 
 
 def sweep() -> None:
-    """Of everything; from then on nothing of what is there is looked at. Where nobody waits: at a boot, before sleep at level 2."""
+    """Of everything; from then on nothing of what is there is looked at. At a boot and before sleep at level 2: nobody waits."""
     global _most
     gc.unfreeze()
     gc.collect()
