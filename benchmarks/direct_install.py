@@ -48,11 +48,13 @@ def install(system: System, clients: list[Client], path: str, seed: int | None =
     time.sleep(0.3)
     there = servers(system.daemon)
     workers = [worker for one in there for worker in one.workers]
-    pauses, waits = [one.install.pause_seconds for one in there], [client.longest() for client in clients]
+    pauses, longest = [one.install.pause_seconds for one in there], [client.longest() for client in clients]
+    waits = [seconds for seconds, _ in longest]
     stage, apply = max(worker.stage_seconds for worker in workers), max(worker.apply_seconds for worker in workers)
     system.say(
         f"version {version}, {path}: {', '.join(f'{what} {at:.2f}' for what, at in happened.items())} s; "
-        f"staged in {stage:.2f} s, pause {_ms(pauses)} ms, client {_ms(waits)} ms, applied in {apply * 1000:.0f} ms"
+        f"staged in {stage:.2f} s, pause {_ms(pauses)} ms, client {_ms(waits)} ms until "
+        f"{', '.join(f'{at - system.began:.2f}' for _, at in longest)} s, applied in {apply * 1000:.0f} ms"
     )
     return Seen(system.published_seconds, happened["served"], stage, apply, max(pauses), max(waits))
 

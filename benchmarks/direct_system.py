@@ -69,9 +69,11 @@ class Client:
             except (ServerFailed, OSError):
                 time.sleep(0.05)
 
-    def longest(self) -> float:
-        times, self._times = self._times, self._times[-1:]
-        return max((b - a for a, b in pairwise(times)), default=0.0)
+    def longest(self) -> tuple[float, float]:
+        """Seconds of it, and when it ended in seconds since 1970."""
+        times = self.times()
+        del self._times[: len(times) - 1]
+        return max(((b - a, b) for a, b in pairwise(times)), default=(0.0, times[-1]))
 
     def times(self) -> list[float]:
         """When tokens came, in seconds since 1970."""
