@@ -20,7 +20,6 @@ _UINT8 = 1
 _UNDEFINED = -(2**31)
 NAP = 50e-6  # seconds
 _SPINS = 200  # before the first nap
-_CLOSING = 5.0
 
 
 class _UniqueId(ctypes.Structure):
@@ -57,8 +56,6 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "ncclSend": [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p],
     "ncclRecv": [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p],
     "ncclCommGetAsyncError": [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)],
-    "ncclCommFinalize": [ctypes.c_void_p],
-    "ncclCommDestroy": [ctypes.c_void_p],
     "ncclCommAbort": [ctypes.c_void_p],
 }
 
@@ -168,22 +165,14 @@ class Pair:
         self._why = self._why or why
 
     def close(self) -> None:
-        """Frees it: at once where it was aborted, kernels on their way too, else when both sides have done what they began.
+        """Frees it, and ends its kernels that are on their way; what was begun here should have ended.
 
-        NCCL waits for the whole GPU there: kernels of other communicators must be able to end, so that those that were aborted
-        are to be closed at the same time.
+        Always by aborting: ncclCommDestroy waits for the other side to let go too (NCCL's manual calls it intra-node collective;
+        its proxy serves until every peer has hung up), and a rank that trains asks nobody for a while. An abort waits for the
+        whole GPU: kernels of other communicators must be able to end, so that several are to be closed at the same time.
         """
         communicator, self._communicator = self._communicator, ctypes.c_void_p()
-        if not communicator:
-            return
-        aborting, self._why = bool(self._why), self._why or "the group is closed"
-        with torch.cuda.device(self._device):
-            if not aborting and self._nccl.ncclCommFinalize(communicator) in (_SUCCESS, _IN_PROGRESS):
-                state, deadline = ctypes.c_int(_IN_PROGRESS), time.monotonic() + _CLOSING
-                while state.value == _IN_PROGRESS and time.monotonic() < deadline:
-                    self._nccl.ncclCommGetAsyncError(communicator, ctypes.byref(state))
-                    time.sleep(NAP)
-                if state.value == _SUCCESS:
-                    self._nccl.ncclCommDestroy(communicator)
-                    return
-            self._nccl.ncclCommAbort(communicator)
+        self._why = self._why or "the group is closed"
+        if communicator:
+            with torch.cuda.device(self._device):
+                self._nccl.ncclCommAbort(communicator)

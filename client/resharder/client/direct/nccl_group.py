@@ -4,9 +4,10 @@ NCCL divides 32 channels by the members of a communicator and gives a message no
 makes the transfer of a dense model a third longer and that of a mixture of experts a tenth (benchmarks/results/direct_path.md).
 """
 
+import logging
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -15,7 +16,9 @@ from resharder.client.direct.group import DirectFailed, Part
 from resharder.client.direct.lanes import Lane
 from resharder.client.direct.nccl import NAP, Pair
 
+logger = logging.getLogger(__name__)
 _CTAS, _LEAST_CTAS = 64, 4
+_CLOSING = 5.0  # seconds; an abort takes half of one
 
 
 def ctas_of(most_peers: int) -> int | None:
@@ -38,7 +41,7 @@ class NcclGroup:
                 within = torch._C._distributed_c10d.PrefixStore(f"pair {low} {high}", store)
                 peer, left = (high if low == rank else low), max(0.001, deadline - time.monotonic())
                 pair = Pair(within, rank, peer, device, left, ctas_of(most_peers))
-                stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call,unused-ignore]
+                stream: Any = torch.cuda.Stream(device, priority=-2)  # type: ignore[no-untyped-call,unused-ignore]
                 self._pairs[peer] = pair, stream
         except BaseException as error:
             self.abort(str(error))
@@ -87,10 +90,18 @@ class NcclGroup:
             pair.abort(self._why)  # whoever waits asks for it all the time
 
     def close(self) -> None:
-        """All at the same time: none could be freed while another's kernels wait for a peer that does not answer."""
+        """All at the same time: none could be freed while another's kernels wait for a peer that does not answer. Returns after
+        `_CLOSING` seconds in any case; what is not free by then is when the other side has closed too, and the log says so."""
         self._why = self._why or "the group is closed"
-        with ThreadPoolExecutor(max(1, len(self._pairs)), "resharder-nccl") as threads, suppress(RuntimeError):
-            list(threads.map(lambda each: each[0].close(), self._pairs.values()))  # no thread begins while the process ends
+        closing = [threading.Thread(target=pair.close, name="resharder-nccl", daemon=True) for pair, _ in self._pairs.values()]
+        deadline = time.monotonic() + _CLOSING
+        with suppress(RuntimeError):  # no thread begins while the process ends
+            for thread in closing:
+                thread.start()
+            for thread in closing:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            if left := sum(thread.is_alive() for thread in closing):
+                logger.warning("rank %d: NCCL still waits for the other side of %d pairs", self.rank, left)
 
 
 class _Recorded:
