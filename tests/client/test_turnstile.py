@@ -1,5 +1,6 @@
 """Transfers go before the driver's long work, and the work goes on after them."""
 
+import sys
 import threading
 
 import pytest
@@ -38,11 +39,26 @@ def test_who_is_undisturbed_waits_for_the_call_under_way_and_for_no_other() -> N
     assert calls == [0, -1, 1, 2, 3, 4]
 
 
+def test_other_threads_keep_the_interpreter_for_less_while_somebody_is_undisturbed() -> None:
+    turnstile, before = Turnstile(), sys.getswitchinterval()
+    with turnstile.undisturbed():
+        within = sys.getswitchinterval()
+        with turnstile.undisturbed():
+            assert sys.getswitchinterval() == within
+        assert sys.getswitchinterval() == within
+    assert within < before / 100
+    assert sys.getswitchinterval() == before
+    with turnstile.slowly():
+        assert sys.getswitchinterval() == before
+
+
 def test_errors_leave_nobody_waiting() -> None:
     turnstile = Turnstile()
     for enter in (turnstile.undisturbed, turnstile.slowly):
+        before = sys.getswitchinterval()
         with pytest.raises(ValueError, match="in the middle"), enter():
             raise ValueError("in the middle")
+        assert sys.getswitchinterval() == before
     with turnstile.undisturbed():
         pass
     with turnstile.slowly():
