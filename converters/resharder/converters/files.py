@@ -10,6 +10,7 @@ import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -123,8 +124,10 @@ def _read_header(path: Path) -> bytes:
         return prefix + file.read(length)
 
 
+@lru_cache(maxsize=64)
 def parse_header(path: str, header: bytes, size: int) -> FileLayout:
-    """A FileLayout from a safetensors header (with its length prefix). Raises ValueError for what is none."""
+    """A FileLayout from a safetensors header (with its length prefix), the very same for files that are laid out alike, as those
+    of a model's versions are. Raises ValueError for what is none."""
     try:
         entries = json.loads(header[8:])
         placed = []
