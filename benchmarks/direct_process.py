@@ -206,12 +206,12 @@ class Process:
         """Transfers that end with the digests of all that arrived; some of those are compared with digests taken otherwise."""
         transfer, found = self.transfer(way, group), list[int]()
         begin = time.monotonic()
-        proof = self.proof()
+        proof = self.proof(transfer.schedule.complete)
         self.facts["proof made"] = time.monotonic() - begin
 
         def work() -> float:
             """Seconds of the proof after the transfer."""
-            transfer.run(TIMEOUT)
+            transfer.run(TIMEOUT, proof)
             begin = time.monotonic()
             if not self.place.sends:
                 found[:] = self.digests(proof)
@@ -225,11 +225,11 @@ class Process:
             wanted = digest_torch(values(piece, shape, 0, self.device), piece.box, shape)
             self.facts["unproven"] += wanted != found[i]
 
-    def proof(self) -> Proof | None:
-        """None on a CPU."""
+    def proof(self, complete: dict[str, int] | None = None) -> Proof | None:
+        """None on a CPU. `complete`: for a transfer that it follows."""
         if self.device.type != "cuda" or self.place.sends:
             return None
-        return Proof(self.layout, self.tensors, self.device)
+        return Proof(self.layout, self.tensors, self.device, complete)
 
     def digests(self, proof: Proof | None) -> list[int]:
         return proof.digests() if proof else [held.digest for held in held_digests(self.layout, self.tensors)]

@@ -70,6 +70,26 @@ def digests_are_those_of_the_host() -> None:
     assert Proof(layout, tensors, torch.device("cpu")).digests() == wanted
 
 
+def digests_of_what_arrives_in_parts_are_the_same() -> None:
+    """Twice; tensors hold something else until they have arrived, and those that nothing is said of until the end."""
+    layout, tensors, wanted = some_layout()
+    complete = {name: random.randrange(3) for name in tensors if random.random() < 0.8}
+    proof = Proof(layout, tensors, torch.device("cpu"), complete)
+    held = {name: tensor.clone() for name, tensor in tensors.items()}
+    for _ in range(2):
+        for tensor in tensors.values():
+            tensor.zero_()
+        proof.begin()
+        for number in (0, 1, 2, None):
+            for name in (name for name in tensors if complete.get(name) == number):
+                tensors[name].copy_(held[name])
+            if number is not None:
+                proof.arrived(number)
+        for name in complete:  # read by now
+            tensors[name].zero_()
+        assert proof.digests() == wanted
+
+
 def bits_of(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
@@ -102,6 +122,7 @@ def main() -> None:
     tiles_are_moved_as_the_host_does()
     for _ in range(3):
         digests_are_those_of_the_host()
+        digests_of_what_arrives_in_parts_are_the_same()
         boxes_go_to_the_hosts_memory_and_back()
 
 

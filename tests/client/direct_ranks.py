@@ -56,6 +56,30 @@ def scheduled(copies: Copies, rank: int) -> Schedule:
     return schedule(copies.of(rank), rank, quota, DIRECT_BYTES)
 
 
+class Early:
+    """Compares tensors as soon as they are said to be complete."""
+
+    def __init__(self, complete: Mapping[str, int], mine: Tensors, wanted: Tensors) -> None:
+        self.complete, self.mine, self.wanted = complete, mine, wanted
+        self.rounds: list[int] = []
+        self.early = self.equal = 0  # tensors; the former before the last round
+
+    def begin(self) -> None:
+        self.rounds, self.early, self.equal = [], 0, 0
+        for tensor in self.mine.values():
+            tensor.zero_()
+
+    def arrived(self, number: int) -> None:
+        self.rounds.append(number)
+        names = [name for name, last in self.complete.items() if last == number]
+        self.equal += sum(same(self.mine[name], self.wanted[name]) for name in names)
+        self.early += len(names) if number < max(self.complete.values()) else 0
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
 class Process:
     def __init__(self, rank: int, port: int) -> None:
         self.rank = rank
@@ -92,11 +116,33 @@ class Process:
         for version in numbers:
             wanted = filled(layout, version)
             transfer.prepare(*((wanted, {}) if self.rank < 2 else ({}, mine)))
-            transfer.run(LONG)
-            if self.rank > 1:
-                equal.append(all(torch.equal(mine[name].view(torch.int16), wanted[name].view(torch.int16)) for name in wanted))
+            early = Early(transfer.schedule.complete, mine, wanted) if self.rank > 1 else None
+            asked = list[int]()
+            transfer.run(LONG, early, lambda to=asked: to.append(1))  # type: ignore[misc]
+            assert asked == [1]
+            if early is not None:
+                equal.append(all(same(mine[name], wanted[name]) for name in wanted))
+                assert early.rounds == list(range(len(rounds)))
+                kinds |= {"tensors": len(wanted), "as complete": early.equal, "early": early.early}
         group.close()
         self.say(act, started, equal=equal, **kinds)
+
+    def refused(self, act: str) -> None:
+        """A transfer that rank 2 does not want any more once its last round has begun."""
+        group, refuses = self.group(act), self.rank == 2
+        transfer = self.transfer(group, "experts")
+        tensors = filled(self.sides["experts"][1], 1 if self.rank < 2 else None)
+        transfer.prepare(*((tensors, {}) if self.rank < 2 else ({}, tensors)))
+        started = time.monotonic()
+        try:
+            transfer.run(LONG, None, self.refuse if refuses else None)
+            self.say(act, started, error=None)
+        except DirectFailed as error:
+            self.say(act, started, error=str(error), torn=error.torn)
+        group.close()
+
+    def refuse(self) -> None:
+        raise DirectFailed("other tensors than before")
 
     def failing(self, act: str, actor: int, what: Any, timeout: float, then: Mapping[int, Any] | None = None) -> None:
         """A transfer in which `actor` does `what` on the way, and others `then`."""
@@ -115,7 +161,7 @@ class Process:
         before = {name: tensor.clone() for name, tensor in tensors.items()}
         self.store.set(f"{act}/{self.rank}", "done")
         self.store.wait([f"{act}/{rank}" for rank in range(4) if rank != 1 or act != "killed"], timedelta(seconds=LONG))
-        if any(not torch.equal(tensor.view(torch.int16), tensors[name].view(torch.int16)) for name, tensor in before.items()):
+        if not all(same(tensor, tensors[name]) for name, tensor in before.items()):
             self.say(act, started, error="memory was written to after the error")
 
     def after(self, act: str, *ranks: int) -> None:
@@ -133,7 +179,7 @@ class Process:
         wanted, mine = filled(layout, 9), filled(layout, None)
         transfer.prepare(*((wanted, {}) if rank == 0 else ({}, mine)))
         transfer.run(LONG)
-        equal = [torch.equal(mine[name].view(torch.int16), wanted[name].view(torch.int16)) for name in wanted if rank]
+        equal = [same(mine[name], wanted[name]) for name in wanted if rank]
         group.close()
         self.say("survivors", started, equal=equal)
 
@@ -143,6 +189,7 @@ def main() -> None:
     process = Process(int(sys.argv[1]), int(sys.argv[2]))
     process.versions("dense", "dense", (1, 2))
     process.versions("experts", "experts", (1, 2))
+    process.refused("refused")
     process.failing("asleep", 1, lambda: process.after("asleep", 2, 3), TIMEOUT)
     asked = {2: lambda group: threading.Timer(0.5, group.abort, ["the daemon said so"]).start()}
     process.failing("aborted", 1, lambda: process.after("aborted", 2), LONG, asked)

@@ -48,6 +48,18 @@ def test_receivers_hold_each_version_byte_for_byte(acts: Acts, kind: str) -> Non
         assert acts[rank][kind]["round0"] > 0
 
 
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_tensors_are_whole_when_the_last_round_that_writes_into_them_has_arrived(acts: Acts, kind: str) -> None:
+    for rank in (2, 3):
+        assert acts[rank][kind]["as complete"] == acts[rank][kind]["tensors"]
+        assert acts[rank][kind]["early"] > 0
+
+
+def test_a_receiver_that_refuses_at_the_end_has_a_torn_transfer(acts: Acts) -> None:
+    assert acts[2]["refused"]["error"] == "other tensors than before"
+    assert acts[2]["refused"]["torn"]
+
+
 def test_a_group_has_no_members_that_nothing_goes_between(acts: Acts) -> None:
     assert {act["dense"]["size"] for act in acts} == {2}
     assert {act["experts"]["size"] for act in acts} == {4}

@@ -87,13 +87,14 @@ def sides(data: st.DataObject, random: Random) -> tuple[dict[str, Layout], dict[
 
 
 class World:
-    """All processes of a plan, and how often each byte of a target was written."""
+    """All processes of a plan, how often each byte of a target was written, and in which round a target was last."""
 
     def __init__(self, copies: Copies, quota: int, direct_bytes: int, sources: Tensors, targets: Tensors) -> None:
         ranks = sorted({*copies.source.tolist(), *copies.target.tolist()})
         self.schedules = {rank: schedule(copies.of(rank), rank, quota, direct_bytes) for rank in ranks}
         self.sources, self.targets = sources, targets
         self.written = {name: np.zeros(tensor.nbytes, np.int64) for name, tensor in targets.items()}
+        self.last: dict[str, int] = {}
 
     def run(self) -> None:
         slots = {rank: (buffer(s.pack_slot), buffer(s.unpack_slot)) for rank, s in self.schedules.items()}
@@ -114,6 +115,7 @@ class World:
                     memory = slots[rank][1] if post.local < 0 else raw(self.targets[s.target_locals[post.local]])
                     memory[post.at : post.at + post.size] = posted[post.peer, rank].pop(0)  # fails where sizes differ
                     if post.local >= 0:
+                        self.last[s.target_locals[post.local]] = k
                         self.written[s.target_locals[post.local]][post.at : post.at + post.size] += 1
                 tables[rank][1].run(k, source_base=slots[rank][1].data_ptr())
                 self.count(s, s.unpacks, k)
@@ -132,6 +134,7 @@ class World:
 
     def count(self, s: Schedule, moves: Moves, k: int) -> None:
         for i in np.flatnonzero(moves.round == k):
+            self.last[s.target_locals[moves.target[i]]] = k
             for row in range(moves.rows[i]):
                 first = moves.target_at[i] + row * moves.target_stride[i]
                 self.written[s.target_locals[moves.target[i]]][first : first + moves.width[i]] += 1
@@ -188,6 +191,7 @@ def test_every_byte_of_every_target_is_written_once_with_its_sources_value(
                 filled[piece.local][i * item : (i + 1) * item] += 1
     assert all(np.array_equal(world.written[name], filled[name]) for name in filled)
     assert all(s.staging <= staging for s in world.schedules.values())
+    assert world.last == {name: k for s in world.schedules.values() for name, k in s.complete.items()}
 
 
 def test_a_run_on_one_side_is_packed_or_unpacked_on_the_other_alone() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from resharder.client.direct.group import DirectFailed
-from resharder.client.direct.sent import digests_of
+from resharder.client.direct.sent import Sent
 from resharder.converters.digest import digest
 from resharder.converters.layout import Layout, Piece, Range, TensorSpec, box_index
 from resharder.converters.packed import pack
@@ -31,9 +31,10 @@ def test_digests_are_those_of_the_same_boxes_of_the_whole_tensors() -> None:
         bits = whole[piece.tensor][box_index(piece.box)].contiguous()
         unsigned = bits.view(torch.int16 if bits.dtype == torch.bfloat16 else torch.int32).numpy()
         wanted.append(digest(unsigned.view(np.uint16 if unsigned.itemsize == 2 else np.uint32), piece.box, SHAPE))
-    assert digests_of(pack({0: Layout(specs, pieces)}), tensors, CPU) == wanted
+    sent = Sent(pack({0: Layout(specs, pieces)}), CPU)
+    assert sent.digests(tensors) == wanted
     tensors["transposed"][0, 0] += 1
-    found = digests_of(pack({0: Layout(specs, pieces)}), tensors, CPU)
+    found = sent.digests(tensors)
     assert (found[0] == wanted[0], found[1] == wanted[1]) == (False, True)
 
 
@@ -41,4 +42,4 @@ def test_digests_are_those_of_the_same_boxes_of_the_whole_tensors() -> None:
 def test_boxes_that_are_not_in_memory_are_refused(tensors: dict[str, torch.Tensor]) -> None:
     layout = Layout({"w": TensorSpec("w", "F32", (4, 4))}, (Piece("w", (Range(0, 4), Range(0, 4)), "w", 0, (4, 1)),))
     with pytest.raises(DirectFailed):
-        digests_of(pack({0: layout}), tensors, CPU)
+        Sent(pack({0: layout}), CPU).digests(tensors)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from resharder.client.direct.pack import Table, addresses_of, check_fit
-from resharder.client.direct.proof import Proof
+from resharder.client.direct.proof import KeptProof, Proof
 from resharder.client.direct.schedule import Moves, schedule
 from resharder.converters.copies import copies_of
 from resharder.converters.digest import Array
@@ -28,7 +28,7 @@ class HostCopy:
         copies = copies_of(plan_pieces(pack({0: whole}), pack({0: layout})), [0], [0])
         self._names, self._locals = copies.source_locals, copies.target_locals
         self._moves = schedule(copies, 0, 0).local
-        self._proof: tuple[list[int], Proof] | None = None
+        self._proof = KeptProof(layout, device)
 
     def place(self, arrays: Mapping[str, Array], tensors: Tensors, *, to_host: bool = False) -> "Placed":
         """For tensors that lie still, and `arrays` in registered pages. Raises KeyError and ValueError for tensors that are not
@@ -42,10 +42,8 @@ class HostCopy:
         else:
             table = Table(self._moves, *begins, self._device)
         table.compile()
-        where = device[:, 0].tolist()
-        if self._proof is None or self._proof[0] != where:
-            self._proof = where, Proof(self._layout, tensors, self._device)
-        return Placed(self._layout, dict(zip(self._locals, where, strict=True)), table, self._proof[1])
+        where = dict(zip(self._locals, device[:, 0].tolist(), strict=True))
+        return Placed(self._layout, where, table, self._proof.at(tensors))
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ Mark = Any  # a torch.cuda.Event, None on a CPU
 class Lane:
     """A stream, or none. Its work comes after what was begun on the current stream when it was made ready by `begin`."""
 
-    def __init__(self, device: torch.device, first: bool = False) -> None:
-        """`first`: its kernels are started before those of other lanes."""
-        self._stream: Any = _stream(device, first) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, before: int = 0) -> None:
+        """`before`: kernels of lanes with more of it are started first, up to 3."""
+        self._stream: Any = _stream(device, before) if device.type == "cuda" else None
         self._spans: list[tuple[Any, Any]] = []
         self._seconds = 0.0
 
@@ -53,6 +53,11 @@ class Lane:
         if self._stream is not None and mark is not None:
             self._stream.wait_event(mark)
 
+    def come_before_others(self) -> None:
+        """What the current stream gets to do from now on comes after this lane's work."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
     def drain(self) -> None:
         """Waits until it has nothing to do."""
         if self._stream is not None:
@@ -64,5 +69,5 @@ class Lane:
         return self._seconds + float(sum(a.elapsed_time(b) for a, b in self._spans)) / 1000
 
 
-def _stream(device: torch.device, first: bool) -> Any:
-    return torch.cuda.Stream(device, priority=-1 if first else 0)  # type: ignore[no-untyped-call,unused-ignore]
+def _stream(device: torch.device, before: int) -> Any:
+    return torch.cuda.Stream(device, priority=-before)  # type: ignore[no-untyped-call,unused-ignore]

@@ -2,6 +2,7 @@
 
 import datetime
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from resharder.client.channel import Channel
 from resharder.client.direct.group import DirectFailed, Group, connect, make_group
 from resharder.client.direct.schedule import Schedule, quota_of, schedule
-from resharder.client.direct.transfer import Seconds, Tensors, Transfer
+from resharder.client.direct.transfer import Follower, Seconds, Tensors, Transfer
 from resharder.client.errors import ResharderError
 from resharder.converters.direct_messages import copies_from_proto
 from resharder.converters.errors import ConversionError
@@ -99,9 +100,14 @@ class Link:
         except (KeyError, ValueError, RuntimeError) as error:
             raise DirectFailed(f"group {self.id}: {error}") from error
 
-    def run(self) -> Seconds:
-        """Raises DirectFailed; the link is of no use then."""
-        return self._transfer.run(self.seconds)
+    @property
+    def complete(self) -> dict[str, int]:
+        """The last round that writes into each target local."""
+        return self._transfer.schedule.complete
+
+    def run(self, follower: Follower | None = None, meanwhile: Callable[[], None] | None = None) -> Seconds:
+        """As `Transfer.run` has it. Raises DirectFailed; the link is of no use then."""
+        return self._transfer.run(self.seconds, follower, meanwhile)
 
     def close(self) -> None:
         self._transfer.group.close()

@@ -1,34 +1,55 @@
 """The proof on a GPU: digests of all that a process holds of a version, in a few kernels however many tensors there are."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from resharder.client.direct.tiles import expand
-from resharder.converters.digest import MASK, column_weights
+from resharder.converters.digest import column_weights
 from resharder.converters.layout import ITEM_SIZES, Layout
 from resharder.converters.packed import Ints, Pieces, pack
 
-_VECTOR, _FIELDS = 8, 8  # units of 16 bits in 16 bytes; columns of an item
+_VECTOR = 8  # units of 16 bits in 16 bytes
+_NEVER = 1 << 62  # a number that nothing arrives with
 _ROWS = 64  # of an item: enough of them to be many, enough in each to be worth a program
+
+
+class _Items(NamedTuple):
+    """Rows for the kernel, on the device, sorted by when what they read has arrived; `parts`: first and end of each number's."""
+
+    rows: torch.Tensor
+    parts: dict[int, tuple[int, int]]
+    add: Callable[[torch.Tensor], None]
 
 
 class Proof:
     """For the pieces of one layout where they are now: to be made anew where a tensor has moved."""
 
-    def __init__(self, layout: Layout | Pieces[int], tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: Layout | Pieces[int],
+        tensors: Mapping[str, torch.Tensor],
+        device: torch.device,
+        complete: Mapping[str, int] | None = None,
+    ) -> None:
+        """`complete`: the number of what comes last into each local tensor, where `arrived` is called; without it all is done at
+        the end."""
         pieces = pack({0: layout}) if isinstance(layout, Layout) else layout
         dimensions = np.array([max(1, len(spec.shape)) for spec in pieces.specs], np.int64)[pieces.tensor]
         sizes = np.array([ITEM_SIZES[spec.dtype] for spec in pieces.specs], np.int64)
         used = set(pieces.local.tolist())
         begins = np.array([tensors[name].data_ptr() if i in used else 0 for i, name in enumerate(pieces.locals)], np.int64)
+        last = np.array([(complete or {}).get(name, _NEVER) for name in pieces.locals], np.int64)
         units = max([1, *((spec.shape or (1,))[-1] * max(1, ITEM_SIZES[spec.dtype] // 2) for spec in pieces.specs)])
         weights = torch.from_numpy(column_weights(-(-units // _VECTOR) * _VECTOR).astype(np.int32))
         self._weights = weights.to(device)
         self._of_words = weights.view(-1, 2).T.contiguous().to(device)
         self._found = torch.zeros(len(pieces), dtype=torch.int64, device=device)
-        self._launches: list[tuple[torch.Tensor, int, int]] = []
+        self._left: set[int] | None = None  # numbers whose digests are not begun; None: nothing is
+        self._items: list[_Items] = []
         words = []
         for d in np.unique(dimensions).tolist():
             for size in np.unique(sizes[pieces.tensor[dimensions == d]]).tolist():
@@ -36,27 +57,76 @@ class Proof:
                 rows, aligned = _items(pieces, which, d, size, begins)
                 words.append(_in_words(rows[aligned]))
                 if not aligned.all():
-                    self._launches.append((_on(device, rows[~aligned]), max(1, size // 2), min(16, 8 * size)))
-        self._words = _on(device, np.concatenate([*words, np.zeros((0, _FIELDS), np.int64)]))
+                    add = partial(self._add_units, lanes=max(1, size // 2), bits=min(16, 8 * size))
+                    self._items.append(_sorted(rows[~aligned], last[pieces.local], device, add))
+        if any(len(some) for some in words):
+            self._items.append(_sorted(np.concatenate(words), last[pieces.local], device, self._add_words))
         if device.type == "cuda":
             self.digests()  # has the kernels made, which takes a second
 
+    def begin(self) -> None:
+        """Of one version. On the current stream, as the following."""
+        self._found.zero_()
+        self._left = {number for items in self._items for number in items.parts}
+
+    def arrived(self, number: int) -> None:
+        """Begins with the digests of all that is there once `number` is, after what the current stream has yet to do."""
+        if self._left is not None and number in self._left:
+            self._left.remove(number)
+            with torch.cuda.device(self._found.device) if self._found.is_cuda else nullcontext():
+                for items in self._items:
+                    first, end = items.parts.get(number, (0, 0))
+                    if first < end:
+                        items.add(items.rows[first:end])
+
     def digests(self) -> list[int]:
-        """As `resharder.converters.digest` has them, in the order of the layout's pieces. After what the current stream has yet
-        to do."""
+        """As `resharder.converters.digest` has them, in the order of the layout's pieces, of all of them. After what the current
+        stream has yet to do."""
+        if self._left is None:
+            self.begin()
+        for number in sorted(self._left or ()):
+            self.arrived(number)
+        self._left = None
+        found: list[int] = self._found.cpu().numpy().view(np.uint64).tolist()
+        return found
+
+    def _add_words(self, rows: torch.Tensor) -> None:
         from resharder.client.direct import proof_kernel
 
-        self._found.zero_()
-        with torch.cuda.device(self._found.device) if self._found.is_cuda else nullcontext():
-            if len(self._words):
-                proof_kernel.add_digests_of_words(self._words, self._of_words, self._found)
-            for items, lanes, bits in self._launches:
-                proof_kernel.add_digests(items, self._weights, self._found, lanes, bits)
-        return [found & MASK for found in self._found.tolist()]
+        proof_kernel.add_digests_of_words(rows, self._of_words, self._found)
+
+    def _add_units(self, rows: torch.Tensor, lanes: int, bits: int) -> None:
+        from resharder.client.direct import proof_kernel
+
+        proof_kernel.add_digests(rows, self._weights, self._found, lanes, bits)
 
 
-def _on(device: torch.device, items: Ints) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(items)).to(device)
+class KeptProof:
+    """The proof of one layout over the versions: made anew where a tensor has moved."""
+
+    def __init__(self, layout: Layout | Pieces[int], device: torch.device, complete: Mapping[str, int] | None = None) -> None:
+        """As `Proof` has them."""
+        self._layout, self._device, self._complete = layout, device, complete
+        pieces = pack({0: layout}) if isinstance(layout, Layout) else layout
+        self._names = [pieces.locals[i] for i in np.unique(pieces.local).tolist()]
+        self._made: tuple[list[int], Proof] | None = None
+
+    def at(self, tensors: Mapping[str, torch.Tensor]) -> Proof:
+        """Where these lie. Raises KeyError where one is missing."""
+        where = [tensors[name].data_ptr() for name in self._names]
+        if self._made is None or self._made[0] != where:
+            self._made = where, Proof(self._layout, tensors, self._device, self._complete)
+        return self._made[1]
+
+
+def _sorted(rows: Ints, last: Ints, device: torch.device, add: Callable[[torch.Tensor], None]) -> _Items:
+    """`last`: of each piece."""
+    numbers = last[rows[:, 7] >> 32]
+    order = np.argsort(numbers, kind="stable")
+    found, begins = np.unique(numbers[order], return_index=True)
+    ends = np.append(begins[1:], len(order))
+    parts = {n: (b, e) for n, b, e in zip(found.tolist(), begins.tolist(), ends.tolist(), strict=True)}
+    return _Items(torch.from_numpy(np.ascontiguousarray(rows[order])).to(device), parts, add)
 
 
 def _items(

@@ -80,6 +80,17 @@ class Schedule:
         return SLOTS * (self.pack_slot + self.unpack_slot) + self.ready_size
 
     @property
+    def complete(self) -> dict[str, int]:
+        """The last round that writes into each target local, once it is unpacked."""
+        into = [(post.local, k) for k, each in enumerate(self.rounds) for post in each.receives if post.local >= 0]
+        for moves in (self.unpacks, self.local):
+            into += zip(moves.target.tolist(), moves.round.tolist(), strict=True)
+        found: dict[str, int] = {}
+        for local, k in into:
+            found[self.target_locals[local]] = max(k, found.get(self.target_locals[local], 0))
+        return found
+
+    @property
     def messages(self) -> int:
         return sum(len(r.sends) + len(r.receives) for r in self.rounds)
 

@@ -12,13 +12,13 @@ import xxhash
 from resharder.client.channel import Channel
 from resharder.client.direct.group import DirectFailed
 from resharder.client.direct.meeting import Link, declare, finish
-from resharder.client.direct.sent import digests_of
+from resharder.client.direct.sent import Sent
 from resharder.client.direct.turnstile import DRIVER
 from resharder.client.errors import ResharderError
 from resharder.converters.direct_messages import layout_from_proto, layout_to_proto
 from resharder.converters.errors import LayoutError
 from resharder.converters.layout import Layout
-from resharder.converters.packed import Pieces, pack
+from resharder.converters.packed import pack
 from resharder.v1 import direct_pb2, direct_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Sender:
         self._layout = layout_to_proto(pack({rank: layout}))
         self._memory = xxhash.xxh3_128_hexdigest(self._layout.SerializeToString(deterministic=True))
         self._links: dict[str, Link] = {}
-        self._sent: dict[str, Pieces[int]] = {}  # by group, once it was asked for their digests
+        self._sent: dict[str, Sent] = {}  # by group, once it was asked for their digests
         self._buffers: torch.Tensor | None = None
         self._stream: Any = None
 
@@ -145,10 +145,10 @@ class Sender:
     def _say(self, request: direct_pb2.OfferVersionRequest, task: direct_pb2.DirectTask) -> None:
         try:
             if task.HasField("sent"):
-                self._sent[task.group] = layout_from_proto(task.sent, self._rank)
+                self._sent[task.group] = Sent(layout_from_proto(task.sent, self._rank), self._device)
             if task.group not in self._sent:
                 raise DirectFailed(f"rank {self._rank} does not know what it sends over group {task.group}")
-            digests = digests_of(self._sent[task.group], self._tensors, self._device)
+            digests = self._sent[task.group].digests(self._tensors)
             said = direct_pb2.PutDigestsRequest(member=request.member, group=task.group, version=request.version, digests=digests)
             stub = direct_pb2_grpc.DirectServiceStub(self._channel.grpc)
             self._channel.call(stub.PutDigests, said, timeout=60, patience=0)

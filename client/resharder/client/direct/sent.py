@@ -6,28 +6,35 @@ from dataclasses import replace
 import numpy as np
 import torch
 from resharder.client.direct.group import DirectFailed
-from resharder.client.direct.proof import Proof
+from resharder.client.direct.proof import KeptProof
 from resharder.converters.digest import digest_torch
 from resharder.converters.layout import View, box_shape
 from resharder.converters.local import view_of
 from resharder.converters.packed import Ints, Pieces
 
 
-def digests_of(sent: Pieces[int], tensors: Mapping[str, torch.Tensor], device: torch.device) -> list[int]:
-    """In the order of `sent`. After what the current stream has yet to do. Raises DirectFailed."""
-    try:
-        _check_inside(sent, tensors)
-        if device.type != "cuda":
-            return [_digest(sent, i, tensors) for i in range(len(sent))]
-        found = np.zeros(len(sent), np.uint64)
-        plain = np.flatnonzero(sent.plus == 0)
-        found[plain] = Proof(_take(sent, plain), tensors, device).digests()
-        for i in np.flatnonzero(sent.plus != 0).tolist():
-            found[i] = _digest(sent, i, tensors)
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise DirectFailed(f"digests of what is sent: {error}") from error
-    digests: list[int] = found.tolist()
-    return digests
+class Sent:
+    """Over one group, version after version."""
+
+    def __init__(self, pieces: Pieces[int], device: torch.device) -> None:
+        self._pieces, self._on_gpu = pieces, device.type == "cuda"
+        self._plain, self._changed = np.flatnonzero(pieces.plus == 0), np.flatnonzero(pieces.plus != 0)
+        self._proof = KeptProof(_take(pieces, self._plain), device)
+
+    def digests(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
+        """In the order of the pieces. After what the current stream has yet to do. Raises DirectFailed."""
+        try:
+            _check_inside(self._pieces, tensors)
+            if not self._on_gpu:
+                return [_digest(self._pieces, i, tensors) for i in range(len(self._pieces))]
+            found = np.zeros(len(self._pieces), np.uint64)
+            found[self._plain] = self._proof.at(tensors).digests()
+            for i in self._changed.tolist():
+                found[i] = _digest(self._pieces, i, tensors)
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise DirectFailed(f"digests of what is sent: {error}") from error
+        digests: list[int] = found.tolist()
+        return digests
 
 
 def _digest(sent: Pieces[int], i: int, tensors: Mapping[str, torch.Tensor]) -> int:

@@ -1,8 +1,8 @@
 """Runs a schedule: round after round packed, sent, received and unpacked, each while the others are at it."""
 
 import time
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +16,16 @@ from resharder.converters.packed import Ints
 
 Tensors = Mapping[str, torch.Tensor]
 _AHEAD = 8  # rounds that the host may be ahead of the device: the driver's queue of launches is not endless
+
+
+class Follower(Protocol):
+    """Works on what has arrived while the rest is on its way, on the current stream: `resharder.client.direct.proof.Proof`."""
+
+    def begin(self) -> None:
+        """A transfer begins."""
+
+    def arrived(self, number: int) -> None:
+        """Round `number` is in its targets, once the current stream comes to this."""
 
 
 class Seconds(NamedTuple):
@@ -37,7 +47,8 @@ class Transfer:
         sizes = [*[schedule.pack_slot] * slots, *[schedule.unpack_slot] * slots, schedule.ready_size]
         buffers = _buffers(sizes, device, memory)
         self._packed, self._unpacked, self._ready = buffers[:slots], buffers[slots:-1], buffers[-1]
-        self._pack, self._wire, self._unpack = Lane(device), Lane(device, first=True), Lane(device)
+        self._pack, self._wire, self._unpack = (Lane(device, before) for before in (1, 2, 1))
+        self._follow = Lane(device)
         posts = [(exchange.sends, exchange.receives) for exchange in schedule.rounds]
         sent, received = ([post.local for pair in posts for post in pair[i]] for i in (0, 1))
         made = [ready.local for ready in schedule.ready]
@@ -82,9 +93,11 @@ class Transfer:
                 unpacks.compile(source_base=slot.data_ptr())
         self._tables, self._sources, self._pointers = (packs, unpacks, local), sources, pointers
 
-    def run(self, timeout: float) -> Seconds:
+    def run(self, timeout: float, follower: Follower | None = None, meanwhile: Callable[[], None] | None = None) -> Seconds:
         """Every target is filled when it returns. Sources stay as they are until then; work on them that the current stream has
-        yet to do comes first.
+        yet to do comes first. What `follower` has begun by then comes before what the current stream gets to do afterwards.
+        `meanwhile` is called when the last round has been begun: the host has nothing else to do. Where it raises DirectFailed
+        the transfer has failed.
 
         Raises DirectFailed after `timeout` seconds, or when the group is aborted or loses a member, with `torn` where targets may
         hold a mix; the group is closed then and nothing writes to them any more.
@@ -93,11 +106,11 @@ class Transfer:
         try:
             self.group.check()
             begun = True
-            self._rounds(started + timeout)
+            self._rounds(started + timeout, follower, meanwhile)
         except BaseException as error:
             self.group.abort(str(error) or type(error).__name__)
             self.group.close()
-            for lane in self._lanes:
+            for lane in (*self._lanes, self._follow):
                 lane.drain()
             if isinstance(error, RuntimeError | DirectFailed):
                 raise DirectFailed(str(error), torn=begun and self._fills) from error
@@ -112,12 +125,15 @@ class Transfer:
     def _fills(self) -> bool:
         return self.schedule.received > 0 or len(self.schedule.local.rows) > 0
 
-    def _rounds(self, deadline: float) -> None:
+    def _rounds(self, deadline: float, follower: Follower | None, meanwhile: Callable[[], None] | None) -> None:
         """Round 0 needs no slots. Round `k` takes the slots of `k - 2`, packed once that was sent, received once that was
         unpacked."""
         packs, _, local = self._tables
-        for lane in self._lanes:
+        for lane in (*self._lanes, self._follow):
             lane.begin()
+        if follower is not None:
+            with self._follow.work():
+                follower.begin()
         with self._pack.work():
             self._make_ready()
             local.run(0)
@@ -136,12 +152,16 @@ class Transfer:
             with self._wire.work():
                 wire.append(self.group.post(sends, receives, deadline))
             if k:
-                unpacked.append(self._unpack_round(k - 1, wire[k - 1], deadline))
+                unpacked.append(self._unpack_round(k - 1, wire[k - 1], deadline, follower))
         if wire:
-            self._unpack_round(len(wire) - 1, wire[-1], deadline)
+            self._unpack_round(len(wire) - 1, wire[-1], deadline, follower)
+        if meanwhile is not None:
+            meanwhile()
+        if wire:
             wire[-1].wait(deadline)
         for lane in self._lanes:
             lane.drain()
+        self._follow.come_before_others()
 
     def _make_ready(self) -> None:
         for local, view, plus, at in self.schedule.ready:
@@ -149,13 +169,18 @@ class Transfer:
             size = values.numel() * values.element_size()
             self._ready[at : at + size].view(values.dtype).view(values.shape).copy_(values)
 
-    def _unpack_round(self, k: int, arrived: Pending, deadline: float) -> Mark:
+    def _unpack_round(self, k: int, arrived: Pending, deadline: float, follower: Follower | None) -> Mark:
         with self._wire.work():
             arrived.come_before(self._unpack, deadline)
         if k:
             with self._unpack.work():
                 self._tables[1].run(k, source_base=_slot(self._unpacked, k).data_ptr())
-        return self._unpack.mark()
+        mark = self._unpack.mark()
+        if follower is not None:
+            self._follow.after(mark)
+            with self._follow.work():
+                follower.arrived(k)
+        return mark
 
 
 def _buffers(sizes: list[int], device: torch.device, memory: torch.Tensor | None) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ import xxhash
 from resharder.client.channel import Channel
 from resharder.client.direct.group import DirectFailed
 from resharder.client.direct.meeting import Link, declare, finish
-from resharder.client.direct.proof import Proof
+from resharder.client.direct.proof import KeptProof
 from resharder.client.direct.transfer import Tensors
 from resharder.client.errors import ResharderError
 from resharder.client.tracing import Timings, timed
@@ -66,7 +66,8 @@ class Receiver:
         self._stub = direct_pb2_grpc.DirectServiceStub(channel.grpc)
         self._member = direct_pb2.Member(owner=f"servers/{server}", rank=rank, process=process)
         self._link: Link | None = None
-        self._proof: tuple[object, Proof] | None = None
+        self._targets: dict[str, torch.Tensor] = {}
+        self._proof: KeptProof | None = None  # on a GPU
         self._expected: tuple[int, ...] = ()
         self._source = ""  # of what is expected
         self._finishing: threading.Thread | None = None  # tells the daemon of the last transfer
@@ -84,16 +85,19 @@ class Receiver:
         )
         try:
             message = self._ask(request, memory)
-            if self._link is None or self._link.id != message.group:
-                self.close()
-                try:
+            try:  # what takes its time, before the pause
+                if self._link is None or self._link.id != message.group:
+                    self.close()
                     self._link = Link(self._channel, message, self._device)
-                    targets = _targets(models, memory)
-                    self._link.prepare({}, targets)
-                    self._proof_of(memory, targets)
-                except DirectFailed as error:
-                    self._failed(message.group, str(error))
-                    return False
+                    if self._device.type == "cuda":
+                        self._proof = KeptProof(memory.layout, self._device, self._link.complete)
+                self._targets = _targets(models, memory)
+                self._link.prepare({}, self._targets)
+                if self._proof is not None:
+                    self._proof.at(self._targets)
+            except DirectFailed as error:
+                self._failed(message.group, str(error))
+                return False
         except ResharderError as error:
             logger.info("%s comes over the staged path: %s", version, error)
             return False
@@ -132,19 +136,18 @@ class Receiver:
         """Whether everything is in memory now, by its digests. Where it is not, memory may hold a mix. Adds to `timings`."""
         if self._link is None:
             return False
-        link, times = self._link, [time.monotonic()]
+        link, targets, times = self._link, self._targets, [time.monotonic()]
         try:
             request = direct_pb2.TransferRequest(member=self._member, group=link.id, install=install)
             with timed(timings, "turn"):
                 turn = self._stub.StartTransfer.future(request, timeout=_WAIT)
-                targets = _targets(models, memory)
                 link.prepare({}, targets)
-                proof = self._proof_of(memory, targets)
+                proof = self._proof.at(targets) if self._proof is not None else None
                 times.append(time.monotonic())
                 self._wait(turn)
             times.append(time.monotonic())
             with timed(timings, "transfer"):
-                took = link.run()
+                took = link.run(proof, lambda: _same(targets, _targets(models, memory)))
             times.append(time.monotonic())
             with timed(timings, "prove"):
                 self._check(memory, proof.digests() if proof else read_all(targets, memory.layout.pieces, memory.layout.tensors))
@@ -179,15 +182,6 @@ class Receiver:
             wrong = [piece.tensor for piece, found, wanted in pieces if found != wanted]
             raise DirectFailed(f"{len(wrong)} boxes are not what {self._source}, {wrong[0]} is one", torn=True)
 
-    def _proof_of(self, memory: Open, targets: Tensors) -> Proof | None:
-        """None on a CPU."""
-        if self._device.type != "cuda":
-            return None
-        where = memory.fingerprint, [tensor.data_ptr() for tensor in targets.values()]
-        if self._proof is None or self._proof[0] != where:
-            self._proof = where, Proof(memory.layout, targets, self._device)
-        return self._proof[1]
-
     def _failed(self, group: str, error: str) -> None:
         logger.warning("the direct path fails: %s", error)
         self.close()
@@ -200,7 +194,7 @@ class Receiver:
         """Lets go of the link and its memory."""
         if self._link is not None:
             self._link.close()
-        self._link = self._proof = None
+        self._link, self._proof, self._targets = None, None, {}
 
 
 def _targets(models: Models, memory: Open) -> dict[str, torch.Tensor]:
@@ -208,3 +202,10 @@ def _targets(models: Models, memory: Open) -> dict[str, torch.Tensor]:
     for name, model in models.items():
         found |= {f"{name}/{path}": tensor for path, tensor in live_now(model, memory.names[name]).items()}
     return found
+
+
+def _same(prepared: Tensors, found: Tensors) -> None:
+    """Raises DirectFailed where the model reads other tensors now than those that were prepared before the pause."""
+    names = prepared.keys() | found.keys()
+    if moved := sorted(name for name in names if prepared.get(name) is not found.get(name)):
+        raise DirectFailed(f"{len(moved)} tensors are others than before the pause, {moved[0]} is one")

@@ -1,0 +1,17 @@
+"""What a worker looks at once the last bytes are on their way: whether its model still reads what they go into."""
+
+import pytest
+import torch
+from resharder.client.direct.group import DirectFailed
+from resharder.client.vllm.receiver import _same
+
+
+def test_tensors_that_a_model_reads_instead_of_those_prepared_are_noticed() -> None:
+    prepared = {name: torch.zeros(4) for name in ("a", "b")}
+    _same(prepared, dict(prepared))
+    with pytest.raises(DirectFailed, match="1 tensors are others than before the pause, b is one"):
+        _same(prepared, prepared | {"b": torch.zeros(4)})
+    with pytest.raises(DirectFailed, match="1 tensors are others than before the pause, c is one"):
+        _same(prepared, prepared | {"c": torch.zeros(4)})
+    with pytest.raises(DirectFailed, match="1 tensors are others than before the pause, b is one"):
+        _same(prepared, {"a": prepared["a"]})
