@@ -1,12 +1,25 @@
 """Transfers go before the driver's long work, and the work goes on after them."""
 
+import gc
 import sys
 import threading
+from typing import NamedTuple
 
 import pytest
 from resharder.client.direct.turnstile import Turnstile
 
 LONG = 60.0
+
+
+class State(NamedTuple):
+    """Of Python, as it is for all of the process."""
+
+    interval: float
+    collects: bool
+
+
+def state() -> State:
+    return State(sys.getswitchinterval(), gc.isenabled())
 
 
 def test_who_is_undisturbed_waits_for_the_call_under_way_and_for_no_other() -> None:
@@ -39,26 +52,37 @@ def test_who_is_undisturbed_waits_for_the_call_under_way_and_for_no_other() -> N
     assert calls == [0, -1, 1, 2, 3, 4]
 
 
-def test_other_threads_keep_the_interpreter_for_less_while_somebody_is_undisturbed() -> None:
-    turnstile, before = Turnstile(), sys.getswitchinterval()
+def test_nobody_is_held_up_by_other_threads_python_while_somebody_is_undisturbed() -> None:
+    turnstile, before = Turnstile(), state()
     with turnstile.undisturbed():
-        within = sys.getswitchinterval()
+        within = state()
         with turnstile.undisturbed():
-            assert sys.getswitchinterval() == within
-        assert sys.getswitchinterval() == within
-    assert within < before / 100
-    assert sys.getswitchinterval() == before
+            assert state() == within
+        assert state() == within
+    assert within.interval < before.interval / 100
+    assert (before.collects, within.collects) == (True, False)
+    assert state() == before
     with turnstile.slowly():
-        assert sys.getswitchinterval() == before
+        assert state() == before
+
+
+def test_a_process_that_looks_for_garbage_itself_goes_on_doing_so() -> None:
+    gc.disable()
+    try:
+        with Turnstile().undisturbed():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_errors_leave_nobody_waiting() -> None:
     turnstile = Turnstile()
     for enter in (turnstile.undisturbed, turnstile.slowly):
-        before = sys.getswitchinterval()
+        before = state()
         with pytest.raises(ValueError, match="in the middle"), enter():
             raise ValueError("in the middle")
-        assert sys.getswitchinterval() == before
+        assert state() == before
     with turnstile.undisturbed():
         pass
     with turnstile.slowly():

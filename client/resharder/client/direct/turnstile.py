@@ -1,41 +1,41 @@
 """Who goes first where transfers meet a process's other work.
 
-While CUDA's driver registers or lets go of pages, other threads' kernels are not launched. And a thread that needs Python's
-interpreter lock again, as after each call of NCCL, waits for it as long as `sys.getswitchinterval` says, 5 ms, where another
-thread computes in Python: a transfer of hundreds of calls would take more than a second.
+While CUDA's driver registers or lets go of pages, other threads' kernels are not launched. While Python looks for garbage no
+thread goes on: half a second beside a trainer's model of many tensors.
 """
 
-import sys
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_INTERVAL = 20e-6  # seconds
+from resharder.client.turns import quick_turns
 
 
 class Turnstile:
-    """Those `undisturbed` wait for the calls under way and for no others, and for other threads' Python no longer than they must;
+    """Those `undisturbed` wait for the calls under way and for no others, nor for other threads' Python longer than they must;
     `slowly` waits until nobody is undisturbed."""
 
     def __init__(self) -> None:
         self._news, self._undisturbed, self._slow = threading.Condition(), 0, 0
-        self._interval = 0.0  # the process's own
+        self._collects = False  # the process, by itself
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         with self._news:
             self._undisturbed += 1
             if self._undisturbed == 1:
-                self._interval = sys.getswitchinterval()
-                sys.setswitchinterval(_INTERVAL)
+                self._collects = gc.isenabled()
+                gc.disable()
             self._news.wait_for(lambda: not self._slow)
         try:
-            yield
+            with quick_turns():
+                yield
         finally:
             with self._news:
                 self._undisturbed -= 1
-                if not self._undisturbed:
-                    sys.setswitchinterval(self._interval)
+                if not self._undisturbed and self._collects:
+                    gc.enable()
                 self._news.notify_all()
 
     @contextmanager

@@ -12,6 +12,7 @@ from resharder.client.channel import Channel
 from resharder.client.direct.turnstile import DRIVER
 from resharder.client.errors import ResharderError
 from resharder.client.tracing import Timings, timed
+from resharder.client.turns import quick_turns
 from resharder.client.vllm import compat, install, kept, recorder
 from resharder.client.vllm.ahead import Ahead, compare
 from resharder.client.vllm.compat import Host
@@ -154,7 +155,7 @@ class Agent:
     def _stage(self, models: Models, staged: _Staged, manifest: Manifest | None) -> None:
         started = time.perf_counter()
         try:
-            with timed(staged.timings, "stage"), unswept():
+            with timed(staged.timings, "stage"), unswept(), quick_turns():
                 source = self._at_hand(staged.version) or self._fetch(models, staged, manifest)
                 self._register(models, staged, source)
         except (ResharderError, ConversionError, InstallError, OSError, ValueError) as error:
@@ -257,7 +258,8 @@ class Agent:
 
     def _compare(self, ahead: Ahead, install_id: str) -> None:
         """Once the version is READY, with the store's copy."""
-        found = compare(self.channel, ahead, lambda: self._applied == install_id)
+        with quick_turns():
+            found = compare(self.channel, ahead, lambda: self._applied == install_id)
         if found is None:
             return
         manifest, difference = found
