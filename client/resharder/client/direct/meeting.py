@@ -2,7 +2,8 @@
 
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from resharder.converters.errors import ConversionError
 from resharder.v1 import direct_pb2, direct_pb2_grpc
 
 _ASK = 10.0  # seconds of one call
+_LONGEST = 60.0  # seconds of one that waits
+_NEVER_SET = "over"  # a key of nobody's
+_OVER = "NOT_OFFERED"
 
 
 class DaemonStore(dist.Store):  # type: ignore[name-defined,misc]
@@ -72,7 +76,7 @@ class Link:
         self, channel: Channel, message: direct_pb2.DirectLink, device: torch.device, memory: torch.Tensor | None = None
     ) -> None:
         """Raises DirectFailed where the members do not meet, or this one cannot."""
-        self.id, self.seconds = message.group, message.seconds
+        self.id, self.seconds, self._channel = message.group, message.seconds, channel
         group: Group | None = None
         try:
             quota = quota_of(message.most_peers, message.most_made, message.staging_bytes)
@@ -109,8 +113,30 @@ class Link:
         """As `Transfer.run` has it. Raises DirectFailed; the link is of no use then."""
         return self._transfer.run(self.seconds, follower, meanwhile)
 
+    def watched(self) -> AbstractContextManager[None]:
+        """A transfer that runs inside fails as soon as the group is over for the daemon, which knows at once that a member is
+        gone; NCCL never does."""
+        return until_over(self._channel, self.id, self.seconds, self._transfer.group.abort)
+
     def close(self) -> None:
         self._transfer.group.close()
+
+
+@contextmanager
+def until_over(channel: Channel, group: str, seconds: float, over: Callable[[str], None]) -> Iterator[None]:
+    """Calls `over`, in another thread, if the daemon says meanwhile that the group is; not where it says nothing."""
+
+    def heard(call: Any) -> None:
+        if not call.cancelled() and (error := call.exception()) is not None and (said := channel.error(error)).reason == _OVER:
+            over(str(said))
+
+    request = direct_pb2.GetGroupKeyRequest(group=group, key=_NEVER_SET, wait_seconds=min(seconds, _LONGEST))
+    call = direct_pb2_grpc.DirectServiceStub(channel.grpc).GetGroupKey.future(request, timeout=seconds + _ASK)
+    call.add_done_callback(heard)
+    try:
+        yield
+    finally:
+        call.cancel()
 
 
 def _peers(found: Schedule) -> tuple[list[int], list[int]]:

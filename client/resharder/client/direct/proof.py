@@ -45,8 +45,7 @@ class Proof:
         last = np.array([(complete or {}).get(name, _NEVER) for name in pieces.locals], np.int64)
         units = max([1, *((spec.shape or (1,))[-1] * max(1, ITEM_SIZES[spec.dtype] // 2) for spec in pieces.specs)])
         weights = torch.from_numpy(column_weights(-(-units // _VECTOR) * _VECTOR).astype(np.int32))
-        self._weights = weights.to(device)
-        self._of_words = weights.view(-1, 2).T.contiguous().to(device)
+        of_units, of_words = weights.to(device), weights.view(-1, 2).T.contiguous().to(device)
         self._found = torch.zeros(len(pieces), dtype=torch.int64, device=device)
         self._left: set[int] | None = None  # numbers whose digests are not begun; None: nothing is
         self._items: list[_Items] = []
@@ -57,10 +56,11 @@ class Proof:
                 rows, aligned = _items(pieces, which, d, size, begins)
                 words.append(_in_words(rows[aligned]))
                 if not aligned.all():
-                    add = partial(self._add_units, lanes=max(1, size // 2), bits=min(16, 8 * size))
+                    add = partial(_add_units, of_units, self._found, max(1, size // 2), min(16, 8 * size))
                     self._items.append(_sorted(rows[~aligned], last[pieces.local], device, add))
         if any(len(some) for some in words):
-            self._items.append(_sorted(np.concatenate(words), last[pieces.local], device, self._add_words))
+            add = partial(_add_words, of_words, self._found)
+            self._items.append(_sorted(np.concatenate(words), last[pieces.local], device, add))
         if device.type == "cuda":
             self.digests()  # has the kernels made, which takes a second
 
@@ -90,32 +90,22 @@ class Proof:
         found: list[int] = self._found.cpu().numpy().view(np.uint64).tolist()
         return found
 
-    def _add_words(self, rows: torch.Tensor) -> None:
-        from resharder.client.direct import proof_kernel
-
-        proof_kernel.add_digests_of_words(rows, self._of_words, self._found)
-
-    def _add_units(self, rows: torch.Tensor, lanes: int, bits: int) -> None:
-        from resharder.client.direct import proof_kernel
-
-        proof_kernel.add_digests(rows, self._weights, self._found, lanes, bits)
-
 
 class KeptProof:
     """The proof of one layout over the versions: made anew where a tensor has moved."""
 
     def __init__(self, layout: Layout | Pieces[int], device: torch.device, complete: Mapping[str, int] | None = None) -> None:
         """As `Proof` has them."""
-        self._layout, self._device, self._complete = layout, device, complete
-        pieces = pack({0: layout}) if isinstance(layout, Layout) else layout
-        self._names = [pieces.locals[i] for i in np.unique(pieces.local).tolist()]
+        self._pieces = pack({0: layout}) if isinstance(layout, Layout) else layout
+        self._device, self._complete = device, complete
+        self._names = [self._pieces.locals[i] for i in np.unique(self._pieces.local).tolist()]
         self._made: tuple[list[int], Proof] | None = None
 
     def at(self, tensors: Mapping[str, torch.Tensor]) -> Proof:
         """Where these lie. Raises KeyError where one is missing."""
         where = [tensors[name].data_ptr() for name in self._names]
         if self._made is None or self._made[0] != where:
-            self._made = where, Proof(self._layout, tensors, self._device, self._complete)
+            self._made = where, Proof(self._pieces, tensors, self._device, self._complete)
         return self._made[1]
 
 
@@ -127,6 +117,18 @@ def _sorted(rows: Ints, last: Ints, device: torch.device, add: Callable[[torch.T
     ends = np.append(begins[1:], len(order))
     parts = {n: (b, e) for n, b, e in zip(found.tolist(), begins.tolist(), ends.tolist(), strict=True)}
     return _Items(torch.from_numpy(np.ascontiguousarray(rows[order])).to(device), parts, add)
+
+
+def _add_words(weights: torch.Tensor, found: torch.Tensor, rows: torch.Tensor) -> None:
+    from resharder.client.direct import proof_kernel
+
+    proof_kernel.add_digests_of_words(rows, weights, found)
+
+
+def _add_units(weights: torch.Tensor, found: torch.Tensor, lanes: int, bits: int, rows: torch.Tensor) -> None:
+    from resharder.client.direct import proof_kernel
+
+    proof_kernel.add_digests(rows, weights, found, lanes, bits)
 
 
 def _items(

@@ -146,7 +146,7 @@ class Receiver:
                 times.append(time.monotonic())
                 self._wait(turn)
             times.append(time.monotonic())
-            with timed(timings, "transfer"):
+            with timed(timings, "transfer"), link.watched():
                 took = link.run(proof, lambda: _same(targets, _targets(models, memory)))
             times.append(time.monotonic())
             with timed(timings, "prove"):
