@@ -60,6 +60,20 @@ def test_garbage_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(alive) <= 4
 
 
+def test_objects_are_not_counted_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes all threads' time."""
+    sweep()
+    count, calls = gc.get_freeze_count, list[int]()
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: calls.append(1) or count())
+    monkeypatch.setattr(sweeps, "_MORE", 10_000)
+    for versions, counted in ((5, 0), (2, 1), (3, 1)):
+        for _ in range(versions):
+            with unswept():
+                things = [Thing(circular=False) for _ in range(2000)]
+            del things
+        assert len(calls) == counted
+
+
 def test_a_collector_that_was_off_stays_off_and_errors_leave_it_as_it_was() -> None:
     with pytest.raises(ValueError, match="in the middle"), unswept():
         raise ValueError("in the middle")
