@@ -114,8 +114,8 @@ class Link:
         return self._transfer.run(self.seconds, follower, meanwhile)
 
     def watched(self) -> AbstractContextManager[None]:
-        """A transfer that runs inside fails as soon as the group is over for the daemon, which knows at once that a member is
-        gone; NCCL never does."""
+        """A transfer that runs inside fails as soon as the group is over for the daemon, as when a rank's stream has ended; NCCL
+        does not notice that its process is gone."""
         return until_over(self._channel, self.id, self.seconds, self._transfer.group.abort)
 
     def close(self) -> None:

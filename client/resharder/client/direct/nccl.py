@@ -168,8 +168,9 @@ class Pair:
         """Frees it, and ends its kernels that are on their way; what was begun here should have ended.
 
         Always by aborting: ncclCommDestroy waits for the other side to let go too (NCCL's manual calls it intra-node collective;
-        its proxy serves until every peer has hung up), and a rank that trains asks nobody for a while. An abort waits for the
-        whole GPU: kernels of other communicators must be able to end, so that several are to be closed at the same time.
+        its proxy serves until every peer has hung up), and a rank that trains asks nobody for a while. So does an abort, by
+        NCCL's proxy.cc, where NCCL does not use CUDA's virtual memory; `NcclGroup.close` waits no longer than its bound. It
+        waits for the whole GPU: kernels of other communicators must be able to end, so that several are closed at once.
         """
         communicator, self._communicator = self._communicator, ctypes.c_void_p()
         self._why = self._why or "the group is closed"
