@@ -1,7 +1,9 @@
 """Installs over the direct and the staged path with everything in its place: two Megatron ranks on two GPUs, a daemon, one vLLM
 server of two workers on two others. `python -m benchmarks.direct_install [--rounds N] [--json FILE] [--only NAME] [--reload]`;
-`--each 1`: one rank to one worker, on two GPUs; `--servers 2 --each 1`: one rank to two servers of one worker, on three;
-`--cpu-tiny` runs it all on a CPU, to try it. Servers run with CUDA graphs, or as `--eager` says.
+`--each 1`: one rank to one worker, on two GPUs; `--servers 2 --each 1`: one rank to two servers of one worker, on three.
+CUDA_VISIBLE_DEVICES may name a GPU twice: with `0,1,1` two servers share one, with `0,1,1,0` two ranks send to two workers across
+two (NCCL joins no two processes on one GPU: in the dense shape these exchange nothing). `--cpu-tiny` runs it all on a CPU, to
+try it. Servers run with CUDA graphs, or as `--eager` says.
 
 For each version: the pause as the daemon has it from the server, as a client sees it (the longest wait between two tokens of an
 answer that goes on through the install), what the workers said of it, and how long after the trainer's call to `publish` it was
@@ -23,6 +25,7 @@ from typing import NamedTuple
 from benchmarks import vllm_reload
 from benchmarks.direct_system import CPU_JOBS, GPU_JOBS, Client, Job, System
 from benchmarks.rows import Row, add, read, show
+from benchmarks.stores import fast_store
 from tests.support.operating import servers
 
 NAMES = {"staged": "staged", "direct": "direct", "ahead": "direct, ahead of READY,"}
@@ -64,23 +67,27 @@ def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
     each, count, cpu = arguments.each, arguments.servers, arguments.cpu_tiny
     asked = {"direct": arguments.rounds, "ahead": arguments.ahead, "staged": arguments.staged}
     found: dict[str, list[Seen]] = {}
-    with System(job, each, each, count, cpu, eager=arguments.eager, direct_seconds=20) as system:
-        held = system.fingerprints()
-        needed = max(worker.needed_bytes for one in servers(system.daemon) for worker in one.workers)
-        limit = None if cpu else vllm_reload.limit_seconds(needed)
-        clients = [Client(server) for server in system.servers]
-        for path, rounds in asked.items():
-            if rounds:
-                system.serve_ahead(path == "ahead")
-                found[path] = [install(system, clients, path) for _ in range(1 + rounds)]
-                install(system, clients, path, seed=1)
-                check(system, path, held, count * (2 + rounds))
-                yield rows_of(job, arguments, found, None, limit)
-        for client in clients:
-            client.end()
-        kept = vllm_reload.keep_newest(system) if arguments.reload else None
-    if kept is not None:
-        yield rows_of(job, arguments, found, vllm_reload.measure(kept, system.gpus[0], max(1, arguments.staged)), limit)
+    with fast_store() as (folder, kind):
+        own = {"store": folder / "store", "direct_seconds": 20}
+        with System(job, each, each, count, cpu, eager=arguments.eager, **own) as system:
+            system.say(f"the store is in {kind}")
+            held = system.fingerprints()
+            needed = max(worker.needed_bytes for one in servers(system.daemon) for worker in one.workers)
+            limit = None if cpu else vllm_reload.limit_seconds(needed)
+            clients = [Client(server) for server in system.servers]
+            for path, rounds in asked.items():
+                if rounds:
+                    system.serve_ahead(path == "ahead")
+                    found[path] = [install(system, clients, path) for _ in range(1 + rounds)]
+                    install(system, clients, path, seed=1)
+                    check(system, path, held, count * (2 + rounds))
+                    yield rows_of(job, arguments, found, None, limit)
+            for client in clients:
+                client.end()
+            kept = vllm_reload.keep_newest(system) if arguments.reload else None
+        if kept is not None:
+            peer = vllm_reload.measure(kept, system.gpus[0], max(1, arguments.staged))
+            yield rows_of(job, arguments, found, peer, limit)
 
 
 def check(system: System, path: str, held: list[dict[str, int]], transfers: int) -> None:

@@ -14,7 +14,7 @@ from tests.support.vllm_server import VllmServer
 def keep_newest(system: System) -> Path:
     """What the daemon has of the newest version, in a folder that outlives it, with the rest of the model's."""
     (newest,) = system.daemon.store.glob(f"models/*/versions/{system.newest:08}")
-    folder = Path(f"/dev/shm/resharder-reload-{system.daemon.port}")
+    folder = system.daemon.store.with_name("reload")
     shutil.copytree(newest, folder, copy_function=_link)
     for file in system.folder.iterdir():
         if file.is_file() and not (folder / file.name).exists():

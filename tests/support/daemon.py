@@ -1,4 +1,4 @@
-"""A real `resharderd` process on a free port, its store in a folder of its own in shared memory.
+"""A real `resharderd` process on a free port, its store in a folder of its own in shared memory, or in `store`.
 
 with Daemon() as daemon:
     publishers = PublisherServiceStub(daemon.channel)
@@ -26,9 +26,9 @@ LEASE_SECONDS = 60.0  # a busy machine may stop a test, and its clients with it,
 class Daemon:
     """`options` are the daemon's own, as environment: `keep_count=2` becomes RESHARDERD_KEEP_COUNT=2."""
 
-    def __init__(self, *, port: int | None = None, umask: int = -1, **options: object) -> None:
+    def __init__(self, *, port: int | None = None, umask: int = -1, store: Path | None = None, **options: object) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="resharder-test-", dir="/dev/shm"))
-        self.store = self.folder / "store"
+        self.store = store or self.folder / "store"
         self.log = self.folder / "log"
         self.port = port or free_port()
         self.endpoint = f"127.0.0.1:{self.port}"
