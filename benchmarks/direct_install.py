@@ -1,9 +1,9 @@
 """Installs over the direct and the staged path with everything in its place: two Megatron ranks on two GPUs, a daemon, one vLLM
 server of two workers on two others. `python -m benchmarks.direct_install [--rounds N] [--json FILE] [--only NAME] [--reload]`;
 `--each 1`: one rank to one worker, on two GPUs; `--servers 2 --each 1`: one rank to two servers of one worker, on three.
-CUDA_VISIBLE_DEVICES may name a GPU twice: with `0,1,1` two servers share one, with `0,1,1,0` two ranks send to two workers across
-two (NCCL joins no two processes on one GPU: in the dense shape these exchange nothing). `--cpu-tiny` runs it all on a CPU, to
-try it. Servers run with CUDA graphs, or as `--eager` says.
+`--gpus` names them, one twice where processes share it: with `0,1,1` two servers, with `0,1,1,0` two ranks send to two workers
+across two GPUs (NCCL joins no two processes on one: in the dense shape these exchange nothing). `--cpu-tiny` runs it all on a
+CPU, to try it. Servers run with CUDA graphs, or as `--eager` says.
 
 For each version: the pause as the daemon has it from the server, as a client sees it (the longest wait between two tokens of an
 answer that goes on through the install), what the workers said of it, and how long after the trainer's call to `publish` it was
@@ -68,7 +68,7 @@ def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
     asked = {"direct": arguments.rounds, "ahead": arguments.ahead, "staged": arguments.staged}
     found: dict[str, list[Seen]] = {}
     with fast_store() as (folder, kind):
-        own = {"store": folder / "store", "direct_seconds": 20}
+        own = {"gpus": arguments.gpus, "store": folder / "store", "direct_seconds": 20}
         with System(job, each, each, count, cpu, eager=arguments.eager, **own) as system:
             system.say(f"the store is in {kind}")
             held = system.fingerprints()
@@ -142,6 +142,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--each", type=int, default=2, help="ranks of the trainer, and workers of each server")
     parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--gpus", default="", help="the ranks', then the servers', as 0,1,1,0")
     parser.add_argument("--reload", action="store_true", help="measure vLLM's own reload_weights in the same run")
     arguments = parser.parse_args()
     for job in CPU_JOBS if arguments.cpu_tiny else GPU_JOBS:

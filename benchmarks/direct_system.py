@@ -85,9 +85,9 @@ class Client:
         self._thread.join(30)
 
 
-def devices(need: int, cpu: bool) -> list[str]:
-    """GPUs that may be used; on a CPU only their names. Raises RuntimeError where there are too few."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+def devices(need: int, cpu: bool, gpus: str = "") -> list[str]:
+    """GPUs that may be used, `gpus` or all; on a CPU only their names. Raises RuntimeError where there are too few."""
+    named = gpus or os.environ.get("CUDA_VISIBLE_DEVICES")
     if cpu:
         return [str(i) for i in range(need)]
     import torch
@@ -110,12 +110,14 @@ class System:
         cpu: bool = False,
         more: tuple[str, ...] = (),
         eager: bool = True,
+        gpus: str = "",
         **options: Any,
     ) -> None:
-        """`more`: of the servers' arguments; `eager`: without CUDA graphs, as on a CPU; `options`: the daemon's."""
+        """`more`: of the servers' arguments; `eager`: without CUDA graphs, as on a CPU; `gpus`: the ranks', then the servers', as
+        `0,1,1` where two servers share one; `options`: the daemon's."""
         self.job, self.ranks, self._began, self._step, self._jobs = job, ranks, time.monotonic(), 0, 0
         eager = eager or cpu
-        own = devices(ranks + workers * count, cpu)
+        own = devices(ranks + workers * count, cpu, gpus)
         self.gpus = [own[ranks + workers * i : ranks + workers * (i + 1)] for i in range(count)]
         self._trains_on = own[:ranks]
         self.folder = Path(tempfile.mkdtemp())
