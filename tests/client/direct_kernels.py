@@ -8,6 +8,7 @@ from resharder.client.direct import kernel
 from resharder.client.direct.host_copy import HostCopy
 from resharder.client.direct.pack import _on_host
 from resharder.client.direct.proof import Proof
+from resharder.client.direct.to_host import ToHost
 from resharder.converters.digest import digest
 from resharder.converters.files import BITS
 from resharder.converters.layout import ITEM_SIZES, Box, Layout, Piece, Range, TensorSpec, box_index, box_shape
@@ -101,12 +102,15 @@ def boxes_go_to_the_hosts_memory_and_back() -> None:
     chosen = [i for i in chosen if i % 2 == 0 or i - 1 not in chosen]
     layout = Layout(layout.tensors, tuple(layout.pieces[i] for i in chosen))
     arrays = {name: np.zeros(spec.shape, BITS[ITEM_SIZES[spec.dtype]]) for name, spec in layout.tensors.items()}
-    copy = HostCopy(layout, torch.device("cpu"))
-    assert copy.place(arrays, tensors, to_host=True).run() == [wanted[i] for i in chosen]
+    cpu = torch.device("cpu")
+    for threads, size in ((1, 64 << 20), (3, 160 << 10)):
+        for array in arrays.values():
+            array[...] = 0
+        assert ToHost(layout, cpu, threads, size).run(arrays, tensors) == [wanted[i] for i in chosen]
     held = {name: tensor.clone() for name, tensor in tensors.items()}
     for piece in layout.pieces:
         tensors[piece.local].zero_()
-    assert copy.place(arrays, tensors).run() == [wanted[i] for i in chosen]
+    assert HostCopy(layout, cpu).place(arrays, tensors).run() == [wanted[i] for i in chosen]
     assert all(bits_of(held[name]) == bits_of(tensor) for name, tensor in tensors.items())
     for piece in layout.pieces:
         part = np.array(arrays[piece.tensor][box_index(piece.box)])

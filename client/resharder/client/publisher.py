@@ -482,9 +482,9 @@ class Publisher:
         if device is None or device.type != "cuda":
             return plain()
         if self._from_gpu is None:
-            from resharder.client.transport.registered import RegisteredMemory
+            from resharder.client.transport.from_gpu import FromGpu
 
-            self._from_gpu = RegisteredMemory(device, copy_threads(), plain)
+            self._from_gpu = FromGpu(device, copy_threads(most=8), plain)
         return self._from_gpu
 
     def _create_version(self, registration: Registration, step: int, direct: bool) -> resources_pb2.Version:

@@ -1,4 +1,4 @@
-"""Boxes of HF tensors between the host's registered pages and a GPU's tensors: any strides, in a kernel or two."""
+"""Boxes of HF tensors from the host's registered pages to a GPU's tensors: any strides, in a kernel or two."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from resharder.client.direct.pack import Table, addresses_of, check_fit
 from resharder.client.direct.proof import KeptProof, Proof
-from resharder.client.direct.schedule import Moves, schedule
+from resharder.client.direct.schedule import schedule
 from resharder.converters.copies import copies_of
 from resharder.converters.digest import Array
 from resharder.converters.files import folder_layout
@@ -30,17 +30,14 @@ class HostCopy:
         self._moves = schedule(copies, 0, 0).local
         self._proof = KeptProof(layout, device)
 
-    def place(self, arrays: Mapping[str, Array], tensors: Tensors, *, to_host: bool = False) -> "Placed":
+    def place(self, arrays: Mapping[str, Array], tensors: Tensors) -> "Placed":
         """For tensors that lie still, and `arrays` in registered pages. Raises KeyError and ValueError for tensors that are not
         as the layout has them."""
         host = np.array([(arrays[n].ctypes.data, arrays[n].ctypes.data + arrays[n].nbytes) for n in self._names], np.int64)
         device = addresses_of(self._locals, tensors, range(len(self._locals)))
         check_fit(self._moves, self._names, host.reshape(-1, 2), self._locals, device)
         begins = np.append(host.reshape(-1, 2)[:, 0], 0), np.append(device[:, 0], 0)
-        if to_host:
-            table = Table(_turned(self._moves), begins[1], begins[0], self._device)
-        else:
-            table = Table(self._moves, *begins, self._device)
+        table = Table(self._moves, *begins, self._device)
         table.compile()
         where = dict(zip(self._locals, device[:, 0].tolist(), strict=True))
         return Placed(self._layout, where, table, self._proof.at(tensors))
@@ -64,14 +61,3 @@ class Placed:
         current stream has yet to do; returns when it is done."""
         self.table.run(0)
         return self.proof.digests()
-
-
-def _turned(moves: Moves) -> Moves:
-    return moves._replace(
-        source=moves.target,
-        source_at=moves.target_at,
-        source_stride=moves.target_stride,
-        target=moves.source,
-        target_at=moves.source_at,
-        target_stride=moves.source_stride,
-    )

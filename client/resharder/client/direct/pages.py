@@ -22,7 +22,7 @@ from resharder.converters.pages import Span, forget_pages
 
 logger = logging.getLogger(__name__)
 _AT_ONCE = 64 << 20  # bytes: other threads' kernels wait while the driver registers some
-_PORTABLE, _MAPPED, _READ_ONLY = 1, 2, 8  # cudaHostRegister's flags
+_FLAGS = 1 | 2 | 8  # cudaHostRegister's Portable, Mapped and ReadOnly
 _SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _GAP = 16 << 20  # bytes between spans that are registered too: a call waits for kernels under way, and takes as long as these
 Result = TypeVar("Result")
@@ -40,14 +40,14 @@ class Registered:
         self._spans = []
 
 
-def register(arrays: Iterable[Array], device: torch.device, *, writable: bool = False, gently: bool = False) -> Registered | None:
-    """The pages that `arrays` lie in, mapped already. `gently`: leaves half of the time, here and in `close`, to other threads of
-    this process, whose kernels wait while the driver is at work. None where CUDA does not take the pages; the log says why."""
+def register(arrays: Iterable[Array], device: torch.device, *, gently: bool = False) -> Registered | None:
+    """The pages that `arrays` lie in, mapped already, for kernels that read. `gently`: leaves half of the time, here and in
+    `close`, to other threads of this process, whose kernels wait while the driver is at work. None where CUDA does not take the
+    pages; the log says why."""
     if not _same_address(device):
         logger.info("%s does not reach the host's pages at their own addresses", device)
         return None
-    flags = _PORTABLE | _MAPPED | (0 if writable else _READ_ONLY)
-    return _beside(lambda: _register(spans_of(arrays, _GAP), device, flags, gently))
+    return _beside(lambda: _register(spans_of(arrays, _GAP), device, gently))
 
 
 def box_of(array: Array, box: Box) -> Array:
@@ -80,13 +80,13 @@ def _beside(work: Callable[[], Result]) -> Result:
         return thread.submit(work).result()
 
 
-def _register(spans: list[Span], device: torch.device, flags: int, gently: bool) -> Registered | None:
+def _register(spans: list[Span], device: torch.device, gently: bool) -> Registered | None:
     done: list[Span] = []
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
         for begin, end in spans:
             with _pace(gently):
-                error = int(runtime.cudaHostRegister(begin, end - begin, flags))
+                error = int(runtime.cudaHostRegister(begin, end - begin, _FLAGS))
             if error:
                 logger.info("CUDA does not register %d bytes of the host's memory: error %d", end - begin, error)
                 _let_go(done, device, gently)

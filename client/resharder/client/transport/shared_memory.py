@@ -136,7 +136,7 @@ def _shares(box: Box, threads: int) -> list[tuple[slice, Box]]:
     return shares
 
 
-def copy_threads() -> int:
-    """This rank's share of the cores it may use, at most four: more does not copy faster."""
+def copy_threads(most: int = 4) -> int:
+    """This rank's share of the cores it may use. More than four do not copy and digest faster."""
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return max(1, min(4, len(os.sched_getaffinity(0)) // ranks))
+    return max(1, min(most, len(os.sched_getaffinity(0)) // ranks))

@@ -1,4 +1,4 @@
-"""The host's pages, registered with CUDA: boxes go from there to a GPU and back, and the digests are those of the host."""
+"""Boxes go from the host's pages, registered with CUDA, to a GPU and back, and the digests are those of the host."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from resharder.client.direct.host_copy import HostCopy
 from resharder.client.direct.pages import register
 from resharder.client.transport.base import Slot
-from resharder.client.transport.registered import RegisteredMemory
+from resharder.client.transport.from_gpu import FromGpu
 from resharder.converters.digest import digest
 from resharder.converters.files import MappedFiles, lay_out
 from resharder.converters.layout import Box, Layout, Piece, Range, TensorSpec, box_index
@@ -102,7 +102,7 @@ def test_boxes_of_read_only_pages_reach_the_gpu_and_have_the_digests_of_the_host
 def test_a_rank_on_a_gpu_writes_its_boxes_and_nothing_else_into_the_versions_files(folder: Path) -> None:
     layout, tensors = on_device()
     slot = Slot(0, tuple(piece.box for piece in layout.pieces), tuple(SPECS[piece.tensor] for piece in layout.pieces), 1 << 20)
-    transport = RegisteredMemory(torch.device("cuda", 0), 2, lambda: pytest.fail("pages were to be registered"))
+    transport = FromGpu(torch.device("cuda", 0), 2, lambda: pytest.fail("all of it is on the GPU"))
     for seed in (1, 2):  # the second with the plan of the first
         fill(folder, seed)
         before = stored(folder)
