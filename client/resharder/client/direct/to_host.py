@@ -14,6 +14,7 @@ from resharder.client.direct.lanes import Lane, Mark
 from resharder.client.direct.pack import Table, addresses_of, check_fit
 from resharder.client.direct.proof import KeptProof
 from resharder.client.direct.schedule import Moves, schedule
+from resharder.client.direct.turnstile import DRIVER
 from resharder.client.turns import quick_turns
 from resharder.converters.copies import copies_of
 from resharder.converters.digest import Array
@@ -75,7 +76,7 @@ class ToHost:
         def begin(k: int) -> None:
             if k >= len(self._buffers):
                 _all(emptied[k - len(self._buffers)])
-            with self._lane.work():
+            with DRIVER.slowly(), self._lane.work():  # beside a transfer, each would take twice as long
                 fill.run(k, target_base=self._at(k))
                 filled.append(self._lane.mark())
 

@@ -1,7 +1,8 @@
 """Who goes first where transfers meet a process's other work.
 
-While CUDA's driver registers or lets go of pages, other threads' kernels are not launched. While Python looks for garbage no
-thread goes on: half a second beside a trainer's model of many tensors.
+While CUDA's driver registers or lets go of pages, other threads' kernels are not launched. Beside a hand-over to the host
+transfers took 300 ms that take 180 alone. While Python looks for garbage no thread goes on: half a second beside a trainer's
+model of many tensors.
 """
 
 import gc
