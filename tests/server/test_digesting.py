@@ -53,12 +53,14 @@ def boxes(draw: st.DrawFn) -> list[TensorBox]:
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(asked=boxes(), share=st.sampled_from([2, 100, 3000, 1 << 20]), threads=st.sampled_from([1, 3]))
-def test_shares_add_up(folder: Path, monkeypatch: pytest.MonkeyPatch, asked: list[TensorBox], share: int, threads: int) -> None:
+@given(asked=boxes(), share=st.sampled_from([2, 100, 3000, 1 << 20]), threads=st.sampled_from([1, 3]), forget=st.booleans())
+def test_shares_add_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, asked: list[TensorBox], share: int, threads: int, forget: bool
+) -> None:
     monkeypatch.setattr(digesting, "_SHARE_BYTES", share)
     monkeypatch.setattr(digesting, "_FORGET_BYTES", 1)
     with mapped(folder) as files:
-        found = digest_boxes(files.arrays, asked, threads)
+        found = digest_boxes(files.arrays, asked, threads, forget=forget)
         assert found == [alone(files, spec, box) for spec, box in asked]
         assert len(files.arrays) == len(SPECS)
 

@@ -152,14 +152,16 @@ class MappedFiles:
 
     def __init__(self, folder: Path, files: Iterable[FileLayout], *, writable: bool = False) -> None:
         self._maps: list[tuple[mmap.mmap, Span]] = []
+        self.small_pages = False  # of any of them; tmpfs says what its pages are
         self.arrays: dict[str, Array] = {}
         self.specs: dict[str, TensorSpec] = {}
         for file in files:
             descriptor = os.open(folder / file.path, os.O_RDWR if writable else os.O_RDONLY)
             try:
-                size = os.fstat(descriptor).st_size
-                if size != file.size:
-                    raise ValueError(f"{folder / file.path}: expected {file.size} bytes, found {size}")
+                found = os.fstat(descriptor)
+                if found.st_size != file.size:
+                    raise ValueError(f"{folder / file.path}: expected {file.size} bytes, found {found.st_size}")
+                self.small_pages |= found.st_blksize <= mmap.PAGESIZE
                 access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
                 mapped = mmap.mmap(descriptor, file.size, access=access)
             finally:

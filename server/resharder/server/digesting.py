@@ -19,12 +19,14 @@ class TensorBox(NamedTuple):
     box: Box
 
 
-def digest_boxes(arrays: Mapping[str, Array], boxes: Sequence[TensorBox], threads: int) -> list[int]:
-    """In the order of the boxes. `arrays`: by the tensors' names, whole, of mapped files."""
+def digest_boxes(arrays: Mapping[str, Array], boxes: Sequence[TensorBox], threads: int, *, forget: bool = True) -> list[int]:
+    """In the order of the boxes. `arrays`: by the tensors' names, whole, of mapped files. `forget`: pages leave this process's
+    tables by the way; small ones, all together in the end, would keep one thread busy for long, huge ones take a third of the
+    time for it."""
     shares = cut_chunks([box for _, box in boxes], [ITEM_SIZES[spec.dtype] for spec, _ in boxes], _SHARE_BYTES)
 
     def share_digests(share: list[Part]) -> list[int]:
-        return [_digest(arrays, boxes[position].spec, box) for position, box in share]
+        return [_digest(arrays, boxes[position].spec, box, forget) for position, box in share]
 
     totals = [0] * len(boxes)
     with ThreadPoolExecutor(threads, "digest") as pool:
@@ -34,16 +36,17 @@ def digest_boxes(arrays: Mapping[str, Array], boxes: Sequence[TensorBox], thread
     return totals
 
 
-def digest_tensors(arrays: Mapping[str, Array], specs: Mapping[str, TensorSpec], threads: int) -> dict[str, int]:
-    """Of all of them, whole."""
+def digest_tensors(
+    arrays: Mapping[str, Array], specs: Mapping[str, TensorSpec], threads: int, *, forget: bool = True
+) -> dict[str, int]:
+    """Of all of them, whole, as `digest_boxes` has it."""
     boxes = [TensorBox(spec, full_box(spec.shape)) for spec in specs.values()]
-    return dict(zip(specs, digest_boxes(arrays, boxes, threads), strict=True))
+    return dict(zip(specs, digest_boxes(arrays, boxes, threads, forget=forget), strict=True))
 
 
-def _digest(arrays: Mapping[str, Array], spec: TensorSpec, box: Box) -> int:
-    """Its pages go from the tables by the way: all together, in the end, they would keep one thread busy for long."""
+def _digest(arrays: Mapping[str, Array], spec: TensorSpec, box: Box, forget: bool) -> int:
     part = arrays[spec.name][box_index(box)] if box else arrays[spec.name]
     found = digest(part, box, spec.shape)
-    if part.nbytes >= _FORGET_BYTES:
+    if forget and part.nbytes >= _FORGET_BYTES:
         forget_pages(byte_bounds(part))
     return found
