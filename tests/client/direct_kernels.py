@@ -103,6 +103,7 @@ def boxes_go_to_the_hosts_memory_and_back() -> None:
     layout = Layout(layout.tensors, tuple(layout.pieces[i] for i in chosen))
     arrays = {name: np.zeros(spec.shape, BITS[ITEM_SIZES[spec.dtype]]) for name, spec in layout.tensors.items()}
     cpu = torch.device("cpu")
+    assert ToHost(Layout({}, ()), cpu, 1).run({}, {}) == []
     for threads, size in ((1, 64 << 20), (3, 160 << 10)):
         for array in arrays.values():
             array[...] = 0
