@@ -134,7 +134,7 @@ class Sender:
         try:
             if group not in self._links:
                 raise DirectFailed(f"rank {self._rank} has no link of group {group}")
-            with DRIVER.undisturbed():  # the hand-over registers pages meanwhile
+            with DRIVER.undisturbed():  # by the hand-over, which goes on beside it
                 took = self._links[group].run()
         except DirectFailed as error:
             self._failed(member, group, error)
