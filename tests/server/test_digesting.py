@@ -1,5 +1,6 @@
 """Digests by shares: small boxes together, large ones in parts, by any number of threads."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -7,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from resharder.converters.digest import digest
-from resharder.converters.files import BITS, MappedFiles, parse_header
-from resharder.converters.layout import ITEM_SIZES, Box, Range, TensorSpec, box_index, full_box
+from resharder.converters.files import MappedFiles, parse_header
+from resharder.converters.layout import Box, Range, TensorSpec, box_index, full_box
 from resharder.server import digesting
 from resharder.server.digesting import TensorBox, digest_boxes, digest_tensors
 from safetensors.numpy import save_file
@@ -53,14 +54,22 @@ def boxes(draw: st.DrawFn) -> list[TensorBox]:
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(asked=boxes(), share=st.sampled_from([2, 100, 3000, 1 << 20]), threads=st.sampled_from([1, 3]), forget=st.booleans())
+@given(
+    asked=boxes(),
+    share=st.sampled_from([2, 100, 3000, 1 << 20]),
+    read=st.sampled_from([2, 64, 1000, 1 << 20]),
+    threads=st.sampled_from([1, 3]),
+    small_pages=st.booleans(),
+)
 def test_shares_add_up(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, asked: list[TensorBox], share: int, threads: int, forget: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, asked: list[TensorBox], share: int, read: int, threads: int, small_pages: bool
 ) -> None:
     monkeypatch.setattr(digesting, "_SHARE_BYTES", share)
+    monkeypatch.setattr(digesting, "_READ_BYTES", read)
     monkeypatch.setattr(digesting, "_FORGET_BYTES", 1)
     with mapped(folder) as files:
-        found = digest_boxes(files.arrays, asked, threads, forget=forget)
+        files.small_pages = small_pages
+        found = digest_boxes(files, asked, threads)
         assert found == [alone(files, spec, box) for spec, box in asked]
         assert len(files.arrays) == len(SPECS)
 
@@ -70,15 +79,27 @@ def alone(files: MappedFiles, spec: TensorSpec, box: Box) -> int:
     return digest(array[box_index(box)] if box else array, box, spec.shape)
 
 
-def test_a_changed_element_changes_its_tensor_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("small_pages", [True, False])
+def test_a_changed_byte_changes_its_tensor_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, small_pages: bool) -> None:
     monkeypatch.setattr(digesting, "_SHARE_BYTES", 1000)
     with mapped(folder) as files:
-        before = digest_tensors(files.arrays, files.specs, 2)
+        files.small_pages = small_pages
+        before = digest_tensors(files, 2)
         assert before == {name: alone(files, spec, full_box(spec.shape)) for name, spec in files.specs.items()}
-        changed = dict(files.arrays)
-        changed["head"] = files.arrays["head"].copy()
-        assert changed["head"].dtype == BITS[ITEM_SIZES["F32"]]
-        changed["head"][89, 32] ^= 1
-        after = digest_tensors(changed, files.specs, 2)
-        changed.clear()
+        path, begin = files.places["head"]
+        with path.open("r+b") as file:
+            file.seek(begin + (89 * 33 + 32) * 4)
+            byte = file.read(1)[0]
+            file.seek(-1, 1)
+            file.write(bytes([byte ^ 1]))
+        after = digest_tensors(files, 2)
     assert {name for name in before if before[name] != after[name]} == {"head"}
+
+
+def test_a_file_that_was_cut_short_is_no_digest(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes((folder / "a.safetensors").read_bytes())
+    with mapped(tmp_path) as files:
+        assert files.small_pages
+        os.truncate(tmp_path / "a.safetensors", 200)
+        with pytest.raises(OSError, match="the file ends after"):
+            digest_tensors(files, 2)

@@ -153,6 +153,7 @@ class MappedFiles:
     def __init__(self, folder: Path, files: Iterable[FileLayout], *, writable: bool = False) -> None:
         self._maps: list[tuple[mmap.mmap, Span]] = []
         self.small_pages = False  # of any of them; tmpfs says what its pages are
+        self.places: dict[str, tuple[Path, int]] = {}  # each tensor's file, and the byte where it begins
         self.arrays: dict[str, Array] = {}
         self.specs: dict[str, TensorSpec] = {}
         for file in files:
@@ -169,7 +170,7 @@ class MappedFiles:
             raw = np.frombuffer(mapped, dtype=np.uint8)
             self._maps.append((mapped, byte_bounds(raw)))
             for spec, offset in file.tensors:
-                self.specs[spec.name] = spec
+                self.specs[spec.name], self.places[spec.name] = spec, (folder / file.path, offset)
                 self.arrays[spec.name] = raw[offset : offset + spec.size].view(BITS[ITEM_SIZES[spec.dtype]]).reshape(spec.shape)
 
     def close(self) -> None:

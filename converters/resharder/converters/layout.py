@@ -138,6 +138,18 @@ ITEM_SIZES = {
 }  # fmt: skip
 
 
+def run_start(box: Box, spec: TensorSpec) -> int | None:
+    """The byte of the tensor at which the box begins, if it lies there in one run."""
+    start, stride, open_ = 0, ITEM_SIZES[spec.dtype], True
+    for r, n in zip(reversed(box), reversed(spec.shape), strict=True):
+        if r.count > 1 and (r.step > 1 or not open_):
+            return None
+        open_ = open_ and r.count == n
+        start += r.start * stride
+        stride *= n
+    return start
+
+
 @dataclass(frozen=True)
 class Layout:
     """What one process holds. `tensors` are the HF tensors that `pieces` speak of, by name."""

@@ -121,7 +121,7 @@ class Digester:
         record, whole = boxes.manifest.record, boxes.manifest.digests
         parts = [each for each in boxes.boxes if each.box != full_box(each.spec.shape)]
         with self._store.open(record.model, record.number) as files:
-            found = iter(digest_boxes(files.arrays, parts, threads, forget=files.small_pages))
+            found = iter(digest_boxes(files, parts, threads))
         return [whole[spec.name] if box == full_box(spec.shape) else next(found) for spec, box in boxes.boxes]
 
     def _keep(self, key: tuple[str, bytes], values: Array) -> None:

@@ -22,7 +22,7 @@ def proven(folder: Path, name: str, number: int, fingerprint: str) -> Manifest:
     if (record.model, record.number, record.fingerprint) != (name, number, fingerprint):
         raise DataLoss("CHECKSUM", f"{what}: expected {fingerprint}, its manifest is that of {record.name}, {record.fingerprint}")
     with MappedFiles(folder, found.files) as files:
-        digests = digest_tensors(files.arrays, files.specs, min(8, os.cpu_count() or 1), forget=files.small_pages)
+        digests = digest_tensors(files, min(8, os.cpu_count() or 1))
     wrong = sorted(n for n in digests if digests[n] != found.digests.get(n))
     if wrong:
         raise DataLoss("CHECKSUM", f"{what}: {len(wrong)} tensors are not what was published: {', '.join(wrong[:8])}")

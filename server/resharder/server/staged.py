@@ -195,7 +195,7 @@ class Staged:
                     raise ProofFailed(f"{file.path}: its header was overwritten")
         said = self._said()
         with MappedFiles(self.folder, self._files) as maps:
-            found = digest_tensors(maps.arrays, maps.specs, threads, forget=maps.small_pages)
+            found = digest_tensors(maps, threads)
         wrong = sorted(name for name in found if found[name] != said[name])
         if wrong:
             first = f"{wrong[0]}: the ranks' digests add up to {said[wrong[0]]:016x}, the store holds {found[wrong[0]]:016x}"

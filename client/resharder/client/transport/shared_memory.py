@@ -19,7 +19,7 @@ from resharder.client.transport.base import Slot
 from resharder.client.transport.host import PART_BYTES, add_digest, host_parts
 from resharder.converters.digest import copy_and_digest, digest
 from resharder.converters.files import Array, FileLayout, MappedFiles, read_layout
-from resharder.converters.layout import ITEM_SIZES, Box, Range, TensorSpec, box_index
+from resharder.converters.layout import Box, Range, TensorSpec, box_index, run_start
 from resharder.converters.pages import map_pages
 from resharder.v1 import resources_pb2
 
@@ -82,7 +82,7 @@ class _Files:
 
     def put(self, spec: TensorSpec, box: Box, source: Array) -> int:
         """Writes the elements of `box` and returns their digest."""
-        start = _start(box, spec)
+        start = run_start(box, spec)
         if spec.name in self._small and start is not None and source.flags.c_contiguous:
             descriptor, offset = self._small[spec.name]
             found = digest(source, box, spec.shape)
@@ -104,18 +104,6 @@ class _Files:
             self._maps.close()
         else:
             self._maps.arrays.clear()  # the error's own frames may still hold arrays; the maps go with them
-
-
-def _start(box: Box, spec: TensorSpec) -> int | None:
-    """The byte of the tensor at which the box begins, if it lies there in one run."""
-    start, stride, open_ = 0, ITEM_SIZES[spec.dtype], True
-    for r, n in zip(reversed(box), reversed(spec.shape), strict=True):
-        if r.count > 1 and (r.step > 1 or not open_):
-            return None
-        open_ = open_ and r.count == n
-        start += r.start * stride
-        stride *= n
-    return start
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:

@@ -3,8 +3,7 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from resharder.client.transport.shared_memory import _start
-from resharder.converters.layout import TensorSpec, box_index
+from resharder.converters.layout import TensorSpec, box_index, run_start
 
 from tests.support.shardings import sharding
 
@@ -16,4 +15,4 @@ def test_a_box_is_written_at_once_exactly_where_its_elements_follow_each_other_i
     box = data.draw(st.sampled_from(boxes))
     places = np.arange(np.prod(shape, dtype=int)).reshape(shape)[box_index(box)].reshape(-1)
     in_one_run = bool(np.all(np.diff(places) == 1))
-    assert _start(box, TensorSpec("t", "F32", shape)) == (4 * int(places[0]) if in_one_run else None)
+    assert run_start(box, TensorSpec("t", "F32", shape)) == (4 * int(places[0]) if in_one_run else None)
