@@ -38,9 +38,9 @@ def moved(moves: Moves, buffer_bytes: int | None, shares: int) -> tuple[np.ndarr
     for k in range(int(fills.round.max()) + 1):
         buffer[:] = 0
         fill.run(k, target_base=at)
+        assert not buffer[at - buffer.ctypes.data + buffer_bytes :].any(), "written past the buffer"
         for share in reversed(range(k * shares, (k + 1) * shares)):  # in any order
             empty.run(share, source_base=at)
-    assert not buffer[-48 + at - buffer.ctypes.data :].any(), "written past the buffer"
     return targets, len(empties.rows)
 
 
@@ -60,14 +60,14 @@ def test_it_arrives_as_if_it_had_gone_straight(rows: list[tuple[int, int, int, i
     assert np.array_equal(straight, through)
 
 
-@pytest.mark.parametrize(("gap", "pieces"), [(0, 1), (64, 1)], ids=["runs", "rows with gaps"])
-def test_neighbours_are_written_in_one_piece(gap: int, pieces: int) -> None:
+@pytest.mark.parametrize("gap", [0, 64], ids=["runs", "rows with gaps"])
+def test_neighbours_are_written_in_one_piece(gap: int) -> None:
     tiles = [(i * 32 * 1024, 32, 1024, gap) for i in range(40)]
     even = Moves(*(column[::2] for column in moves_of([tile for tile in tiles for _ in range(2)])))  # one target
     straight, _ = moved(even, None, 1)
     through, written = moved(even, 2 << 20, 1)
     assert np.array_equal(straight, through)
-    assert written == pieces
+    assert written == 1
 
 
 def test_threads_have_about_as_much_to_do() -> None:

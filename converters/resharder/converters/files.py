@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.array_utils import byte_bounds
 from resharder.converters.layout import ITEM_SIZES, Layout, Piece, TensorSpec, full_box
-from resharder.converters.pages import Span, forget_pages
+from resharder.converters.pages import Span, forget_pages, small_pages
 
 Array = npt.NDArray[Any]
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -152,17 +152,17 @@ class MappedFiles:
 
     def __init__(self, folder: Path, files: Iterable[FileLayout], *, writable: bool = False) -> None:
         self._maps: list[tuple[mmap.mmap, Span]] = []
-        self.small_pages = False  # of any of them; tmpfs says what its pages are
+        self.small_pages = False  # of any of them
         self.places: dict[str, tuple[Path, int]] = {}  # each tensor's file, and the byte where it begins
         self.arrays: dict[str, Array] = {}
         self.specs: dict[str, TensorSpec] = {}
         for file in files:
             descriptor = os.open(folder / file.path, os.O_RDWR if writable else os.O_RDONLY)
             try:
-                found = os.fstat(descriptor)
-                if found.st_size != file.size:
-                    raise ValueError(f"{folder / file.path}: expected {file.size} bytes, found {found.st_size}")
-                self.small_pages |= found.st_blksize <= mmap.PAGESIZE
+                size = os.fstat(descriptor).st_size
+                if size != file.size:
+                    raise ValueError(f"{folder / file.path}: expected {file.size} bytes, found {size}")
+                self.small_pages |= small_pages(descriptor)
                 access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
                 mapped = mmap.mmap(descriptor, file.size, access=access)
             finally:

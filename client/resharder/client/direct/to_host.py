@@ -1,8 +1,8 @@
 """Boxes of a GPU's tensors into the host's pages, by way of pinned buffers: a kernel fills one while threads empty another.
 
-The same kernel could write to the pages themselves, were they registered with CUDA. That takes twice as long as the copy, and
-letting go of them, which whoever proves the version waits for, as long again; other threads' kernels wait meanwhile
-(benchmarks/results/staged_gpu.md).
+The same kernel could write to the pages themselves, were they registered with CUDA for each version. That takes time, and so does
+letting go of them, which whoever proves the version waits for; in both, other threads' kernels wait. 61 GB were READY after 7.3 s
+that way and after 5.6 s this way (benchmarks/results/direct_install.md).
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,7 +76,7 @@ class ToHost:
         def begin(k: int) -> None:
             if k >= len(self._buffers):
                 _all(emptied[k - len(self._buffers)])
-            with DRIVER.slowly(), self._lane.work():  # beside a transfer, each would take twice as long
+            with DRIVER.slowly(), self._lane.work():  # beside this, transfers took 300 ms that take 180
                 fill.run(k, target_base=self._at(k))
                 filled.append(self._lane.mark())
 
@@ -151,15 +151,12 @@ def _joined(m: Moves) -> Moves:
     end = m.target_at + np.where(flat, size, rows * m.target_stride)
     next_to &= (flat[1:] == flat[:-1]) & (m.target_at[1:] == end[:-1])
     next_to &= flat[1:] | ((width[1:] == width[:-1]) & (m.target_stride[1:] == m.target_stride[:-1]))
-    heads = np.flatnonzero(np.append(True, ~next_to)) if len(size) else np.zeros(0, np.int64)
-    first = Moves(*(column[heads] for column in m))
-    if not len(heads):
-        return first
-    joined = (
-        np.where(flat[heads], 1, np.add.reduceat(rows, heads)),
-        np.where(flat[heads], np.add.reduceat(size, heads), width[heads]),
-    )
-    return first._replace(rows=joined[0], width=joined[1], source_stride=joined[1])
+    if not len(size):
+        return m
+    heads = np.flatnonzero(np.append(True, ~next_to))
+    width = np.where(flat[heads], np.add.reduceat(size, heads), width[heads])
+    rows = np.where(flat[heads], 1, np.add.reduceat(rows, heads))
+    return Moves(*(column[heads] for column in m))._replace(rows=rows, width=width, source_stride=width)
 
 
 def _share(m: Moves, shares: int) -> Ints:

@@ -5,7 +5,6 @@ page, three times as much as copying the page: what lies in one run is written b
 through a map, its pages mapped in one call before.
 """
 
-import mmap
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from resharder.client.transport.host import PART_BYTES, add_digest, host_parts
 from resharder.converters.digest import copy_and_digest, digest
 from resharder.converters.files import Array, FileLayout, MappedFiles, read_layout
 from resharder.converters.layout import Box, Range, TensorSpec, box_index, run_start
-from resharder.converters.pages import map_pages
+from resharder.converters.pages import map_pages, small_pages
 from resharder.v1 import resources_pb2
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class _Files:
         self._small: dict[str, tuple[int, int]] = {}  # tensors in files of small pages: descriptor, offset
         for file in files:
             self._descriptors.append(os.open(folder / file.path, os.O_WRONLY | os.O_CLOEXEC))
-            if os.fstat(self._descriptors[-1]).st_blksize <= mmap.PAGESIZE:  # tmpfs says what its pages are
+            if small_pages(self._descriptors[-1]):
                 self._small |= {placed.spec.name: (self._descriptors[-1], placed.offset) for placed in file.tensors}
 
     def put(self, spec: TensorSpec, box: Box, source: Array) -> int:
