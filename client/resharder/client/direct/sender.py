@@ -5,12 +5,14 @@ import threading
 import uuid
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import xxhash
 from resharder.client.channel import Channel
 from resharder.client.direct.group import DirectFailed
+from resharder.client.direct.links import Links
 from resharder.client.direct.meeting import Link, declare, finish
 from resharder.client.direct.sent import Sent
 from resharder.client.direct.turnstile import DRIVER
@@ -60,8 +62,8 @@ class Sender:
         self._channel, self._rank, self._tensors, self._process = channel, rank, tensors, uuid.uuid4().hex
         self._device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         self._layout = layout_to_proto(pack({rank: layout}))
+        self._links = Links(tensors, self._device)
         self._memory = xxhash.xxh3_128_hexdigest(self._layout.SerializeToString(deterministic=True))
-        self._links: dict[str, Link] = {}
         self._sent: dict[str, Sent] = {}  # by group, once it was asked for their digests
         self._buffers: torch.Tensor | None = None
         self._stream: Any = None
@@ -103,11 +105,7 @@ class Sender:
         call = direct_pb2_grpc.DirectServiceStub(self._channel.grpc).OfferVersion(request)
         calls.append(call)
         try:
-            for group, link in list(self._links.items()):  # not while servers wait
-                try:
-                    link.prepare(self._tensors, {})
-                except DirectFailed as error:
-                    self._failed(request.member, group, error)
+            self._links.prepare(partial(self._failed, request.member))  # not while servers wait
             for task in self._channel.stream(call):
                 match task.kind:
                     case direct_pb2.DirectTask.LINK:
@@ -122,20 +120,20 @@ class Sender:
             call.cancel()
 
     def _meet(self, member: direct_pb2.Member, message: direct_pb2.DirectLink) -> None:
+        failed = partial(self._failed, member)
         try:
             if self._buffers is None or self._buffers.numel() < message.staging_bytes:
                 self._buffers = torch.empty(message.staging_bytes, dtype=torch.uint8, device=self._device)
-            link = self._links[message.group] = Link(self._channel, message, self._device, self._buffers)
-            link.prepare(self._tensors, {})
-        except (DirectFailed, RuntimeError) as error:  # the latter where there is no memory left
-            self._failed(member, message.group, error)
+        except RuntimeError as error:  # there is no memory left
+            failed(message.group, error)
+            return
+        self._links.meet(message.group, partial(Link, self._channel, message, self._device, self._buffers), failed)
 
     def _run(self, member: direct_pb2.Member, group: str) -> None:
         try:
-            if group not in self._links:
-                raise DirectFailed(f"rank {self._rank} has no link of group {group}")
+            link = self._links.get(group)
             with DRIVER.undisturbed():  # by the hand-over, which goes on beside it
-                took = self._links[group].run()
+                took = link.run()
         except DirectFailed as error:
             self._failed(member, group, error)
             return
@@ -165,13 +163,11 @@ class Sender:
 
     def _drop(self, group: str) -> None:
         self._sent.pop(group, None)
-        link = self._links.pop(group, None)
-        if link is not None:
-            link.close()
+        self._links.drop(group)
 
     def close(self) -> None:
-        for group in list(self._links):
-            self._drop(group)
+        self._sent.clear()
+        self._links.close()
         self._buffers = None
 
     def _member(self, publisher: str) -> direct_pb2.Member:
