@@ -7,7 +7,7 @@ part of the bargain; what is checked is not what the daemon believes but what th
 import os
 import queue
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import hypothesis.strategies as st
 import pytest
@@ -19,7 +19,17 @@ from resharder.server.fleet import Attachment, Fleets
 from resharder.server.fleet_state import Fleet, MotionKind, MoveState, WantKind
 from resharder.server.manifest import ABORTED, READY, STAGING, VersionRecord
 from resharder.server.operations import Operations
-from resharder.server.server_state import Attached, Order, OrderKind, Power, Reported, Settings, Worker, WorkerState
+from resharder.server.server_state import (
+    Attached,
+    InstallState,
+    Order,
+    OrderKind,
+    Power,
+    Reported,
+    Settings,
+    Worker,
+    WorkerState,
+)
 from resharder.v1 import operator_pb2, resources_pb2
 
 SETTINGS = Settings(lease=10, grace=10, boot=1000, install_step=200, attempts=2, first_retry=1, last_retry=2)
@@ -160,6 +170,7 @@ class Moving(RuleBasedStateMachine):
         self.now, self.nonces = 1000.0, 0
         self.versions, self.files = Versions(), Files()
         self.plants: dict[str, Plant] = {}
+        self.joins = False  # servers take what they stage over the direct path
         self.start_daemon()
 
     def start_daemon(self) -> None:
@@ -255,6 +266,7 @@ class Moving(RuleBasedStateMachine):
     def report(self, plant: Plant, state: WorkerState, version: int, install: str, error: str) -> None:
         fingerprint = plant.held_as if plant.holds else ""
         worker = Worker(0, state, version, install, error, plant.nonce, fingerprint, memory="memory", direct=True)
+        worker = replace(worker, joined=self.joins and bool(install))
         self.fleets.report_worker(plant.id, worker)
 
     @rule(name=st.sampled_from(NAMES))
@@ -337,6 +349,8 @@ class Moving(RuleBasedStateMachine):
 
     def check_order(self, order: Order | None) -> None:
         """At the moment it is given."""
+        if order is not None and order.kind == OrderKind.APPLY:
+            self.check_line()
         if order is None or order.kind not in (OrderKind.STAGE, OrderKind.RESUME):
             return
         fleet, version = self.fleet, order.version
@@ -354,6 +368,15 @@ class Moving(RuleBasedStateMachine):
         assert version not in fleet.refused or named or held or back, (
             f"a refused version is not installed again by itself: {fleet}"
         )
+
+    def check_line(self) -> None:
+        """When one more has been told to pause."""
+        move, known = self.fleet.moving, [view.server for view in self.fleets.servers()]
+        if not self.joins or (move is not None and move.motion.kind == MotionKind.ATOMIC):
+            return
+        taking = [s.id for s in known if s.joined and s.install and s.install.state == InstallState.APPLYING]
+        late = [s.id for s in known if s.install and s.install.active and self.now >= s.install.step_started + 20]
+        assert len(set(taking) - set(late)) <= 2, f"two at a time pause for the direct path: {taking}, {late}"
 
     def check_service(self, plant: Plant) -> None:
         """A server that leaves service for an install: few enough are out of service for one."""
@@ -385,6 +408,10 @@ class Moving(RuleBasedStateMachine):
                 if self.fleets.server(plant.id).controls:
                     plant.lease_until = self.now + SETTINGS.lease
         self.fleets.tick()
+
+    @rule(joins=st.booleans())
+    def join(self, joins: bool) -> None:
+        self.joins = joins
 
     @rule()
     def publish(self) -> None:

@@ -549,7 +549,7 @@ class Fleets:
         here = {id for id, server in servers.items() if server.lost_at is not None or server.complete}
         settling = self._clock() < self._started + self.settings.lease + _SETTLE and not fleet.members <= here
         ahead = frozenset(number for number, one in self._ahead_of(fleet).items() if one.staging) - ready
-        return View(servers, ready, self._wall(), self.settings, settling, ahead)
+        return View(servers, ready, self._wall(), self.settings, settling, ahead, self._clock())
 
     def _steer(self, name: str) -> None:
         """Moves the fleet on, and its servers with it, until nothing follows."""

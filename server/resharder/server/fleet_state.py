@@ -151,6 +151,7 @@ class View:
     settings: Settings
     settling: bool = False
     ahead: Set[int] = frozenset()  # STAGING, and offered by every rank to a fleet that serves ahead
+    clock: float = 0.0  # seconds, as in installs; `now` is the time of day
 
     @cached_property
     def usable(self) -> Set[int]:

@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from resharder.server.fleet_state import NOBODY, Fleet, Motion, MotionKind, Move, MoveState, View, Want, WantKind
+from resharder.server.line import held_back
 from resharder.server.server_state import Goal, InstallState, Power, Server
 
 
@@ -277,10 +278,13 @@ def _back(fleet: Fleet, move: Move, view: View) -> Fleet:
 
 def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
     """For every server of the view."""
-    found = {}
+    found, move = {}, fleet.moving
     turns = _turns(fleet, view)
+    late = set() if move is not None and move.motion.kind == MotionKind.ATOMIC else held_back(view)
     for id, server in view.servers.items():
         version, apply, why = _part(fleet, id, server, view, id in turns)
+        if apply and id in late:
+            apply, why = False, "it waits for its turn on the direct path"
         found[id] = Goal(
             version=version,
             boot=boots(fleet, view),

@@ -84,7 +84,7 @@ def step(server: Server, event: Event, now: float, settings: Settings) -> tuple[
             server = replace(server, goal=event.goal, failures={} if again else server.failures)
         case Reinstalled() if _rests(server):
             server = _stage(server, server.serving, now, orders, profiled=True)
-    if server.lost_at is None and server.controls and server.complete and not _busy_elsewhere(server, server.controls[0]):
+    if server.lost_at is None and server.controls and server.complete and not server.busy_elsewhere(server.controls[0]):
         server = _move_install_on(_drop_unwanted(replace(server, booting=False), now, orders), now, settings, orders)
         server = _change_power(_close_gate(server, orders), now, settings, orders)
         server = _open_gate(server, orders)
@@ -163,7 +163,7 @@ def _greet(server: Server, control: Control, orders: list[Order], *, leads: bool
     """Tells a control side what it is and where things stand."""
     if leads:
         orders.append(Order(control.nonce, OrderKind.LEAD))
-    if _busy_elsewhere(server, control):
+    if server.busy_elsewhere(control):
         return server
     install, change = server.install, server.change
     if leads and change is not None and control.busy != change.id:
@@ -186,17 +186,11 @@ def _greet(server: Server, control: Control, orders: list[Order], *, leads: bool
     return replace(server, install=replace(install, control_done=False))
 
 
-def _busy_elsewhere(server: Server, control: Control) -> bool:
-    """It is still at an order that is not the server's current one."""
-    current = {server.install.id} if server.install is not None and server.install.active else set()
-    return bool(control.busy) and control.busy not in current | ({server.change.id} if server.change else set())
-
-
 def _reported(server: Server, event: Reported, now: float, settings: Settings, orders: list[Order]) -> Server:
     control = next((c for c in server.controls if c.nonce == event.control), None)
     if control is None:
         return server
-    was_busy = _busy_elsewhere(server, control)
+    was_busy = server.busy_elsewhere(control)
     idle = event.done is not None and event.install == control.busy
     closed = event.done in (OrderKind.CLOSE, OrderKind.APPLY, OrderKind.SLEEP)
     control = replace(
@@ -454,7 +448,7 @@ def _open_gate(server: Server, orders: list[Order]) -> Server:
     controls = tuple(replace(control, closing=False) for control in server.controls)
     server = replace(server, opened=held, confirmed=held, resumed=False, controls=controls)
     server = replace(server, opened_by=_opening(server))
-    orders += [_resume(server, control) for control in server.controls if not _busy_elsewhere(server, control)]
+    orders += [_resume(server, control) for control in server.controls if not server.busy_elsewhere(control)]
     return server
 
 

@@ -79,6 +79,7 @@ class Worker:
     apply_seconds: float = 0.0
     memory: str = ""  # fingerprint of the layout that the direct path can write to
     direct: bool = False  # that layout has everything that it needs
+    joined: bool = False  # it takes part in a transfer of the direct path for `install`
     timings: tuple[Timing, ...] = ()
     # What the daemon makes of it.
     holds: int = 0  # the version its parameters are proven to hold; 0: unknown
@@ -263,6 +264,19 @@ class Server:
             return 0
         done = [w for w in self.workers.values() if w.install == install.id and w.state == WorkerState.STAGED]
         return install.version if self.complete and len(done) == self.world_size else 0
+
+    @property
+    def joined(self) -> bool:
+        """Its install, which goes on, comes over the direct path, or some of it."""
+        install = self.install
+        if install is None or not install.active:
+            return False
+        return any(worker.joined and worker.install == install.id for worker in self.workers.values())
+
+    def busy_elsewhere(self, control: Control) -> bool:
+        """It is still at an order that is not the server's current one."""
+        current = {self.install.id} if self.install is not None and self.install.active else set()
+        return bool(control.busy) and control.busy not in current | ({self.change.id} if self.change else set())
 
 
 def in_use(server: Server, now: float, settings: Settings) -> frozenset[int]:

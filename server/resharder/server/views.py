@@ -84,6 +84,7 @@ def worker_from_proto(message: resources_pb2.Worker) -> Worker:
         apply_seconds=possible(message.apply_seconds),
         memory=message.memory[:128],
         direct=message.direct and bool(message.memory),
+        joined=message.joined,
         timings=timings_from_proto(message.timings),
     )
 

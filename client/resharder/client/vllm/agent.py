@@ -380,6 +380,7 @@ class Agent:
             fingerprint=self.fingerprint,
             memory=self._memory.fingerprint if self._memory else "",
             direct=self._memory is not None and not self._loaded,
+            joined=staged is not None and staged.direct is not None,
             timings=staged.timings if staged else (),
         )
         self.reporter.report(worker, holds=holds)

@@ -1,0 +1,40 @@
+"""Which servers of a fleet serve on, staged, until their turn on the direct path is near: a pure function of what they are at.
+
+Ranks send to one server at a time (direct.py). One that paused with all the others would stand still through every transfer
+before its own. So no more than two of a fleet pause for it: one takes the version, another is ready when the first has it.
+"""
+
+from resharder.server.fleet_state import View
+from resharder.server.server_state import InstallState, Server
+
+_PAUSED = 2
+_PATIENCE = 20.0  # seconds: one that takes longer has no transfer going on any more
+
+
+def held_back(view: View) -> set[str]:
+    """Servers that are not to pause yet. Where there is no room, who stages is one: how it gets the version shows when it has
+    staged."""
+    staging = {id: server for id, server in view.servers.items() if _is(server, InstallState.STAGING)}
+    waiting = [id for id, server in staging.items() if server.staged and server.joined and _can_go(server)]
+    waiting.sort(key=lambda id: (bool(staging[id].opened), _began(staging[id]), id))
+    room = max(0, _PAUSED - sum(_takes(server, view.clock) for server in view.servers.values()))
+    if len(waiting) < room:
+        return set()
+    stored = {id for id, server in staging.items() if server.staged and not server.joined}
+    return staging.keys() - stored - set(waiting[:room])
+
+
+def _is(server: Server, state: InstallState) -> bool:
+    return server.install is not None and server.install.state == state
+
+
+def _began(server: Server) -> float:
+    return server.install.step_started if server.install is not None else 0.0
+
+
+def _can_go(server: Server) -> bool:
+    return server.lost_at is None and bool(server.controls) and not server.busy_elsewhere(server.controls[0])
+
+
+def _takes(server: Server, now: float) -> bool:
+    return _is(server, InstallState.APPLYING) and server.joined and now < _began(server) + _PATIENCE
