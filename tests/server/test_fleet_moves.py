@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from resharder.server.errors import DaemonError, NotFound
 from resharder.server.fleet import Attachment, Fleets
-from resharder.server.fleet_state import Fleet, MotionKind, MoveState, WantKind
+from resharder.server.fleet_state import Fleet, MotionKind, MoveState, PauseMode, WantKind
 from resharder.server.manifest import ABORTED, READY, STAGING, VersionRecord
 from resharder.server.operations import Operations
 from resharder.server.server_state import (
@@ -372,7 +372,8 @@ class Moving(RuleBasedStateMachine):
     def check_line(self) -> None:
         """When one more has been told to pause."""
         move, known = self.fleet.moving, [view.server for view in self.fleets.servers()]
-        if not self.joins or (move is not None and move.motion.kind == MotionKind.ATOMIC):
+        together = self.fleet.pause_mode == PauseMode.WAIT or (move is not None and move.motion.kind == MotionKind.ATOMIC)
+        if together or not self.joins:
             return
         taking = [s.id for s in known if s.joined and s.install and s.install.state == InstallState.APPLYING]
         late = [s.id for s in known if s.install and s.install.active and self.now >= s.install.step_started + 20]

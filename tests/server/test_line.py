@@ -3,10 +3,12 @@
 The servers are those of test_fleet_moves.py: models that keep to the plugin's part, whose gates show what clients get.
 """
 
+from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from google.protobuf.field_mask_pb2 import FieldMask
 from resharder.server.fleet_state import MotionKind, View
 from resharder.server.line import held_back
 from resharder.server.server_state import (
@@ -20,8 +22,9 @@ from resharder.server.server_state import (
     Worker,
     WorkerState,
 )
+from resharder.v1 import operator_pb2, resources_pb2
 
-from tests.server.test_fleet_moves import NAMES, Moving
+from tests.server.test_fleet_moves import FLEET, NAMES, Moving
 
 
 class Site(Moving):
@@ -116,6 +119,14 @@ def test_atomic_fleets_pause_all_together(site: Site) -> None:
     assert site.applying() == set(NAMES)
 
 
+def test_servers_that_first_answer_what_they_have_begun_to_do_so_all_together(site: Site) -> None:
+    site.begin_move()
+    fleet = resources_pb2.Fleet(name=FLEET, pause_mode=resources_pb2.WAIT)
+    site.operations.update(operator_pb2.UpdateFleetRequest(fleet=fleet, update_mask=FieldMask(paths=["pause_mode"])))
+    site.stage("a", "b", "c")
+    assert site.applying() == set(NAMES)
+
+
 def test_one_that_fails_makes_room(site: Site) -> None:
     site.begin_move()
     site.stage("a", "b", "c")
@@ -131,7 +142,7 @@ def staged(id: str, **more: Any) -> Server:
     return replace(known, **{"install": install, "workers": {0: worker}, **more})
 
 
-def waits(*servers: Server) -> set[str]:
+def waits(*servers: Server) -> Set[str]:
     return held_back(View({server.id: server for server in servers}, {1, 2}, 0.0, Settings(), clock=100.0))
 
 

@@ -2,7 +2,10 @@
 
 Ranks send to one server at a time (direct.py). One that paused with all the others would stand still through every transfer
 before its own. So no more than two of a fleet pause for it: one takes the version, another is ready when the first has it.
+Not asked where servers first answer what they have begun to (PauseMode.WAIT): that may take minutes, each for itself.
 """
+
+from collections.abc import Set
 
 from resharder.server.fleet_state import View
 from resharder.server.server_state import InstallState, Server
@@ -11,7 +14,7 @@ _PAUSED = 2
 _PATIENCE = 20.0  # seconds: one that takes longer has no transfer going on any more
 
 
-def held_back(view: View) -> set[str]:
+def held_back(view: View) -> Set[str]:
     """Servers that are not to pause yet. Where there is no room, who stages is one: how it gets the version shows when it has
     staged."""
     staging = {id: server for id, server in view.servers.items() if _is(server, InstallState.STAGING)}
@@ -19,7 +22,7 @@ def held_back(view: View) -> set[str]:
     waiting.sort(key=lambda id: (bool(staging[id].opened), _began(staging[id]), id))
     room = max(0, _PAUSED - sum(_takes(server, view.clock) for server in view.servers.values()))
     if len(waiting) < room:
-        return set()
+        return frozenset()
     stored = {id for id, server in staging.items() if server.staged and not server.joined}
     return staging.keys() - stored - set(waiting[:room])
 

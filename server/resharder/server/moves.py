@@ -23,7 +23,7 @@ Times are in seconds since 1970; servers' own are the reconciler's.
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from resharder.server.fleet_state import NOBODY, Fleet, Motion, MotionKind, Move, MoveState, View, Want, WantKind
+from resharder.server.fleet_state import NOBODY, Fleet, Motion, MotionKind, Move, MoveState, PauseMode, View, Want, WantKind
 from resharder.server.line import held_back
 from resharder.server.server_state import Goal, InstallState, Power, Server
 
@@ -280,7 +280,8 @@ def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
     """For every server of the view."""
     found, move = {}, fleet.moving
     turns = _turns(fleet, view)
-    late = set() if move is not None and move.motion.kind == MotionKind.ATOMIC else held_back(view)
+    together = move is not None and move.motion.kind == MotionKind.ATOMIC
+    late = held_back(view) if fleet.pause_mode != PauseMode.WAIT and not together else frozenset()
     for id, server in view.servers.items():
         version, apply, why = _part(fleet, id, server, view, id in turns)
         if apply and id in late:
