@@ -2,13 +2,16 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from resharder.converters.copies import with_fewer_pairs
 from resharder.converters.cut import cut_chunks
 from resharder.converters.errors import LayoutError
 from resharder.converters.layout import Box, Layout, Piece, Range, TensorSpec, box_size, full_box
-from resharder.converters.plan import plan
+from resharder.converters.packed import pack
+from resharder.converters.plan import plan, plan_pieces
 from resharder.converters.tiling import Held, assign, check_tiling
 
 from tests.support.shardings import held, sharding
@@ -97,6 +100,61 @@ def test_what_sources_hold_alike_is_sent_evenly() -> None:
     assert found.received.tolist() == [total, total]
     assert found.sent.sum() == 2 * total
     assert found.sent.max() < 1.02 * found.sent.mean()
+
+
+def replicated(tp: int, dp: int) -> dict[int, Layout]:
+    """Ranks in Megatron's order, `tp` next to each other: each has its rows of one tensor, and all of another; the first and the
+    last stage, as with a tied embedding, hold the same."""
+    small, tied = TensorSpec("norm", "BF16", (6,)), TensorSpec("tied", "BF16", (64, 6))
+    found = {}
+    for stage in range(2):
+        w = TensorSpec(f"w{stage}", "BF16", (96, 6))
+        for i in range(tp * dp):
+            t = i % tp
+            pieces = [
+                Piece(spec.name, rows(t * spec.shape[0] // tp, spec.shape[0] // tp), spec.name, 0, (6, 1)) for spec in (w, tied)
+            ]
+            pieces.append(Piece("norm", full_box((6,)), "norm", 0, (1,)))
+            found[stage * tp * dp + i] = Layout({"norm": small, "tied": tied, w.name: w}, tuple(pieces))
+    return found
+
+
+def wanted(tp: int) -> dict[int, Layout]:
+    specs = {name: spec for layout in replicated(1, 1).values() for name, spec in layout.tensors.items()}
+    each = {name: spec.shape[0] // tp for name, spec in specs.items() if name != "norm"}
+    norm = Piece("norm", full_box((6,)), "norm", 0, (1,))
+    return {
+        i: Layout(specs, (norm, *(Piece(name, rows(i * n, n), name, 0, (6, 1)) for name, n in each.items()))) for i in range(tp)
+    }
+
+
+@pytest.mark.parametrize("server", [1, 2, 8])
+def test_servers_take_from_one_replica_each_where_that_is_enough(server: int) -> None:
+    sources, targets = pack(replicated(8, 4)), pack(wanted(server))
+    plans = [plan_pieces(sources, targets, number) for number in range(5)]
+    senders = [frozenset(found.sources.process[with_fewer_pairs(found).have].tolist()) for found in plans]
+    assert {found.parts for found in plans} == {4}
+    assert senders[0] == senders[4]
+    assert senders[:4] == [frozenset(range(8 * i, 8 * i + 8)) | frozenset(range(32 + 8 * i, 40 + 8 * i)) for i in range(4)]
+    for found in plans:
+        assert found.received.tolist() == plan_pieces(sources, targets).received.tolist()
+
+
+def test_servers_take_from_as_many_replicas_as_do_not_hold_them_up() -> None:
+    """A rank of two has four times as much of a stage as a worker of eight wants of it, and each worker wants two stages."""
+    sources = pack(replicated(2, 8))
+    targets = pack({i: layout for i, layout in wanted(8).items()})
+    whole = plan_pieces(pack(replicated(2, 1)), targets)
+    assert whole.sent.max() == pytest.approx(2 * whole.received.max(), rel=0.02)
+    found = plan_pieces(sources, targets, 1)
+    assert found.parts == 4
+    assert found.sent.max() <= 1.01 * found.received.max()
+
+
+def test_a_plan_for_nobody_in_particular_takes_from_all_replicas() -> None:
+    found = plan_pieces(pack(replicated(2, 4)), pack(wanted(1)))
+    assert found.parts == 1
+    assert not frozenset(np.flatnonzero(found.sent).tolist()) <= {0, 1, 8, 9}
 
 
 def test_holders_whose_boxes_overlap_without_being_the_same_are_refused() -> None:

@@ -19,6 +19,7 @@ from resharder.client.operator import Operator
 from resharder.client.waiting import went_well
 from resharder.v1 import resources_pb2
 
+from demo.trainer_job import TrainerJob
 from tests.support.asking import PROMPTS, Asked, Client, Judge, Turned, ask
 from tests.support.daemon import Daemon
 from tests.support.operating import servers, wait_serving, wait_until
@@ -177,7 +178,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     save_tokenizer(folder, CONFIG["vocab_size"])
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "daemon.yaml").write_text("checks:\n  answers: [sh, -c, 'echo version $RESHARDER_VERSION is worse; exit 1']\n")
-    with Daemon(lease_seconds=LEASE, keep_count=4, config=folder / "daemon.yaml") as daemon, ExitStack() as stack:
+    options = {"lease_seconds": LEASE, "keep_count": 4, "config": folder / "daemon.yaml", "log_format": "json"}
+    with Daemon(**options) as daemon, ExitStack() as stack:
         found = {}
         for name in ("left", "right"):
             environment = {
@@ -381,3 +383,20 @@ def test_servers_killed_while_they_stage_and_while_they_apply_boot_on_the_newest
     for server in fleet.servers.values():
         server.wait_ready()
     fleet.in_time(version)
+
+
+def test_servers_take_versions_from_a_replica_each_and_at_the_same_time(fleet: Fleet, tmp_path: Path) -> None:
+    settings = {"config": CONFIG, "connect": {"direct_wait": 60.0}}
+    with TrainerJob(fleet.daemon.endpoint, "policy", tmp_path, settings, ranks=2) as trainer:  # two replicas of all weights
+        fleet.set(ALL_AT_ONCE)
+        for step in (100, 101):
+            version = int(trainer.ask(do="publish", step=step)["version"])
+            fleet.steps[version] = step
+            fleet.arrives(version)
+            fleet.everyone_gets(version)
+    said = [json.loads(line) for line in fleet.daemon.log.read_text().splitlines() if line.startswith("{")]
+    groups = {line["server"]: line["senders"] for line in said if line["event"] == "direct_group"}
+    assert groups == {"left": 1, "right": 1}
+    sent = [(line["server"], line["version"]) for line in said if line["event"] == "direct_transfer"]
+    assert sorted(sent) == [(name, version - 1 + i) for name in ("left", "right") for i in range(2)]
+    assert not [line for line in said if line["event"] == "direct_failed"]

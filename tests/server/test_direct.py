@@ -34,6 +34,7 @@ class Site:
     wanting: set[str] = field(default_factory=set)
     known: dict[str, dict[int, str]] = field(default_factory=dict)
     now: float = 0.0
+    ranks: int = 2  # two hold one replica
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
 
     def __post_init__(self) -> None:
@@ -54,8 +55,8 @@ class Site:
         return Member(f"servers/{server}", rank, f"{server}-{rank}")
 
     def declare(self, *servers: str) -> None:
-        for rank in range(2):
-            self.direct.declare(self.rank(rank), "memory", half(rank))
+        for rank in range(self.ranks):
+            self.direct.declare(self.rank(rank), "memory", half(rank % 2))
         for server in servers:
             self.known[server] = {rank: f"{server}-{rank}" for rank in range(2)}
             self.wanting.add(server)
@@ -63,7 +64,7 @@ class Site:
                 self.direct.declare(self.worker(server, rank), "memory", half(rank))
 
     def offer(self, number: int = 1, wait: float = 100.0) -> list["Rank"]:
-        return [Rank(self, rank, number, wait) for rank in range(2)]
+        return [Rank(self, rank, number, wait) for rank in range(self.ranks)]
 
     def begin(self, act: Callable[..., object], *arguments: object) -> "Future[object]":
         return self.pool.submit(act, *arguments)
@@ -81,7 +82,7 @@ class Site:
 class Rank:
     def __init__(self, site: Site, rank: int, number: int, wait: float) -> None:
         self.site, self.rank, self.member = site, rank, site.rank(rank)
-        self.offer = site.direct.offer(self.member, "memory", "policy", number, 2, wait)
+        self.offer = site.direct.offer(self.member, "memory", "policy", number, site.ranks, wait)
 
     def task(self, state: str = "READY") -> Task | None:
         """The next one; None where the offer is over."""
@@ -205,6 +206,44 @@ def test_one_server_at_a_time_takes_from_an_offer(site: Site) -> None:
     site.finish(site.worker("left", 1), left)
     [future.result(LONG) for future in waits]
     assert [rank.task() for rank in ranks] == [Task(Act.RUN, right)] * 2
+
+
+def test_servers_take_from_different_replicas_at_the_same_time(site: Site) -> None:
+    site.ranks = 4
+    site.declare("left", "right", "third")
+    ranks = site.offer()
+    first, second = ranks[:2], ranks[2:]
+    groups = {server: linked(site, server, mine) for server, mine in (("left", first), ("right", second), ("third", first))}
+    assert site.direct.at_once("policy") == 2
+    assert len(site.direct.memories._plans) == 2  # one for each replica
+    for server, mine in (("left", first), ("right", second)):
+        [future.result(LONG) for future in site.start(server, groups[server])]
+        assert [rank.task() for rank in mine] == [Task(Act.RUN, groups[server])] * 2
+    waits = site.start("third", groups["third"])
+    for rank in range(2):
+        site.finish(site.rank(2 + rank), groups["right"])
+        site.finish(site.worker("right", rank), groups["right"])
+    assert not any(future.done() for future in waits)
+    for rank in range(2):
+        site.finish(site.rank(rank), groups["left"])
+        site.finish(site.worker("left", rank), groups["left"])
+    [future.result(LONG) for future in waits]
+    assert [rank.task() for rank in first] == [Task(Act.RUN, groups["third"])] * 2
+
+
+def test_a_replica_that_is_gone_leaves_what_others_send_alone(site: Site) -> None:
+    site.ranks = 4
+    site.declare("left", "right")
+    ranks = site.offer()
+    left, right = linked(site, "left", ranks[:2]), linked(site, "right", ranks[2:])
+    [future.result(LONG) for server, group in (("left", left), ("right", right)) for future in site.start(server, group)]
+    site.direct.leave(ranks[3].offer, 3)
+    with pytest.raises(FailedPrecondition, match=r"rank 3 of .* is gone"):
+        site.direct.key(right, "never", 0.0)
+    assert site.direct.key(left, "never", 0.0) is None
+    for member in (site.rank(0), site.rank(1), site.worker("left", 0), site.worker("left", 1)):
+        site.finish(member, left)
+    assert ranks[0].offer.served == {"left"}
 
 
 def test_an_offer_ends_when_nobody_needs_it_and_when_its_time_is_over(site: Site) -> None:

@@ -142,8 +142,15 @@ def staged(id: str, **more: Any) -> Server:
     return replace(known, **{"install": install, "workers": {0: worker}, **more})
 
 
-def waits(*servers: Server) -> Set[str]:
-    return held_back(View({server.id: server for server in servers}, {1, 2}, 0.0, Settings(), clock=100.0))
+def waits(*servers: Server, at_once: int = 1) -> Set[str]:
+    view = View({server.id: server for server in servers}, {1, 2}, 0.0, Settings(), clock=100.0, at_once=at_once)
+    return held_back(view)
+
+
+def test_where_ranks_send_to_several_at_once_more_pause() -> None:
+    five = [staged(id) for id in "abcde"]
+    assert waits(*five) == {"c", "d", "e"}
+    assert waits(*five, at_once=2) == {"e"}
 
 
 def test_the_first_come_go_first_and_those_that_serve_nothing_before_them() -> None:

@@ -48,7 +48,8 @@ class Side:
 @dataclass(frozen=True)
 class Report:
     """What was found. `sends`: what each trainer rank hands to the daemon; `receives`: what each worker takes from it; `direct`:
-    what each rank would send straight to the workers, in `copies` copies. None where that side was not asked about."""
+    what ranks would send straight to the workers of one server, those that do, in `copies` copies. None where that side was not
+    asked about."""
 
     architecture: str
     tensors: int
@@ -145,14 +146,14 @@ def check(
     sends = plan_pieces(sources, store).sent if sources is not None else None
     workers, through = _workers(config, specs, server, dtype, progress) if server is not None else (None, ())
     receives = plan_pieces(store, workers).received if workers is not None else None
-    direct = plan_pieces(sources, workers) if sources is not None and workers is not None else None
+    direct = plan_pieces(sources, workers, 0) if sources is not None and workers is not None else None
     return Report(
         architecture_of(config).name,
         len(specs),
         sum(spec.size for spec in specs.values()),
         _side(sends),
         _side(receives),
-        _side(direct.sent if direct is not None else None),
+        _side(direct.sent[direct.sent > 0] if direct is not None else None),
         len(direct) if direct is not None else 0,
         through,
     )

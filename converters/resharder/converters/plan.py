@@ -21,6 +21,7 @@ from resharder.converters.packed import Distinct, Ints, Pieces, Ranges, distinct
 Array = npt.NDArray[Any]
 Source = TypeVar("Source", bound=Hashable)
 Target = TypeVar("Target", bound=Hashable)
+_BUSY = 1.01  # what the busiest source may send where a part of the replicas is to do, of what the busiest target receives
 
 
 class Copy(NamedTuple, Generic[Source, Target]):
@@ -46,6 +47,7 @@ class Plan(Generic[Source, Target]):
     have: Ints
     want: Ints
     boxes: Ranges
+    parts: int = 1  # that the sources' replicas were divided into; it takes from one of them
 
     def __len__(self) -> int:
         return len(self.have)
@@ -111,8 +113,9 @@ def plan(sources: Mapping[Source, Layout], targets: Mapping[Target, Layout]) -> 
     return plan_pieces(pack(sources), pack(targets))
 
 
-def plan_pieces(sources: Pieces[Source], targets: Pieces[Target]) -> Plan[Source, Target]:
-    """`plan` for pieces in arrays."""
+def plan_pieces(sources: Pieces[Source], targets: Pieces[Target], number: int | None = None) -> Plan[Source, Target]:
+    """`plan` for pieces in arrays. `number`: of these targets among several that the sources fill, each from the next part of the
+    replicas: as small a part as can be where no source is to send more than the busiest target receives. None: from all."""
     known = _same_tensors(sources, targets)
     width = max(sources.boxes.start.shape[1], targets.boxes.start.shape[1])
     sources, targets = sources.widened(width), targets.widened(width)
@@ -123,8 +126,15 @@ def plan_pieces(sources: Pieces[Source], targets: Pieces[Target]) -> Plan[Source
     want, box, boxes = want[some], box[some], boxes.take(some)
     _refuse_holes(targets, want, boxes)
     sizes = boxes.volume * _item_sizes(targets)[targets.tensor[want]]
-    have = _choose(held, sources.process, len(sources.processes), box, sizes)
-    return Plan(sources, targets, have, want, boxes)
+    replica, parts = _replicas(held, sources.process, box) if number is not None else (np.zeros(len(sources), np.int64), 1)
+    count = parts
+    while True:
+        part = _part(held, replica * parts // count == (number or 0) % parts)
+        have = _choose(held, part, sources.process, len(sources.processes), box, sizes)
+        found = Plan(sources, targets, have, want, boxes, parts)
+        if parts == 1 or found.sent.max() <= _BUSY * found.received.max():
+            return found
+        parts //= 2
 
 
 def _item_sizes(pieces: Pieces[Any]) -> Ints:
@@ -162,18 +172,37 @@ def _refuse_holes(targets: Pieces[Target], want: Ints, boxes: Ranges) -> None:
         raise LayoutError(f"{where}: expected {targets.boxes.volume[i]} elements, the sources give {filled[i]}")
 
 
-def _choose(held: Distinct, process: Ints, processes: int, box: Ints, sizes: Ints) -> Ints:
-    """The piece that each copy is taken from: a holder of its box that has least to send so far. Copies with fewer holders come
-    first, then larger ones: what is left can only even out."""
+def _replicas(held: Distinct, process: Ints, box: Ints) -> tuple[Ints, int]:
+    """Which replica each piece's process is of, and how many there are: as many as the fewest processes that hold one of these
+    boxes. The first holder of such a box is of the first, and so on."""
     order = np.lexsort((process, held.of))  # pieces, box by box
     holders = np.bincount(held.of, minlength=len(held.tensor))
+    place = np.arange(len(order)) - (np.cumsum(holders) - holders)[held.of[order]]
+    count = int(holders[box].min(initial=len(order)))
+    fewest = holders[held.of[order]] == count
+    replica = np.zeros(process.max(initial=0) + 1, np.int64)
+    replica[process[order[fewest]]] = place[fewest]
+    return replica[process], max(1, count)
+
+
+def _part(held: Distinct, wanted: npt.NDArray[np.bool_]) -> Ints:
+    """The pieces that are wanted, and all of the boxes of which none is."""
+    found = np.bincount(held.of, wanted, len(held.tensor)) > 0
+    return np.flatnonzero(wanted | ~found[held.of])
+
+
+def _choose(held: Distinct, part: Ints, process: Ints, processes: int, box: Ints, sizes: Ints) -> Ints:
+    """The piece that each copy is taken from: a holder of its box, among those of `part`, that has least to send so far. Copies
+    with fewer holders come first, then larger ones: what is left can only even out."""
+    order = part[np.lexsort((process[part], held.of[part]))]  # pieces, box by box
+    holders = np.bincount(held.of[part], minlength=len(held.tensor))
     begins = np.cumsum(holders) - holders
     load = np.zeros(processes, np.int64)
     chosen = np.empty(len(box), np.int64)
     # Copies of one size whose boxes have the same holders are shared out in one go.
     names = np.random.default_rng(7).integers(2**63, size=processes)
     alike = np.zeros(len(held.tensor), np.int64)
-    np.add.at(alike, held.of, names[process])
+    np.add.at(alike, held.of[part], names[process[part]])
     by_kind = np.lexsort((alike[box], -sizes, holders[box]))
     kinds = np.column_stack([alike[box], sizes, holders[box]])[by_kind]
     for copies in np.split(by_kind, np.flatnonzero((kinds[1:] != kinds[:-1]).any(axis=1)) + 1):

@@ -1,8 +1,9 @@
 """The direct path's coordinator: who sends to whom, and whose turn it is. `memories.py` knows what members hold, and plans.
 
 An *offer* is a version that the ranks of a publisher still hold in memory. A *group* is one server's workers and the ranks that
-send to them, planned once and kept from version to version while its processes live. A *turn* is one group's transfer: one at a
-time for each offer, so that a rank needs no buffers but one transfer's.
+send to them, planned once and kept from version to version while its processes live. A *turn* is one group's transfer: a rank
+sends to one at a time, so that it needs no buffers but one transfer's. Groups whose ranks are others, as those of another
+replica, have theirs at the same time.
 
     worker: join (staging) ......... [digests] ..... start (paused) - turn - finish
     rank:   offer ... LINK: meets the group ... [DIGEST: says] .. RUN: sends - finish ... end: memory may change
@@ -13,6 +14,7 @@ Nothing here decides what a server installs: it asks the fleets whom an offer is
 group, and the server's install goes on over the staged path.
 """
 
+import itertools
 import queue
 import secrets
 import threading
@@ -86,6 +88,8 @@ class Direct:
         self._withheld: dict[str, int] = {}  # the newest version of each model that no rank offers
         self._joined: dict[str, tuple[str, dict[int, tuple[Member, str]]]] = {}  # server -> install, workers and their memories
         self._groups: dict[str, Group] = {}  # by server
+        self._numbers: dict[str, tuple[str, int]] = {}  # server -> model, and which of the servers that follow it
+        self._at_once: dict[str, int] = {}  # replaced, never changed
         self._planning: set[str] = set()
         self._refused: dict[str, int] = {}  # server -> the version that it takes over the staged path
         self._failures: dict[str, tuple[int, float]] = {}  # server -> how many in a row, and when it may be tried again
@@ -102,7 +106,7 @@ class Direct:
         self.memories.declare(member, fingerprint, pieces)
         with self._news:
             for server in gone.values():
-                for known in (self._joined, self._groups, self._refused, self._failures):
+                for known in (self._joined, self._groups, self._numbers, self._refused, self._failures):
                     known.pop(server, None)
 
     def check_worker(self, member: Member) -> dict[int, str]:
@@ -157,6 +161,18 @@ class Direct:
         """The last versions that every rank has offered, whatever has become of them."""
         return self._whole.get(model, ())
 
+    def at_once(self, model: str) -> int:
+        """How many servers its ranks can send to at the same time, by the groups that there are; 1 where there is none."""
+        return self._at_once.get(model, 1)
+
+    def _count(self, model: str) -> None:
+        busy, found = set[Member](), 0
+        for group in self._groups.values():
+            if not group.error and group.members[0].owner.startswith(f"models/{model}/") and busy.isdisjoint(group.ranks):
+                busy |= group.ranks
+                found += 1
+        self._at_once = self._at_once | {model: max(1, found)}
+
     def task(self, offer: Offer, rank: int, state: str) -> Task | None:
         """The rank's next one, None when its memory may change, TimeoutError after a while without either, or when there is a
         reason to look again. `state` is the version's."""
@@ -195,15 +211,15 @@ class Direct:
                 self._news.notify_all()
 
     def _end_late(self, offer: Offer) -> None:
-        running = offer.running
-        if running is not None and self._clock() > running.began + self.seconds + _SLACK:
-            self._fail(running, "late", f"not every member was done after {self.seconds + _SLACK:g} s")
+        for group in list(offer.running.values()):
+            if self._clock() > group.began + self.seconds + _SLACK:
+                self._fail(group, "late", f"not every member was done after {self.seconds + _SLACK:g} s")
 
     def _is_over(self, offer: Offer, state: str, now: float, wanted: bool) -> bool:
         if state != "READY" or offer.ready_at is None:
             return state != "STAGING"
         waited = now - offer.ready_at
-        if offer.running is not None or offer.turns:
+        if offer.running or offer.turns:
             return waited > offer.wait_seconds + self.seconds
         return waited > offer.wait_seconds or not wanted or (waited > self.seconds and not offer.complete)
 
@@ -239,8 +255,9 @@ class Direct:
                     return group.link(member)
                 self._end(group, f"{member.owner}, rank {member.rank} has let go of it")  # as those do that fall asleep
             self._planning.add(server)
+            place = self._number(server, model)
         try:
-            planned = self.memories.plan(ranks, workers)
+            planned = self.memories.plan(ranks, workers, place)
         except (LayoutError, ValueError) as error:
             with self._news:
                 self._refuse(server, number, "layout", f"{error}")
@@ -250,6 +267,14 @@ class Direct:
                 self._news.notify_all()
         with self._news:
             return self._make(offer, server, key, planned, ranks, workers).link(member)
+
+    def _number(self, server: str, model: str) -> int:
+        """Which of the servers that follow a model it is: they share out its publisher's replicas by that."""
+        known = self._numbers.get(server)
+        if known is None or known[0] != model:
+            taken = {number for other, number in self._numbers.values() if other == model}
+            known = self._numbers[server] = model, next(number for number in itertools.count() if number not in taken)
+        return known[1]
 
     def _good_offer(self, server: str, model: str, number: int) -> Offer | None:
         """The one of this version, None where it may still come. Raises FailedPrecondition (NOT_OFFERED)."""
@@ -299,6 +324,7 @@ class Direct:
         members = (*(ranks[rank][0] for rank in planned.senders), *(workers[rank][0] for rank in sorted(workers)))
         group = Group(secrets.token_hex(12), server, key, members, len(planned.senders), planned)
         self._groups[server] = group
+        self._count(offer.model)
         offer.tell(group, Act.LINK, link=True)
         _log.info("direct_group", server=server, group=group.id, senders=group.senders, members=len(members))
         return group
@@ -367,10 +393,13 @@ class Direct:
         return offer
 
     def _next(self, offer: Offer) -> None:
-        while offer.running is None and offer.turns:
-            group = offer.turns.popleft()
+        for group in list(offer.turns):
+            if not group.error and not offer.has_room(group):
+                continue
+            offer.turns.remove(group)
             if not group.error:
-                offer.running, group.granted, group.began = group, group.install, self._clock()
+                offer.running[group.id] = group
+                group.granted, group.began = group.install, self._clock()
                 offer.tell(group, Act.RUN)
                 _log.info("direct_turn", server=group.server, version=offer.number, group=group.id)
                 self._news.notify_all()
@@ -386,8 +415,8 @@ class Direct:
             group.finished.add(member)
             group.received += size_bytes if member in group.members[group.senders :] else 0
             offer = self._offers.get(group.members[0].owner.split("/")[1])
-            if len(group.finished) == len(group.members) and offer is not None and offer.running is group:
-                offer.running = None
+            if len(group.finished) == len(group.members) and offer is not None and id in offer.running:
+                del offer.running[id]
                 took = self._clock() - group.began
                 _log.info(
                     "direct_transfer",
@@ -426,8 +455,7 @@ class Direct:
         group.error = why
         for offer in self._offers_to(group):
             offer.tell(group, Act.DROP)
-            if offer.running is group:
-                offer.running = None
+            offer.running.pop(group.id, None)
             self._next(offer)
         self._news.notify_all()
 

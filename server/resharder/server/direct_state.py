@@ -54,7 +54,7 @@ class Planned(NamedTuple):
     plan: Plan[int, int]  # between numbers of ranks and of workers
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     id: str
     server: str
@@ -75,6 +75,11 @@ class Group:
     said: dict[int, Digests] = field(default_factory=dict)  # by rank
     told: bool = False  # ranks know of which boxes
 
+    @property
+    def ranks(self) -> frozenset[Member]:
+        """Those that send."""
+        return frozenset(self.members[: self.senders])
+
     def link(self, member: Member) -> Link:
         rank = self.members.index(member)
         copies = self.planned.copies
@@ -93,7 +98,7 @@ class Offer:
     wait_seconds: float
     ranks: dict[int, tuple[Member, str, "queue.SimpleQueue[Task | None]"]] = field(default_factory=dict)
     turns: deque[Group] = field(default_factory=deque)
-    running: Group | None = None
+    running: dict[str, Group] = field(default_factory=dict)
     ready_at: float | None = None
     served: set[str] = field(default_factory=set)  # servers that have all of it, proven
     ended: bool = False
@@ -101,6 +106,10 @@ class Offer:
     @property
     def complete(self) -> bool:
         return len(self.ranks) == self.world_size
+
+    def has_room(self, group: Group) -> bool:
+        """None of its ranks sends at the moment."""
+        return all(group.ranks.isdisjoint(other.ranks) for other in self.running.values())
 
     def tell(self, group: Group, act: Act, *, link: bool = False) -> None:
         for member in group.members[: group.senders]:

@@ -123,7 +123,8 @@ class Fleets:
 
     `serving_changed` is called, with the lock held, when `serving` may answer otherwise; the intake sets it. `check` is called,
     with the lock held too, when a canary's check has to run: `checked` says how it ended. `offered(model)` are the
-    versions that every rank has offered for the direct path. `observers` hear of every step.
+    versions that every rank has offered for the direct path, `at_once(model)` how many servers its ranks can send to at the same
+    time. `observers` hear of every step.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class Fleets:
         self.serving_changed: Callable[[], None] = lambda: None
         self.check: Callable[[Fleet], None] = lambda fleet: None
         self.offered: Callable[[str], Collection[int]] = lambda model: ()
+        self.at_once: Callable[[str], int] = lambda model: 1
         self.observers: list[Observer] = []
         self._note = note or _no_note
         self._fleets = files.load() if files else {}
@@ -549,7 +551,8 @@ class Fleets:
         here = {id for id, server in servers.items() if server.lost_at is not None or server.complete}
         settling = self._clock() < self._started + self.settings.lease + _SETTLE and not fleet.members <= here
         ahead = frozenset(number for number, one in self._ahead_of(fleet).items() if one.staging) - ready
-        return View(servers, ready, self._wall(), self.settings, settling, ahead, self._clock())
+        at_once = self.at_once(fleet.model)
+        return View(servers, ready, self._wall(), self.settings, settling, ahead, self._clock(), at_once)
 
     def _steer(self, name: str) -> None:
         """Moves the fleet on, and its servers with it, until nothing follows."""

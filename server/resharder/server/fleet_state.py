@@ -152,6 +152,7 @@ class View:
     settling: bool = False
     ahead: Set[int] = frozenset()  # STAGING, and offered by every rank to a fleet that serves ahead
     clock: float = 0.0  # seconds, as in installs; `now` is the time of day
+    at_once: int = 1  # servers that ranks can send to at the same time
 
     @cached_property
     def usable(self) -> Set[int]:

@@ -1,7 +1,8 @@
 """Which servers of a fleet serve on, staged, until their turn on the direct path is near: a pure function of what they are at.
 
-Ranks send to one server at a time (direct.py). One that paused with all the others would stand still through every transfer
-before its own. So no more than two of a fleet pause for it: one takes the version, another is ready when the first has it.
+A rank sends to one server at a time (direct.py). One that paused with all the others would stand still through every transfer
+before its own. So no more than two of a fleet pause for it, or two for each that ranks can send to at the same time: one takes
+the version, another is ready when the first has it.
 Not asked where servers first answer what they have begun to (PauseMode.WAIT): that may take minutes, each for itself.
 """
 
@@ -10,7 +11,7 @@ from collections.abc import Set
 from resharder.server.fleet_state import View
 from resharder.server.server_state import InstallState, Server
 
-_PAUSED = 2
+_PAUSED = 2  # for each that ranks can send to
 _PATIENCE = 20.0  # seconds: one that takes longer has no transfer going on any more
 
 
@@ -20,7 +21,7 @@ def held_back(view: View) -> Set[str]:
     staging = {id: server for id, server in view.servers.items() if _is(server, InstallState.STAGING)}
     waiting = [id for id, server in staging.items() if server.staged and server.joined and _can_go(server)]
     waiting.sort(key=lambda id: (bool(staging[id].opened), _began(staging[id]), id))
-    room = max(0, _PAUSED - sum(_takes(server, view.clock) for server in view.servers.values()))
+    room = max(0, _PAUSED * view.at_once - sum(_takes(server, view.clock) for server in view.servers.values()))
     if len(waiting) < room:
         return frozenset()
     stored = {id for id, server in staging.items() if server.staged and not server.joined}

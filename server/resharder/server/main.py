@@ -90,6 +90,7 @@ class Daemon:
         self.fleets.serving_changed = self.intake.wake_for_serving
         self.direct = Direct(self.fleets, staging_bytes=config.direct_staging_bytes, seconds=config.direct_seconds)
         self.fleets.offered, self.direct.offered_whole = self.direct.offered, self.fleets.wake
+        self.fleets.at_once = self.direct.at_once
         self.store.subscribe(lambda record: self.direct.changed(record.model))
         self.checks = Checks(config.checks, config.check_seconds)
         self.fleets.check = self._check

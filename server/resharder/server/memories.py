@@ -30,7 +30,7 @@ class Memories:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[tuple[str, int], _Memory] = {}
-        self._plans: OrderedDict[Hashable, Planned] = OrderedDict()
+        self._plans: OrderedDict[tuple[Hashable, int], Planned] = OrderedDict()  # by sides, and part of the replicas
 
     def declare(self, member: Member, fingerprint: str, pieces: Pieces[int]) -> None:
         """Of a model only the newest publisher's count."""
@@ -60,17 +60,20 @@ class Memories:
             raise FailedPrecondition("MEMORY_UNKNOWN", f"{member.owner}, rank {member.rank}: declare what it holds first")
         return known.pieces
 
-    def plan(self, ranks: Side, workers: Side) -> Planned:
-        """Known for the last few of what was asked. Raises LayoutError, ValueError where the staging memory does not suffice,
-        FailedPrecondition (MEMORY_UNKNOWN): a later publisher's memory may have taken the place of this one's."""
-        key = tuple(tuple(sorted((rank, memory) for rank, (_, memory) in side.items())) for side in (ranks, workers))
+    def plan(self, ranks: Side, workers: Side, number: int) -> Planned:
+        """For server `number` of those that the ranks send to. Known for the last few of what was asked. Raises LayoutError,
+        ValueError where the staging memory does not suffice, FailedPrecondition (MEMORY_UNKNOWN): a later publisher's memory may
+        have taken the place of this one's."""
+        members = tuple(tuple(sorted((rank, memory) for rank, (_, memory) in side.items())) for side in (ranks, workers))
         with self._lock:
-            if key in self._plans:
-                self._plans.move_to_end(key)
-                return self._plans[key]
+            for (known, of), planned in self._plans.items():
+                if known == members and of == number % planned.plan.parts:
+                    self._plans.move_to_end((known, of))
+                    return planned
             sides = [[self._find(*found) for _, found in sorted(side.items())] for side in (ranks, workers)]
         began = time.monotonic()
-        found = plan_pieces(*(join(side) for side in sides))
+        have, want = (join(side) for side in sides)
+        found = plan_pieces(have, want, number)
         sending = sorted({int(p) for p in set(found.sources.process[found.have].tolist())})
         order = {process: i for i, process in enumerate(sending)}
         copies = copies_of(
@@ -81,7 +84,7 @@ class Memories:
         planned = Planned(copies, tuple(sorted(ranks)[process] for process in sending), found)
         _log.info("direct_planned", ranks=len(ranks), workers=len(workers), copies=len(copies), seconds=time.monotonic() - began)
         with self._lock:
-            self._plans[key] = planned
+            self._plans[members, number % found.parts] = planned
             while len(self._plans) > _PLANS:
                 self._plans.popitem(last=False)
         return planned
