@@ -1,6 +1,7 @@
 """Installs over the direct and the staged path with everything in its place: two Megatron ranks on two GPUs, a daemon, one vLLM
 server of two workers on two others. `python -m benchmarks.direct_install [--rounds N] [--json FILE] [--only NAME] [--reload]`;
-`--each 1`: one rank to one worker, on two GPUs; `--servers 2 --each 1`: one rank to two servers of one worker, on three.
+`--each 1`: one rank to one worker, on two GPUs; `--servers 2 --each 1`: one rank to two servers of one worker, on three;
+`--replicas 2` beside that: a rank to each, at the same time, on four.
 `--gpus` names them, one twice where processes share it: with `0,1,1` two servers, with `0,1,1,0` two ranks send to two workers
 across two GPUs (NCCL joins no two processes on one: in the dense shape these exchange nothing). `--cpu-tiny` runs it all on a
 CPU, to try it. Servers run with CUDA graphs, or as `--eager` says.
@@ -68,7 +69,7 @@ def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
     asked = {"direct": arguments.rounds, "ahead": arguments.ahead, "staged": arguments.staged}
     found: dict[str, list[Seen]] = {}
     with fast_store() as (folder, kind):
-        own = {"gpus": arguments.gpus, "store": folder / "store", "direct_seconds": 20}
+        own = {"gpus": arguments.gpus, "replicas": arguments.replicas, "store": folder / "store", "direct_seconds": 20}
         with System(job, each, each, count, cpu, eager=arguments.eager, **own) as system:
             system.say(f"the store is in {kind}")
             held = system.fingerprints()
@@ -110,7 +111,8 @@ def rows_of(
     job: Job, arguments: argparse.Namespace, found: dict[str, list[Seen]], reload: float | None, limit: float | None
 ) -> list[Row]:
     """Of medians without the first, which connects and compiles."""
-    whom = "" if (arguments.each, arguments.servers) == (2, 1) else f", {arguments.each} to {arguments.servers}"
+    each, replicas, count = arguments.each, arguments.replicas, arguments.servers
+    whom = "" if (each, replicas, count) == (2, 1, 1) else f", {each * replicas} to {count}"
     sent = read(arguments.json).get(f"direct {job.name}") if arguments.json else None
     rows = []
     for path, seen in found.items():
@@ -142,6 +144,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--each", type=int, default=2, help="ranks of the trainer, and workers of each server")
     parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--replicas", type=int, default=1, help="of the trainer's model, each of as many ranks")
     parser.add_argument("--gpus", default="", help="the ranks', then the servers', as 0,1,1,0")
     parser.add_argument("--reload", action="store_true", help="measure vLLM's own reload_weights in the same run")
     arguments = parser.parse_args()

@@ -99,7 +99,7 @@ def devices(need: int, cpu: bool, gpus: str = "") -> list[str]:
 
 
 class System:
-    """`ranks` of the trainer, `count` servers of `workers` GPUs each. To be used as a context."""
+    """`ranks` of each of the trainer's `replicas`, `count` servers of `workers` GPUs each. To be used as a context."""
 
     def __init__(
         self,
@@ -111,12 +111,13 @@ class System:
         more: tuple[str, ...] = (),
         eager: bool = True,
         gpus: str = "",
+        replicas: int = 1,
         **options: Any,
     ) -> None:
         """`more`: of the servers' arguments; `eager`: without CUDA graphs, as on a CPU; `gpus`: the ranks', then the servers', as
         `0,1,1` where two servers share one; `options`: the daemon's."""
-        self.job, self.ranks, self._began, self._step, self._jobs = job, ranks, time.monotonic(), 0, 0
-        eager = eager or cpu
+        self.job, self.ranks, self.replicas, self._began, self._step, self._jobs = job, ranks, replicas, time.monotonic(), 0, 0
+        eager, ranks = eager or cpu, ranks * replicas
         own = devices(ranks + workers * count, cpu, gpus)
         self.gpus = [own[ranks + workers * i : ranks + workers * (i + 1)] for i in range(count)]
         self._trains_on = own[:ranks]
@@ -188,7 +189,12 @@ class System:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._trains_on)
         try:
             self.trainer = TrainerJob(
-                self.daemon.endpoint, "policy", own, settings, ranks=self.ranks, module="benchmarks.direct_trainer"
+                self.daemon.endpoint,
+                "policy",
+                own,
+                settings,
+                ranks=self.ranks * self.replicas,
+                module="benchmarks.direct_trainer",
             )
         finally:
             del os.environ["CUDA_VISIBLE_DEVICES"]
