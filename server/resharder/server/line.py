@@ -3,7 +3,8 @@
 A rank sends to one server at a time (direct.py). One that paused with all the others would stand still through every transfer
 before its own. So no more than two of a fleet pause for it, or two for each that ranks can send to at the same time: one takes
 the version, another is ready when the first has it.
-Not asked where servers first answer what they have begun to (PauseMode.WAIT): that may take minutes, each for itself.
+
+Fleets whose servers first answer what they have begun to (PauseMode.WAIT) pause all together: that may take minutes.
 """
 
 from collections.abc import Set
@@ -18,14 +19,17 @@ _PATIENCE = 20.0  # seconds: one that takes longer has no transfer going on any 
 def held_back(view: View) -> Set[str]:
     """Servers that are not to pause yet. Where there is no room, who stages is one: how it gets the version shows when it has
     staged."""
+    joined = {id for id, server in view.servers.items() if server.joined}
+    if not joined:
+        return frozenset()
     staging = {id: server for id, server in view.servers.items() if _is(server, InstallState.STAGING)}
-    waiting = [id for id, server in staging.items() if server.staged and server.joined and _can_go(server)]
-    waiting.sort(key=lambda id: (bool(staging[id].opened), _began(staging[id]), id))
-    room = max(0, _PAUSED * view.at_once - sum(_takes(server, view.clock) for server in view.servers.values()))
+    staged = {id for id, server in staging.items() if server.staged}
+    waiting = [id for id in staged & joined if _can_go(staging[id])]
+    room = _PAUSED * view.at_once - sum(_takes(view.servers[id], view.clock) for id in joined)
     if len(waiting) < room:
         return frozenset()
-    stored = {id for id, server in staging.items() if server.staged and not server.joined}
-    return staging.keys() - stored - set(waiting[:room])
+    waiting.sort(key=lambda id: (bool(staging[id].opened), _began(staging[id]), id))
+    return staging.keys() - (staged - joined) - set(waiting[: max(0, room)])
 
 
 def _is(server: Server, state: InstallState) -> bool:
@@ -41,4 +45,4 @@ def _can_go(server: Server) -> bool:
 
 
 def _takes(server: Server, now: float) -> bool:
-    return _is(server, InstallState.APPLYING) and server.joined and now < _began(server) + _PATIENCE
+    return _is(server, InstallState.APPLYING) and now < _began(server) + _PATIENCE
