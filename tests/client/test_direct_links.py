@@ -8,6 +8,8 @@ import torch
 from resharder.client.direct.group import DirectFailed
 from resharder.client.direct.links import Links
 
+from tests.support.operating import wait_until
+
 CPU, BOUND = torch.device("cpu"), 10.0
 
 
@@ -71,8 +73,7 @@ def test_one_that_was_dropped_while_it_was_met_is_closed_when_it_has_been(site: 
     with pytest.raises(DirectFailed, match="no link of group left"):
         site.links.get("left")
     met.set()
-    while "left" not in site.made:
-        pass
+    wait_until(lambda: "left" in site.made, "it has been met")
     assert site.made["left"].closed.wait(BOUND)
 
 

@@ -20,10 +20,12 @@ from resharder.converters.worlds import Parallel, world_layouts
         ("qwen3_moe", Parallel(8, ep=4), 2),  # eight ranks hold what is dense, two each expert
         ("qwen3_moe", Parallel(16, tp=2, pp=2, ep=2), 4),
         ("qwen3_moe", Parallel(8, ep=8), 1),
+        ("half_dense", Parallel(16, pp=2, ep=2), 4),  # eight ranks hold all of the first stage, four each expert of the second
     ],
 )
 def test_servers_have_ranks_of_their_own(family: str, trainer: Parallel, parts: int) -> None:
-    config = tiny_hf.tiny_config(family)
+    half = {"mlp_only_layers": [0, 1]} if family == "half_dense" else {}
+    config = tiny_hf.tiny_config("qwen3_moe" if half else family, **half)
     sources, server = (pack(dict(world_layouts(config, of, dtype=torch.bfloat16))) for of in (trainer, Parallel(1)))
     plans = [plan_pieces(sources, server, number) for number in range(parts + 1)]
     senders = [set(found.sources.process[with_fewer_pairs(found).have].tolist()) for found in plans]

@@ -385,7 +385,7 @@ def test_servers_killed_while_they_stage_and_while_they_apply_boot_on_the_newest
     fleet.in_time(version)
 
 
-def test_servers_take_versions_from_a_replica_each_and_at_the_same_time(fleet: Fleet, tmp_path: Path) -> None:
+def test_servers_take_versions_from_a_replica_each(fleet: Fleet, tmp_path: Path) -> None:
     settings = {"config": CONFIG, "connect": {"direct_wait": 60.0}}
     with TrainerJob(fleet.daemon.endpoint, "policy", tmp_path, settings, ranks=2) as trainer:  # two replicas of all weights
         fleet.set(ALL_AT_ONCE)

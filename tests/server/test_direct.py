@@ -231,6 +231,20 @@ def test_servers_take_from_different_replicas_at_the_same_time(site: Site) -> No
     assert [rank.task() for rank in first] == [Task(Act.RUN, groups["third"])] * 2
 
 
+def test_what_an_earlier_publisher_left_does_not_count_as_ranks_that_send(site: Site) -> None:
+    site.declare("left", "right")
+    ranks = site.offer()
+    for server in ("left", "right"):
+        linked(site, server, ranks)
+    assert site.direct.at_once("policy") == 1
+    later = "models/policy/publishers/2"
+    site.rank = lambda rank: Member(later, rank, f"later-{rank}")  # type: ignore[method-assign]
+    for rank in range(2):
+        site.direct.declare(site.rank(rank), "memory", half(rank))
+    linked(site, "left", site.offer(2), 2, "i-2")  # the other server still has its group of before
+    assert site.direct.at_once("policy") == 1
+
+
 def test_a_replica_that_is_gone_leaves_what_others_send_alone(site: Site) -> None:
     site.ranks = 4
     site.declare("left", "right")

@@ -174,14 +174,16 @@ def _refuse_holes(targets: Pieces[Target], want: Ints, boxes: Ranges) -> None:
 
 def _replicas(held: Distinct, process: Ints, box: Ints) -> tuple[Ints, int]:
     """Which replica each piece's process is of, and how many there are: as many as the fewest processes that hold one of these
-    boxes. The first holder of such a box is of the first, and so on."""
+    boxes. The first holder of such a box is of the first, and so on; whoever holds none of these is where it stands among the
+    holders of another box."""
     order = np.lexsort((process, held.of))  # pieces, box by box
     holders = np.bincount(held.of, minlength=len(held.tensor))
     place = np.arange(len(order)) - (np.cumsum(holders) - holders)[held.of[order]]
     count = int(holders[box].min(initial=len(order)))
-    fewest = holders[held.of[order]] == count
+    share = place * count // holders[held.of[order]]
+    last = np.argsort(holders[held.of[order]] == count, kind="stable")
     replica = np.zeros(process.max(initial=0) + 1, np.int64)
-    replica[process[order[fewest]]] = place[fewest]
+    replica[process[order[last]]] = share[last]  # the last of each process counts
     return replica[process], max(1, count)
 
 

@@ -165,13 +165,14 @@ class Direct:
         """How many servers its ranks can send to at the same time, by the groups that there are; 1 where there is none."""
         return self._at_once.get(model, 1)
 
-    def _count(self, model: str) -> None:
+    def _count(self, offer: Offer) -> None:
+        """Groups of earlier publishers may still be there."""
         busy, found = set[Member](), 0
         for group in self._groups.values():
-            if not group.error and group.members[0].owner.startswith(f"models/{model}/") and busy.isdisjoint(group.ranks):
+            if not group.error and group.members[0].owner == offer.publisher and busy.isdisjoint(group.ranks):
                 busy |= group.ranks
                 found += 1
-        self._at_once = self._at_once | {model: max(1, found)}
+        self._at_once = self._at_once | {offer.model: max(1, found)}
 
     def task(self, offer: Offer, rank: int, state: str) -> Task | None:
         """The rank's next one, None when its memory may change, TimeoutError after a while without either, or when there is a
@@ -324,7 +325,7 @@ class Direct:
         members = (*(ranks[rank][0] for rank in planned.senders), *(workers[rank][0] for rank in sorted(workers)))
         group = Group(secrets.token_hex(12), server, key, members, len(planned.senders), planned)
         self._groups[server] = group
-        self._count(offer.model)
+        self._count(offer)
         offer.tell(group, Act.LINK, link=True)
         _log.info("direct_group", server=server, group=group.id, senders=group.senders, members=len(members))
         return group

@@ -13,7 +13,7 @@ from resharder.server.fleet_state import View
 from resharder.server.server_state import InstallState, Server
 
 _PAUSED = 2  # for each that ranks can send to
-_PATIENCE = 20.0  # seconds: one that takes longer has no transfer going on any more
+_PATIENCE = 20.0  # seconds: whoever is paused for longer is not waited for
 
 
 def held_back(view: View) -> Set[str]:
