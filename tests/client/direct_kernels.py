@@ -15,11 +15,17 @@ from resharder.converters.layout import ITEM_SIZES, Box, Layout, Piece, Range, T
 from resharder.converters.local import view_of
 
 SHAPES = {
+    "F64": [(6, 10), (3, 2, 8), ()],
     "F32": [(9, 40), (3, 5, 16), (7,), ()],
     "BF16": [(150, 64), (4, 6, 24), (33,), (2, 70, 513)],
     "U8": [(5, 48), (17,)],
 }
-KINDS = {"F32": (torch.float32, torch.uint32), "BF16": (torch.bfloat16, torch.uint16), "U8": (torch.uint8, torch.uint8)}
+KINDS = {
+    "F64": (torch.float64, torch.uint64),
+    "F32": (torch.float32, torch.uint32),
+    "BF16": (torch.bfloat16, torch.uint16),
+    "U8": (torch.uint8, torch.uint8),
+}
 TILES = ((16, 5, 7, 3), (16, 1, 8192, 0), (8, 3, 100, 1), (4, 70, 1, 2), (2, 9, 11, 5), (1, 40, 3, 4))
 
 

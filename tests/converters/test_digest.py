@@ -1,6 +1,7 @@
 """Digests add up over any tiling, and see what goes wrong."""
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from threading import Barrier
 
 import numpy as np
@@ -44,26 +45,99 @@ def test_every_implementation_gives_the_same_number(data: st.DataObject) -> None
     assert np.array_equal(copied, x)
     assert np.array_equal(transposed, x)
     signed = torch.from_numpy(np.ascontiguousarray(x).view(f"i{x.itemsize}") if x.itemsize > 1 else np.ascontiguousarray(x))
+    held = signed.clone()
     assert digest_torch(signed, box, shape) == expected
+    assert torch.equal(signed, held)
 
 
 def reference(x: np.ndarray, box, shape: tuple[int, ...]) -> int:
     """The definition, one element at a time."""
-    total, lanes = 0, max(1, x.itemsize // 2)
+    total = 0
     for at in np.ndindex(x.shape):
         place = [r.start + i * r.step for r, i in zip(box, at, strict=True)]
         row = int(np.ravel_multi_index(place[:-1], shape[:-1])) if len(shape) > 1 else 0
-        a = int(digests.row_weights(np.array([row]))[0])
-        for lane in range(lanes):
-            bits = int(x[at]) >> (16 * lane) & 0xFFFF
-            b = int(digests._column_weights(Range(place[-1] * lanes + lane, 1), 1)[0])
-            total += bits * a * b
+        a = splitmix64(row, 0x9E3779B97F4A7C15) | 1
+        b = splitmix64(place[-1], 0xD1B54A32D192ED03) % 2**21 | 1
+        total += fold(int(x[at])) * a * b
     return total & MASK
 
 
-def test_without_numba_the_digest_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = random_bits((37, 70_001), np.uint16)
-    x[0] = 0xFFFF
+def splitmix64(index: int, seed: int) -> int:
+    x = ((index + 1) * 0x9E3779B97F4A7C15 + seed) & MASK
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
+    return x ^ x >> 31
+
+
+def fold(bits: int) -> int:
+    return bits ^ bits >> 32
+
+
+COLUMNS = 4096
+
+
+def of_one_element(bits: int, dtype: type, column: int) -> int:
+    """The digest of a tensor that is zero but for one element."""
+    return digest(np.array([bits], dtype), (Range(column, 1),), (COLUMNS,))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_no_change_of_one_element_cancels_in_any_column(dtype: type) -> None:
+    """Up to 32 bits a change adds `low * change of the low half + high * change of the high one`; the two cancel in a column that
+    has a vector (change, change) with all of it below the halves' 2**n in the lattice of those that add up to 0."""
+    half = 4 * np.dtype(dtype).itemsize
+    cancelled = []
+    for column in range(COLUMNS):
+        low, high = (of_one_element(1 << shift, dtype, column) for shift in (0, half))
+        if any(max(map(abs, vector)) < 1 << half for vector in shortest(low, high)):
+            cancelled.append(column)
+    assert cancelled == []
+
+
+def shortest(low: int, high: int) -> list[tuple[int, int]]:
+    """The shortest vectors (x, y) with x * low + y * high = 0 modulo 2**64, or (y, x): Gauss' reduction, and sums of what it ends
+    with, among which is the one with the smallest largest entry."""
+    low, high = sorted((low, high), key=lambda weight: weight & -weight)  # the first is the odd one, without twos of both
+    twos = low & -low
+    modulus = (1 << 64) // twos
+    u, v = (modulus, 0), (-(high // twos) * pow(low // twos, -1, modulus) % modulus, 1)
+    while True:
+        if dot(u, u) < dot(v, v):
+            u, v = v, u
+        times = (2 * dot(u, v) + dot(v, v)) // (2 * dot(v, v))
+        if times == 0:
+            return [u, v, (u[0] + v[0], u[1] + v[1]), (u[0] - v[0], u[1] - v[1])]
+        u = (u[0] - times * v[0], u[1] - times * v[1])
+
+
+def dot(u: tuple[int, int], v: tuple[int, int]) -> int:
+    return u[0] * v[0] + u[1] * v[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_in_every_column_an_element_can_be_computed_from_its_digest(dtype: type) -> None:
+    """So no two elements have the same one, whatever their width."""
+    most = int(np.iinfo(dtype).max)
+    a = splitmix64(0, 0x9E3779B97F4A7C15) | 1
+    for column, b in enumerate(digests.column_weights(COLUMNS).tolist()):
+        back = pow(a * b, -1, 1 << 64)
+        for bits in (most, most ^ most >> 1, splitmix64(column, 0) & most):
+            assert fold(of_one_element(bits, dtype, column) * back & MASK) == bits
+
+
+@pytest.mark.parametrize(("dtype", "one", "other"), [(np.float32, 0.1257, 0.0003), (np.float32, 1, -1), (np.float64, 1, -1)])
+def test_swapped_neighbours_are_seen_in_every_column(dtype: type, one: float, other: float) -> None:
+    x, y = (int(np.array(value, dtype).view(f"u{np.dtype(dtype).itemsize}")) for value in (one, other))
+    unsigned = DTYPES[int(np.log2(np.dtype(dtype).itemsize))]
+    of = [(of_one_element(x, unsigned, column), of_one_element(y, unsigned, column)) for column in range(COLUMNS)]
+    for (x_left, y_left), (x_right, y_right) in pairwise(of):
+        assert (x_left + y_right) & MASK != (y_left + x_right) & MASK
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_numba_the_digest_is_the_same(dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = random_bits((37, 70_001), dtype)
+    x[0] = np.iinfo(dtype).max
     expected = digest(x, full_box(x.shape), x.shape)
     monkeypatch.setattr(digests, "_kernels", lambda width: (digests._sum_float64, digests._copy_float64))
     target = np.zeros_like(x)
@@ -90,16 +164,17 @@ def test_a_scalar_has_a_digest() -> None:
     assert digest(np.array(7, np.uint16), (), ()) == digest(np.array([7], np.uint16), (Range(0, 1),), (1,)) != 0
 
 
-@given(st.integers(0, 29), st.integers(0, 39), st.integers(0, 15))
-def test_one_flipped_bit_changes_the_digest(row: int, column: int, bit: int) -> None:
-    x = random_bits((30, 40), np.uint16)
+@given(st.sampled_from(DTYPES), st.integers(0, 29), st.integers(0, 39), st.data())
+def test_one_flipped_bit_changes_the_digest(dtype: type, row: int, column: int, data: st.DataObject) -> None:
+    x = random_bits((30, 40), dtype)
     before = digest(x, full_box(x.shape), x.shape)
-    x[row, column] ^= 1 << bit
+    x[row, column] ^= dtype(1 << data.draw(st.integers(0, 8 * x.itemsize - 1)))
     assert digest(x, full_box(x.shape), x.shape) != before
 
 
-def test_swapped_rows_columns_elements_and_a_shift_change_the_digest() -> None:
-    x = random_bits((30, 40), np.uint16)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swapped_rows_columns_elements_and_a_shift_change_the_digest(dtype: type) -> None:
+    x = random_bits((30, 40), dtype)
     box, before = full_box(x.shape), digest(x, full_box(x.shape), x.shape)
     swapped = x.copy()
     swapped[[3, 7]] = swapped[[7, 3]]

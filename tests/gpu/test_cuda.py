@@ -26,11 +26,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 PROMPTS = ([5, 17, 42, 7, 300, 11], [800, 2, 9])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn])
 def test_the_digest_of_a_tensor_on_the_gpu_is_that_of_its_bytes_on_the_host(dtype: torch.dtype) -> None:
     tensor = torch.randn(513, 7, 255).to(dtype)
     box = (Range(1, 200, 2), Range(0, 7), Range(3, 100))
-    unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[tensor.element_size()]
+    unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[tensor.element_size()]
     for chosen in (box, full_box(tuple(tensor.shape))):
         on_host = tensor.view(unsigned).numpy()[box_index(chosen)]
         on_gpu = tensor.cuda()[box_index(chosen)]

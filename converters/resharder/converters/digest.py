@@ -1,13 +1,24 @@
 """Digests that add up: the same for any tiling of a tensor, different when an element is changed, moved or swapped.
 
-The digest of a box is the sum over its elements of `value bits * a[row] * b[column]` modulo 2**64, where `row` and `column`
-are the element's place in the whole tensor seen as a matrix `(prod(shape[:-1]), shape[-1])`. Elements wider than 16 bits count
-as several columns of 16 bits, low ones first. `a` is odd and `b` in [1, 2**20), so one changed element is always seen; two
-swapped ones go unseen with a chance below 2**-19. It proves placement, it does not stop an adversary.
+The digest of a box is the sum over its elements of `fold(bits) * a[row] * b[column]` modulo 2**64, where `row` and `column` are
+the element's place in the whole tensor seen as a matrix `(prod(shape[:-1]), shape[-1])`, `bits` is the whole element as an
+unsigned integer, and `fold(x) = x ^ (x >> 32)`, which changes only elements of 64 bits. `a` and `b` are hashes of their index,
+both odd, `a` of 64 bits and `b` of 21.
+
+- One changed element of any width is always seen: `fold` is one to one, and so is the product with an odd number modulo 2**64.
+- Whatever else has changed, at most one value of a given element leaves the digest as it was. A change that fills an element of
+  n bits at random goes unseen with a chance of at most 2**-n.
+- Two swapped elements that differ go unseen with a chance below 2**-19: within a row where their `b` are equal, between rows
+  where their `a * b` are equal in the low bits. Excepted are elements of 64 bits that differ in the same bits of both halves,
+  and in none of the low 12: they may be swapped unseen more often.
+
+The digest proves placement, it does not stop an adversary. `fold` is there for swaps: without it, a difference in the high bits
+alone, as between 1.0 and -1.0, vanishes in the product with `b[i] - b[j]`. Any sum that is linear in a 64-bit element's parts and
+sees every change of it has this flaw in one of the parts (Hajós' theorem).
 
 On the host a compiled kernel (numba) reads at memory speed and can copy in the same pass; without numba, blocks of float64 do the
-same exactly, at a third of the speed. A kernel is compiled when first needed, for rows of 8 or of 16 bits; `compile_for` does it
-before that. `digest_torch` is the same sum for tensors on a GPU.
+same exactly, at a third of the speed. A kernel is compiled when first needed, one for each width of elements; `compile_for` does
+it before that. `digest_torch` is the same sum for tensors on a GPU.
 """
 
 import threading
@@ -26,11 +37,11 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 MASK = (1 << 64) - 1
-_ROW_SEED, _COLUMN_SEED = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+_ROW_SEED, COLUMN_SEED = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 _BLOCK = 1 << 19  # elements: half of a core's second-level cache as uint16
 
 
-def _hash(index: Array, seed: int) -> Array:
+def hashes(index: Array, seed: int) -> Array:
     """splitmix64."""
     x = (index.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -40,19 +51,18 @@ def _hash(index: Array, seed: int) -> Array:
 
 def row_weights(rows: Array) -> Array:
     """`a` of these rows, uint64."""
-    return _hash(rows, _ROW_SEED) | np.uint64(1)
+    return hashes(rows, _ROW_SEED) | np.uint64(1)
 
 
 def column_weights(columns: int) -> Array:
-    """`b` of the first so many columns of 16 bits, uint32."""
-    return _column_weights(Range(0, columns), 1)
+    """`b` of the first so many columns, uint32."""
+    return _column_weights(Range(0, columns))
 
 
 @lru_cache(maxsize=256)
-def _column_weights(columns: Range, lanes: int) -> Array:
-    first = np.arange(columns.count, dtype=np.uint64) * np.uint64(columns.step * lanes) + np.uint64(columns.start * lanes)
-    index = (first[:, None] + np.arange(lanes, dtype=np.uint64)[None, :]).reshape(-1)
-    weights = (_hash(index, _COLUMN_SEED) % np.uint64((1 << 20) - 1) + np.uint64(1)).astype(np.uint32)
+def _column_weights(columns: Range) -> Array:
+    index = np.arange(columns.count, dtype=np.uint64) * np.uint64(columns.step) + np.uint64(columns.start)
+    weights = (hashes(index, COLUMN_SEED) & np.uint64((1 << 21) - 1) | np.uint64(1)).astype(np.uint32)
     weights.flags.writeable = False
     return weights
 
@@ -84,7 +94,7 @@ def _run(target: Array | None, source: Array, box: Box, shape: tuple[int, ...]) 
         target = None if target is None else target.reshape(1)
     if source.size == 0:
         return 0
-    b = _column_weights(box[-1], max(1, source.dtype.itemsize // 2))
+    b = _column_weights(box[-1])
     if source.strides[-1] == source.dtype.itemsize and (target is None or target.strides[-1] == target.dtype.itemsize):
         return _slab(target, source, box, shape, 0, b)
     if target is not None:
@@ -97,7 +107,7 @@ def _slab(target: Array | None, source: Array, box: Box, shape: tuple[int, ...],
     if source.ndim <= 2:
         rows = box[0] if source.ndim == 2 else Range(0, 1)
         first = before * (shape[0] if source.ndim == 2 else 1) + rows.start
-        return _matrix(None if target is None else np.atleast_2d(target), np.atleast_2d(source), first, rows.step, b)
+        return digest_rows(None if target is None else np.atleast_2d(target), np.atleast_2d(source), first, rows.step, b)
     total = 0
     for i in range(box[0].count):
         index = before * shape[0] + box[0].start + i * box[0].step
@@ -113,10 +123,10 @@ def _blocks(source: Array, box: Box) -> Iterator[tuple[Array, Box]]:
         yield block, (Range(first.start + i * first.step, block.shape[0], first.step), *box[1:])
 
 
-def _matrix(target: Array | None, source: Array, first: int, step: int, b: Array) -> int:
-    """Row `i` of these is row `first + i * step` of the tensor."""
-    kind = np.uint8 if source.itemsize == 1 else np.uint16
-    sum_only, copying = _kernels(np.dtype(kind).itemsize)
+def digest_rows(target: Array | None, source: Array, first: int, step: int, b: Array) -> int:
+    """The digest of a matrix by the weights `b` of its columns. Row `i` of it is row `first + i * step` of the tensor."""
+    kind = np.dtype(f"u{source.itemsize}")
+    sum_only, copying = _kernels(source.itemsize)
     rows = _rows_of(source.view(kind))
     if rows is None:
         rows = source.copy().view(kind)
@@ -145,9 +155,9 @@ def _rows_of(matrix: Array) -> Array | None:
 
 
 def compile_for(item_sizes: Iterable[int]) -> None:
-    """Compiles what elements of so many bytes need, if this process has not done so: about half a second, or nothing where the
-    compiled code is kept on disk. Nothing is compiled for them afterwards."""
-    for width in {min(size, 2) for size in item_sizes}:
+    """Compiles what elements of so many bytes need, if this process has not done so: about half a second for each size, or none
+    where the compiled code is kept on disk. Nothing is compiled for them afterwards."""
+    for width in sorted(set(item_sizes)):
         _kernels(width)
 
 
@@ -161,7 +171,7 @@ def _kernels(width: int) -> Kernels:
         return _compiled(width)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _compiled(width: int) -> Kernels:
     try:
         import numba
@@ -170,7 +180,7 @@ def _compiled(width: int) -> Kernels:
     if numba.config.DISABLE_JIT:  # these loops would run in the interpreter
         return _sum_float64, _copy_float64
     types = numba.types
-    element = types.uint8 if width == 1 else types.uint16
+    element = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}[width]
     source, target = types.Array(element, 2, "C", readonly=True), types.Array(element, 2, "C")
     weights, number = types.Array(types.uint32, 1, "C", readonly=True), types.uint64
     signatures = (number(source, number, number, weights), number(target, source, number, number, weights))
@@ -182,13 +192,14 @@ def _compiled(width: int) -> Kernels:
     return kernels[0], kernels[1]
 
 
-# Both loops spell `row_weights` out: numba is imported late, so there is no compiled helper to call.
+# Both loops spell `fold` and `row_weights` out: numba is imported late, so there is no compiled helper to call.
 def _sum_loop(source, first, step, b):  # type: ignore[no-untyped-def]
     total = np.uint64(0)
     for i in range(source.shape[0]):
         row = np.uint64(0)
         for j in range(b.shape[0]):
-            row += np.uint64(np.uint32(source[i, j])) * np.uint64(b[j])
+            x = np.uint64(source[i, j])
+            row += (x ^ (x >> np.uint64(32))) * np.uint64(b[j])
         x = (first + np.uint64(i) * step + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(_ROW_SEED)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -202,7 +213,8 @@ def _copy_loop(target, source, first, step, b):  # type: ignore[no-untyped-def]
         row = np.uint64(0)
         for j in range(b.shape[0]):
             target[i, j] = source[i, j]
-            row += np.uint64(np.uint32(source[i, j])) * np.uint64(b[j])
+            x = np.uint64(source[i, j])
+            row += (x ^ (x >> np.uint64(32))) * np.uint64(b[j])
         x = (first + np.uint64(i) * step + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(_ROW_SEED)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -211,15 +223,24 @@ def _copy_loop(target, source, first, step, b):  # type: ignore[no-untyped-def]
 
 
 def _sum_float64(source: Array, first: int, step: int, b: Array) -> int:
-    """Exact: 2**16 * 2**20 * 2**16 columns < 2**53."""
+    """Exact: parts of 16 bits, and 2**16 * 2**21 * 2**16 columns <= 2**53."""
     source, total, weights, width = source[:, : b.shape[0]], 0, b.astype(np.float64), 1 << 16
     a = row_weights(np.arange(source.shape[0], dtype=np.uint64) * np.uint64(step) + np.uint64(first))
     block = max(1, _BLOCK // 8 // source.shape[1])
     for i in range(0, source.shape[0], block):
         for j in range(0, source.shape[1], width):
-            rows = source[i : i + block, j : j + width].astype(np.float64) @ weights[j : j + width]
-            total += int((rows.astype(np.uint64) * a[i : i + block]).sum(dtype=np.uint64))
+            for shift, part in _parts_of_16_bits(source[i : i + block, j : j + width]):
+                rows = (part.astype(np.float64) @ weights[j : j + width]).astype(np.uint64) << np.uint64(shift)
+                total += int((rows * a[i : i + block]).sum(dtype=np.uint64))
     return total & MASK
+
+
+def _parts_of_16_bits(values: Array) -> Iterator[tuple[int, Array]]:
+    """(first bit, part) of the folded values."""
+    if values.itemsize == 8:
+        values = values ^ (values >> np.uint64(32))
+    for shift in range(0, 8 * values.itemsize, 16):
+        yield shift, values if values.itemsize <= 2 else values >> values.dtype.type(shift) & values.dtype.type(0xFFFF)
 
 
 def _copy_float64(target: Array, source: Array, first: int, step: int, b: Array) -> int:
@@ -239,17 +260,19 @@ def digest_on_device(tensor: "torch.Tensor", box: Box, shape: tuple[int, ...]) -
 
     if not shape:
         tensor, box, shape = tensor.reshape(1), (Range(0, 1),), (1,)
-    lanes = max(1, tensor.element_size() // 2)
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int16, 8: torch.int16}[tensor.element_size()]
+    size = tensor.element_size()
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
     a = torch.from_numpy(row_weights(_rows(box, shape)).view(np.int64)).to(tensor.device, non_blocking=True)
-    b = torch.from_numpy(_column_weights(box[-1], lanes).astype(np.int64)).to(tensor.device, non_blocking=True)
+    b = torch.from_numpy(_column_weights(box[-1]).astype(np.int64)).to(tensor.device, non_blocking=True)
     total, width = torch.zeros((), dtype=torch.int64, device=tensor.device), tensor.shape[-1]
     leading = tensor.shape[0] if tensor.dim() > 1 else 1
     rows = prod(tensor.shape[1:-1]) if tensor.dim() > 1 else 1
     step = max(1, (1 << 24) // max(1, rows * width))
     for i in range(0, leading, step):
         block = (tensor[i : i + step] if tensor.dim() > 1 else tensor).contiguous().reshape(-1, width).view(bits).long()
-        if lanes > 1 or tensor.element_size() == 2:
-            block &= 0xFFFF
+        if size == 8:
+            block = block ^ (block >> 32 & 0xFFFFFFFF)
+        elif size > 1:
+            block &= (1 << 8 * size) - 1
         total += ((block * b).sum(1) * a[i * rows : i * rows + block.shape[0]]).sum()
     return total

@@ -6,8 +6,8 @@ enum values, which others skip. docs/upgrading.md says what happens between revi
 
 import re
 
-REVISION = 1
-OLDEST = 1  # that a daemon of this release still takes
+REVISION = 2
+OLDEST = 2  # that a daemon of this release still takes
 _NAMED = re.compile(r"resharder/(?P<release>\S+) protocol/(?P<revision>\d{1,9})(?!\S)")
 
 

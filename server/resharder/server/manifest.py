@@ -1,6 +1,8 @@
 """What the daemon knows of one version, and `resharder.json`, the manifest that says it in the version's folder.
 
-The manifest is written last, so a folder with a valid one is complete. Its fingerprint is the blake3 of everything else in it.
+The manifest is written last, so a folder with a valid one is complete. Its `blake3` is that of everything else in it. Its
+fingerprint, by which the version is known, is the blake3 of the manifest as first written. Format 1 has the digests of protocol
+revision 1, and its fingerprint is also the hash of the rest; `renewal.py` makes format 2 of it.
 """
 
 import json
@@ -13,7 +15,9 @@ from blake3 import blake3
 from resharder.converters.files import FileLayout, parse_header
 
 MANIFEST_FILE = "resharder.json"
-FORMAT = 1
+FORMAT = 2
+_HASH = {1: "fingerprint", 2: "blake3"}
+"""The field of a format that has the blake3 of the rest."""
 
 STAGING, READY, RETIRED, ABORTED = "STAGING", "READY", "RETIRED", "ABORTED"
 
@@ -74,26 +78,62 @@ def encode(
         "format": FORMAT,
         "version": {k: v for k, v in asdict(record).items() if k not in ("fingerprint", "state", "reason")},
         "files": {name: {"size": sizes[name], "blake3": blake3(files[name]).hexdigest()} for name in sorted(files)},
-        "digests": {name: f"{value:016x}" for name, value in sorted(digests.items())},
+        "digests": _hexadecimal(digests),
     }
-    content["fingerprint"] = _fingerprint(content)
-    return _canonical(content), str(content["fingerprint"])
+    content["fingerprint"] = _blake3(content)
+    return _encoded(content), str(content["fingerprint"])
+
+
+def encode_again(content: Mapping[str, Any], digests: Mapping[str, int]) -> bytes:
+    """The manifest that `load` gave, in this format and with these digests, under the same fingerprint."""
+    return _encoded({**content, "format": FORMAT, "digests": _hexadecimal(digests)})
+
+
+def _encoded(content: Mapping[str, Any]) -> bytes:
+    field = _HASH[FORMAT]
+    return _canonical({**content, field: _blake3(content, without=field)})
+
+
+def _hexadecimal(digests: Mapping[str, int]) -> dict[str, str]:
+    return {name: f"{value:016x}" for name, value in sorted(digests.items())}
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
-def _fingerprint(content: Mapping[str, Any]) -> str:
-    return str(blake3(_canonical({k: v for k, v in content.items() if k != "fingerprint"})).hexdigest())
+def _blake3(content: Mapping[str, Any], without: str = "") -> str:
+    return str(blake3(_canonical({k: v for k, v in content.items() if k != without})).hexdigest())
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """What a manifest of any format has in it, as it was written. Raises BadManifest."""
+    try:
+        content: dict[str, Any] = json.loads((folder / MANIFEST_FILE).read_bytes())
+        field = _HASH.get(content["format"])
+        if field is None:
+            raise BadManifest(f"{folder.name}: expected a manifest of format {FORMAT} or older, found {content['format']!r}")
+        if content[field] != _blake3(content, without=field):
+            raise BadManifest(f"{folder.name}: the manifest is not the one that was written")
+    except BadManifest:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadManifest(f"{folder.name}: {error!r}") from error
+    return content
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a version's folder, checked against its files' sizes and headers. Raises BadManifest."""
+    """The manifest of a version's folder, checked against its files' sizes and headers. Raises BadManifest, also for one of an
+    older format, with digests of another kind."""
+    content = load(folder)
+    if content["format"] != FORMAT:
+        raise BadManifest(f"{folder.name}: expected a manifest of format {FORMAT}, found {content['format']}")
+    return parse(folder, content)
+
+
+def parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
+    """What `load` gave, checked against the files' sizes and headers. Raises BadManifest."""
     try:
-        content = json.loads((folder / MANIFEST_FILE).read_bytes())
-        if content["format"] != FORMAT or content["fingerprint"] != _fingerprint(content):
-            raise BadManifest(f"{folder.name}: the manifest is not the one that was written")
         layouts, others = [], []
         for name, said in content["files"].items():
             start = _check_file(folder / name, said)

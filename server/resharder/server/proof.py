@@ -9,12 +9,14 @@ from resharder.server.digesting import digest_tensors
 from resharder.server.errors import DataLoss
 from resharder.server.kernel import sync
 from resharder.server.manifest import Manifest
+from resharder.server.renewal import renew
 
 
 def proven(folder: Path, name: str, number: int, fingerprint: str) -> Manifest:
     """The manifest of a folder whose files are all that it says, on their medium. Raises DataLoss (CHECKSUM)."""
     what = f"models/{name}/versions/{number}"
     try:
+        renew(folder)
         found = manifest.read(folder)
     except manifest.BadManifest as error:
         raise DataLoss("CHECKSUM", f"{what}: {error}") from error

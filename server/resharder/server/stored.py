@@ -17,6 +17,7 @@ from resharder.server import manifest, model_files
 from resharder.server.errors import InvalidArgument
 from resharder.server.kernel import write_file
 from resharder.server.manifest import ABORTED, READY, RETIRED, STAGING, VersionRecord
+from resharder.server.renewal import renew
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HISTORY = 1000  # RETIRED and ABORTED versions remembered of a model
@@ -123,6 +124,7 @@ def recovered(folder: Path) -> StoredModel:
             model.claim = Claim(**said["claim"])
     for version in sorted((folder / "versions").glob("[0-9]*")):
         try:
+            renew(version)
             record = manifest.read(version).record
             if record.model != model.name or record.number != int(version.name):
                 raise manifest.BadManifest(f"{version.name}: its manifest is that of {record.name}")

@@ -12,7 +12,8 @@ from resharder.converters.digest import column_weights
 from resharder.converters.layout import ITEM_SIZES, Layout
 from resharder.converters.packed import Ints, Pieces, pack
 
-_VECTOR = 8  # units of 16 bits in 16 bytes
+_VECTOR = 16  # bytes
+_IN_WORDS = (2, 4)  # bytes of an element that words of 4 bytes are made of
 _NEVER = 1 << 62  # a number that nothing arrives with
 _ROWS = 64  # of an item: enough of them to be many, enough in each to be worth a program
 
@@ -43,24 +44,25 @@ class Proof:
         used = set(pieces.local.tolist())
         begins = np.array([tensors[name].data_ptr() if i in used else 0 for i, name in enumerate(pieces.locals)], np.int64)
         last = np.array([(complete or {}).get(name, _NEVER) for name in pieces.locals], np.int64)
-        units = max([1, *((spec.shape or (1,))[-1] * max(1, ITEM_SIZES[spec.dtype] // 2) for spec in pieces.specs)])
-        weights = torch.from_numpy(column_weights(-(-units // _VECTOR) * _VECTOR).astype(np.int32))
-        of_units, of_words = weights.to(device), weights.view(-1, 2).T.contiguous().to(device)
+        columns = max([1, *((spec.shape or (1,))[-1] for spec in pieces.specs)])
+        weights = torch.from_numpy(column_weights(-(-columns // _VECTOR) * _VECTOR).astype(np.int32))
+        of_elements, of_halves = weights.to(device), weights.view(-1, 2).T.contiguous().to(device)
         self._found = torch.zeros(len(pieces), dtype=torch.int64, device=device)
         self._left: set[int] | None = None  # numbers whose digests are not begun; None: nothing is
         self._items: list[_Items] = []
-        words = []
+        words: dict[int, list[Ints]] = {}
         for d in np.unique(dimensions).tolist():
             for size in np.unique(sizes[pieces.tensor[dimensions == d]]).tolist():
                 which = np.flatnonzero((dimensions == d) & (sizes[pieces.tensor] == size))
                 rows, aligned = _items(pieces, which, d, size, begins)
-                words.append(_in_words(rows[aligned]))
+                if aligned.any():
+                    words.setdefault(size, []).append(_in_words(rows[aligned], size))
                 if not aligned.all():
-                    add = partial(_add_units, of_units, self._found, max(1, size // 2), min(16, 8 * size))
+                    add = partial(_add_elements, of_elements, self._found, size)
                     self._items.append(_sorted(rows[~aligned], last[pieces.local], device, add))
-        if any(len(some) for some in words):
-            add = partial(_add_words, of_words, self._found)
-            self._items.append(_sorted(np.concatenate(words), last[pieces.local], device, add))
+        for size, some in words.items():
+            add = partial(_add_words, of_halves if size == 2 else of_elements[None], self._found)
+            self._items.append(_sorted(np.concatenate(some), last[pieces.local], device, add))
         if device.type == "cuda":
             self.digests()  # has the kernels made, which takes a second
 
@@ -125,17 +127,16 @@ def _add_words(weights: torch.Tensor, found: torch.Tensor, rows: torch.Tensor) -
     proof_kernel.add_digests_of_words(rows, weights, found)
 
 
-def _add_units(weights: torch.Tensor, found: torch.Tensor, lanes: int, bits: int, rows: torch.Tensor) -> None:
+def _add_elements(weights: torch.Tensor, found: torch.Tensor, size: int, rows: torch.Tensor) -> None:
     from resharder.client.direct import proof_kernel
 
-    proof_kernel.add_digests(rows, weights, found, lanes, bits)
+    proof_kernel.add_digests(rows, weights, found, size)
 
 
 def _items(
     pieces: Pieces[int], which: Ints, d: int, size: int, begins: Ints
 ) -> tuple[Ints, "np.ndarray[tuple[int], np.dtype[np.bool_]]"]:
-    """Rows for the kernel, strides of rows in units, and which of them can go in words: they count their columns in units."""
-    lanes = max(1, size // 2)
+    """Rows for the kernel, in elements, and which of them can go in words."""
     start, count, step = (part[which, :d] for part in pieces.boxes)
     strides = pieces.strides[which, :d]
     shape = np.array([(pieces.specs[t].shape or (1,)) for t in pieces.tensor[which].tolist()], np.int64).reshape(-1, d)
@@ -157,20 +158,20 @@ def _items(
         row = row + (start[piece, k] + index * step[piece, k]) * below
         below = below * shape[piece, k]
     address = begins[pieces.local[which]][piece] + at * size
-    height, width = np.minimum(_ROWS, rows[piece] - first), count[piece, -1] * lanes
-    row_stride, column_stride = strides[piece, -2] * lanes, strides[piece, -1] * lanes
-    gapless = (count[piece, -1] == 1) | ((strides[piece, -1] == 1) & (step[piece, -1] == 1))
-    aligned = gapless & (address % 16 == 0) & (width % _VECTOR == 0) & ((row_stride % _VECTOR == 0) | (height == 1)) & (size > 1)
-    aligned &= start[piece, -1] * lanes % _VECTOR == 0
-    column = start[piece, -1] * np.where(aligned, lanes, 1)
+    height, width = np.minimum(_ROWS, rows[piece] - first), count[piece, -1]
+    row_stride, column_stride, column = strides[piece, -2], strides[piece, -1], start[piece, -1]
+    aligned = (column_stride == 1) & (step[piece, -1] == 1)
+    for at_vector in (address, width * size, np.where(height > 1, row_stride * size, 0), column * size):
+        aligned &= at_vector % _VECTOR == 0
+    aligned &= size in _IN_WORDS
     steps = step[piece, -2] << 32 | step[piece, -1]
     return np.column_stack([address, height, width, row_stride, column_stride, row, steps, which[piece] << 32 | column]), aligned
 
 
-def _in_words(items: Ints) -> Ints:
-    """With widths and columns in words of two units, and strides of rows in 16 bytes."""
+def _in_words(items: Ints, size: int) -> Ints:
+    """With widths and columns in words of 4 bytes, and strides of rows in 16 bytes."""
     items = items.copy()
-    items[:, 2] //= 2
-    items[:, 3] //= _VECTOR
-    items[:, 7] = items[:, 7] >> 32 << 32 | (items[:, 7] & 0x7FFFFFFF) // 2
+    items[:, 2] = items[:, 2] * size // 4
+    items[:, 3] = items[:, 3] * size // _VECTOR
+    items[:, 7] = items[:, 7] >> 32 << 32 | (items[:, 7] & 0x7FFFFFFF) * size // 4
     return items

@@ -27,10 +27,8 @@ def _row_weights(row):  # type: ignore[no-untyped-def]
     return (x ^ _shifted(x, 31)) | 1
 
 
-@triton.jit(do_not_specialize=["lanes"])  # type: ignore[untyped-decorator,unused-ignore]
-def _digest(  # type: ignore[no-untyped-def]
-    items, weights, found, lanes, TYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _digest(items, weights, found, TYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     item = items + tl.program_id(0) * 8
     memory = tl.load(item).to(tl.pointer_type(TYPE))
     rows = tl.load(item + 1).to(tl.int32)
@@ -50,20 +48,21 @@ def _digest(  # type: ignore[no-untyped-def]
         for left in range(0, width, COLUMNS):
             column = left + tl.arange(0, COLUMNS)
             inside = (row < rows)[:, None] & (column < width)[None, :]
-            element = column // lanes
-            lane = column % lanes
-            at = row.to(tl.int64)[:, None] * row_stride + (element.to(tl.int64) * column_stride + lane)[None, :]
-            number = (first_column + element * column_step) * lanes + lane
-            value = tl.load(memory + at, mask=inside, other=0)
-            weight = tl.load(weights + number, mask=column < width, other=0)
-            sums += value.to(tl.int64) * weight.to(tl.int64)[None, :]
+            at = row.to(tl.int64)[:, None] * row_stride + (column.to(tl.int64) * column_stride)[None, :]
+            value = tl.load(memory + at, mask=inside, other=0).to(tl.int64)
+            if TYPE.primitive_bitwidth == 64:
+                value = value ^ _shifted(value, 32)
+            weight = tl.load(weights + first_column + column * column_step, mask=column < width, other=0)
+            sums += value * weight.to(tl.int64)[None, :]
         total += tl.sum(tl.sum(sums, axis=1) * _row_weights(first_row + row.to(tl.int64) * row_step), axis=0)
     tl.atomic_add(found + (where >> 32), total)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _digest_words(items, low, high, found, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Two units at a time: their products of 32 by 32 bits are one instruction, with the sum."""
+def _digest_words(  # type: ignore[no-untyped-def]
+    items, low, high, found, HALVES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Two elements of 16 bits or one of 32 at a time: products of 32 by 32 bits are one instruction, with the sum."""
     item = items + tl.program_id(0) * 8
     memory = tl.multiple_of(tl.load(item).to(tl.pointer_type(tl.int32)), 16)
     rows = tl.load(item + 1).to(tl.int32)
@@ -84,23 +83,27 @@ def _digest_words(items, low, high, found, ROWS: tl.constexpr, COLUMNS: tl.const
             value = tl.load(begins[:, None] + column[None, :], mask=inside, other=0).to(tl.uint32, bitcast=True)
             number = first_column + column
             below = tl.load(low + number, mask=column < width, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
-            over = tl.load(high + number, mask=column < width, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
-            sums += (value & 0xFFFF).to(tl.uint64) * below[None, :] + (value >> 16).to(tl.uint64) * over[None, :]
+            if HALVES:
+                over = tl.load(high + number, mask=column < width, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+                sums += (value & 0xFFFF).to(tl.uint64) * below[None, :] + (value >> 16).to(tl.uint64) * over[None, :]
+            else:
+                sums += value.to(tl.uint64) * below[None, :]
         of_rows = tl.sum(sums.to(tl.int64, bitcast=True), axis=1)
         total += tl.sum(of_rows * _row_weights(first_row + row.to(tl.int64) * row_step), axis=0)
     tl.atomic_add(found + (where >> 32), total)
 
 
-def add_digests(items: torch.Tensor, weights: torch.Tensor, found: torch.Tensor, lanes: int, bits: int) -> None:
+def add_digests(items: torch.Tensor, weights: torch.Tensor, found: torch.Tensor, size: int) -> None:
     """Adds to `found` (int64) what the blocks described by the rows of `items` (int64) have: address, rows, columns, strides of
     rows and of elements, the first row's number, steps of rows << 32 and of elements, where to add << 32 and the first element's
-    column. A unit is `bits` wide; columns and strides count units, `lanes` of them an element. `weights` are the columns'."""
-    kind = {8: tl.uint8, 16: tl.uint16}[bits]
-    _digest[(len(items),)](items, weights, found, lanes, kind, ROWS, COLUMNS, num_warps=WARPS)
+    column. Elements have `size` bytes; `weights` are the columns'."""
+    kind = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.int64}[size]
+    _digest[(len(items),)](items, weights, found, kind, ROWS, COLUMNS, num_warps=WARPS)
 
 
 def add_digests_of_words(items: torch.Tensor, weights: torch.Tensor, found: torch.Tensor, block: Block = WORDS) -> None:
     """The same for rows without gaps that begin at 16 bytes and are as long as several of those, columns too. Columns count words
-    of two units, strides of rows 16 bytes. `weights`, (2, words): those of a word's low half and of its high one."""
+    of 4 bytes, strides of rows 16 bytes. `weights` of elements of 16 bits: (2, words), of the low half of a word and of its high
+    one; of elements of 32 bits: (1, words)."""
     rows, columns, warps = block
-    _digest_words[(len(items),)](items, weights[0], weights[1], found, rows, columns, num_warps=warps)
+    _digest_words[(len(items),)](items, weights[0], weights[-1], found, len(weights) == 2, rows, columns, num_warps=warps)
