@@ -1,7 +1,7 @@
 """A STAGING version: the chunks that arrived, the slots that are sealed, and the proof before it becomes READY.
 
 open --all slots sealed--> committing --digests agree--> READY
-  \\--aborted, fenced, a silent rank--\\--they differ------> ABORTED
+  \\--aborted, fenced, a rank silent or at a later step--\\--they differ--> ABORTED
 """
 
 import threading
@@ -54,12 +54,13 @@ class Staged:
         self.record, self.publisher, self.folder, self.created = record, publisher, folder, now
         self.deliveries: dict[int, Delivery] = {}
         self.timings: list[Timing] = []  # of what the daemon did itself
+        self.begun: set[int] = set()  # ranks that have been given the version to deliver; guarded by the intake's lock
         self._shared = shared  # whether others may have mapped the files
         self._files, self._chunk_bytes = files, chunk_bytes
         self._lock = threading.Condition()
         self._maps: MappedFiles | None = None
         self._landing = 0
-        self._closed = False
+        self._closed = self._aborted = False
         self._received: dict[int, npt.NDArray[np.bool_]] = {}
         self._sealed = {rank: _digests([]) for rank, boxes in publisher.boxes.items() if not len(boxes)}
 
@@ -114,8 +115,10 @@ class Staged:
             at += size
 
     def _check_open(self) -> None:
+        if self._aborted:
+            raise FailedPrecondition("VERSION_ABORTED", f"{self.record.name} takes no more bytes: it is aborted")
         if self._closed:
-            raise FailedPrecondition("VERSION_CLOSED", f"{self.record.name} takes no more bytes: it is complete or aborted")
+            raise FailedPrecondition("VERSION_CLOSED", f"{self.record.name} takes no more bytes: it is complete")
 
     def _bitmap(self, rank: int) -> npt.NDArray[np.bool_]:
         if rank not in self._received:
@@ -170,10 +173,10 @@ class Staged:
             found.append((rank, rank in sealed, slot.size_bytes, slot.size_bytes if rank in sealed else received))
         return found
 
-    def close(self) -> None:
+    def close(self, *, aborted: bool = False) -> None:
         """No byte changes from here on, and the daemon's own writable maps are gone."""
         with self._lock:
-            self._closed = True
+            self._closed, self._aborted = True, self._aborted or aborted
             self._lock.wait_for(lambda: self._landing == 0)
             maps, self._maps = self._maps, None
         if maps is not None:
