@@ -1,4 +1,4 @@
-"""Rank processes that are stopped for longer than their lease: the versions concerned are lost, and nothing else."""
+"""Rank processes that are stopped for longer than their lease, or replaced: the versions concerned are lost, and nothing else."""
 
 import signal
 import subprocess
@@ -75,3 +75,23 @@ def test_a_rank_that_is_stopped_twice_costs_two_versions_and_nothing_else(transp
                 rank.close()
         assert sorted(versions(daemon).values()) == ["ABORTED", "ABORTED", "READY", "READY"]
         assert equal(exported(daemon.endpoint, "latest", tmp_path / "out"), weights(4))
+
+
+def test_a_job_that_restarts_at_an_earlier_step_has_the_places_of_its_former_processes() -> None:
+    with Daemon() as daemon:
+        ranks = [Rank(daemon, rank, "auto") for rank in range(2)]
+        try:
+            assert [rank.answer() for rank in ranks] == ["attached"] * 2
+            left = [int(ranks[0].publish(step)) for step in (7, 8)]
+            for rank in ranks:
+                rank.close()
+            ranks = [Rank(daemon, rank, "auto") for rank in range(2)]
+            assert [rank.answer() for rank in ranks] == ["attached"] * 2
+            for step in (5, 6, 7, 8):
+                first, second = (rank.publish(step) for rank in ranks)
+                assert first == second
+                wait_until(lambda first=first: versions(daemon)[int(first)] == "READY", f"step {step}")  # type: ignore[misc]
+        finally:
+            for rank in ranks:
+                rank.close()
+        assert [versions(daemon)[number] for number in left] == ["ABORTED"] * 2

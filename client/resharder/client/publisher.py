@@ -418,7 +418,7 @@ class Publisher:
         offering = self._sender.offer(self._registration.name, version.name, self._direct_wait)
         try:
             yield
-            offering.wait()
+            offering.wait(self._staging_timeout + self._direct_wait)
         except BaseException:
             offering.give_up()
             raise

@@ -172,7 +172,7 @@ class Intake:
         self, name: str, rank: int, fingerprint: str, specs: Sequence[TensorSpec], boxes: Boxes, process: str = ""
     ) -> Publisher:
         """One rank's slot, `boxes` speaking of `specs`. The last rank's call decides for all. `process`: a nonce of the rank's
-        process; a new one ends the versions that the former process has begun."""
+        process; a new one ends the versions that the former process has begun and not sealed."""
         self._replace(name, rank, process)
         with self._changed:
             publisher = self.publisher(name, rank)
@@ -195,8 +195,13 @@ class Intake:
             publisher = self.publisher(name, rank)
             if not publisher.is_replaced(rank, process, self._clock()):
                 return
-            begun = [s for s in self._staged.values() if s.publisher is publisher and rank in s.begun]
-        for staged in begun:
+        self._abort_left(publisher, rank)
+
+    def _abort_left(self, publisher: Publisher, rank: int, step: int | None = None) -> None:
+        process = publisher.processes.get(rank, "")
+        with self._lock:
+            left = [s for s in self._staged.values() if s.publisher is publisher and s.is_left(rank, process, step)]
+        for staged in left:
             self._abort(staged, f"the process of rank {rank} was replaced by another")
 
     def _activate(self, publisher: Publisher) -> None:
@@ -260,7 +265,7 @@ class Intake:
             known = self._version_of(*key, after)
             if known is not None:
                 if staged := self._staged.get((known.model, known.number)):
-                    staged.begun.add(rank)
+                    staged.begun[rank] = publisher.processes.get(rank, "")
                 return known
             self._check_may_open(publisher, rank, step)
             self._creating.add(key)
@@ -277,6 +282,7 @@ class Intake:
             publisher = self.publisher(name, rank)
             publisher.check_active()
             publisher.started[rank] = step
+        self._abort_left(publisher, rank, step)
         self._abort_overtaken(publisher)
 
     def _abort_overtaken(self, publisher: Publisher) -> None:
@@ -306,7 +312,7 @@ class Intake:
                 publisher.check_usable()
             folder, layouts, now = self.store.folder(record), self.store.layouts(record), self._clock()
             staged = Staged(record, publisher, folder, layouts, chunk_bytes=self.chunk_bytes, shared=self.store.shared, now=now)
-            staged.begun.add(rank)
+            staged.begun[rank] = publisher.processes.get(rank, "")
             self._staged[record.model, record.number] = staged
         _log.info("version_created", version=record.name, step=step, epoch=record.epoch)
         self._abort_overtaken(publisher)  # a rank may have gone on while the store made room
@@ -469,7 +475,7 @@ class Intake:
     # Time
 
     def expire(self) -> None:
-        """Aborts the versions of ranks that are silent for longer than the lease, or at a later step. Called every now and then."""
+        """Aborts the versions of ranks that are at a later step, or silent for longer than the lease. Called again and again."""
         now = self._clock()
         for publisher in self.publishers():
             self._abort_overtaken(publisher)

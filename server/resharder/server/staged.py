@@ -54,7 +54,7 @@ class Staged:
         self.record, self.publisher, self.folder, self.created = record, publisher, folder, now
         self.deliveries: dict[int, Delivery] = {}
         self.timings: list[Timing] = []  # of what the daemon did itself
-        self.begun: set[int] = set()  # ranks that have been given the version to deliver; guarded by the intake's lock
+        self.begun: dict[int, str] = {}  # rank -> its process that was given the version; guarded by the intake's lock
         self._shared = shared  # whether others may have mapped the files
         self._files, self._chunk_bytes = files, chunk_bytes
         self._lock = threading.Condition()
@@ -161,6 +161,13 @@ class Staged:
     def open_ranks(self) -> list[int]:
         with self._lock:
             return [rank for rank in range(self.publisher.world_size) if rank not in self._sealed]
+
+    def is_left(self, rank: int, process: str, step: int | None = None) -> bool:
+        """Whether a former process of the rank has begun the version and left it incomplete: without the rank's part, or with
+        one of another time, as the rank is back at `step`."""
+        unsealed = self.open_ranks()
+        back = step is not None and self.record.step >= step
+        return self.begun.get(rank, process) != process and (rank in unsealed or (back and bool(unsealed)))
 
     def progress(self) -> list[tuple[int, bool, int, int]]:
         """(rank, sealed, bytes, bytes received) of every slot."""
