@@ -9,7 +9,7 @@ class Attempts:
         self._begun = (-1, 0)  # step, number
 
     def registered(self, newest: int) -> None:
-        """`newest`: the model's newest version. Those up to the first registration are none of this process's."""
+        """`newest`: the model's newest version. Versions up to the first registration concern an earlier process."""
         if self._first is None:
             self._first = newest
 

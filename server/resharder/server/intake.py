@@ -283,12 +283,13 @@ class Intake:
             publisher.check_active()
             publisher.started[rank] = step
         self._abort_left(publisher, rank, step)
-        self._abort_overtaken(publisher)
+        self._abort_overtaken(publisher, [rank])
 
-    def _abort_overtaken(self, publisher: Publisher) -> None:
+    def _abort_overtaken(self, publisher: Publisher, ranks: Sequence[int] | None = None) -> None:
+        """Versions that wait for one of `ranks`, or of all, in vain."""
         with self._lock:
             ours = [s for s in self._staged.values() if s.publisher is publisher]
-            late = [(s, publisher.overtaken(s.record.step, s.open_ranks())) for s in ours]
+            late = [(s, publisher.overtaken(s.record.step, s.open_ranks(ranks))) for s in ours]
         for staged, reason in late:
             if reason:
                 self._abort(staged, reason)

@@ -6,7 +6,7 @@ open --all slots sealed--> committing --digests agree--> READY
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,16 +158,19 @@ class Staged:
             self._closed = True
             return True
 
-    def open_ranks(self) -> list[int]:
+    def open_ranks(self, among: Iterable[int] | None = None) -> list[int]:
+        """Ranks that have not sealed their slots, of `among` or of all."""
         with self._lock:
-            return [rank for rank in range(self.publisher.world_size) if rank not in self._sealed]
+            asked = range(self.publisher.world_size) if among is None else among
+            return [rank for rank in asked if rank not in self._sealed]
 
     def is_left(self, rank: int, process: str, step: int | None = None) -> bool:
         """Whether a former process of the rank has begun the version and left it incomplete: without the rank's part, or with
         one of another time, as the rank is back at `step`."""
-        unsealed = self.open_ranks()
+        if self.begun.get(rank, process) == process:
+            return False
         back = step is not None and self.record.step >= step
-        return self.begun.get(rank, process) != process and (rank in unsealed or (back and bool(unsealed)))
+        return bool(self.open_ranks(None if back else [rank]))
 
     def progress(self) -> list[tuple[int, bool, int, int]]:
         """(rank, sealed, bytes, bytes received) of every slot."""
