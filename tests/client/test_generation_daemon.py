@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from resharder.client.errors import ServersNotAsleep, UsageError
+from resharder.client.errors import ServersNotAsleep, UsageError, VersionAborted
 from resharder.client.trainer import Publisher, connect
 from resharder.v1 import resources_pb2
 
@@ -99,6 +99,18 @@ def test_an_error_in_the_block_ends_the_generation_in_order(daemon: Daemon) -> N
         assert powers(daemon) == {("ASLEEP", "ASLEEP_2")}
         assert all(map(torch.equal, model.parameters(), weights))
         publisher.publish(3).wait_ready(60)
+
+
+def test_a_generation_of_a_step_that_was_aborted_publishes_it_again(daemon: Daemon) -> None:
+    with published(daemon, trainer_model()) as publisher, SimulatedServer(daemon, "one"):
+        with ExitStack() as stack:  # the daemon refuses files that somebody may still write
+            for path in daemon.store.glob("models/policy/pool/*/*.safetensors"):
+                stack.enter_context(path.open("r+b"))
+            with pytest.raises(VersionAborted):
+                publisher.publish(2).wait_ready(60)
+        with publisher.generation(2) as generation:
+            assert generation.version == 3
+        assert versions(daemon) == {1: "READY", 2: "ABORTED", 3: "READY"}
 
 
 def test_memory_stays_aside_when_a_server_was_lost_until_somebody_says_that_it_is_gone(daemon: Daemon) -> None:

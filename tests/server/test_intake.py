@@ -263,7 +263,13 @@ def test_the_same_step_is_the_same_version_and_other_bytes_are_refused(job: Job)
 
 
 def test_a_third_staging_version_is_refused_until_one_ends(job: Job) -> None:
-    first, second = job.begin(1), job.begin(2)
+    weights = random_weights(SPECS, 1)
+    first = job.begin(1)
+    job.upload(first.number, 0, weights)
+    job.seal(first.name, 0, weights)
+    second = job.begin(2)
+    job.upload(second.number, 0, weights)
+    job.seal(second.name, 0, weights)
     assert first.name in refused(lambda: job.begin(3), "RESOURCE_EXHAUSTED", "TOO_MANY_STAGING")
     ended = job.stub.AbortVersion(publisher_pb2.AbortVersionRequest(version=second.name, epoch=job.epoch, reason="enough"))
     assert (ended.state, ended.reason) == (resources_pb2.Version.ABORTED, "enough")

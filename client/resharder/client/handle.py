@@ -72,6 +72,13 @@ class Handle:
             return True
         return False
 
+    def is_coming(self) -> bool:
+        """Whether the version is READY or may still be: not aborted, not gone."""
+        try:
+            return bool(self.get().state != State.ABORTED)
+        except NotFound:
+            return False
+
     def _wait(self, timeout: float, *, serving: bool) -> None:
         end = time.monotonic() + timeout
         while True:

@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from resharder.client.errors import UsageError
 
@@ -12,6 +12,7 @@ class Identity:
     job: str
     rank: int
     world_size: int
+    process: str = field(default_factory=lambda: secrets.token_hex(16))  # another one for each `connect`
 
 
 def identify(job: str | None, rank: int | None, world_size: int | None) -> Identity:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from resharder.client import tracing
+from resharder.client.attempts import Attempts
 from resharder.client.channel import Backoff, Channel
 from resharder.client.errors import (
     TOO_MANY_STAGING,
@@ -104,6 +105,7 @@ class Publisher:
         self._sharing = threading.Lock()
         self._ahead: deque[Handle] = deque()
         self._newest: Handle | None = None
+        self._attempts = Attempts()
         self._timings: tracing.Timings = []  # of the publish that goes on
         self._lost = ""  # the newest version's name, if a daemon took it with it
         self._lease: Lease | None = None
@@ -291,7 +293,7 @@ class Publisher:
     def _published(self, step: int) -> Handle:
         """The newest version, if it is of this step, else a new one."""
         newest = self._newest
-        if newest is not None and newest.step == step and not newest.is_gone():
+        if newest is not None and newest.step == step and newest.is_coming():
             return newest
         if self._live is None:
             raise UsageError(f"expected publish_tensors({step}, …) before generation({step}), or an attached model")
@@ -314,6 +316,7 @@ class Publisher:
             raise UsageError("expected the model's config: pass config to connect, or call attach_config first")
         self._holding = holding
         self._registration = register(self._channel, self.model, self._files, self.identity, holding)
+        self._attempts.registered(self._registration.newest_version)
         if self._lease is not None:
             self._lease.stop()
         self._lease = Lease(self._channel, self._registration, self.identity.rank, self._again_if_idle, self._give_up_lost)
@@ -415,7 +418,7 @@ class Publisher:
         offering = self._sender.offer(self._registration.name, version.name, self._direct_wait)
         try:
             yield
-            offering.wait()
+            offering.wait(self._staging_timeout + self._direct_wait)
         except BaseException:
             offering.give_up()
             raise
@@ -490,12 +493,17 @@ class Publisher:
     def _create_version(self, registration: Registration, step: int, direct: bool) -> resources_pb2.Version:
         withheld = not direct or self._sender is None
         request = publisher_pb2.CreateVersionRequest(
-            publisher=registration.name, rank=self.identity.rank, step=step, withheld=withheld
+            publisher=registration.name,
+            rank=self.identity.rank,
+            step=step,
+            withheld=withheld,
+            after=self._attempts.after(step),
         )
         backoff = Backoff(self._staging_timeout, longest=1.0)
         while True:
             try:
                 version: resources_pb2.Version = self._channel.call(self._stub.CreateVersion, request)
+                self._attempts.begun(step, version.number)
                 return version
             except OutOfRoom as error:
                 if error.reason != TOO_MANY_STAGING or not backoff.wait():

@@ -28,6 +28,7 @@ class Registration:
         self.epoch: int = publisher.epoch
         self.store: resources_pb2.StoreAccess = publisher.store
         self.lease_seconds: float = publisher.lease_seconds
+        self.newest_version: int = publisher.newest_version
 
     @property
     def complete(self) -> bool:
@@ -92,6 +93,7 @@ def register(
     request = publisher_pb2.RegisterSlotRequest(
         publisher=publisher.name,
         rank=identity.rank,
+        process=identity.process,
         tensors=[spec_to_proto(spec) for spec in holding.tensors.values()],
         boxes=boxes_to_proto((numbers[held.tensor], held.box, held.replica) for held in holding.held),
     )

@@ -17,16 +17,18 @@ class CreatePublisherRequest(_message.Message):
     def __init__(self, model: _Optional[_Union[_resources_pb2.Model, _Mapping]] = ..., job: _Optional[str] = ..., world_size: _Optional[int] = ...) -> None: ...
 
 class RegisterSlotRequest(_message.Message):
-    __slots__ = ("publisher", "rank", "tensors", "boxes")
+    __slots__ = ("publisher", "rank", "tensors", "boxes", "process")
     PUBLISHER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     BOXES_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     publisher: str
     rank: int
     tensors: _containers.RepeatedCompositeFieldContainer[_resources_pb2.TensorSpec]
     boxes: _containers.RepeatedCompositeFieldContainer[_resources_pb2.TensorBox]
-    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[_resources_pb2.TensorSpec, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_resources_pb2.TensorBox, _Mapping]]] = ...) -> None: ...
+    process: str
+    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[_resources_pb2.TensorSpec, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_resources_pb2.TensorBox, _Mapping]]] = ..., process: _Optional[str] = ...) -> None: ...
 
 class GetAssignmentRequest(_message.Message):
     __slots__ = ("publisher", "rank", "wait_seconds")
@@ -57,16 +59,18 @@ class RenewLeaseRequest(_message.Message):
     def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class CreateVersionRequest(_message.Message):
-    __slots__ = ("publisher", "rank", "step", "withheld")
+    __slots__ = ("publisher", "rank", "step", "withheld", "after")
     PUBLISHER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     WITHHELD_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
     publisher: str
     rank: int
     step: int
     withheld: bool
-    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., withheld: bool = ...) -> None: ...
+    after: int
+    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., withheld: bool = ..., after: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("version", "epoch", "rank", "index", "checksum", "data", "model")

@@ -123,6 +123,9 @@ class PublisherServiceServicer(object):
 
     def CreateVersion(self, request, context):
         """The version of (epoch, step), made by whichever rank comes first. RESOURCE_EXHAUSTED (TOO_MANY_STAGING) while two are STAGING.
+        A version that was aborted is aborted for every rank: the answer is the ABORTED version until the rank's `after` names it, and
+        only then a new version of the step. FAILED_PRECONDITION (VERSION_ABORTED) where another rank has started a later step: a rank
+        that starts a step aborts the versions of earlier steps that it has not sealed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -110,7 +110,7 @@ class Profile(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., install: _Optional[str] = ..., trace: _Optional[bytes] = ..., table: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Publisher(_message.Message):
-    __slots__ = ("name", "model", "job", "epoch", "world_size", "state", "reason", "registered_slots", "store", "lease_seconds", "live_ranks")
+    __slots__ = ("name", "model", "job", "epoch", "world_size", "state", "reason", "registered_slots", "store", "lease_seconds", "live_ranks", "newest_version")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Publisher.State]
@@ -134,6 +134,7 @@ class Publisher(_message.Message):
     STORE_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     job: str
@@ -145,7 +146,8 @@ class Publisher(_message.Message):
     store: StoreAccess
     lease_seconds: float
     live_ranks: int
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., job: _Optional[str] = ..., epoch: _Optional[int] = ..., world_size: _Optional[int] = ..., state: _Optional[_Union[Publisher.State, str]] = ..., reason: _Optional[str] = ..., registered_slots: _Optional[int] = ..., store: _Optional[_Union[StoreAccess, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., live_ranks: _Optional[int] = ...) -> None: ...
+    newest_version: int
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., job: _Optional[str] = ..., epoch: _Optional[int] = ..., world_size: _Optional[int] = ..., state: _Optional[_Union[Publisher.State, str]] = ..., reason: _Optional[str] = ..., registered_slots: _Optional[int] = ..., store: _Optional[_Union[StoreAccess, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., live_ranks: _Optional[int] = ..., newest_version: _Optional[int] = ...) -> None: ...
 
 class Slot(_message.Message):
     __slots__ = ("rank", "state", "size_bytes", "received_bytes")

@@ -1,7 +1,8 @@
 """Publishers, epochs, slots and chunks: the way into the store.
 
-A new job fences every earlier one of its model: their STAGING versions are aborted, their calls refused. A rank silent for
-the lease while it has an unsealed slot aborts that version.
+A new job fences every earlier one of its model: their STAGING versions are aborted, their calls refused. A version is aborted
+as soon as a rank cannot be expected to seal its slot: it is silent for the lease, has started a later step, or its process was
+replaced by another. What is aborted is aborted for every rank, and only ranks that have learnt of it try the step again.
 """
 
 import threading
@@ -38,6 +39,7 @@ from resharder.server.timing import Timing, timed
 
 MAX_STAGING = 2
 _LOOK = 2.0  # seconds; between looks whether a caller that waits is still there
+_OPENING = 20.0  # seconds that a rank waits while another one's call opens the same version
 _CLOSED: dict[str, Reason] = {
     STAGING: "VERSION_CLOSED", READY: "VERSION_READY", RETIRED: "VERSION_RETIRED", ABORTED: "VERSION_ABORTED",
 }  # fmt: skip
@@ -166,8 +168,12 @@ class Intake:
         now = self._clock()
         return sum(now - seen <= self.lease_seconds for seen in list(publisher.seen.values()))
 
-    def register(self, name: str, rank: int, fingerprint: str, specs: Sequence[TensorSpec], boxes: Boxes) -> Publisher:
-        """One rank's slot, `boxes` speaking of `specs`. The last rank's call decides for all."""
+    def register(
+        self, name: str, rank: int, fingerprint: str, specs: Sequence[TensorSpec], boxes: Boxes, process: str = ""
+    ) -> Publisher:
+        """One rank's slot, `boxes` speaking of `specs`. The last rank's call decides for all. `process`: a nonce of the rank's
+        process; a new one ends the versions that the former process has begun and not sealed."""
+        self._replace(name, rank, process)
         with self._changed:
             publisher = self.publisher(name, rank)
             publisher.check_usable()
@@ -183,6 +189,20 @@ class Intake:
         if complete:
             self._activate(publisher)
         return publisher
+
+    def _replace(self, name: str, rank: int, process: str) -> None:
+        with self._lock:
+            publisher = self.publisher(name, rank)
+            if not publisher.is_replaced(rank, process, self._clock()):
+                return
+        self._abort_left(publisher, rank)
+
+    def _abort_left(self, publisher: Publisher, rank: int, step: int | None = None) -> None:
+        process = publisher.processes.get(rank, "")
+        with self._lock:
+            left = [s for s in self._staged.values() if s.publisher is publisher and s.is_left(rank, process, step)]
+        for staged in left:
+            self._abort(staged, f"the process of rank {rank} was replaced by another")
 
     def _activate(self, publisher: Publisher) -> None:
         """Long for large models, and nothing else of the publisher can happen meanwhile: so without the lock."""
@@ -224,36 +244,68 @@ class Intake:
 
     # Versions
 
-    def create_version(self, name: str, rank: int, step: int) -> VersionRecord:
-        """The version of (epoch, step): STAGING, or as far as it has come. After an abort a new one."""
+    def create_version(self, name: str, rank: int, step: int, after: int | None = None) -> VersionRecord:
+        """The version of (epoch, step): STAGING, or as far as it has come; a new one where there is none.
+
+        `after`: the newest version of the step that the rank has begun before, None: it has begun all. A later one that was
+        aborted is the answer: the rank has not learnt of it yet, and must not deliver what it meant for that one to another.
+        """
         if step < 0:
             raise InvalidArgument("STEP", f"expected a step of 0 or more, got {step}")
+        self._start(name, rank, step)
         with self._changed:
             publisher = self.publisher(name, rank)
             key = (publisher.model, publisher.epoch, step)
-            self._changed.wait_for(lambda: key not in self._creating)
+            if not self._changed.wait_for(lambda: key not in self._creating, _OPENING):
+                raise ResourceExhausted(
+                    "TOO_MANY_STAGING", f"{publisher.model}: step {step} is being opened for another rank: try again"
+                )
             publisher = self.publisher(name, rank)
             publisher.check_active()
-            known = self._version_of(*key)
+            known = self._version_of(*key, after)
             if known is not None:
+                if staged := self._staged.get((known.model, known.number)):
+                    staged.begun[rank] = publisher.processes.get(rank, "")
                 return known
-            self._check_not_draining()
-            others = [s.record for s in self._staged.values() if s.record.model == publisher.model]
-            coming = sum(1 for model, *_ in self._creating if model == publisher.model)
-            if len(others) + coming >= MAX_STAGING:
-                steps = ", ".join(f"{r.name} (step {r.step})" for r in others)
-                raise ResourceExhausted(
-                    "TOO_MANY_STAGING", f"{publisher.model}: {MAX_STAGING} versions are STAGING already: {steps}"
-                )
+            self._check_may_open(publisher, rank, step)
             self._creating.add(key)
         try:
-            return self._begin(publisher, step)
+            return self._begin(publisher, rank, step)
         finally:
             with self._changed:
                 self._creating.discard(key)
                 self._changed.notify_all()
 
-    def _begin(self, publisher: Publisher, step: int) -> VersionRecord:
+    def _start(self, name: str, rank: int, step: int) -> None:
+        """The rank is at `step`: it will not seal slots of earlier ones any more."""
+        with self._lock:
+            publisher = self.publisher(name, rank)
+            publisher.check_active()
+            publisher.started[rank] = step
+        self._abort_left(publisher, rank, step)
+        self._abort_overtaken(publisher, [rank])
+
+    def _abort_overtaken(self, publisher: Publisher, ranks: Sequence[int] | None = None) -> None:
+        """Versions that wait for one of `ranks`, or of all, in vain."""
+        with self._lock:
+            ours = [s for s in self._staged.values() if s.publisher is publisher]
+            late = [(s, publisher.overtaken(s.record.step, s.open_ranks(ranks))) for s in ours]
+        for staged, reason in late:
+            if reason:
+                self._abort(staged, reason)
+
+    def _check_may_open(self, publisher: Publisher, rank: int, step: int) -> None:
+        self._check_not_draining()
+        late = publisher.overtaken(step, (other for other in publisher.senders() if other != rank))
+        if late:
+            raise FailedPrecondition("VERSION_ABORTED", f"{publisher.model}: expected no earlier step than other ranks': {late}")
+        others = [s.record for s in self._staged.values() if s.record.model == publisher.model]
+        coming = sum(1 for model, *_ in self._creating if model == publisher.model)
+        if len(others) + coming >= MAX_STAGING:
+            steps = ", ".join(f"{r.name} (step {r.step})" for r in others)
+            raise ResourceExhausted("TOO_MANY_STAGING", f"{publisher.model}: {MAX_STAGING} versions are STAGING already: {steps}")
+
+    def _begin(self, publisher: Publisher, rank: int, step: int) -> VersionRecord:
         record = self.store.begin(publisher.model, publisher.epoch, step, publisher.job)
         with self._lock:
             if publisher.state != ACTIVE:
@@ -261,13 +313,20 @@ class Intake:
                 publisher.check_usable()
             folder, layouts, now = self.store.folder(record), self.store.layouts(record), self._clock()
             staged = Staged(record, publisher, folder, layouts, chunk_bytes=self.chunk_bytes, shared=self.store.shared, now=now)
+            staged.begun[rank] = publisher.processes.get(rank, "")
             self._staged[record.model, record.number] = staged
         _log.info("version_created", version=record.name, step=step, epoch=record.epoch)
-        return record
+        self._abort_overtaken(publisher)  # a rank may have gone on while the store made room
+        return self.store.get(record.model, record.number)
 
-    def _version_of(self, model: str, epoch: int, step: int) -> VersionRecord | None:
-        same = [r for r in self.store.versions(model) if (r.epoch, r.step) == (epoch, step) and r.state != ABORTED]
-        return same[-1] if same else None
+    def _version_of(self, model: str, epoch: int, step: int, after: int | None) -> VersionRecord | None:
+        """A complete version first, then an aborted one after `after`, then one that is STAGING."""
+        same = [r for r in self.store.versions(model) if (r.epoch, r.step) == (epoch, step)]
+        live = [r for r in same if r.state != ABORTED]
+        if live and live[-1].state != STAGING:
+            return live[-1]
+        untold = [r for r in same if r.state == ABORTED and after is not None and r.number > after]
+        return next(reversed(untold or live), None)
 
     def staged(self, model: str, number: int, epoch: int) -> Staged:
         """A STAGING version, for a call of `epoch`. Raises what keeps the call from going on otherwise."""
@@ -379,7 +438,7 @@ class Intake:
             self.ended(staged, self.store.get(staged.record.model, staged.record.number))
 
     def _abort(self, staged: Staged, reason: str) -> VersionRecord:
-        staged.close()
+        staged.close(aborted=True)
         done = self.store.abort(staged.record.model, staged.record.number, reason)
         self._forget(staged)
         return done
@@ -417,8 +476,10 @@ class Intake:
     # Time
 
     def expire(self) -> None:
-        """Aborts the versions of ranks that are silent for longer than the lease. Called every now and then."""
+        """Aborts the versions of ranks that are at a later step, or silent for longer than the lease. Called again and again."""
         now = self._clock()
+        for publisher in self.publishers():
+            self._abort_overtaken(publisher)
         for staged in list(self._staged.values()):
             for rank in staged.open_ranks():
                 silent = now - max(staged.created, staged.publisher.seen.get(rank, 0.0))

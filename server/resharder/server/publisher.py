@@ -1,10 +1,11 @@
 """One job's claim in memory: what its ranks hold, whether that tiles the model, and who sends what."""
 
 import json
+import math
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from resharder.converters.checkpoint import expected_shapes
@@ -69,6 +70,9 @@ class Publisher:
     assigned: dict[int, list[int]] = field(default_factory=dict)
     boxes: dict[int, Boxes] = field(default_factory=dict)  # what each rank sends
     seen: dict[int, float] = field(default_factory=dict)  # rank -> when it last called
+    processes: dict[int, str] = field(default_factory=dict)  # rank -> the nonce of its process
+    started: dict[int, int] = field(default_factory=dict)  # rank -> the last step that its process has started
+    replaced: float = -math.inf  # when a rank last registered from a new process
     _slots: dict[int, Slot] = field(default_factory=dict)
     _cutting: threading.Lock = field(default_factory=threading.Lock)
 
@@ -119,6 +123,34 @@ class Publisher:
         if self.registered.get(rank, fingerprint) != fingerprint:
             raise AlreadyExists("SLOT_DIFFERS", f"{self.name}: rank {rank} has registered other tensors or boxes before")
         return rank in self.registered
+
+    def is_replaced(self, rank: int, process: str, now: float) -> bool:
+        """Whether the rank registers from another process than before. An empty `process` is no information."""
+        former = self.processes.get(rank)
+        if not process or process == former:
+            return False
+        self.processes[rank] = process
+        if former is None:
+            return False
+        self.started.pop(rank, None)
+        self.replaced = now
+        return True
+
+    def overtaken(self, step: int, ranks: Iterable[int]) -> str:
+        """Why one of `ranks` delivers nothing more of `step`: it has started a later one. Empty where none has.
+
+        A job that restarts may go back to an earlier step: ranks that have been silent since a process was replaced do not
+        count, their processes may be gone as well.
+        """
+        for rank in ranks:
+            started = self.started.get(rank, step)
+            if started > step and self.seen[rank] > self.replaced:
+                return f"rank {rank} has started step {started} without its part of step {step}"
+        return ""
+
+    def senders(self) -> list[int]:
+        """Ranks that have something to send."""
+        return [rank for rank, boxes in self.boxes.items() if len(boxes)]
 
     def check_and_assign(self) -> tuple[dict[int, list[int]], dict[int, Boxes]]:
         """(positions, boxes) that each rank sends. Raises FailedPrecondition where the slots are not the model exactly."""

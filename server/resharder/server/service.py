@@ -50,6 +50,7 @@ class Views:
             store=store_access(self.store),
             lease_seconds=self.intake.lease_seconds,
             live_ranks=self.intake.live_ranks(publisher),
+            newest_version=self.store.newest_number(publisher.model),
         )
 
     def version(self, record: VersionRecord, slots: bool = True) -> resources_pb2.Version:
@@ -77,9 +78,10 @@ class PublisherService:
         specs = [spec_from_proto(spec) for spec in request.tensors]
         if len({spec.name for spec in specs}) < len(specs):
             raise InvalidArgument("TENSORS", "expected every tensor once")
+        boxes, process = read_boxes(request.boxes, specs), request.process[:128]
+        request.ClearField("process")  # the same tensors and boxes are the same registration
         fingerprint = str(blake3(request.SerializeToString(deterministic=True)).hexdigest())
-        boxes = read_boxes(request.boxes, specs)
-        return self._views.publisher(self._intake.register(request.publisher, request.rank, fingerprint, specs, boxes))
+        return self._views.publisher(self._intake.register(request.publisher, request.rank, fingerprint, specs, boxes, process))
 
     def GetAssignment(self, request: publisher_pb2.GetAssignmentRequest, context: grpc.ServicerContext) -> Message:
         publisher, boxes = self._intake.assignment(
@@ -93,7 +95,8 @@ class PublisherService:
         return self._views.publisher(self._intake.publisher(request.publisher, request.rank))
 
     def CreateVersion(self, request: publisher_pb2.CreateVersionRequest, context: grpc.ServicerContext) -> Message:
-        record = self._intake.create_version(request.publisher, request.rank, request.step)
+        after = request.after if request.HasField("after") else None
+        record = self._intake.create_version(request.publisher, request.rank, request.step, after)
         if request.withheld:
             self._withhold(record.model, record.number)
         return self._views.version(record)

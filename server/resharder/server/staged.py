@@ -1,12 +1,12 @@
 """A STAGING version: the chunks that arrived, the slots that are sealed, and the proof before it becomes READY.
 
 open --all slots sealed--> committing --digests agree--> READY
-  \\--aborted, fenced, a silent rank--\\--they differ------> ABORTED
+  \\--aborted, fenced, a rank silent or at a later step--\\--they differ--> ABORTED
 """
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,12 +54,13 @@ class Staged:
         self.record, self.publisher, self.folder, self.created = record, publisher, folder, now
         self.deliveries: dict[int, Delivery] = {}
         self.timings: list[Timing] = []  # of what the daemon did itself
+        self.begun: dict[int, str] = {}  # rank -> its process that was given the version; guarded by the intake's lock
         self._shared = shared  # whether others may have mapped the files
         self._files, self._chunk_bytes = files, chunk_bytes
         self._lock = threading.Condition()
         self._maps: MappedFiles | None = None
         self._landing = 0
-        self._closed = False
+        self._closed = self._aborted = False
         self._received: dict[int, npt.NDArray[np.bool_]] = {}
         self._sealed = {rank: _digests([]) for rank, boxes in publisher.boxes.items() if not len(boxes)}
 
@@ -114,8 +115,10 @@ class Staged:
             at += size
 
     def _check_open(self) -> None:
+        if self._aborted:
+            raise FailedPrecondition("VERSION_ABORTED", f"{self.record.name} takes no more bytes: it is aborted")
         if self._closed:
-            raise FailedPrecondition("VERSION_CLOSED", f"{self.record.name} takes no more bytes: it is complete or aborted")
+            raise FailedPrecondition("VERSION_CLOSED", f"{self.record.name} takes no more bytes: it is complete")
 
     def _bitmap(self, rank: int) -> npt.NDArray[np.bool_]:
         if rank not in self._received:
@@ -155,9 +158,19 @@ class Staged:
             self._closed = True
             return True
 
-    def open_ranks(self) -> list[int]:
+    def open_ranks(self, among: Iterable[int] | None = None) -> list[int]:
+        """Ranks that have not sealed their slots, of `among` or of all."""
         with self._lock:
-            return [rank for rank in range(self.publisher.world_size) if rank not in self._sealed]
+            asked = range(self.publisher.world_size) if among is None else among
+            return [rank for rank in asked if rank not in self._sealed]
+
+    def is_left(self, rank: int, process: str, step: int | None = None) -> bool:
+        """Whether a former process of the rank has begun the version and left it incomplete: without the rank's part, or with
+        one of another time, as the rank is back at `step`."""
+        if self.begun.get(rank, process) == process:
+            return False
+        back = step is not None and self.record.step >= step
+        return bool(self.open_ranks(None if back else [rank]))
 
     def progress(self) -> list[tuple[int, bool, int, int]]:
         """(rank, sealed, bytes, bytes received) of every slot."""
@@ -170,10 +183,10 @@ class Staged:
             found.append((rank, rank in sealed, slot.size_bytes, slot.size_bytes if rank in sealed else received))
         return found
 
-    def close(self) -> None:
+    def close(self, *, aborted: bool = False) -> None:
         """No byte changes from here on, and the daemon's own writable maps are gone."""
         with self._lock:
-            self._closed = True
+            self._closed, self._aborted = True, self._aborted or aborted
             self._lock.wait_for(lambda: self._landing == 0)
             maps, self._maps = self._maps, None
         if maps is not None:

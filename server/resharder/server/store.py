@@ -491,6 +491,11 @@ class Store:
         model = self._models.get(name)
         return max(model.of(READY), key=lambda r: r.number, default=None) if model else None
 
+    def newest_number(self, name: str) -> int:
+        """The greatest number that was given out; 0 for a model that is not known."""
+        model = self._models.get(name)
+        return model.number if model else 0
+
     def hold(self, name: str, number: int, holder: str, *, yielding: bool = False) -> VersionRecord:
         """Keeps a READY version from being dropped until `release` with the same holder; `yielding`: or until the store needs its
         room. Raises NotFound (VERSION_GONE)."""

@@ -43,16 +43,16 @@ class Offering:
         self._thread = threading.Thread(target=run, name="resharder-offer", daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Until the tensors may change."""
+    def wait(self, seconds: float) -> None:
+        """Returns when the tensors may change: when nobody needs the offer any more, or after `seconds`, which ends it."""
+        self._thread.join(seconds)
+        for call in self._calls:
+            call.cancel()
         self._thread.join()
 
     def give_up(self) -> None:
         """The version will not be complete."""
-        self._thread.join(_GIVEN_UP)
-        for call in self._calls:
-            call.cancel()
-        self._thread.join()
+        self.wait(_GIVEN_UP)
 
 
 class Sender:
