@@ -48,7 +48,8 @@ def _goes_to_sleep(server: Server) -> bool:
 def explain(server: Server, now: float, settings: Settings) -> str:
     """Why it is in `state_of(server)`, and what it waits for."""
     if server.lost_at is not None:
-        who = "its control side has been silent" if server.attached else "no control side attached"
+        booting = "nobody has renewed its claim" if server.renews else "no control side attached"
+        who = "its control side has been silent" if server.attached else booting
         return f"{who} for {now - server.seen:.0f} s"
     if not server.controls and server.attached:
         left = max(0.0, server.seen + settings.lease - now)

@@ -273,8 +273,18 @@ class Fleets:
 
     # What processes of servers say
 
-    def claim(self, server: str, model: str, fleet: str, *, wait_seconds: float, boot: bool) -> Server:
-        """The server with its boot version fixed.
+    def claim(
+        self,
+        server: str,
+        model: str,
+        fleet: str,
+        *,
+        wait_seconds: float,
+        boot: bool,
+        renews: bool = False,
+        alive: Callable[[], bool] = lambda: True,
+    ) -> Server:
+        """The server with its boot version fixed. A wait ends early once the caller is not `alive`.
 
         Raises Unavailable (NO_VERSION after `wait_seconds`, DRAINING), InvalidArgument (NAME, WAIT_SECONDS, MODEL_AMBIGUOUS),
         FailedPrecondition (SERVER_ELSEWHERE, FLEET_MODEL).
@@ -291,13 +301,13 @@ class Fleets:
             with self._changed:
                 if name and (ready or not boot):
                     self._enter(server, name, fleet or name)
-                    self._happen(server, Claimed(boot))
+                    self._happen(server, Claimed(boot, renews))
                     if not boot or self._servers[server].boot_version:
                         return self._servers[server]
                 left = deadline - time.monotonic()
                 if self._closed:
                     raise Unavailable("DRAINING", "the daemon is going down and gives out no versions")
-                if left <= 0:
+                if left <= 0 or not alive():
                     what = f"model {name} has no READY version" if name else "no model has been published"
                     if ready:
                         what = f"fleet {fleet or name} wants no version yet"
@@ -415,9 +425,8 @@ class Fleets:
     def _view(self, server: Server) -> ServerView:
         now = self._clock()
         to_wall = self._wall() - now
-        lease = self.settings.lease if server.attached else self.settings.boot
         reason = explain(server, now, self.settings)
-        return ServerView(server, state_of(server), reason, server.seen + lease + to_wall, to_wall)
+        return ServerView(server, state_of(server), reason, server.seen + server.lease(self.settings) + to_wall, to_wall)
 
     def fleets(self) -> list[FleetView]:
         """A model's default fleet, of the model's name, is there even before any server."""
