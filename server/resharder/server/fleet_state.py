@@ -64,7 +64,7 @@ class Motion:
 
 @dataclass(frozen=True)
 class Move:
-    """`started` and `ended` are in seconds since 1970 and are labels alone: nothing is computed from them."""
+    """`started` and `ended` are in seconds since 1970, for people: no decision of the daemon depends on them."""
 
     id: int
     state: MoveState
