@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from resharder.server.errors import DaemonError, NotFound
 from resharder.server.fleet import Attachment, Fleets
+from resharder.server.fleet_files import restored, stored
 from resharder.server.fleet_state import Fleet, MotionKind, MoveState, PauseMode, WantKind
 from resharder.server.manifest import ABORTED, READY, STAGING, VersionRecord
 from resharder.server.operations import Operations
@@ -112,12 +113,14 @@ class Versions:
 class Files:
     def __init__(self) -> None:
         self.kept: dict[str, Fleet] = {}
+        self.written: dict[str, bytes] = {}
 
-    def load(self) -> dict[str, Fleet]:
+    def load(self, now: float) -> dict[str, Fleet]:
+        self.kept = {name: restored(content, now) for name, content in self.written.items()}
         return dict(self.kept)
 
-    def save(self, fleet: Fleet) -> None:
-        self.kept[fleet.name] = fleet
+    def save(self, fleet: Fleet, now: float) -> None:
+        self.kept[fleet.name], self.written[fleet.name] = fleet, stored(fleet, now)
 
 
 @dataclass
@@ -168,6 +171,7 @@ class Moving(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now, self.nonces = 1000.0, 0
+        self.wall, self.booted = 1.7e9, 0.0  # the wall clock; when the daemon's host came up, by `now`
         self.versions, self.files = Versions(), Files()
         self.plants: dict[str, Plant] = {}
         self.joins = False  # servers take what they stage over the direct path
@@ -176,8 +180,13 @@ class Moving(RuleBasedStateMachine):
     def start_daemon(self) -> None:
         self.versions.restart()
         self.fleets = Fleets(
-            self.versions, settings=SETTINGS, clock=lambda: self.now, wall=lambda: self.now, files=self.files, tick_seconds=0
-        )  # type: ignore[arg-type]
+            self.versions,
+            settings=SETTINGS,
+            clock=lambda: self.now - self.booted,
+            wall=lambda: self.wall,
+            files=self.files,  # type: ignore[arg-type]
+            tick_seconds=0,
+        )
         self.fleets.offered = lambda model: frozenset(self.versions.offered)
         self.operations = Operations(self.fleets)
         for plant in self.plants.values():
@@ -376,7 +385,7 @@ class Moving(RuleBasedStateMachine):
         if together or not self.joins:
             return
         taking = [s.id for s in known if s.joined and s.install and s.install.state == InstallState.APPLYING]
-        late = [s.id for s in known if s.install and s.install.active and self.now >= s.install.step_started + 20]
+        late = [s.id for s in known if s.install and s.install.active and self.now - self.booted >= s.install.step_started + 20]
         assert len(set(taking) - set(late)) <= 2, f"two at a time pause for the direct path: {taking}, {late}"
 
     def check_service(self, plant: Plant) -> None:
@@ -403,6 +412,7 @@ class Moving(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.5, 1, 3, 6, 12, 30]))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
+        self.wall += seconds
         for plant in self.plants.values():
             if not plant.cut and plant.attachment is not None and seconds <= SETTINGS.lease:
                 plant.attachment.report(Reported(f"control-{plant.nonce}", power=plant.power))
@@ -446,6 +456,17 @@ class Moving(RuleBasedStateMachine):
     @rule()
     def restart_daemon(self) -> None:
         self.start_daemon()
+
+    @rule()
+    def reboot(self) -> None:
+        """The daemon's host starts again, and with it the monotonic clock."""
+        self.booted = self.now
+        self.start_daemon()
+
+    @rule(seconds=st.sampled_from([-3e8, -3e7, -86400, -30, 30, 86400, 3e7]))
+    def set_wall_clock(self, seconds: float) -> None:
+        self.wall += seconds
+        self.fleets.tick()
 
     @rule(data=st.data(), kind=st.sampled_from(WantKind), every=st.sampled_from([0, 0, 20]))
     def want(self, data: st.DataObject, kind: WantKind, every: float) -> None:

@@ -7,6 +7,7 @@ the rules deliver it in any order, more than once, or after what it is about is 
 import os
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -339,6 +340,20 @@ def serving(version: int, *, world_size: int = 2) -> Server:
     server, _ = step(server, Reported("a", "life-0", OrderKind.RESUME), 0, SETTINGS)
     assert server.serving == version
     return server
+
+
+@pytest.mark.parametrize(("renews", "lasts"), [(True, SETTINGS.lease), (False, SETTINGS.boot)])
+def test_a_boot_lasts_as_long_as_its_claim_and_is_taken_up_again(renews: bool, lasts: float) -> None:
+    server, _ = step(Server("s", "m", "m", "life", 0.0, versions(1)), Claimed(boot=True, renews=renews), 0, SETTINGS)
+    server, _ = step(server, Ticked(), lasts, SETTINGS)
+    assert server.lost_at is None
+    lost, _ = step(server, Ticked(), lasts + 1, SETTINGS)
+    assert lost.lost_at == lasts + 1
+    again, _ = step(lost, Claimed(boot=False, renews=renews), lasts + 2, SETTINGS)
+    worker = Worker(0, WorkerState.BOOTED, 1, process="p0", fingerprint=fingerprint(1))
+    heard, _ = step(lost, WorkerReported(worker), lasts + 2, SETTINGS)
+    assert (again.lost_at, again.boot_version) == (None, 1)
+    assert heard.lost_at is None
 
 
 def hear(server: Server, rank: int, state: WorkerState, version: int, install: str, process: str = "") -> Server:

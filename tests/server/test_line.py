@@ -143,7 +143,7 @@ def staged(id: str, **more: Any) -> Server:
 
 
 def waits(*servers: Server, at_once: int = 1) -> Set[str]:
-    view = View({server.id: server for server in servers}, {1, 2}, 0.0, Settings(), clock=100.0, at_once=at_once)
+    view = View({server.id: server for server in servers}, {1, 2}, 100.0, Settings(), at_once=at_once)
     return held_back(view)
 
 

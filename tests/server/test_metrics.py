@@ -283,7 +283,7 @@ def test_moves_that_end_are_counted_with_how_long_they_took() -> None:
     move = Move(1, MoveState.MOVING, 1, 2, HowToMove(), started=100.0)
     going = Fleet("policy", "policy", move=move)
     story.observed.fleet_stepped(None, going)
-    done = replace(going, move=replace(move, state=MoveState.DONE, ended=107.5))
+    done = replace(going, move=replace(move, state=MoveState.DONE, seconds=7.5))
     story.observed.fleet_stepped(going, done)
     story.observed.fleet_stepped(done, replace(done, max_skew=3))
     labels = {"fleet": "policy", "motion": "all_at_once", "outcome": "done"}

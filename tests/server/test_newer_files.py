@@ -47,7 +47,7 @@ def test_a_manifest_of_another_format_is_no_version(tmp_path: Path) -> None:
 
 def test_fleets_with_fields_that_this_release_does_not_know_are_kept(tmp_path: Path) -> None:
     files = FleetFiles(tmp_path)
-    files.save(fleet := Fleet("policy", "policy", settled=3))
+    files.save(fleet := Fleet("policy", "policy", settled=3), 0.0)
     file = tmp_path / "policy.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"mood": "grim"}))
-    assert files.load() == {"policy": fleet}
+    assert files.load(0.0) == {"policy": fleet}

@@ -17,6 +17,8 @@ from tests.server.test_fleet_moves import MODEL, Versions
 
 Fleet, Motion, WantMessage = resources_pb2.Fleet, resources_pb2.Motion, resources_pb2.Want
 
+NOW = 100.0
+
 
 class Desk:
     """An operator's side of a daemon with versions 1 to 3 and one server, `a`, in fleet `policy`."""
@@ -29,7 +31,8 @@ class Desk:
 
     def start(self) -> None:
         self.versions.restart()
-        self.fleets = Fleets(self.versions, files=FleetFiles(self.folder), tick_seconds=0)  # type: ignore[arg-type]
+        files = FleetFiles(self.folder)
+        self.fleets = Fleets(self.versions, files=files, clock=lambda: NOW, tick_seconds=0)  # type: ignore[arg-type]
         self.operations = Operations(self.fleets, {"probe"})
 
     def update(self, **fields: object) -> None:
@@ -37,7 +40,7 @@ class Desk:
         self.operations.update(operator_pb2.UpdateFleetRequest(fleet=message, update_mask=FieldMask(paths=list(fields))))
 
     def kept(self) -> object:
-        return FleetFiles(self.folder).load().get(MODEL)
+        return FleetFiles(self.folder).load(NOW).get(MODEL)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """ServerService over a real gRPC server and a real store in shared memory."""
 
 import queue
+import sys
 import tempfile
 import threading
 import time
@@ -405,3 +406,22 @@ def test_names_that_make_no_sense_are_refused_with_a_reason(site: Site) -> None:
     assert refusal(lambda: Control(site, world_size=0).refused()) == (invalid, "WORLD_SIZE")
     assert refusal(lambda: site.report(70000, resources_pb2.Worker.EMPTY, 0)) == (invalid, "WORKER")
     assert refusal(lambda: site.report(0, 77, 0)) == (invalid, "WORKER")
+
+
+def test_a_claim_that_waits_ends_with_its_caller(site: Site) -> None:
+    waiting = site.stub.ClaimServer.future(
+        server_pb2.ClaimServerRequest(server="s", model="policy", boot=True, wait_seconds=3600)
+    )
+    claims = "Fleets.claim"
+    site.until(lambda: claims in running())
+    waiting.cancel()
+    site.until(lambda: claims not in running())
+
+
+def running() -> set[str]:
+    """The functions that threads of this process are in."""
+    found = set()
+    for frame in sys._current_frames().values():
+        while frame := frame.f_back:  # type: ignore[assignment]
+            found.add(frame.f_code.co_qualname)
+    return found

@@ -9,34 +9,38 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ClaimServerRequest(_message.Message):
-    __slots__ = ("server", "model", "fleet", "wait_seconds", "boot")
+    __slots__ = ("server", "model", "fleet", "wait_seconds", "boot", "renews")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FLEET_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BOOT_FIELD_NUMBER: _ClassVar[int]
+    RENEWS_FIELD_NUMBER: _ClassVar[int]
     server: str
     model: str
     fleet: str
     wait_seconds: float
     boot: bool
-    def __init__(self, server: _Optional[str] = ..., model: _Optional[str] = ..., fleet: _Optional[str] = ..., wait_seconds: _Optional[float] = ..., boot: bool = ...) -> None: ...
+    renews: bool
+    def __init__(self, server: _Optional[str] = ..., model: _Optional[str] = ..., fleet: _Optional[str] = ..., wait_seconds: _Optional[float] = ..., boot: bool = ..., renews: bool = ...) -> None: ...
 
 class Claim(_message.Message):
-    __slots__ = ("server", "model", "fleet", "boot_version", "store", "lease_seconds")
+    __slots__ = ("server", "model", "fleet", "boot_version", "store", "lease_seconds", "attached")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FLEET_FIELD_NUMBER: _ClassVar[int]
     BOOT_VERSION_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
     server: str
     model: str
     fleet: str
     boot_version: int
     store: _resources_pb2.StoreAccess
     lease_seconds: float
-    def __init__(self, server: _Optional[str] = ..., model: _Optional[str] = ..., fleet: _Optional[str] = ..., boot_version: _Optional[int] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
+    attached: bool
+    def __init__(self, server: _Optional[str] = ..., model: _Optional[str] = ..., fleet: _Optional[str] = ..., boot_version: _Optional[int] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., attached: bool = ...) -> None: ...
 
 class ControlReport(_message.Message):
     __slots__ = ("server", "control", "world_size", "address", "install", "done", "ok", "error", "pause_seconds", "power", "in_flight", "serving", "timings", "passes_kv")

@@ -174,13 +174,12 @@ class Archive:
         return len(later) >= self.every
 
     def _next(self) -> VersionRecord | None:
-        """The newest one that waits; None at the end."""
+        """The one that has waited longest; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._waiting) or self._closed.is_set())
             if self._closed.is_set():
                 return None
-            record = max(self._waiting.values(), key=lambda r: r.ready_time)
-            self._writing = self._waiting.pop(record.model)
+            self._writing = record = self._waiting.pop(next(iter(self._waiting)))
             return record
 
     def _work(self, record: VersionRecord) -> None:

@@ -1,7 +1,5 @@
 """Why a server, or a fleet, is in the state it is in: one sentence for every state."""
 
-from datetime import UTC, datetime
-
 from resharder.server.fleet_state import Fleet, Move, MoveState, View, WantKind
 from resharder.server.moves import wanted
 from resharder.server.reconciler import target, why_not_ahead
@@ -50,7 +48,8 @@ def _goes_to_sleep(server: Server) -> bool:
 def explain(server: Server, now: float, settings: Settings) -> str:
     """Why it is in `state_of(server)`, and what it waits for."""
     if server.lost_at is not None:
-        who = "its control side has been silent" if server.attached else "no control side attached"
+        booting = "nobody has renewed its claim" if server.renews else "no control side attached"
+        who = "its control side has been silent" if server.attached else booting
         return f"{who} for {now - server.seen:.0f} s"
     if not server.controls and server.attached:
         left = max(0.0, server.seen + settings.lease - now)
@@ -178,8 +177,8 @@ def explain_fleet(fleet: Fleet, view: View) -> str:
         return f"at version {fleet.settled}, ahead of READY{refused}"
     newest = max(view.ready)
     if newest not in fleet.refused and newest != fleet.settled and wanted(fleet, view) == fleet.settled:
-        due = (fleet.move.started if fleet.move else 0.0) + fleet.want.every_seconds
-        return f"version {newest} is READY and due at {_clock(due)}: at most one move in {fleet.want.every_seconds:g} s{refused}"
+        left = fleet.rest_left(view.now)
+        return f"version {newest} is READY and due in {left:.0f} s: at most one move in {fleet.want.every_seconds:g} s{refused}"
     return f"at the version it wants{refused}"
 
 
@@ -190,9 +189,9 @@ def _explain_move(move: Move, view: View) -> str:
     why = f" ({move.reason})" if move.reason else ""
     match move.state:
         case MoveState.HOLDING:
-            until = _clock(move.held_since + move.motion.hold_seconds)
+            left = move.hold_left(view.now)
             waits = [
-                f"until {until}" if view.now < move.held_since + move.motion.hold_seconds else "",
+                f"for another {left:.0f} s" if left else "",
                 "for an operator's word" if move.motion.approval and not move.approved else "",
                 f"for check {move.motion.check}" if move.checking else "",
             ]
@@ -210,7 +209,3 @@ def _explain_move(move: Move, view: View) -> str:
             return f"{way}; stopped: {move.reason}; `approve` goes on, `back` goes back"
     failed = "".join(f"; {id} failed: {error}" for id, error in sorted(move.failed.items()))
     return f"{way}{why}{failed}"
-
-
-def _clock(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%H:%M:%SZ")

@@ -53,6 +53,7 @@ _TICK = 0.5
 _FORGET = 3600.0  # a LOST server stays in lists for so long
 _SETTLE = 2.0  # beyond a lease: how long servers may take to come back to a daemon that was started again
 _RETURNING = "servers that may come back"
+_CHECKPOINT = 30.0  # how much of a wait a daemon that is killed may forget
 _ROUNDS = 1000  # of steering: a bound against what must not be, a loop
 _log = structlog.get_logger("resharder.fleet")
 
@@ -82,6 +83,7 @@ class FleetView:
     wanted_version: int
     servers: tuple[str, ...]
     reason: str
+    moving_for: float = 0.0  # seconds, of the move that goes on
 
 
 class Note(Protocol):
@@ -143,13 +145,14 @@ class Fleets:
         self._store, self._clock, self._wall, self._files, self._pause_mode = store, clock, wall, files, pause_mode
         self._holds = Holds(store)
         self._life, self._started = secrets.token_hex(4), clock()
+        self._checkpointed = self._started
         self.serving_changed: Callable[[], None] = lambda: None
         self.check: Callable[[Fleet], None] = lambda fleet: None
         self.offered: Callable[[str], Collection[int]] = lambda model: ()
         self.at_once: Callable[[str], int] = lambda model: 1
         self.observers: list[Observer] = []
         self._note = note or _no_note
-        self._fleets = files.load() if files else {}
+        self._fleets = files.load(clock()) if files else {}
         self._ready: dict[str, dict[int, str]] = {}  # of each model, as of the last look
         self._ahead: dict[str, dict[int, Ahead]] = {}
         self._changed = threading.Condition(threading.RLock())
@@ -177,6 +180,10 @@ class Fleets:
         with self._changed:
             for attachment in self._attachments.values():
                 attachment.orders.put(None)
+            try:
+                self._save_waits()
+            except OSError as error:
+                _log.error("waits_not_saved", error=str(error))
             self._changed.notify_all()
 
     def wake(self) -> None:
@@ -211,6 +218,18 @@ class Fleets:
                 self._steer(name)
             self._release_returning()
             self._changed.notify_all()
+            if now >= self._checkpointed + _CHECKPOINT:
+                self._checkpointed = now
+                self._save_waits()
+
+    def _save_waits(self) -> None:
+        """Of fleets that wait for a time, how much of it has passed."""
+        now = self._clock()
+        if self._files is None:
+            return
+        for fleet in self._fleets.values():
+            if fleet.rest_left(now) or (fleet.move is not None and fleet.move.hold_left(now)):
+                self._files.save(fleet, now)
 
     def _release_returning(self) -> None:
         settling = {fleet.model for fleet in self._fleets.values() if self._see(fleet).settling}
@@ -254,8 +273,18 @@ class Fleets:
 
     # What processes of servers say
 
-    def claim(self, server: str, model: str, fleet: str, *, wait_seconds: float, boot: bool) -> Server:
-        """The server with its boot version fixed.
+    def claim(
+        self,
+        server: str,
+        model: str,
+        fleet: str,
+        *,
+        wait_seconds: float,
+        boot: bool,
+        renews: bool = False,
+        alive: Callable[[], bool] = lambda: True,
+    ) -> Server:
+        """The server with its boot version fixed. A wait ends early once the caller is not `alive`.
 
         Raises Unavailable (NO_VERSION after `wait_seconds`, DRAINING), InvalidArgument (NAME, WAIT_SECONDS, MODEL_AMBIGUOUS),
         FailedPrecondition (SERVER_ELSEWHERE, FLEET_MODEL).
@@ -272,13 +301,13 @@ class Fleets:
             with self._changed:
                 if name and (ready or not boot):
                     self._enter(server, name, fleet or name)
-                    self._happen(server, Claimed(boot))
+                    self._happen(server, Claimed(boot, renews))
                     if not boot or self._servers[server].boot_version:
                         return self._servers[server]
                 left = deadline - time.monotonic()
                 if self._closed:
                     raise Unavailable("DRAINING", "the daemon is going down and gives out no versions")
-                if left <= 0:
+                if left <= 0 or not alive():
                     what = f"model {name} has no READY version" if name else "no model has been published"
                     if ready:
                         what = f"fleet {fleet or name} wants no version yet"
@@ -395,10 +424,9 @@ class Fleets:
 
     def _view(self, server: Server) -> ServerView:
         now = self._clock()
-        to_wall = time.time() - now
-        lease = self.settings.lease if server.attached else self.settings.boot
+        to_wall = self._wall() - now
         reason = explain(server, now, self.settings)
-        return ServerView(server, state_of(server), reason, server.seen + lease + to_wall, to_wall)
+        return ServerView(server, state_of(server), reason, server.seen + server.lease(self.settings) + to_wall, to_wall)
 
     def fleets(self) -> list[FleetView]:
         """A model's default fleet, of the model's name, is there even before any server."""
@@ -418,7 +446,8 @@ class Fleets:
 
     def _fleet_view(self, fleet: Fleet) -> FleetView:
         view = self._see(fleet)
-        return FleetView(fleet, moves.wanted(fleet, view), tuple(sorted(view.servers)), explain_fleet(fleet, view))
+        moving_for = view.now - fleet.moving.began if fleet.moving else 0.0
+        return FleetView(fleet, moves.wanted(fleet, view), tuple(sorted(view.servers)), explain_fleet(fleet, view), moving_for)
 
     def model_of(self, server: str) -> str:
         """Empty for a server that is not known."""
@@ -552,7 +581,7 @@ class Fleets:
         settling = self._clock() < self._started + self.settings.lease + _SETTLE and not fleet.members <= here
         ahead = frozenset(number for number, one in self._ahead_of(fleet).items() if one.staging) - ready
         at_once = self.at_once(fleet.model)
-        return View(servers, ready, self._wall(), self.settings, settling, ahead, self._clock(), at_once)
+        return View(servers, ready, self._clock(), self.settings, settling, ahead, self._wall(), at_once)
 
     def _steer(self, name: str) -> None:
         """Moves the fleet on, and its servers with it, until nothing follows."""
@@ -580,7 +609,7 @@ class Fleets:
         if fleet == before:
             return
         if self._files is not None:
-            self._files.save(fleet)
+            self._files.save(fleet, self._clock())
         self._fleets = self._fleets | {fleet.name: fleet}
         self._hold_versions(fleet)
         self._note_move(before, fleet)

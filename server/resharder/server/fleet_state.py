@@ -64,6 +64,8 @@ class Motion:
 
 @dataclass(frozen=True)
 class Move:
+    """`started` and `ended` are in seconds since 1970, for people: no decision of the daemon depends on them."""
+
     id: int
     state: MoveState
     back_to: int  # 0: nothing was served before
@@ -73,11 +75,17 @@ class Move:
     reason: str = ""
     servers: tuple[str, ...] = ()  # the canaries, then all that arrived
     failed: Mapping[str, str] = field(default_factory=dict)
-    held_since: float = 0.0
+    began: float = 0.0  # by the monotonic clock, like `held`: durations are measured from these
+    held: float = 0.0  # when it became HOLDING
     approved: bool = False
     checked: bool = False
     tries: int = 0  # how often an operator had it tried again
     ended: float = 0.0
+    seconds: float = 0.0  # from its beginning to its end
+
+    def hold_left(self, now: float) -> float:
+        """Seconds until the hold of its canaries is over; 0 where none is running."""
+        return max(0.0, self.held + self.motion.hold_seconds - now) if self.state == MoveState.HOLDING else 0.0
 
     @property
     def active(self) -> bool:
@@ -127,6 +135,10 @@ class Fleet:
         bound = 0 if self.motion.kind == MotionKind.ATOMIC else self.max_skew
         return self.strict and any(abs(version - other) > bound for other in shown)
 
+    def rest_left(self, now: float) -> float:
+        """Seconds until `want.every_seconds` permit the next move; 0 where nothing is to be waited for."""
+        return max(0.0, self.move.began + self.want.every_seconds - now) if self.move is not None else 0.0
+
     def power_of(self, server: str) -> Power:
         return self.powers.get(server, self.power)
 
@@ -143,7 +155,10 @@ class Fleet:
 
 @dataclass(frozen=True)
 class View:
-    """What moves go by. `settling`: servers that the fleet had before the daemon started may still come back."""
+    """What moves go by. `now` is the monotonic clock's, as in installs; `wall` only labels moves.
+
+    `settling`: servers that the fleet had before the daemon started may still come back.
+    """
 
     servers: Mapping[str, Server]
     ready: Set[int]
@@ -151,7 +166,7 @@ class View:
     settings: Settings
     settling: bool = False
     ahead: Set[int] = frozenset()  # STAGING, and offered by every rank to a fleet that serves ahead
-    clock: float = 0.0  # seconds, as in installs; `now` is the time of day
+    wall: float = 0.0  # seconds since 1970
     at_once: int = 1  # servers that ranks can send to at the same time
 
     @cached_property

@@ -25,7 +25,7 @@ def held_back(view: View) -> Set[str]:
     staging = {id: server for id, server in view.servers.items() if _is(server, InstallState.STAGING)}
     staged = {id for id, server in staging.items() if server.staged}
     waiting = [id for id in staged & joined if _can_go(staging[id])]
-    room = _PAUSED * view.at_once - sum(_takes(view.servers[id], view.clock) for id in joined)
+    room = _PAUSED * view.at_once - sum(_takes(view.servers[id], view.now) for id in joined)
     if len(waiting) < room:
         return frozenset()
     waiting.sort(key=lambda id: (bool(staging[id].opened), _began(staging[id]), id))

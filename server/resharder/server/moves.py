@@ -17,7 +17,8 @@ A fleet that serves ahead takes versions that are not READY yet, once every rank
 back by itself (reconciler.py). What becomes ABORTED then is a version that is gone: the fleet goes back to the newest READY one.
 Nobody boots from a version that is not READY, is pinned to one or goes back to one.
 
-Times are in seconds since 1970; servers' own are the reconciler's.
+Durations are measured by the monotonic clock (`View.now`), as the reconciler's are. The wall clock may jump at any time: it
+labels moves and decides nothing.
 """
 
 from collections.abc import Collection, Iterable
@@ -39,8 +40,7 @@ def wanted(fleet: Fleet, view: View) -> int:
         case WantKind.NONE:
             return current if current in view.usable else _instead(current, fleet, view)
     newest = max((version for version in view.usable if version not in fleet.refused), default=0)
-    last = fleet.move.started if fleet.move else 0.0
-    early = view.now < last + fleet.want.every_seconds and current in view.usable and current not in fleet.refused
+    early = fleet.rest_left(view.now) > 0 and current in view.usable and current not in fleet.refused
     return current if early or not newest else newest
 
 
@@ -96,7 +96,7 @@ def _begin(fleet: Fleet, to: int, view: View) -> Fleet:
         motion = replace(motion, kind=MotionKind.ROLLING)  # back to what has been tried
     states = {MotionKind.CANARY: MoveState.TRYING, MotionKind.ATOMIC: MoveState.STAGING}
     number = fleet.move.id + 1 if fleet.move else 1
-    move = Move(number, states.get(motion.kind, MoveState.MOVING), back_to, to, motion, view.now, reason)
+    move = Move(number, states.get(motion.kind, MoveState.MOVING), back_to, to, motion, view.wall, reason, began=view.now)
     return replace(fleet, move=move)
 
 
@@ -157,7 +157,7 @@ def _lost_over(server: Server, version: int) -> bool:
 
 def _end(fleet: Fleet, move: Move, state: MoveState, view: View, reason: str = "") -> Fleet:
     settled = move.to if state == MoveState.DONE else move.back_to
-    move = replace(move, state=state, ended=view.now, reason=reason or move.reason)
+    move = replace(move, state=state, ended=view.wall, seconds=view.now - move.began, reason=reason or move.reason)
     return replace(fleet, move=move, settled=settled)
 
 
@@ -217,8 +217,8 @@ def _trying(fleet: Fleet, move: Move, view: View) -> Fleet:
     if not chosen or not all(id in present and present[id].serving == move.to for id in chosen):
         return fleet
     if move.state == MoveState.TRYING:
-        return replace(fleet, move=replace(move, state=MoveState.HOLDING, held_since=view.now))
-    waits = view.now < move.held_since + move.motion.hold_seconds or move.checking or (move.motion.approval and not move.approved)
+        return replace(fleet, move=replace(move, state=MoveState.HOLDING, held=view.now))
+    waits = move.hold_left(view.now) > 0 or move.checking or (move.motion.approval and not move.approved)
     return fleet if waits else replace(fleet, move=replace(move, state=MoveState.MOVING))
 
 

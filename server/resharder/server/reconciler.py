@@ -102,7 +102,7 @@ def _versions_changed(server: Server, event: VersionsChanged) -> Server:
 
 def _claimed(server: Server, event: Claimed, now: float) -> Server:
     if not server.attached:
-        server = replace(server, seen=now, lost_at=None)
+        server = replace(server, seen=now, lost_at=None, renews=server.renews or event.renews)
     if not event.boot or (server.boot_version in server.ready and (server.booting or server.controls)):
         return server
     if server.controls or (server.booting and not server.boot_version):
@@ -114,6 +114,7 @@ def _claimed(server: Server, event: Claimed, now: float) -> Server:
         fleet=server.fleet,
         life=server.life,
         seen=now,
+        renews=event.renews,
         ready=server.ready,
         boot_version=server.boots,
         gone=server.gone,
@@ -258,7 +259,7 @@ def _worker_reported(server: Server, report: Worker, now: float, settings: Setti
     if report.process in server.gone or (server.world_size and report.rank >= server.world_size):
         return server
     if not server.attached:
-        server = replace(server, seen=now)
+        server = replace(server, seen=now, lost_at=None)
     report = _judged(server, report)
     known = server.workers.get(report.rank)
     if known is None:
@@ -326,8 +327,7 @@ def _keep_worker(server: Server, worker: Worker) -> Server:
 
 def _ticked(server: Server, now: float, settings: Settings, orders: list[Order]) -> Server:
     server = _let_go(server, {c.nonce for c in server.controls if now > c.seen + settings.lease}, orders)
-    limit = settings.lease if server.attached else settings.boot
-    if server.controls or server.lost_at is not None or now <= server.seen + limit:
+    if server.controls or server.lost_at is not None or now <= server.seen + server.lease(settings):
         return server
     if server.install is not None and server.install.active:
         server = _end_install(server, server.install, "the server's lease ended", now)

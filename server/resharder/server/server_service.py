@@ -41,6 +41,8 @@ class ServerService:
             request.fleet,
             wait_seconds=request.wait_seconds,
             boot=request.boot,
+            renews=request.renews,
+            alive=context.is_active,
         )
         return server_pb2.Claim(
             server=f"servers/{server.id}",
@@ -49,6 +51,7 @@ class ServerService:
             boot_version=server.boot_version,
             store=store_access(self._store),
             lease_seconds=self._fleets.settings.lease,
+            attached=server.attached,
         )
 
     def Attend(self, reports: Iterator[server_pb2.ControlReport], context: grpc.ServicerContext) -> Iterator[server_pb2.Order]:

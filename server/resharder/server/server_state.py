@@ -53,7 +53,7 @@ class Settings:
 
     lease: float = 15.0
     grace: float = 15.0  # from LOST until its versions are let go
-    boot: float = 1800.0  # from a claim until a control side attaches
+    boot: float = 1800.0  # from a claim that nobody renews until a control side attaches
     install_step: float = 600.0  # for all workers to stage, and again to apply
     attempts: int = 3
     first_retry: float = 2.0  # doubles with each failure
@@ -182,6 +182,7 @@ class Server:
     boot_version: int = 0
     booting: bool = True  # not all workers have reported
     attached: bool = False  # a control side has been there in this boot
+    renews: bool = False  # its claims are renewed until then
     world_size: int = 0
     controls: tuple[Control, ...] = ()  # the first one leads
     workers: Mapping[int, Worker] = field(default_factory=dict)
@@ -203,6 +204,10 @@ class Server:
     change_failed: Failure | None = None
     lingers: int = 0  # the version that clients may still get though the gate was ordered to close
     passes_kv: bool = False
+
+    def lease(self, settings: Settings) -> float:
+        """Seconds that it may be silent before it is LOST."""
+        return settings.lease if self.attached or self.renews else settings.boot
 
     @property
     def wanted(self) -> int:
@@ -296,6 +301,7 @@ class Claimed:
     """A process asks who it is; with `boot` also which version to load. A READY version is there by then."""
 
     boot: bool
+    renews: bool = False  # the claim lasts for a lease, and is made again before that ends
 
 
 @dataclass(frozen=True)

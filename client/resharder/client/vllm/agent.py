@@ -22,6 +22,7 @@ from resharder.client.vllm.parts import DRAFTER, Models, Part, needs, shared_mod
 from resharder.client.vllm.power import WEIGHTS, Slumber
 from resharder.client.vllm.profile import profiled
 from resharder.client.vllm.receiver import Open, Receiver, open_memory
+from resharder.client.vllm.renewal import Renewal
 from resharder.client.vllm.report import PROCESS, Reporter, claim
 from resharder.client.vllm.settings import Settings
 from resharder.client.vllm.source import Manifest, Source, Stager, get_manifest
@@ -57,6 +58,7 @@ class Agent:
         self.reporter = Reporter(self.channel, settings)
         self.parts: dict[str, Part] = {}
         self.needed_bytes = 0
+        self.renewal: Renewal | None = None  # of the server's claim, while it boots
         self.boot: Manifest | None = None  # what the model was booted from, for its drafter
         self.stager: Stager | None = None
         self.version = 0

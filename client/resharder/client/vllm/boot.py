@@ -15,6 +15,7 @@ from resharder.client.vllm.agent import Agent
 from resharder.client.vllm.compat import Host
 from resharder.client.vllm.install import Fault, Feed, Installed
 from resharder.client.vllm.parts import DRAFTER, MODEL, Part
+from resharder.client.vllm.renewal import Renewal
 from resharder.client.vllm.report import claim
 from resharder.client.vllm.settings import Settings
 from resharder.client.vllm.source import Manifest, Source, Stager, get_manifest
@@ -97,12 +98,19 @@ def _begin(vllm_config: Any) -> Agent | None:
     settings = Settings.from_environment()
     rank = compat.rank_in_server(vllm_config, vllm_config.parallel_config.rank)
     agent = Agent(Host(vllm_config, compat.device_here(vllm_config.device_config.device), rank), settings)
+    # One for the whole server: its processes end together.
+    agent.renewal = Renewal() if rank == 0 else None
     wait, patience = (0.0, 5.0) if settings.prefer else (settings.boot_wait_seconds,) * 2
     try:
-        answer = claim(agent.channel, settings, boot=True, wait_seconds=wait, patience=patience)
+        renews = agent.renewal is not None
+        answer = claim(agent.channel, settings, boot=True, renews=renews, wait_seconds=wait, patience=patience)
+        if agent.renewal is not None:
+            agent.renewal.begin()
         version = f"models/{answer.model.removeprefix('models/')}/versions/{answer.boot_version}"
         agent.boot = get_manifest(agent.channel, version)
     except ResharderError as error:
+        if agent.renewal is not None:
+            agent.renewal.close()
         if settings.prefer and _is_missing(error):
             return None
         raise

@@ -1,7 +1,8 @@
-"""The helper process that fills a mirror: `python -m resharder.client.vllm.fetch ENDPOINT DESCRIPTOR…`.
+"""The helper process that fills a mirror: `python -m resharder.client.vllm.fetch PARENT ENDPOINT DESCRIPTOR…`.
 
 It inherits one descriptor for each file of the version, reads a BoxesRequest from its standard input and writes one line of JSON:
 `{"digests": […]}` or `{"error": …}`. So the engine keeps Python's lock to itself while boxes arrive.
+It ends with the process that started it.
 """
 
 import json
@@ -11,6 +12,7 @@ from dataclasses import replace
 from resharder.client.boxes import download, get_manifest
 from resharder.client.channel import Channel
 from resharder.client.errors import ResharderError
+from resharder.client.vllm.parent import end_with
 from resharder.client.vllm.source import DESCRIPTORS
 from resharder.converters.digest import digest
 from resharder.converters.files import MappedFiles
@@ -31,7 +33,8 @@ def fetch(channel: Channel, descriptors: list[str], request: server_pb2.BoxesReq
 
 
 def main() -> int:
-    endpoint, *descriptors = sys.argv[1:]
+    parent, endpoint, *descriptors = sys.argv[1:]
+    end_with(int(parent))
     request = server_pb2.BoxesRequest.FromString(sys.stdin.buffer.read())
     try:
         with Channel(endpoint) as channel:

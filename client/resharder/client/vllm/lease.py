@@ -133,7 +133,9 @@ class LeaseThread:
     def _claim(self) -> None:
         """Makes the server known to a daemon that it was not booted from, or whose memory of it is gone."""
         identity = self._identity
-        request = server_pb2.ClaimServerRequest(server=identity.server, model=identity.model, fleet=identity.fleet, boot=False)
+        request = server_pb2.ClaimServerRequest(
+            server=identity.server, model=identity.model, fleet=identity.fleet, boot=False, renews=True
+        )
         claim = self._channel.call(self._stub.ClaimServer, request, patience=0)
         self.model = claim.model.removeprefix("models/")
 

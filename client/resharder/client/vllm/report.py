@@ -13,13 +13,22 @@ PROCESS = uuid.uuid4().hex
 _REPORT_SECONDS = 2.0  # a daemon that came back hears of this worker after at most so long
 
 
-def claim(channel: Channel, settings: Settings, *, boot: bool, wait_seconds: float = 0.0, patience: float) -> server_pb2.Claim:
-    """Raises ResharderError."""
+def claim(
+    channel: Channel,
+    settings: Settings,
+    *,
+    boot: bool,
+    renews: bool = False,
+    wait_seconds: float = 0.0,
+    patience: float,
+    answer_seconds: float = 30.0,
+) -> server_pb2.Claim:
+    """`renews`: the claim is made again until a control side attaches. Raises ResharderError."""
     stub = server_pb2_grpc.ServerServiceStub(channel.grpc)
     request = server_pb2.ClaimServerRequest(
-        server=settings.server, model=settings.model, fleet=settings.fleet, wait_seconds=wait_seconds, boot=boot
+        server=settings.server, model=settings.model, fleet=settings.fleet, wait_seconds=wait_seconds, boot=boot, renews=renews
     )
-    answer: server_pb2.Claim = channel.call(stub.ClaimServer, request, timeout=wait_seconds + 30, patience=patience)
+    answer: server_pb2.Claim = channel.call(stub.ClaimServer, request, timeout=wait_seconds + answer_seconds, patience=patience)
     return answer
 
 
@@ -89,7 +98,7 @@ class Reporter:
     def _introduce(self) -> None:
         """To a daemon that does not know the server: it knows of no install either."""
         try:
-            claim(self._channel, self._settings, boot=False, patience=0)
+            claim(self._channel, self._settings, boot=False, renews=True, patience=0)
         except ResharderError:
             return
         self.say_what_it_holds()

@@ -132,7 +132,7 @@ class Stager:
 
     def _fetch(self, manifest: Manifest, needs: Needs, expected: dict[tuple[str, Box], int], files: list[str]) -> None:
         boxes = [(name, box) for name, found in needs.items() for box in found]
-        command = [sys.executable, "-m", "resharder.client.vllm.fetch", self._channel.endpoint, *files]
+        command = [sys.executable, "-m", "resharder.client.vllm.fetch", str(os.getpid()), self._channel.endpoint, *files]
         helper = subprocess.run(
             command,
             input=boxes_request(manifest, boxes).SerializeToString(),

@@ -142,9 +142,7 @@ class Observed(intake.Observer, fleet.Observer):
         move = after.move
         if move is None or move.active or before is None or before.moving is None:
             return
-        self._moves.labels(after.name, move.motion.kind.name.lower(), move.state.name.lower()).observe(
-            max(0.0, move.ended - move.started)
-        )
+        self._moves.labels(after.name, move.motion.kind.name.lower(), move.state.name.lower()).observe(move.seconds)
 
     # The rest
 

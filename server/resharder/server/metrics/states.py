@@ -97,5 +97,5 @@ def _fleets(now: Snapshot) -> Iterator[Metric]:
         for move in MoveState:
             if move not in (MoveState.DONE, MoveState.FAILED):
                 moves.add_metric([*names, move.name], float(fleet.moving is not None and fleet.moving.state == move))
-        going.add_metric(names, max(0.0, now.time - fleet.moving.started) if fleet.moving else 0.0)
+        going.add_metric(names, view.moving_for)
     yield from (servers, in_flight, wanted, served, behind, since, refused, moves, going)
