@@ -81,8 +81,8 @@ def architecture_of(config: HFConfig) -> Architecture:
     model_type, names = config.get("model_type"), config.get("architectures") or ()
     if "text_config" in config:
         inner = (config["text_config"] or {}).get("model_type")
-        known = any(a.model_type == inner for a in ARCHITECTURES)
-        advice = "attach its language model alone, with its text_config" if known else "nor has that of its language model"
+        has_table = any(a.model_type == inner for a in ARCHITECTURES)
+        advice = "attach its language model alone, with its text_config" if has_table else "nor has that of its language model"
         raise UnsupportedModel(
             f"config: model_type {model_type!r} is multimodal and has no table; {advice} (model_type {inner!r})"
         )
