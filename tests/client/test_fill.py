@@ -215,6 +215,36 @@ def test_two_values_for_one_place_do_not_pass_either(tmp_path: Path) -> None:
         fill(build(config, 0, 1), config, tmp_path)
 
 
+def released_without_copies(folder: Path, config: Mapping[str, Any]) -> Tensors:
+    """A checkpoint without embedding and head of its MTP layer, as GLM-4.6 was released; what is left out, too."""
+    full = checkpoint(folder, config)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    copies = {name for name in full if name.startswith("model.layers.4.") and ("embed_tokens" in name or "head.head" in name)}
+    assert len(copies) == 2
+    save_file({name: values for name, values in full.items() if name not in copies}, folder / "model.safetensors")
+    return full
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_copies_in_mtp_layers_that_are_not_stored_are_the_models_own(tmp_path: Path, pp: int) -> None:
+    config = tiny_hf.tiny_config("glm4_moe")
+    full = released_without_copies(tmp_path, config)
+    for rank in range(pp):
+        chunks = build(config, rank, pp, pp=pp)
+        fill(chunks, config, tmp_path)
+        assert_filled(chunks, config, full)
+
+
+def test_a_head_of_its_own_that_is_not_stored_is_missing(tmp_path: Path) -> None:
+    config = tiny_hf.tiny_config("qwen3")
+    full = random_weights(config, 1)
+    del full["lm_head.weight"]
+    save_file(full, tmp_path / "model.safetensors")
+    with pytest.raises(UnknownTensor, match=r"1 tensors of the model are not there: lm_head\.weight"):
+        fill(build(config, 0, 1), config, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -100,7 +100,7 @@ def test_biases_in_attention_or_mlp_alone_are_refused(changes: dict[str, Any]) -
 def test_clipped_queries_are_refused_where_a_model_is_built() -> None:
     config = tiny_hf.tiny_config("olmoe", clip_qkv=8.0)
     with pytest.raises(UnsupportedModel, match=r"clip_qkv=8\.0"):
-        architecture_of(config).recipe(config)
+        build_model(config)
 
 
 # Published configs say less than those that transformers writes

@@ -6,7 +6,7 @@ fill(model_chunks, hf_config, "/checkpoints/Qwen3-8B")
 fill(model_chunks, hf_config, "resharder://daemon:7677/models/policy/versions/latest")
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +18,7 @@ from resharder.client.transport.host import host_bits
 from resharder.converters.checkpoint import expected_shapes
 from resharder.converters.digest import digest, digest_torch
 from resharder.converters.errors import ConversionError, LayoutError, UnknownTensor, UnsupportedModel
-from resharder.converters.layout import ITEM_SIZES, Layout, Piece, box_size, format_box
+from resharder.converters.layout import ITEM_SIZES, Layout, Piece, box_shape, box_size, format_box
 from resharder.converters.local import read_piece, tensor_of_bits, write_piece
 from resharder.converters.models import local_layout
 
@@ -63,12 +63,16 @@ def fill(
     round to nearest, ties to even). An optimizer that keeps fp32 copies must take them anew: Megatron's
     `optimizer.reload_model_params()`.
 
+    A tensor that the source leaves out is filled all the same where the model keeps it in the place of another one, as it keeps
+    the copies of embedding and head in MTP layers.
+
     Names, shapes and dtypes are checked before the first write. Raises UnknownTensor, LayoutError, UnsupportedModel,
     UsageError, NotFound; and, with the model partly filled, CorruptData or DaemonUnreachable.
     """
     config = plain_config(hf_config)
     layout, tensors = local_layout(model, config, rename=rename, ranks=ranks)
     with open_source(source, shared=shared) as opened:
+        layout = _without_copies(layout, opened.specs)
         wanted = _check(layout, tensors, opened)
         expected = opened.digests([key for key, pieces in wanted.items() if any(_provable(p, layout, opened) for p in pieces)])
         for tensor in tensors.values():
@@ -78,6 +82,18 @@ def fill(
             _prove(key, wanted[key], digest_there, layout, opened, tensors)
         size = sum(box_size(box) * ITEM_SIZES[opened.specs[name].dtype] for name, box in wanted)
         return Filled(opened.name, len(layout.tensors), size, len(expected), _unused(opened, config))
+
+
+def _without_copies(layout: Layout, stored: Container[str]) -> Layout:
+    """Without tensors that are not `stored` and whose every piece lies where the model keeps one that is."""
+    kept = {_place(piece) for piece in layout.pieces if piece.tensor in stored}
+    needed = {piece.tensor for piece in layout.pieces if piece.tensor in stored or _place(piece) not in kept}
+    pieces = tuple(piece for piece in layout.pieces if piece.tensor in needed)
+    return Layout({name: spec for name, spec in layout.tensors.items() if name in needed}, pieces)
+
+
+def _place(piece: Piece) -> tuple[object, ...]:
+    return piece.local, piece.offset, piece.strides, box_shape(piece.box), piece.plus
 
 
 def _check(layout: Layout, tensors: Mapping[str, torch.Tensor], source: Source) -> dict[Wanted, list[Piece]]:

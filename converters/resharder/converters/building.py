@@ -22,6 +22,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from resharder.converters.architectures import architecture_of
 from resharder.converters.architectures.recipe import Extras, Recipe
 from resharder.converters.checkpoint import HFConfig
+from resharder.converters.errors import UnsupportedModel
 from resharder.converters.extras import change_model, change_specs
 
 Spec = Literal["local", "te"]
@@ -50,6 +51,8 @@ def build_chunks(
     Raises UnsupportedModel for a family without a recipe, and what megatron-core raises for a layout that it refuses.
     """
     recipe = architecture_of(config).recipe(config)
+    if (limit := recipe.extras.clip_qkv) is not None:
+        raise UnsupportedModel(f"config: clip_qkv={limit!r}: megatron-core does not clip queries, keys and values")
     etp = etp or (1 if ep > 1 else tp)
     _set_up_groups(tp, pp, vpp, cp, ep, etp)
     experts = "num_moe_experts" in recipe.transformer

@@ -14,7 +14,9 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.module import Float16Module, MegatronModule
-from resharder.converters.architectures import table_of
+from resharder.converters.architectures import architecture_of, table_of
+from resharder.converters.architectures.agreement import disagreements, is_padding
+from resharder.converters.architectures.recipe import Recipe
 from resharder.converters.architectures.table import Table, Weight
 from resharder.converters.checkpoint import HFConfig, PretrainedConfig, config_dict
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
@@ -30,28 +32,33 @@ Chunks = torch.nn.Module | Sequence[torch.nn.Module]
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
-def local_layout(model_chunks: Chunks, hf_config: HFConfig | PretrainedConfig) -> tuple[Layout, Mapping[str, torch.Tensor]]:
+def local_layout(
+    model_chunks: Chunks, hf_config: HFConfig | PretrainedConfig, *, padded_for: int = 1
+) -> tuple[Layout, Mapping[str, torch.Tensor]]:
     """What this rank holds, and its local tensors by the names that the pieces use: `CHUNK.NAME`, live, not copied.
 
-    Replicas are marked as `sharded_state_dict` marks them. Rows that Megatron added as padding are in no piece.
+    Replicas are marked as `sharded_state_dict` marks them. Rows that Megatron added as padding are in no piece; `padded_for`:
+    the most tensor-parallel ranks that they were added for, where those that hold the vocabulary now are fewer.
 
     Raises UnsupportedModel (no table; quantised, sharded or offloaded parameters; a wrapper that is not known), UnknownTensor (a
     parameter that the table does not know) and LayoutError (a parameter without placement, or of another shape than the
-    config says).
+    config says; a model built with other sizes than the config's).
     """
     config = config_dict(hf_config)
     table, shapes = table_of(config)
+    recipe = architecture_of(config).recipe(config)
     specs: dict[str, TensorSpec] = {}
     pieces: list[Piece] = []
     tensors: dict[str, torch.Tensor] = {}
     modules = [_unwrap(chunk) for chunk in _chunks(model_chunks)]
     for number, module in enumerate(modules):
+        _refuse_other_sizes(module, number, recipe)
         one = 0.0 if module.config.layernorm_zero_centered_gamma else 1.0
         for name, (tensor, shards) in _placed(module, number).items():
             tensors[name] = tensor
             dtype = _dtype(name, tensor)
             for shard in shards:
-                for piece in _shard_pieces(name, tensor, shard, table, one):
+                for piece in _shard_pieces(name, tensor, shard, table, one, padded_for):
                     spec = TensorSpec(piece.tensor, dtype, shapes[piece.tensor])
                     if specs.setdefault(piece.tensor, spec) != spec:
                         raise LayoutError(
@@ -69,6 +76,8 @@ def local_pieces(
     HF's values differ from Megatron's by a constant. Raises as `local_layout` does.
     """
     layout, tensors = local_layout(model_chunks, hf_config)
+    if blank := [name for name, tensor in tensors.items() if tensor.is_meta]:
+        raise UnsupportedModel(f"{blank[0]}: expected a model in memory, found {len(blank)} tensors on the meta device")
     for piece in layout.owned():
         yield piece.tensor, box_index(piece.box), read_piece(tensors, piece)
 
@@ -144,6 +153,11 @@ def _placed(module: MegatronModule, number: int) -> dict[str, tuple[torch.Tensor
     """Every local tensor of a chunk with the shards of global tensors that it consists of."""
     for parameter_name, parameter in module.named_parameters():
         _refuse_absent(f"{number}.{parameter_name}", parameter)
+    if not parallel_state.model_parallel_is_initialized():
+        raise UnsupportedModel(
+            "expected megatron-core's parallel_state to be initialised, found none: a ProcessGroupCollection alone is not "
+            "supported; call parallel_state.initialize_model_parallel with the same sizes"
+        )
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     state = module.sharded_state_dict(metadata={"dp_cp_group": group, "non_homogeneous_layers": True})
     placed: dict[str, tuple[torch.Tensor, list[ShardedTensor]]] = {}
@@ -194,6 +208,13 @@ def _shards(name: str, built: object) -> list[ShardedTensor]:
     return [shard for item in built for shard in _shards(name, item)]
 
 
+def _refuse_other_sizes(module: MegatronModule, number: int, recipe: Recipe) -> None:
+    """Refuses a model that was built with other values than the config's, where they decide how tensors are cut."""
+    tied = {name: value for name, value in vars(module).items() if name == "share_embeddings_and_output_weights"}
+    if different := disagreements(recipe, vars(module.config) | tied):
+        raise LayoutError(f"chunk {number}: {'; '.join(different)}: attach with the config of the model that is trained")
+
+
 def _refuse_absent(name: str, parameter: torch.nn.Parameter) -> None:
     """Refuses a parameter whose elements are not all in this process's memory."""
     if isinstance(parameter, DTensor):
@@ -216,12 +237,14 @@ def _dtype(name: str, tensor: torch.Tensor) -> str:
     return DTYPES[tensor.dtype]
 
 
-def _shard_pieces(name: str, tensor: torch.Tensor, shard: ShardedTensor, table: Table, one: float) -> Iterator[Piece]:
+def _shard_pieces(
+    name: str, tensor: torch.Tensor, shard: ShardedTensor, table: Table, one: float, padded_for: int
+) -> Iterator[Piece]:
     """The pieces of one shard: a box of a global Megatron tensor, in a part of a local one. The model stores a norm's gain of
     one as `one`."""
     if shard.data.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
         raise UnsupportedModel(f"{name}: sharded_state_dict copies it, so it has no place in memory")
-    for weight, data, start in _members(name, shard, table):
+    for weight, data, start in _members(name, shard, table, padded_for):
         base, strides = int(data.storage_offset() - tensor.storage_offset()), data.stride()
         within = tuple(Range(first, count) for first, count in zip(start, data.shape, strict=True))
         for row, hf_name, box in weight.overlaps(within):
@@ -235,7 +258,9 @@ def _shard_pieces(name: str, tensor: torch.Tensor, shard: ShardedTensor, table: 
             raise LayoutError(f"{name}: expected HF rows for {meant} rows in the table, found {covered}")
 
 
-def _members(name: str, shard: ShardedTensor, table: Table) -> Iterator[tuple[Weight, torch.Tensor, tuple[int, ...]]]:
+def _members(
+    name: str, shard: ShardedTensor, table: Table, padded_for: int
+) -> Iterator[tuple[Weight, torch.Tensor, tuple[int, ...]]]:
     """The table's weights that a shard holds, each with its elements and where in the whole weight they start. Experts are
     stacked in a dimension before those of a weight, which the local tensor has (legacy GroupedMLP) or has not."""
     if shard.key not in table:
@@ -250,6 +275,12 @@ def _members(name: str, shard: ShardedTensor, table: Table) -> Iterator[tuple[We
     if not fits or lead != stacked:
         more = " or more rows (padding)" if weights[0].padded else ""
         raise LayoutError(f"{name}: expected {stacked + expected}{more} from the config, found {tuple(shard.global_shape)}")
+    ranks = max(padded_for, shard.axis_fragmentations[before])
+    if weights[0].padded and not is_padding(found[0], expected[0], ranks):
+        raise LayoutError(
+            f"{name}: expected {expected[0]} rows (vocab_size) and less than a unit of padding, found {found[0]}: the config "
+            f"leaves out {found[0] - expected[0]} rows of the model; attach with the vocab_size that the model was made with"
+        )
     start, first = shard.global_offset[before:], shard.global_offset[0] if lead else 0
     members = shard.data.unbind(0) if before > shard.prepend_axis_num else [shard.data]
     for number, data in enumerate(members):

@@ -48,6 +48,7 @@ _STACKED = re.compile(r"^decoder\.layers\.(?!\d)")
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _NORM_STATE = "decoder.final_layernorm._extra_state"
 _EMBEDDING = "embedding.word_embeddings.weight"
+_MOST_RANKS = 64  # tensor-parallel ranks that a vocabulary was padded for; a checkpoint does not tell
 _AT_ONCE = 256 << 20  # bytes; torch has up to two copies more of the one that it is reading
 
 
@@ -97,7 +98,7 @@ def open_torch_dist(folder: Path, config: HFConfig) -> Iterator[TorchDist]:
     files = _Files(folder)
     with fake_rank(0, 1):
         chunk = _build(config, files)
-        layout, _ = local_layout(chunk, config)
+        layout, _ = local_layout(chunk, config, padded_for=_MOST_RANKS)
         entries = _entries(chunk, files, table_of(config)[0])
         dtypes = {name: _check(folder, entry, files.stored) for name, entry in entries.items()}
     yield TorchDist(_as_stored(layout, dtypes), files, entries, dtypes)

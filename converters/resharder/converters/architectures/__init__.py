@@ -80,9 +80,11 @@ def architecture_of(config: HFConfig) -> Architecture:
     """The family of a config.json; raises UnsupportedModel if it has no table, or a quantised checkpoint."""
     model_type, names = config.get("model_type"), config.get("architectures") or ()
     if "text_config" in config:
+        inner = (config["text_config"] or {}).get("model_type")
+        has_table = any(a.model_type == inner for a in ARCHITECTURES)
+        advice = "attach its language model alone, with its text_config" if has_table else "nor has that of its language model"
         raise UnsupportedModel(
-            f"config: model_type {model_type!r} is multimodal: a version holds whole checkpoints, and only language models have "
-            "tables; attach with its text_config, whose checkpoint is the language model alone"
+            f"config: model_type {model_type!r} is multimodal and has no table; {advice} (model_type {inner!r})"
         )
     found = next((a for a in ARCHITECTURES if a.model_type == model_type), None)
     if found is None or (names and found.name not in names):

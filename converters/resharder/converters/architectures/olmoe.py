@@ -5,7 +5,6 @@ from dataclasses import replace
 from resharder.converters.architectures.blocks import Sizes, attention, decoder, expert_mlp, integer, refuse, whole_norms
 from resharder.converters.architectures.recipe import Extras, Recipe, decoder_recipe, routed
 from resharder.converters.architectures.table import HFConfig, Table
-from resharder.converters.errors import UnsupportedModel
 
 
 def table(config: HFConfig) -> Table:
@@ -16,9 +15,9 @@ def table(config: HFConfig) -> Table:
 
 
 def recipe(config: HFConfig) -> Recipe:
-    if config.get("clip_qkv") is not None:
-        raise UnsupportedModel(f"config: clip_qkv={config['clip_qkv']!r}: megatron-core does not clip queries, keys and values")
     ffn, experts = integer(config, "intermediate_size"), integer(config, "num_experts")
     every, before = [True] * integer(config, "num_hidden_layers"), not config.get("norm_topk_prob", False)
     mixture = routed(config, experts, ffn, sparse=every, moe_router_pre_softmax=before)
-    return replace(decoder_recipe(config, qk_layernorm=True, **mixture), extras=Extras(whole_norms=True))
+    return replace(
+        decoder_recipe(config, qk_layernorm=True, **mixture), extras=Extras(whole_norms=True, clip_qkv=config.get("clip_qkv"))
+    )

@@ -16,7 +16,7 @@ class Extras:
     """What megatron-core has no argument for and `extras.py` adds. `post_norms`: norms of what attention and MLP give, before it
     is added to the hidden states. `whole_norms`: query and key norms that run over all heads at once. `embedding_scale`: a
     factor of the embeddings. `attention_softcap`, `logit_softcap`: x becomes cap * tanh(x / cap). `local_rotary_base`: that of
-    layers whose attention has a window."""
+    layers whose attention has a window. `clip_qkv`: the limit of queries, keys and values, which is refused."""
 
     post_norms: bool = False
     whole_norms: bool = False
@@ -24,6 +24,7 @@ class Extras:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     local_rotary_base: float | None = None
+    clip_qkv: float | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,165 @@
+"""A model and a config.json that were not made for each other are refused, where shapes alone do not tell."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.support import fakepg, tiny_hf
+from tests.support.megatron_models import build_model
+
+# isort: split
+import torch
+from megatron.core import parallel_state
+from resharder.converters.architectures import architecture_of
+from resharder.converters.architectures.agreement import compared, is_padding
+from resharder.converters.checkpoint import expected_shapes
+from resharder.converters.errors import LayoutError, UnsupportedModel
+from resharder.converters.megatron import local_layout, local_pieces
+
+HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+LATENT = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "kimi_k2")
+
+
+def build(config: Mapping[str, Any], world: int = 1, **layout: Any) -> list[torch.nn.Module]:
+    fakepg.enter(0, world)
+    layout.setdefault("spec", "te" if "linear_num_key_heads" in config else "local")
+    return build_model(config, device="meta", init_model_with_meta_device=True, **layout)
+
+
+def wider_heads(family: str) -> dict[str, Any]:
+    """Half of the heads, each of twice the width."""
+    config = tiny_hf.tiny_config(family)
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    return {"num_attention_heads": heads // 2, "num_key_value_heads": groups // 2, "head_dim": 2 * width}
+
+
+@pytest.mark.parametrize("family", [family for family in tiny_hf.FAMILIES if family not in LATENT])
+def test_heads_of_another_width_are_refused_with_both_values(family: str) -> None:
+    config = tiny_hf.tiny_config(family)
+    changed = config | wider_heads(family)
+    given = changed["num_attention_heads"]
+    message = rf"num_attention_heads is {given} in the config, the model has num_attention_heads={2 * given}.*head_dim is "
+    with pytest.raises(LayoutError, match=message):
+        local_layout(build(config), changed)
+
+
+def test_shapes_do_not_tell_of_heads_of_another_width() -> None:
+    config = tiny_hf.tiny_config("llama")
+    assert expected_shapes(config | wider_heads("llama")) == expected_shapes(config)
+
+
+@pytest.mark.parametrize("family", LATENT)
+def test_other_parts_of_latent_heads_are_refused_with_both_values(family: str) -> None:
+    config = tiny_hf.tiny_config(family)
+    changed = config | {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_nope_head_dim": 64, "v_head_dim": 40}
+    message = "qk_nope_head_dim is 64 in the config, the model has qk_head_dim=24; .*v_head_dim is 40 in the config"
+    with pytest.raises(LayoutError, match=message):
+        local_layout(build(config), changed)
+
+
+@pytest.mark.parametrize("family", HYBRID)
+def test_heads_of_delta_nets_of_another_width_are_refused_with_both_values(family: str) -> None:
+    config = tiny_hf.tiny_config(family)
+    changed = config | {"linear_num_key_heads": 2, "linear_key_head_dim": 32}
+    assert expected_shapes(changed) == expected_shapes(config)
+    message = "linear_num_key_heads is 2 in the config, the model has linear_num_key_heads=4.*linear_key_head_dim is 32 .*=16"
+    with pytest.raises(LayoutError, match=message):
+        local_layout(build(config), changed)
+
+
+@pytest.mark.parametrize("family", tiny_hf.FAMILIES)
+def test_every_value_that_decides_a_cut_is_compared(family: str) -> None:
+    """The names in the message are those of the differences, one by one."""
+    config = tiny_hf.tiny_config(family)
+    chunks = build(config)
+    local_layout(chunks, config)
+    for attribute, (name, expected) in compared(architecture_of(config).recipe(config)).items():
+        holder: Any = chunks[0] if attribute in vars(chunks[0]) else chunks[0].config
+        if attribute not in vars(holder):
+            continue
+        right = getattr(holder, attribute)
+        wrong = (not right) if isinstance(right, bool) else (right or 0) + 1
+        setattr(holder, attribute, wrong)
+        with pytest.raises(
+            LayoutError, match=re.escape(f"{name} is {expected!r} in the config, the model has {attribute}={wrong!r}")
+        ):
+            local_layout(chunks, config)
+        setattr(holder, attribute, right)
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_a_config_with_more_layers_than_the_model_is_refused(layers: int) -> None:
+    config = tiny_hf.tiny_config("llama", num_hidden_layers=layers)
+    with pytest.raises(LayoutError, match=f"num_hidden_layers is 4 in the config, the model has num_layers={layers}"):
+        local_layout(build(config), tiny_hf.tiny_config("llama"))
+
+
+# The vocabulary
+
+
+@pytest.mark.parametrize("family", tiny_hf.FAMILIES)
+def test_rows_of_the_vocabulary_that_are_no_padding_are_refused(family: str) -> None:
+    config = tiny_hf.tiny_config(family)
+    chunks = build(config)
+    with pytest.raises(LayoutError, match=r"expected 1000 rows \(vocab_size\).* found 1003: the config leaves out 3 rows"):
+        local_layout(chunks, config | {"vocab_size": 1000})
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "ranks", "padded"),
+    [
+        (1003, 1003, 1, True),
+        (1024, 1003, 1, True),
+        (1024, 1003, 8, True),
+        (151936, 151665, 1, False),  # Qwen2.5's tokenizer has fewer words than its embeddings have rows
+        (151936, 151665, 8, False),
+        (151936, 151643, 2, False),
+        (152064, 151936, 2, True),
+        (152064, 151936, 1, False),
+        (256, 128, 1, False),
+        (256, 129, 1, True),
+        (129408, 129280, 3, True),
+        (1002, 1003, 1, False),
+    ],
+)
+def test_padding_is_less_than_a_unit_that_the_rows_are_a_multiple_of(
+    rows: int, vocabulary: int, ranks: int, padded: bool
+) -> None:
+    assert is_padding(rows, vocabulary, ranks) == padded
+
+
+@pytest.mark.parametrize("multiple", [1, 8, 64, 128])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_padding_as_megatron_adds_it_is_taken(multiple: int, tp: int) -> None:
+    config = tiny_hf.tiny_config("llama")
+    layout, _ = local_layout(build(config, tp, tp=tp, vocab_multiple=multiple), config)
+    assert layout.tensors["lm_head.weight"].shape[0] == 1003
+
+
+# What else a model cannot be laid out by
+
+
+def test_pieces_of_a_model_without_memory_are_refused() -> None:
+    config = tiny_hf.tiny_config("llama")
+    with pytest.raises(UnsupportedModel, match=r"embedding\.word_embeddings\.weight: expected a model in memory, found .* meta"):
+        list(local_pieces(build(config), config))
+
+
+def test_process_groups_without_parallel_state_are_refused_by_what_is_missing() -> None:
+    config = tiny_hf.tiny_config("llama")
+    chunks = build(config)
+    parallel_state.destroy_model_parallel()
+    with pytest.raises(UnsupportedModel, match="parallel_state to be initialised, found none: a ProcessGroupCollection alone"):
+        local_layout(chunks, config)
+
+
+@pytest.mark.parametrize(
+    ("inner", "advice"),
+    [("qwen3_5_text", "attach its language model alone, with its text_config"), ("qwen2_vl_text", "nor has that of its")],
+)
+def test_a_multimodal_model_is_told_of_its_text_config_only_where_that_has_a_table(inner: str, advice: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"multimodal and has no table; {advice}.*{inner}"):
+        expected_shapes({"model_type": "any_vl", "text_config": {"model_type": inner}})

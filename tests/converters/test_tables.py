@@ -1,0 +1,50 @@
+"""Options that no table describes are refused, and defaults are those of transformers: for every family."""
+
+from typing import Any
+
+import pytest
+from resharder.converters.checkpoint import expected_shapes
+from resharder.converters.errors import UnsupportedModel
+
+from tests.support import tiny_hf
+
+REFUSED = {
+    "attention_bias": (
+        *("deepseek_v2", "deepseek_v3", "kimi_k2", "gemma2", "gemma3", "nemotron", "olmoe", "qwen3", "qwen3_moe"),
+        *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    ),
+    "mlp_bias": ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm", "glm4", "nemotron"),
+    "mtp_use_dedicated_embeddings": ("qwen3_5", "qwen3_5_moe"),
+}
+DEFAULTS: tuple[tuple[str, str, Any], ...] = (
+    ("gemma2", "head_dim", 256),
+    ("gemma3", "head_dim", 256),
+    ("gemma2", "tie_word_embeddings", True),
+    ("gemma3", "tie_word_embeddings", True),
+    *((family, "attention_bias", True) for family in ("glm", "glm4", "gpt_oss")),
+    *((family, "tie_word_embeddings", False) for family in ("llama", "qwen3", "mixtral", "nemotron", "glm")),
+    ("llama", "num_key_value_heads", 8),
+    ("llama", "head_dim", 16),
+    ("qwen2_moe", "qkv_bias", True),
+    ("qwen2_moe", "decoder_sparse_step", 1),
+    ("qwen3_moe", "mlp_only_layers", []),
+    ("deepseek_v2", "first_k_dense_replace", 0),
+    ("qwen3_next", "num_nextn_predict_layers", 0),
+    ("qwen3_5", "mtp_num_hidden_layers", 0),
+    ("deepseek_v3", "num_nextn_predict_layers", 0),
+    ("glm4_moe", "use_qk_norm", False),
+    ("glm4_moe", "attention_bias", False),
+)
+
+
+@pytest.mark.parametrize(("option", "family"), [(option, family) for option, some in REFUSED.items() for family in some])
+def test_an_option_whose_weights_are_in_no_table_is_refused(option: str, family: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"config: {option}=True has weights that no table describes"):
+        expected_shapes(tiny_hf.tiny_config(family) | {option: True})
+
+
+@pytest.mark.parametrize(("family", "field", "default"), DEFAULTS)
+def test_what_a_config_leaves_out_is_what_transformers_takes(family: str, field: str, default: Any) -> None:
+    config = tiny_hf.tiny_config(family)
+    left_out = {key: value for key, value in config.items() if key != field}
+    assert expected_shapes(left_out) == expected_shapes(config | {field: default})
