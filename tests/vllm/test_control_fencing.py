@@ -334,6 +334,39 @@ def test_a_side_that_led_before_leaves_the_engine_to_the_one_that_leads_now() ->
     asyncio.run(play())
 
 
+def test_the_next_leader_resumes_the_engine_though_its_gate_was_open_already() -> None:
+    """The one before ended between two RESUMEs: the gate of the others had opened, the engine had not gone on."""
+
+    async def play() -> None:
+        server = Server()
+        old, new = server.side(), server.side()
+        await old.serve(1)
+        await old.do(Kind.APPLY, 2)
+        await new.do(Kind.RESUME, 2)
+        assert (new.gate.position, server.core.paused) == (Position.OPEN, True)
+        await new.do(Kind.LEAD, term=NEXT_TERM)
+        await new.do(Kind.RESUME, 2, term=NEXT_TERM)
+        assert (new.gate.position, server.core.paused) == (Position.OPEN, False)
+
+    asyncio.run(play())
+
+
+def test_a_side_that_leads_again_pauses_anew_what_another_has_resumed_meanwhile() -> None:
+    async def play() -> None:
+        server = Server()
+        old, new = server.side(), server.side()
+        await old.serve(1)
+        await old.do(Kind.APPLY, 2)
+        await new.serve(2, NEXT_TERM)
+        assert not server.core.paused
+        await old.do(Kind.LEAD, term=NEXT_TERM + 1)
+        server.core.done.clear()
+        await old.do(Kind.APPLY, 3, term=NEXT_TERM + 1)
+        assert server.core.done == ["pause", "resharder_apply", "reset"]
+
+    asyncio.run(play())
+
+
 def test_an_order_received_before_the_stream_broke_is_not_begun_after_it() -> None:
     async def play() -> None:
         server, side = paused_by_another()

@@ -70,8 +70,7 @@ class Control:
         try:
             if self._may_be_mistaken(order):
                 await self.look()
-            open_on = self._gate.version if self._gate.position is Position.OPEN else None
-            step = decide(self.state, open_on, self._gate.lease.holds(order.span), order)
+            step = decide(self.state, self._open_on, self._gate.lease.holds(order.span), order)
             with acting(self._claim(order)):
                 outcome = step if isinstance(step, Outcome) else await self._take(step, order)
         except Fenced as refusal:
@@ -86,6 +85,10 @@ class Control:
             problem = f"{type(error).__name__}: {error}"
             outcome = self._remember(Outcome(order.kind, order.install, False, problem, self._paused()))
         return None if order.kind is Kind.LEAD else outcome
+
+    @property
+    def _open_on(self) -> int | None:
+        return self._gate.version if self._gate.position is Position.OPEN else None
 
     def _claim(self, order: Order) -> Claim:
         lease = self._gate.lease
@@ -112,7 +115,9 @@ class Control:
     async def _take(self, step: Step, order: Order) -> Outcome | None:
         match step:
             case Step.LEAD:
-                self.state = replace(self.state, led=order.term)
+                # Another side may have led, and resumed, since this one paused; then the pause does not hold any more.
+                went_on = self.state.led is not None and order.term == self.state.led + 1
+                self.state = replace(self.state, led=order.term, paused_at=self.state.paused_at if went_on else None)
                 self._learn(await self._workers("resharder_describe"))  # the engine's fence learns the term by this call
                 return None
             case Step.STAGE:
@@ -178,6 +183,9 @@ class Control:
         # A leader may have taken over from one that paused the engine, or put it to sleep, and not got as far as the caches.
         leads = self.state.leads(order)
         paused = leads and (self.state.paused_at is not None or await self._engine.is_paused())
+        if not paused and self._open_on == order.version:
+            self.state = replace(self.state, resumed_in=order.term if leads else self.state.resumed_in)
+            return self.state.resumed_as(order)
         if paused and self.state.paused_at is None:
             await self.look()
             decided = decide(self.state, None, self._gate.lease.holds(order.span), order)
@@ -193,7 +201,7 @@ class Control:
             with timed(timings, "resume"):
                 await self._engine.resume_generation()
         outcome = Outcome(order.kind, order.install, pause_seconds=self._paused(), timings=tuple(timings))
-        self.state = replace(self.state, paused_at=None)
+        self.state = replace(self.state, paused_at=None, resumed_in=order.term if leads else self.state.resumed_in)
         lapses = self._gate.lease.lapses
         self._must_hold(order)
         self.state = replace(self.state, resumed=outcome)

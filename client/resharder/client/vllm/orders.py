@@ -85,6 +85,7 @@ class State:
     """What decisions depend on, next to the gate. `cannot_sleep`: why not; empty where it can."""
 
     led: int | None = None  # the term that LEAD brought last
+    resumed_in: int | None = None  # the term in which this side last had the engine running, as its leader
     paused_at: float | None = None  # when the pause that still holds was asked for; a sleep's own pause is not counted
     power: Power = Power.UNKNOWN
     asleep: tuple[str, ...] = ()  # vLLM's tags of what sleeps
@@ -99,6 +100,11 @@ class State:
     def leads(self, order: Order) -> bool:
         """Whether this side led when the order was given: another one's LEAD begins a higher term."""
         return self.led == order.term
+
+    def resumed_as(self, order: Order) -> Outcome:
+        """The answer to a RESUME that holds already: the earlier one, if it is the same order."""
+        done = self.resumed
+        return done if done and done.install == order.install else Outcome(order.kind, order.install)
 
 
 class Step(Enum):
@@ -140,10 +146,8 @@ def decide(state: State, open_on: int | None, alive: bool, order: Order) -> Step
         case Kind.RESUME if state.dropped:
             return _refused(order, "expected a version to be installed first: a sleep at level 2 dropped the weights")
         case Kind.RESUME:
-            if open_on != order.version or (state.paused_at is not None and state.leads(order)):
-                return Step.RESUME
-            done = state.resumed
-            return done if done and done.install == order.install else Outcome(order.kind, order.install)
+            unsure = state.leads(order) and (state.paused_at is not None or state.resumed_in != order.term)
+            return Step.RESUME if unsure or open_on != order.version else state.resumed_as(order)
         case Kind.CLOSE:
             return Step.HOLD if order.install else Step.SHUT
         case Kind.SLEEP | Kind.WAKE if order.power not in _POWERS[order.kind]:
