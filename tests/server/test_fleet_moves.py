@@ -112,6 +112,11 @@ class Versions:
 class Files:
     def __init__(self) -> None:
         self.kept: dict[str, Fleet] = {}
+        self.starts = 0
+
+    def next_start(self) -> int:
+        self.starts += 1
+        return self.starts
 
     def load(self) -> dict[str, Fleet]:
         return dict(self.kept)
@@ -141,6 +146,8 @@ class Plant:
     lease_until: float = 0.0
     strict: bool = False
     cut: bool = False
+    term: int = 0  # of the last order
+    led: int = 0  # of the last LEAD
     answered: dict[str, bool] = field(default_factory=dict)
 
     def shows(self, now: float) -> int:
@@ -293,6 +300,11 @@ class Moving(RuleBasedStateMachine):
         if order is None:
             plant.attachment = None
             return
+        assert order.term >= plant.term
+        plant.term = order.term
+        if order.kind == OrderKind.LEAD:
+            assert order.term > plant.led, "each LEAD begins a higher term"
+            plant.led = order.term
         if order.kind == OrderKind.RENEWED:
             plant.strict = self.fleets.policy(name)[1]
         elif order.kind != OrderKind.LEAD:
