@@ -384,8 +384,8 @@ def test_orders_are_read_from_the_wire_and_unknown_ones_are_refused() -> None:
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_sleep_shuts_the_gate_first_and_a_wake_leaves_it_shut_and_the_engine_paused(level: int) -> None:
     side = serving()
-    assert side.do(sleep(level, mode="wait")) == Outcome(Kind.SLEEP, "p1")
-    assert side.engine.calls == [("sleep", level, "wait")]
+    assert side.do(sleep(level, mode="abort")) == Outcome(Kind.SLEEP, "p1")
+    assert side.engine.calls == [("sleep", level, "abort")]
     assert side.engine.positions["sleep"] is Position.SHUT
     assert run(side.gate.enter()).reason == "an operator put it to sleep"
 

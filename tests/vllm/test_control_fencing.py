@@ -314,6 +314,22 @@ def test_whatever_a_stopped_side_was_about_to_do_changes_nothing(
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("lapse", LAPSES)
+def test_a_lease_that_ends_while_requests_drain_leaves_the_engine_awake(lapse: str) -> None:
+    async def play() -> None:
+        server = Server()
+        side = server.side()
+        await side.serve(1)
+        side.engine.engine_core.afterwards["pause_scheduler"] = getattr(side, lapse)
+        assert await side.do(Kind.SLEEP, power=Power.ASLEEP_2, mode="wait") is None
+        assert (server.core.done, side.gate.position) == (["pause"], Position.SHUT)
+        side.renew()
+        await side.serve(1, NEXT_TERM)
+        assert not server.core.paused
+
+    asyncio.run(play())
+
+
 def test_a_side_that_led_before_leaves_the_engine_to_the_one_that_leads_now() -> None:
     async def play() -> None:
         server = Server()

@@ -217,6 +217,8 @@ class Control:
         if self.state.power == order.power:
             return
         await self._wake(Power.AWAKE)  # vLLM's sleep does nothing while anything sleeps (0.26 and 0.28), or the weights (0.32)
+        if order.mode == "wait":  # vLLM's sleep would wait by itself, and then sleep whether or not the lease still lives
+            await pause(self._engine, order.mode)
         await self._engine.sleep(level=order.power.level, mode=order.mode)
         self.state = replace(self.state, paused_at=None, applied=None, resumed=None)
         self._expect(self.state.power == order.power, order.power)

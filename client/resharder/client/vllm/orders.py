@@ -2,7 +2,7 @@
 
     order    when                                      what is done
     LEAD     always                                    this side leads; the workers tell the daemon what they hold, and this side
-                                                       learns from them how awake they are
+                                                       learns from them how awake they are; the engine learns the term
     STAGE    leads, install not staged before          `resharder_stage` in every worker, which returns at once; the gate stays
     UNSTAGE  leads                                     `resharder_unstage` in every worker
     APPLY    leads, lease alive, weights awake,        hold the gate, pause, `resharder_apply`, reset caches; stays paused.
