@@ -9,6 +9,7 @@ from contextvars import Context
 from typing import Any
 
 import pytest
+from resharder.client.errors import UsageError
 from resharder.client.vllm.control import Control
 from resharder.client.vllm.fence import FENCED, Fence, clock_id, guard
 from resharder.client.vllm.gate import Gate, Lease, Position
@@ -420,6 +421,13 @@ def test_deadlines_are_compared_on_one_clock_alone_and_terms_everywhere(clock: s
     assert not fence.refuse([5, 101.0, clock])
     assert not fence.refuse([5, None, clock])
     assert "term 4" in fence.refuse([4, 101.0, clock])
+    assert not fence.refuse([0, 101.0, clock]), "of a daemon that does not number leadership"
+    assert "term 4" in fence.refuse([4, 101.0, clock])
+
+
+def test_an_engine_that_cannot_be_fenced_is_refused() -> None:
+    with pytest.raises(UsageError, match="expected an AsyncLLM, whose engine core is a process of its own, got a NoneType"):
+        guard(None)
 
 
 def test_without_terms_an_older_daemons_orders_are_carried_out() -> None:

@@ -76,7 +76,7 @@ async def attach(engine: Any, settings: Settings | None = None, *, gate: Gate | 
     def about() -> tuple[Power, int, int]:
         return control.state.power, gate.in_flight, gate.shown
 
-    guard(engine.engine_core)
+    guard(getattr(engine, "engine_core", None))
     thread = LeaseThread(Channel(settings.endpoint), identity, gate.lease, carry_out, about, asyncio.get_running_loop())
     control = Control(
         engine,

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from resharder.client.errors import UsageError
+
 FENCED = "resharder_fenced"  # the engine core's method
 _REFUSED = "resharder: refused"
 
@@ -82,9 +84,9 @@ class Fence:
     def refuse(self, token: Wire) -> str:
         """Why a call with this token must not be carried out; empty if it may be. Its term is remembered either way."""
         term, until, clock = token
-        if term < self.term:
+        if 0 < term < self.term:  # 0: of a daemon that does not number leadership
             return f"expected an order of term {self.term} or later, got one of term {term}: another control side leads"
-        self.term = term
+        self.term = max(self.term, term)
         if until is not None and clock and clock == clock_id() and (late := self._clock() - until) >= 0:
             return f"expected an order on a living lease, got one whose lease ended {late:.3f} s ago"
         return ""
@@ -97,10 +99,14 @@ class Fence:
 def guard(client: Any) -> None:
     """Send the calls that vLLM's client of an engine core makes within `acting` through the engine core's fence.
 
-    `_call_utility_async` carries every call to one engine core (v1/engine/core_client.py; 0.26, 0.28 and 0.32). Raises
-    AttributeError where there is none.
+    `_call_utility_async` carries every call to one engine core (v1/engine/core_client.py; 0.26, 0.28 and 0.32). Raises UsageError
+    where there is none.
     """
-    plain = client._call_utility_async
+    plain = getattr(client, "_call_utility_async", None)
+    if plain is None:
+        raise UsageError(
+            f"expected an AsyncLLM, whose engine core is a process of its own, got a {type(client).__name__} as its client"
+        )
     if hasattr(plain, "resharder"):
         return
 
