@@ -114,6 +114,11 @@ class Files:
     def __init__(self) -> None:
         self.kept: dict[str, Fleet] = {}
         self.written: dict[str, bytes] = {}
+        self.starts = 0
+
+    def next_start(self) -> int:
+        self.starts += 1
+        return self.starts
 
     def load(self, now: float) -> dict[str, Fleet]:
         self.kept = {name: restored(content, now) for name, content in self.written.items()}
@@ -144,6 +149,8 @@ class Plant:
     lease_until: float = 0.0
     strict: bool = False
     cut: bool = False
+    term: int = 0  # of the last order
+    led: int = 0  # of the last LEAD
     answered: dict[str, bool] = field(default_factory=dict)
 
     def shows(self, now: float) -> int:
@@ -302,6 +309,11 @@ class Moving(RuleBasedStateMachine):
         if order is None:
             plant.attachment = None
             return
+        assert order.term >= plant.term
+        plant.term = order.term
+        if order.kind == OrderKind.LEAD:
+            assert order.term > plant.led, "each LEAD begins a higher term"
+            plant.led = order.term
         if order.kind == OrderKind.RENEWED:
             plant.strict = self.fleets.policy(name)[1]
         elif order.kind != OrderKind.LEAD:

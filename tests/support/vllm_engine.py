@@ -75,6 +75,10 @@ class Engine:
     def paused(self) -> bool:
         return bool(self._ask("paused"))
 
+    def core(self, method: str, *args: Any) -> Any:
+        """What a method of the engine core answers, called as its clients call it."""
+        return self._ask("core", method, args)
+
     def environ(self, **values: str) -> None:
         self._ask("environ", values)
 
@@ -132,6 +136,7 @@ def _serve(pipe: Connection, environment: dict[str, str], options: dict[str, Any
     acts: dict[str, Callable[..., Any]] = {
         "rpc": lambda method, args: engine.collective_rpc(method, args=args),
         "logprobs": lambda prompt, tokens: _logprobs(engine, prompt, tokens),
+        "core": lambda method, args: getattr(engine.llm_engine.engine_core.engine_core, method)(*args),
         "sleep": engine.sleep,
         "wake": engine.wake_up,
         "paused": engine.llm_engine.is_sleeping,  # true of an engine that is awake and only paused

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -113,7 +114,7 @@ class Side:
 
     def do(self, *orders: Order) -> Outcome | None:
         """Carries them out; the last one's outcome."""
-        return [run(self.control.carry_out(order)) for order in orders][-1]
+        return [run(self.control.carry_out(replace(order, span=self.lease.span))) for order in orders][-1]
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -311,7 +312,7 @@ def test_a_lease_that_ends_while_requests_drain_keeps_the_workers_untouched_and_
     side.engine.lease_ends_while_pausing = True
     assert side.do(apply(2, mode="wait")) is None
     assert side.engine.calls == [("pause", "wait", False)]
-    assert side.reattached == ["the lease expired while pausing"]
+    assert side.reattached == ["APPLY was given up: its lease has ended"]
     side.lease.renew(20.0)
     assert side.do(apply(2, mode="wait")) == Outcome(Kind.APPLY, "i1")
     assert side.engine.calls[1] == ("resharder_apply", "i1")
@@ -383,8 +384,8 @@ def test_orders_are_read_from_the_wire_and_unknown_ones_are_refused() -> None:
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_sleep_shuts_the_gate_first_and_a_wake_leaves_it_shut_and_the_engine_paused(level: int) -> None:
     side = serving()
-    assert side.do(sleep(level, mode="wait")) == Outcome(Kind.SLEEP, "p1")
-    assert side.engine.calls == [("sleep", level, "wait")]
+    assert side.do(sleep(level, mode="abort")) == Outcome(Kind.SLEEP, "p1")
+    assert side.engine.calls == [("sleep", level, "abort")]
     assert side.engine.positions["sleep"] is Position.SHUT
     assert run(side.gate.enter()).reason == "an operator put it to sleep"
 

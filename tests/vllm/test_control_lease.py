@@ -258,3 +258,52 @@ def test_closing_ends_the_stream_and_no_other_follows() -> None:
         assert stream.ended.wait(PATIENCE)
         wait_until(lambda: not side.thread._thread.is_alive(), "the thread ends")
         assert daemon.streams.empty()
+
+
+def test_it_says_which_term_it_has_seen_and_an_order_knows_the_span_it_came_in() -> None:
+    with ScriptedDaemon() as daemon, Side(daemon.port) as side:
+        stream = daemon.next_stream()
+        assert stream.next_report().term == 0
+        stream.orders.put(server_pb2.Order(kind="STAGE", install="i1", term=7))
+        stream.next_outcome()
+        stream.orders.put(None)
+        second = daemon.next_stream()
+        assert second.next_report().term == 7
+        second.orders.put(server_pb2.Order(kind="STAGE", install="i2", term=8))
+        second.next_outcome()
+        assert [order.term for order in side.orders] == [7, 8]
+        assert not side.lease.holds(side.orders[0].span)
+        assert side.lease.holds(side.orders[1].span)
+
+
+def test_a_later_stream_that_named_an_order_which_is_given_up_is_ended_too() -> None:
+    """The daemon waits for the outcome of what a first report names, and there is none."""
+    release = threading.Event()
+
+    async def give_up(order: Order) -> None:
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+
+    with ScriptedDaemon() as daemon, Side(daemon.port, give_up) as side:
+        first = daemon.next_stream()
+        first.orders.put(APPLY)
+        assert side.began.wait(PATIENCE)
+        first.orders.put(None)
+        assert daemon.next_stream().next_report().install == "i1"
+        release.set()
+        assert daemon.next_stream().next_report().install == ""
+
+
+def test_a_lease_that_lapsed_begins_a_new_span_and_the_first_renewal_does_not() -> None:
+    now = 0.0
+    lease = Lease(lambda: now)
+    span = lease.span
+    lease.renew(10.0)
+    assert lease.holds(span)
+    now = 9.0
+    lease.renew(19.0)
+    assert lease.holds(span)
+    now = 19.0
+    assert not lease.holds(span)
+    lease.renew(30.0)
+    assert (lease.alive, lease.holds(span), lease.holds(lease.span)) == (True, False, True)

@@ -43,7 +43,7 @@ class Claim(_message.Message):
     def __init__(self, server: _Optional[str] = ..., model: _Optional[str] = ..., fleet: _Optional[str] = ..., boot_version: _Optional[int] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., attached: bool = ...) -> None: ...
 
 class ControlReport(_message.Message):
-    __slots__ = ("server", "control", "world_size", "address", "install", "done", "ok", "error", "pause_seconds", "power", "in_flight", "serving", "timings", "passes_kv")
+    __slots__ = ("server", "control", "world_size", "address", "install", "done", "ok", "error", "pause_seconds", "power", "in_flight", "serving", "timings", "passes_kv", "term")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     CONTROL_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class ControlReport(_message.Message):
     SERVING_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     PASSES_KV_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     server: str
     control: str
     world_size: int
@@ -72,10 +73,11 @@ class ControlReport(_message.Message):
     serving: int
     timings: _containers.RepeatedCompositeFieldContainer[_resources_pb2.Timing]
     passes_kv: bool
-    def __init__(self, server: _Optional[str] = ..., control: _Optional[str] = ..., world_size: _Optional[int] = ..., address: _Optional[str] = ..., install: _Optional[str] = ..., done: _Optional[_Union[Order.Kind, str]] = ..., ok: bool = ..., error: _Optional[str] = ..., pause_seconds: _Optional[float] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., in_flight: _Optional[int] = ..., serving: _Optional[int] = ..., timings: _Optional[_Iterable[_Union[_resources_pb2.Timing, _Mapping]]] = ..., passes_kv: bool = ...) -> None: ...
+    term: int
+    def __init__(self, server: _Optional[str] = ..., control: _Optional[str] = ..., world_size: _Optional[int] = ..., address: _Optional[str] = ..., install: _Optional[str] = ..., done: _Optional[_Union[Order.Kind, str]] = ..., ok: bool = ..., error: _Optional[str] = ..., pause_seconds: _Optional[float] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., in_flight: _Optional[int] = ..., serving: _Optional[int] = ..., timings: _Optional[_Iterable[_Union[_resources_pb2.Timing, _Mapping]]] = ..., passes_kv: bool = ..., term: _Optional[int] = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("kind", "install", "version", "pause_mode", "lease_seconds", "reason", "power", "profile", "ahead_of", "strict_lease")
+    __slots__ = ("kind", "install", "version", "pause_mode", "lease_seconds", "reason", "power", "profile", "ahead_of", "strict_lease", "term")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Order.Kind]
@@ -108,6 +110,7 @@ class Order(_message.Message):
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     AHEAD_OF_FIELD_NUMBER: _ClassVar[int]
     STRICT_LEASE_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     kind: Order.Kind
     install: str
     version: int
@@ -118,7 +121,8 @@ class Order(_message.Message):
     profile: bool
     ahead_of: int
     strict_lease: bool
-    def __init__(self, kind: _Optional[_Union[Order.Kind, str]] = ..., install: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[_resources_pb2.PauseMode, str]] = ..., lease_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., profile: bool = ..., ahead_of: _Optional[int] = ..., strict_lease: bool = ...) -> None: ...
+    term: int
+    def __init__(self, kind: _Optional[_Union[Order.Kind, str]] = ..., install: _Optional[str] = ..., version: _Optional[int] = ..., pause_mode: _Optional[_Union[_resources_pb2.PauseMode, str]] = ..., lease_seconds: _Optional[float] = ..., reason: _Optional[str] = ..., power: _Optional[_Union[_resources_pb2.Power, str]] = ..., profile: bool = ..., ahead_of: _Optional[int] = ..., strict_lease: bool = ..., term: _Optional[int] = ...) -> None: ...
 
 class ReportWorkerRequest(_message.Message):
     __slots__ = ("server", "worker")

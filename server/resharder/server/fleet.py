@@ -49,6 +49,8 @@ from resharder.v1 import resources_pb2
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_WORLD_SIZE = 65536
 MAX_WAIT = 3600.0
+MAX_TERM = 1 << 62
+_TERM_BITS = 32  # of a term, for the leaders of one server in one life of the daemon
 _TICK = 0.5
 _FORGET = 3600.0  # a LOST server stays in lists for so long
 _SETTLE = 2.0  # beyond a lease: how long servers may take to come back to a daemon that was started again
@@ -153,6 +155,7 @@ class Fleets:
         self.observers: list[Observer] = []
         self._note = note or _no_note
         self._fleets = files.load(clock()) if files else {}
+        self._term = files.next_start() << _TERM_BITS if files else 0  # above every one of this store so far
         self._ready: dict[str, dict[int, str]] = {}  # of each model, as of the last look
         self._ahead: dict[str, dict[int, Ahead]] = {}
         self._changed = threading.Condition(threading.RLock())
@@ -239,6 +242,7 @@ class Fleets:
 
     def _forget(self, server: Server) -> None:
         self._servers = {id: other for id, other in self._servers.items() if id != server.id}
+        self._term = max(self._term, server.term)
         self._holds.release(f"servers/{server.id}", server.model)
         fleet = self._fleets[server.fleet]
         gone = frozenset({server.id})
@@ -334,7 +338,8 @@ class Fleets:
             self._keep(replace(found, members=found.members | {id}))
         if known is None:
             life = f"{self._life}-{secrets.token_hex(2)}"
-            self._servers = self._servers | {id: Server(id, model, fleet, life, self._clock(), self._ready.get(model, {}))}
+            new = Server(id, model, fleet, life, self._clock(), self._ready.get(model, {}), term=self._term)
+            self._servers = self._servers | {id: new}
         else:
             self._see_versions(id)
         self._steer(fleet)
@@ -343,6 +348,8 @@ class Fleets:
         """Raises NotFound (SERVER_UNKNOWN): claim first; InvalidArgument or FailedPrecondition (WORLD_SIZE, KV_FLEET)."""
         if not first.control:
             raise InvalidArgument("CONTROL", "expected a nonce of the control side in its first report, got none")
+        if not 0 <= first.term <= MAX_TERM:
+            raise InvalidArgument("CONTROL", f"expected a term of at most {MAX_TERM}, got {first.term}")
         if not 1 <= first.world_size <= MAX_WORLD_SIZE:
             raise InvalidArgument("WORLD_SIZE", f"expected 1 to {MAX_WORLD_SIZE} workers, got {first.world_size}")
         attachment = Attachment(self, server, first)
@@ -565,7 +572,7 @@ class Fleets:
         for order in orders:
             attachment = self._attachments.get((id, order.control))
             if attachment is not None:
-                attachment.orders.put(order)
+                attachment.orders.put(replace(order, term=after.term))
         self._holds.release(holder, after.model, keep=in_use(after, now, self.settings))
         self._note_change(before, after)
         for observer in self.observers:

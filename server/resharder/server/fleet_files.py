@@ -33,6 +33,18 @@ class FleetFiles:
             found[fleet.name] = fleet
         return found
 
+    def next_start(self) -> int:
+        """How often a daemon has started on this store, this time included; on its medium when this returns. Counts from 1 again
+        where the file holds no number. Raises OSError."""
+        path = self._folder / "starts"
+        before = path.read_bytes().strip() if path.exists() else b"0"
+        if not before.isdigit():
+            _log.error("starts_unreadable", file=str(path), content=before[:40])
+            before = b"0"
+        count = int(before) + 1
+        write_file(path, b"%d\n" % count)
+        return count
+
     def save(self, fleet: Fleet, now: float) -> None:
         """Raises OSError."""
         write_file(self._folder / f"{fleet.name}.json", stored(fleet, now))

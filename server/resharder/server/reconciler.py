@@ -26,6 +26,9 @@ fails goes the way of every failure: the last confirmed version again. Workers h
 until it is READY and they have compared it with the store's copy; one that finds a difference says so, and the version is
 installed from the store. What became ABORTED is never served anew, and served on only until its successor is staged.
 
+Leadership is numbered. Each LEAD begins a higher `term`, which goes with every order, and the engine refuses orders of lower ones
+than it has seen: a leader that was stopped, and let go meanwhile, changes nothing when it goes on.
+
 What the plugin has to keep to: it carries out one order at a time and drops what it has not begun when its stream breaks; a
 control side that attaches in the middle of an order names that order's install in its first report, and gets no others until it
 has reported how that one went; an order repeated is answered without harm; a worker that failed to apply says FAILED until it
@@ -121,6 +124,7 @@ def _claimed(server: Server, event: Claimed, now: float) -> Server:
         installs=server.installs,
         goal=server.goal,
         changes=server.changes,
+        term=server.term,
     )
 
 
@@ -137,7 +141,17 @@ def _attached(server: Server, event: Attached, now: float, orders: list[Order]) 
     server = replace(server, controls=controls, seen=now, attached=True, lost_at=None, passes_kv=event.passes_kv)
     server = _powered(server, event.control, event.power)
     orders.append(Order(event.control, OrderKind.RENEWED))
+    if event.term > server.term:  # numbered by a daemon on another store: the engine refuses all below
+        server = replace(server, term=event.term)
+        if event.control != leader:
+            server = _lead(server, leader, orders)
     return _greet(server, control, orders, leads=event.control == leader)
+
+
+def _lead(server: Server, leader: str, orders: list[Order]) -> Server:
+    """From here on the engine obeys no order of an earlier term."""
+    orders.append(Order(leader, OrderKind.LEAD))
+    return replace(server, term=server.term + 1)
 
 
 def _powered(server: Server, control: str, power: Power) -> Server:
@@ -163,7 +177,7 @@ def _resized(server: Server, world_size: int, now: float, orders: list[Order]) -
 def _greet(server: Server, control: Control, orders: list[Order], *, leads: bool) -> Server:
     """Tells a control side what it is and where things stand."""
     if leads:
-        orders.append(Order(control.nonce, OrderKind.LEAD))
+        server = _lead(server, control.nonce, orders)
     if server.busy_elsewhere(control):
         return server
     install, change = server.install, server.change

@@ -83,6 +83,7 @@ class ServerService:
             reason=order.reason,
             profile=order.profile,
             ahead_of=order.ahead_of,
+            term=order.term,
         )
 
     def ReportWorker(self, request: server_pb2.ReportWorkerRequest, context: grpc.ServicerContext) -> resources_pb2.Server:

@@ -201,6 +201,7 @@ class Server:
     power: Power = Power.AWAKE  # as the leader said last
     change: Change | None = None
     changes: int = 0  # orders about power so far
+    term: int = 0  # of its leadership; each LEAD begins a higher one
     change_failed: Failure | None = None
     lingers: int = 0  # the version that clients may still get though the gate was ordered to close
     passes_kv: bool = False
@@ -314,6 +315,7 @@ class Attached:
     in_flight: int = 0
     passes_kv: bool = False
     serving: int = 0  # the version that its gate is open on, by an earlier word
+    term: int = 0  # the highest that it has seen
 
 
 @dataclass(frozen=True)
@@ -375,3 +377,4 @@ class Order:
     power: Power = Power.UNKNOWN
     profile: bool = False
     ahead_of: int = 0
+    term: int = 0  # filled in by the fleets when it is sent

@@ -119,6 +119,7 @@ def attached_from_proto(message: server_pb2.ControlReport) -> Attached:
         message.in_flight,
         message.passes_kv,
         message.serving,
+        message.term,
     )
 
 

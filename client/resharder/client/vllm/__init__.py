@@ -48,6 +48,7 @@ def register() -> None:
     compat.watch_loading()
     compat.watch_workers(worker.watch_sleep)
     compat.let_stay_paused()
+    compat.fence_engine_core()
 
 
 def endpoint_plugin() -> Any:

@@ -16,6 +16,7 @@ from resharder.client.channel import Channel
 from resharder.client.errors import UsageError, WaitTimeout
 from resharder.client.vllm import compat, metrics
 from resharder.client.vllm.control import Control
+from resharder.client.vllm.fence import guard
 from resharder.client.vllm.gate import Gate, Position
 from resharder.client.vllm.lease import Identity, LeaseThread
 from resharder.client.vllm.orders import Order, Outcome
@@ -75,6 +76,7 @@ async def attach(engine: Any, settings: Settings | None = None, *, gate: Gate | 
     def about() -> tuple[Power, int, int]:
         return control.state.power, gate.in_flight, gate.shown
 
+    guard(getattr(engine, "engine_core", None))
     thread = LeaseThread(Channel(settings.endpoint), identity, gate.lease, carry_out, about, asyncio.get_running_loop())
     control = Control(
         engine,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from resharder.client.vllm import cpu, reach
+from resharder.client.vllm.fence import FENCED, Fence
 from resharder.client.vllm.power import STAY_PAUSED
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -126,6 +127,33 @@ def let_stay_paused() -> None:
         return not self.model_executor.is_sleeping
 
     EngineCore.wake_up = wake_up
+
+
+def fence_engine_core() -> None:
+    """Have the engine core judge the calls that carry a token (fence.py), each together with what it asks for: the core takes one
+    call after the other."""
+    from vllm.v1.engine.core import EngineCore
+
+    def resharder_fenced(self: Any, token: list[Any], method: str, args: list[Any]) -> Any:
+        fence = self.__dict__.setdefault("_resharder_fence", Fence())
+        refusal = fence.refuse(token)
+        if method == "resume_scheduler":
+            refusal = _agreed(self, refusal)
+        return fence.refused(refusal) if refusal else getattr(self, method)(*args)
+
+    setattr(EngineCore, FENCED, resharder_fenced)
+
+
+def _agreed(core: Any, refusal: str) -> str:
+    """The refusal, or that of another engine core. Cores of a data parallel MoE wait for each other in `resume_scheduler`
+    (DPEngineCoreProc), so one that refused alone would block the others."""
+    group = getattr(core, "dp_group", None)
+    if group is None or core.engines_running:  # vLLM ignores a resumption of cores that run, or fails it
+        return refusal
+    from vllm.config import ParallelConfig
+
+    anyone = ParallelConfig.has_unfinished_dp(group, bool(refusal))
+    return refusal or ("another engine core refused it" if anyone else "")
 
 
 def _around(method: Any, before: Callable[..., None] | None = None, after: Callable[[Any], None] | None = None) -> Any:

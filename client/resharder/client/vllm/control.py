@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from resharder.client.tracing import Timings, timed
+from resharder.client.vllm.fence import Claim, Fenced, acting
 from resharder.client.vllm.gate import Gate, Position
 from resharder.client.vllm.orders import Kind, Mode, Order, Outcome, State, Step, decide
 from resharder.client.vllm.pausing import pause
@@ -69,9 +70,13 @@ class Control:
         try:
             if self._may_be_mistaken(order):
                 await self.look()
-            open_on = self._gate.version if self._gate.position is Position.OPEN else None
-            step = decide(self.state, open_on, self._gate.lease.alive, order)
-            outcome = step if isinstance(step, Outcome) else await self._take(step, order)
+            step = decide(self.state, self._open_on, self._gate.lease.holds(order.span), order)
+            with acting(self._claim(order)):
+                outcome = step if isinstance(step, Outcome) else await self._take(step, order)
+        except Fenced as refusal:
+            self._gate.lease.saw(refusal.term)
+            self._reattach(f"{order.kind.name} was given up: {refusal}")
+            return None
         except WorkersFailed as error:
             logger.error("%s of version %d (%s) failed: %s", order.kind.name, order.version, order.install, error)
             outcome = self._remember(Outcome(order.kind, order.install, False, str(error), self._paused()))
@@ -81,11 +86,24 @@ class Control:
             outcome = self._remember(Outcome(order.kind, order.install, False, problem, self._paused()))
         return None if order.kind is Kind.LEAD else outcome
 
+    @property
+    def _open_on(self) -> int | None:
+        return self._gate.version if self._gate.position is Position.OPEN else None
+
+    def _claim(self, order: Order) -> Claim:
+        lease = self._gate.lease
+        return Claim(order.term, lambda: lease.until_in(order.span) if order.leased else None)
+
+    def _must_hold(self, order: Order) -> None:
+        """Raises Fenced where the order's lease has ended, or the stream that it came by."""
+        if not self._gate.lease.holds(order.span):
+            raise Fenced("its lease has ended")
+
     def _may_be_mistaken(self, order: Order) -> bool:
         """About how awake the engine is: others may have put it to sleep or woken it, another control side while it led too."""
         if order.kind is Kind.RESUME:
             return self.state.power > Power.AWAKE or self.state.dropped
-        return self.state.leads and self.state.paused_at is None and order.kind in (Kind.APPLY, Kind.SLEEP, Kind.WAKE)
+        return self.state.leads(order) and self.state.paused_at is None and order.kind in (Kind.APPLY, Kind.SLEEP, Kind.WAKE)
 
     async def look(self) -> None:
         """Learns how awake the engine is. Raises WorkersFailed, and what vLLM raises."""
@@ -97,8 +115,10 @@ class Control:
     async def _take(self, step: Step, order: Order) -> Outcome | None:
         match step:
             case Step.LEAD:
-                self.state = replace(self.state, leads=True)
-                self._learn(await self._workers("resharder_describe"))
+                # Another side may have led, and resumed, since this one paused; then the pause does not hold any more.
+                went_on = self.state.led is not None and order.term == self.state.led + 1
+                self.state = replace(self.state, led=order.term, paused_at=self.state.paused_at if went_on else None)
+                self._learn(await self._workers("resharder_describe"))  # the engine's fence learns the term by this call
                 return None
             case Step.STAGE:
                 base = [self._version_name(order.ahead_of)] if order.ahead_of else []
@@ -132,14 +152,14 @@ class Control:
                 with timed(timings, "pause"):
                     await pause(self._engine, order.mode)
                 self.state = replace(self.state, paused_at=began)
-            if not self._gate.lease.alive:  # a pause that waits for requests to end can outlive the lease
-                self._reattach("the lease expired while pausing")
-                return None
+            self._must_hold(order)  # a pause that waits for requests to end can outlive the lease
             self.state = replace(self.state, stale=True)
             with timed(timings, "workers"):
                 await self._workers("resharder_apply", order.install, *([True] if order.profile else []))
             with timed(timings, "reset"):
                 await self._reset_caches()
+        except Fenced:
+            raise
         except BaseException:
             self._gate.shut(f"installing version {order.version} failed")
             raise
@@ -161,23 +181,31 @@ class Control:
 
     async def _resume(self, order: Order) -> Outcome:
         # A leader may have taken over from one that paused the engine, or put it to sleep, and not got as far as the caches.
-        paused = self.state.paused_at is not None or (self.state.leads and await self._engine.is_paused())
+        leads = self.state.leads(order)
+        paused = leads and (self.state.paused_at is not None or await self._engine.is_paused())
+        if not paused and self._open_on == order.version:
+            self.state = replace(self.state, resumed_in=order.term if leads else self.state.resumed_in)
+            return self.state.resumed_as(order)
         if paused and self.state.paused_at is None:
             await self.look()
-            decided = decide(self.state, None, True, order)
+            decided = decide(self.state, None, self._gate.lease.holds(order.span), order)
             if isinstance(decided, Outcome):
                 return decided
             self.state = replace(self.state, stale=True)
         timings: Timings = []
-        if self.state.stale:
+        if leads and self.state.stale:
             with timed(timings, "reset"):
                 await self._reset_caches()
         if paused:
+            self._must_hold(order)
             with timed(timings, "resume"):
                 await self._engine.resume_generation()
         outcome = Outcome(order.kind, order.install, pause_seconds=self._paused(), timings=tuple(timings))
-        self.state = replace(self.state, paused_at=None, resumed=outcome)
-        self._gate.open(order.version)
+        self.state = replace(self.state, paused_at=None, resumed_in=order.term if leads else self.state.resumed_in)
+        lapses = self._gate.lease.lapses
+        self._must_hold(order)
+        self.state = replace(self.state, resumed=outcome)
+        self._gate.open(order.version, lapses)
         logger.info("serving version %d after a pause of %.3f s", order.version, outcome.pause_seconds)
         return outcome
 
@@ -189,6 +217,8 @@ class Control:
         if self.state.power == order.power:
             return
         await self._wake(Power.AWAKE)  # vLLM's sleep does nothing while anything sleeps (0.26 and 0.28), or the weights (0.32)
+        if order.mode == "wait":  # vLLM's sleep would wait by itself, and then sleep whether or not the lease still lives
+            await pause(self._engine, order.mode)
         await self._engine.sleep(level=order.power.level, mode=order.mode)
         self.state = replace(self.state, paused_at=None, applied=None, resumed=None)
         self._expect(self.state.power == order.power, order.power)

@@ -59,7 +59,10 @@ LEASE_ENDED = "the lease ended and the fleet allows no server without one"
 
 class Lease:
     """Written by the thread of the stream, read on the event loop; `until` is of the monotonic clock. `strict`: without it the
-    gate may not stand open. `lapses`: how often it ended while it was. `renewed` hears for how many seconds it lasts."""
+    gate may not stand open. `lapses`: how often it ended while it was. `renewed` hears for how many seconds it lasts.
+
+    `span` numbers the stretches of time over which the lease, and the stream that renews it, last without a break. An order acts
+    only within the span in which it was received. `term`: the highest term seen, in orders and in refusals by the engine."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -67,16 +70,35 @@ class Lease:
         self.until = float("-inf")
         self.strict = False
         self.lapses = 0
+        self.span = 0
+        self.term = 0
 
     def renew(self, until: float, *, strict: bool = False) -> None:
-        if self.strict and not self.alive:
-            self.lapses += 1  # before `until`: who sees the lease alive again sees this too
+        if not self.alive:  # before `until`: a reader that sees the lease alive again sees the new span and lapse too
+            self.span += self.until != float("-inf")
+            self.lapses += self.strict
         self.until, self.strict = max(self.until, until), strict
         self.renewed(self.until - self._clock())
 
     @property
     def alive(self) -> bool:
         return self._clock() < self.until
+
+    def break_off(self) -> None:
+        """End the span, though the lease may live on: the stream has ended."""
+        self.span += 1
+
+    def saw(self, term: int) -> None:
+        self.term = max(self.term, term)
+
+    def until_in(self, span: int) -> float:
+        """When an order received in `span` loses the right to act; -inf if it has lost it."""
+        until = self.until  # read before `span`, see `renew`
+        return until if self.span == span else float("-inf")
+
+    def holds(self, span: int) -> bool:
+        """Whether an order received in `span` may act."""
+        return self._clock() < self.until_in(span)
 
     def held_since(self, lapses: int) -> bool:
         """Whether it lives, and always has since there were so many lapses; always so where it is not strict."""
@@ -149,8 +171,9 @@ class Gate:
         """The version that it was opened on and not closed since; 0: none. For any thread."""
         return self.version if self._position is Position.OPEN else 0
 
-    def open(self, version: int) -> None:
-        self.version, self._lapses = version, self.lease.lapses
+    def open(self, version: int, lapses: int | None = None) -> None:
+        """`lapses`: those of the lease when it was last seen to hold; a strict lease that lapsed since shuts the gate at once."""
+        self.version, self._lapses = version, self.lease.lapses if lapses is None else lapses
         self._begin(version)
         self._move(Position.OPEN)
 

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 from resharder.client.channel import Channel
@@ -150,6 +150,7 @@ class LeaseThread:
             self._stream += 1
             call, self._call = self._call, None
             self._moved.notify_all()
+        self._lease.break_off()
         if call is not None:
             call.cancel()
 
@@ -184,17 +185,18 @@ class LeaseThread:
         message.server, message.control = identity.server, identity.nonce
         message.world_size, message.address, message.passes_kv = identity.world_size, identity.address, identity.passes_kv
         power, message.in_flight, message.serving = self._about()
-        message.power = power.value
+        message.power, message.term = power.value, self._lease.term
         with self._moved:
             self._sent_at.append(time.monotonic())
         return message
 
     def _take(self, number: int, message: server_pb2.Order) -> None:
+        self._lease.saw(message.term)
         if message.kind == server_pb2.Order.RENEWED:
             self._renewed(message.lease_seconds, strict=message.strict_lease)
             return
         try:
-            order = order_from_proto(message)
+            order = replace(order_from_proto(message), span=self._lease.span)
         except ValueError as error:
             logger.error("an order that this release does not know was left out: %s", error)
             return
@@ -223,10 +225,13 @@ class LeaseThread:
                 outcome = await self._carry_out(order)
             finally:
                 with self._moved:
+                    named_in_vain = outcome is None and self._stream != number and bool(self._busy)
                     self._busy = ""
                     if outcome is not None:
                         self._outcomes.append(outcome)
                     self._moved.notify_all()
+                if named_in_vain:  # a later stream may have named it as busy, and the daemon would wait for its outcome
+                    self.reattach("an order was given up")
 
 
 def _outcome_to_proto(outcome: Outcome) -> server_pb2.ControlReport:

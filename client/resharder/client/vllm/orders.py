@@ -2,7 +2,7 @@
 
     order    when                                      what is done
     LEAD     always                                    this side leads; the workers tell the daemon what they hold, and this side
-                                                       learns from them how awake they are
+                                                       learns from them how awake they are; the engine learns the term
     STAGE    leads, install not staged before          `resharder_stage` in every worker, which returns at once; the gate stays
     UNSTAGE  leads                                     `resharder_unstage` in every worker
     APPLY    leads, lease alive, weights awake,        hold the gate, pause, `resharder_apply`, reset caches; stays paused.
@@ -15,10 +15,11 @@
 
 An order that was carried out before is answered as it was then. What only a leader may do is refused by a side that does not
 lead. On an expired lease APPLY, RESUME, SLEEP and WAKE are not carried out and not answered: the stream is ended instead, and
-the daemon tells again what holds. Nothing but RESUME opens the gate or resumes.
+the daemon tells again what holds. The same goes for an order whose lease ends, or whose stream breaks, while it is carried out,
+and for one that the engine refuses (fence.py). Nothing but RESUME opens the gate or resumes.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from typing import Literal
 
@@ -58,6 +59,13 @@ class Order:
     power: Power = Power.UNKNOWN
     profile: bool = False  # of APPLY: in every worker
     ahead_of: int = 0  # of STAGE: the READY version to fall back on, where `version` is not READY
+    term: int = 0  # of the leadership under which it was given
+    span: int = 0  # of the lease (gate.Lease) in which it was received
+
+    @property
+    def leased(self) -> bool:
+        """Whether it is carried out on a living lease only."""
+        return self.kind in _LEASED
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,8 @@ class Outcome:
 class State:
     """What decisions depend on, next to the gate. `cannot_sleep`: why not; empty where it can."""
 
-    leads: bool = False
+    led: int | None = None  # the term that LEAD brought last
+    resumed_in: int | None = None  # the term in which this side last had the engine running, as its leader
     paused_at: float | None = None  # when the pause that still holds was asked for; a sleep's own pause is not counted
     power: Power = Power.UNKNOWN
     asleep: tuple[str, ...] = ()  # vLLM's tags of what sleeps
@@ -87,6 +96,15 @@ class State:
     applied: Outcome | None = None
     resumed: Outcome | None = None
     changed: Outcome | None = None  # the last SLEEP or WAKE
+
+    def leads(self, order: Order) -> bool:
+        """Whether this side led when the order was given: another one's LEAD begins a higher term."""
+        return self.led == order.term
+
+    def resumed_as(self, order: Order) -> Outcome:
+        """The answer to a RESUME that holds already: the earlier one, if it is the same order."""
+        done = self.resumed
+        return done if done and done.install == order.install else Outcome(order.kind, order.install)
 
 
 class Step(Enum):
@@ -104,11 +122,11 @@ class Step(Enum):
 
 def decide(state: State, open_on: int | None, alive: bool, order: Order) -> Step | Outcome:
     """What to do, or the answer if there is nothing to do. `open_on`: the version the gate is open on, None while closed."""
-    if order.kind in _LEADERS and not state.leads:
+    if order.kind in _LEADERS and not state.leads(order):
         return _refused(order, f"{order.kind.name} came to a control side that does not lead")
     if before := _answered(state, order):
         return before
-    if order.kind in _LEASED and not alive:
+    if order.leased and not alive:
         return Step.REATTACH
     match order.kind:
         case Kind.LEAD:
@@ -128,10 +146,8 @@ def decide(state: State, open_on: int | None, alive: bool, order: Order) -> Step
         case Kind.RESUME if state.dropped:
             return _refused(order, "expected a version to be installed first: a sleep at level 2 dropped the weights")
         case Kind.RESUME:
-            if open_on != order.version or state.paused_at is not None:
-                return Step.RESUME
-            done = state.resumed
-            return done if done and done.install == order.install else Outcome(order.kind, order.install)
+            unsure = state.leads(order) and (state.paused_at is not None or state.resumed_in != order.term)
+            return Step.RESUME if unsure or open_on != order.version else state.resumed_as(order)
         case Kind.CLOSE:
             return Step.HOLD if order.install else Step.SHUT
         case Kind.SLEEP | Kind.WAKE if order.power not in _POWERS[order.kind]:
@@ -168,4 +184,5 @@ def order_from_proto(message: server_pb2.Order) -> Order:
     if mode is None:
         raise ValueError(f"expected a pause mode of {sorted(_MODES)}, got {message.pause_mode}")
     kind, power = Kind(message.kind), Power(message.power)
-    return Order(kind, message.install, message.version, mode, message.reason, power, message.profile, message.ahead_of)
+    order = Order(kind, message.install, message.version, mode, message.reason, power, message.profile, message.ahead_of)
+    return replace(order, term=message.term)

@@ -1,0 +1,439 @@
+"""A control side that is stopped in the middle of an order, past its lease: the engine does not obey it when it goes on.
+
+The engine core is simulated as vLLM's is built: one call after the other, each a message of a client with `_call_utility_async`.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from contextvars import Context
+from typing import Any
+
+import pytest
+from resharder.client.errors import UsageError
+from resharder.client.vllm.control import Control
+from resharder.client.vllm.fence import FENCED, Fence, clock_id, guard
+from resharder.client.vllm.gate import Gate, Lease, Position
+from resharder.client.vllm.orders import Kind, Order, Outcome
+from resharder.client.vllm.power import STAY_PAUSED, Power, Slumber
+
+LEASE = 10.0
+OWN_TERM, NEXT_TERM = 1, 2
+METHODS = ("resharder_stage", "resharder_unstage", "resharder_apply")
+
+
+class Core:
+    """What an engine core holds. `done`: what changed it, in order."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.fence = Fence(clock)
+        self.paused, self.slumber, self.done = False, Slumber(), list[str]()
+
+    def handle(self, method: str, args: Sequence[Any]) -> Any:
+        if method == FENCED:
+            token, method, args = args
+            refusal = self.fence.refuse(token)
+            return self.fence.refused(refusal) if refusal else self.handle(method, args)
+        return getattr(self, method)(*args)
+
+    def pause_scheduler(self, mode: str, clear_cache: bool) -> None:
+        self.paused = True
+        self.done.append("pause")
+
+    def resume_scheduler(self) -> None:
+        self.paused = False
+        self.done.append("resume")
+
+    def is_scheduler_paused(self) -> bool:
+        return self.paused
+
+    def is_sleeping(self) -> bool:
+        return self.paused or bool(self.slumber.tags)
+
+    def sleep(self, level: int, mode: str) -> None:
+        self.paused = True
+        self.slumber.begin(level)
+        self.done.append("sleep")
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.slumber.end(tags)
+        self.paused = self.paused and (STAY_PAUSED in tags or bool(self.slumber.tags))
+        self.done.append("wake")
+
+    def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
+        self.done.append("reset")
+        return True
+
+    def reset_mm_cache(self) -> None: ...
+    def reset_encoder_cache(self) -> None: ...
+
+    def collective_rpc(self, method: str, args: Sequence[Any]) -> list[dict[str, Any]]:
+        if method in METHODS:
+            self.done.append(method)
+        return [{"ok": True, "power": self.slumber.power, "asleep": sorted(self.slumber.tags), "dropped": False}]
+
+
+async def alone(act: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """In no order's context, as another process is."""
+    await asyncio.create_task(act(), context=Context())
+
+
+class Client:
+    """The calls reach the core after whatever `meanwhile` does: their sender was stopped when they were on their way."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.meanwhile: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {}
+        self.afterwards: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {}
+
+    async def _call_utility_async(self, method: str, *args: Any) -> Any:
+        name = args[1] if method == FENCED else method
+        if name == "collective_rpc":
+            name = args[-1][0] if method == FENCED else args[0]
+        if stopped := self.meanwhile.pop(name, None):
+            await alone(stopped)
+        answer = self.core.handle(method, args)
+        if stopped := self.afterwards.pop(name, None):
+            await alone(stopped)
+        return answer
+
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
+        await self._call_utility_async("pause_scheduler", mode, clear_cache)
+
+
+class AsyncEngine:
+    """vLLM's AsyncLLM, as far as control sides use it."""
+
+    def __init__(self, core: Core) -> None:
+        self.engine_core = Client(core)
+        guard(self.engine_core)
+        self._call = lambda *args: self.engine_core._call_utility_async(*args)
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        raise NotImplementedError("control sides pause the engine core itself")
+
+    async def resume_generation(self) -> None:
+        await self._call("resume_scheduler")
+
+    async def is_paused(self) -> bool:
+        return bool(await self._call("is_scheduler_paused"))
+
+    async def sleep(self, level: int, mode: str) -> None:
+        await self._call("sleep", level, mode)
+
+    async def wake_up(self, tags: list[str]) -> None:
+        await self._call("wake_up", tags)
+
+    async def is_sleeping(self) -> bool:
+        return bool(await self._call("is_sleeping"))
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Any:
+        return await self._call("collective_rpc", method, args)
+
+    async def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
+        return bool(await self._call("reset_prefix_cache", reset_running_requests, reset_connector))
+
+    async def reset_mm_cache(self) -> None:
+        await self._call("reset_mm_cache")
+
+    async def reset_encoder_cache(self) -> None:
+        await self._call("reset_encoder_cache")
+
+
+class Server:
+    """One engine core, and control sides that share its clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.core = Core(lambda: self.now)
+
+    def side(self) -> "Side":
+        return Side(self)
+
+
+class Side:
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.lease = Lease(lambda: server.now)
+        self.gate = Gate(lease=self.lease, clock=lambda: server.now)
+        self.engine = AsyncEngine(server.core)
+        self.reattached: list[str] = []
+        names, clock = (lambda n: f"models/policy/versions/{n}"), (lambda: server.now)
+        self.control = Control(self.engine, self.gate, self.reattached.append, names, lambda: None, clock=clock)  # type: ignore[arg-type]
+        self.renew()
+
+    def renew(self) -> None:
+        self.lease.renew(self.server.now + LEASE)
+
+    async def do(self, kind: Kind, version: int = 0, *, term: int = OWN_TERM, **fields: Any) -> Outcome | None:
+        order = Order(kind, fields.pop("install", f"i{version}"), version, term=term, span=self.lease.span, **fields)
+        return await self.control.carry_out(order)
+
+    async def serve(self, version: int, term: int = OWN_TERM) -> None:
+        await self.do(Kind.LEAD, term=term)
+        await self.do(Kind.RESUME, version, term=term)
+        assert self.gate.position is Position.OPEN
+
+    async def past_its_lease(self) -> None:
+        self.server.now = self.lease.until + 1
+
+    async def past_its_lease_and_renewed(self) -> None:
+        """Its thread went on before its event loop did."""
+        await self.past_its_lease()
+        self.renew()
+
+    async def cut_off(self) -> None:
+        self.lease.break_off()
+
+
+def paused_by_another() -> tuple[Server, Side]:
+    """A side that has just taken over from one that paused the engine; RESUME comes next, and resets the caches first."""
+    server = Server()
+    server.core.paused = True
+    return server, server.side()
+
+
+LAPSES = ("past_its_lease", "past_its_lease_and_renewed", "cut_off")
+RESUMING = ("is_scheduler_paused", "is_sleeping", "resharder_describe", "reset_prefix_cache", "reset_encoder_cache")
+
+
+@pytest.mark.parametrize("lapse", LAPSES)
+@pytest.mark.parametrize("at", RESUMING)
+def test_a_side_stopped_before_it_resumes_does_not_resume_and_opens_nothing(at: str, lapse: str) -> None:
+    async def play() -> None:
+        server, side = paused_by_another()
+        await side.do(Kind.LEAD)
+        side.engine.engine_core.meanwhile[at] = getattr(side, lapse)
+        assert await side.do(Kind.RESUME, 1) is None
+        assert not side.engine.engine_core.meanwhile, "it was stopped"
+        assert (server.core.paused, side.gate.position) == (True, Position.SHUT)
+        assert len(side.reattached) == 1
+        side.renew()
+        await side.serve(1, NEXT_TERM)
+        assert not server.core.paused
+
+    asyncio.run(play())
+
+
+def test_a_resumption_on_its_way_when_the_lease_ends_is_refused_by_the_engine() -> None:
+    async def play() -> None:
+        server, side = paused_by_another()
+        await side.do(Kind.LEAD)
+        side.engine.engine_core.meanwhile["resume_scheduler"] = side.past_its_lease
+        assert await side.do(Kind.RESUME, 1) is None
+        assert (server.core.paused, side.gate.position) == (True, Position.SHUT)
+        assert side.reattached == [
+            "RESUME was given up: expected an order on a living lease, got one whose lease ended 1.000 s ago"
+        ]
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("lapse", LAPSES)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_gate_does_not_open_on_a_lease_that_lapsed_while_the_engine_resumed(lapse: str, strict: bool) -> None:
+    async def play() -> None:
+        server, side = paused_by_another()
+        side.lease.strict = strict
+        await side.do(Kind.LEAD)
+        side.engine.engine_core.afterwards["resume_scheduler"] = getattr(side, lapse)
+        assert await side.do(Kind.RESUME, 1) is None
+        assert (server.core.paused, side.gate.position, side.gate.version) == (False, Position.SHUT, 0)
+        side.renew()
+        await side.serve(1, NEXT_TERM)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("at", [*RESUMING, "resume_scheduler"])
+def test_a_stopped_leader_does_not_resume_what_the_next_one_has_paused(at: str) -> None:
+    """Its stream is gone, its lease is not over yet."""
+
+    async def play() -> None:
+        server, old = paused_by_another()
+        new = server.side()
+        await old.do(Kind.LEAD)
+
+        async def the_next_one_leads() -> None:
+            assert await new.do(Kind.LEAD, term=NEXT_TERM) is None
+            applied = await new.do(Kind.APPLY, 2, term=NEXT_TERM)
+            assert applied is not None
+            assert applied.ok
+            server.core.done.clear()
+
+        old.engine.engine_core.meanwhile[at] = the_next_one_leads
+        assert await old.do(Kind.RESUME, 1) is None
+        assert (server.core.paused, server.core.done, old.gate.position) == (True, [], Position.SHUT)
+        assert "expected an order of term 2 or later, got one of term 1" in old.reattached[0]
+        assert old.lease.term == NEXT_TERM, "which it tells the daemon"
+
+        await new.do(Kind.RESUME, 2, term=NEXT_TERM)
+        assert (server.core.paused, new.gate.version) == (False, 2)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("at", "kind", "fields"),
+    [
+        ("pause_scheduler", Kind.APPLY, {"version": 2}),
+        ("resharder_apply", Kind.APPLY, {"version": 2}),
+        ("reset_prefix_cache", Kind.APPLY, {"version": 2}),
+        ("sleep", Kind.SLEEP, {"power": Power.ASLEEP_1}),
+        ("wake_up", Kind.WAKE, {"power": Power.AWAKE}),
+        ("resharder_stage", Kind.STAGE, {"version": 2}),
+        ("resharder_unstage", Kind.UNSTAGE, {"version": 2}),
+    ],
+)
+@pytest.mark.parametrize("leader", ["none", "another"])
+def test_whatever_a_stopped_side_was_about_to_do_changes_nothing(
+    at: str, kind: Kind, fields: dict[str, Any], leader: str
+) -> None:
+    async def play() -> None:
+        server = Server()
+        old, new = server.side(), server.side()
+        await old.serve(1)
+        if kind is Kind.WAKE:
+            await old.do(Kind.SLEEP, power=Power.ASLEEP_1, install="p1")
+
+        async def stopped() -> None:
+            server.now += 1 if another else 2 * LEASE
+            if another:
+                await new.do(Kind.LEAD, term=NEXT_TERM)
+            state[:] = [server.core.paused, set(server.core.slumber.tags), list(server.core.done)]
+
+        state: list[Any] = []
+        another, needs_no_lease = leader == "another", kind in (Kind.STAGE, Kind.UNSTAGE)
+        old.engine.engine_core.meanwhile[at] = stopped
+        outcome = await old.do(kind, **fields, install="x")
+        if needs_no_lease and not another:
+            assert outcome == Outcome(kind, "x")
+            return
+        assert outcome is None
+        assert state == [server.core.paused, server.core.slumber.tags, server.core.done]
+        assert len(old.reattached) == 1
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("lapse", LAPSES)
+def test_a_lease_that_ends_while_requests_drain_leaves_the_engine_awake(lapse: str) -> None:
+    async def play() -> None:
+        server = Server()
+        side = server.side()
+        await side.serve(1)
+        side.engine.engine_core.afterwards["pause_scheduler"] = getattr(side, lapse)
+        assert await side.do(Kind.SLEEP, power=Power.ASLEEP_2, mode="wait") is None
+        assert (server.core.done, side.gate.position) == (["pause"], Position.SHUT)
+        side.renew()
+        await side.serve(1, NEXT_TERM)
+        assert not server.core.paused
+
+    asyncio.run(play())
+
+
+def test_a_side_that_led_before_leaves_the_engine_to_the_one_that_leads_now() -> None:
+    async def play() -> None:
+        server = Server()
+        old, new = server.side(), server.side()
+        await old.serve(1)
+        await old.do(Kind.APPLY, 2)
+        await new.do(Kind.LEAD, term=NEXT_TERM)
+        server.core.done.clear()
+        refused = await old.do(Kind.STAGE, 3, term=NEXT_TERM)
+        assert refused is not None
+        assert refused.error == "STAGE came to a control side that does not lead"
+        assert await old.do(Kind.RESUME, 2, term=NEXT_TERM) == Outcome(Kind.RESUME, "i2", pause_seconds=0.0)
+        assert (server.core.paused, server.core.done) == (True, [])
+        assert (old.gate.position, old.gate.version) == (Position.OPEN, 2)
+        await new.do(Kind.RESUME, 2, term=NEXT_TERM)
+        assert not server.core.paused
+
+    asyncio.run(play())
+
+
+def test_the_next_leader_resumes_the_engine_though_its_gate_was_open_already() -> None:
+    """The one before ended between two RESUMEs: the gate of the others had opened, the engine had not gone on."""
+
+    async def play() -> None:
+        server = Server()
+        old, new = server.side(), server.side()
+        await old.serve(1)
+        await old.do(Kind.APPLY, 2)
+        await new.do(Kind.RESUME, 2)
+        assert (new.gate.position, server.core.paused) == (Position.OPEN, True)
+        await new.do(Kind.LEAD, term=NEXT_TERM)
+        await new.do(Kind.RESUME, 2, term=NEXT_TERM)
+        assert (new.gate.position, server.core.paused) == (Position.OPEN, False)
+
+    asyncio.run(play())
+
+
+def test_a_side_that_leads_again_pauses_anew_what_another_has_resumed_meanwhile() -> None:
+    async def play() -> None:
+        server = Server()
+        old, new = server.side(), server.side()
+        await old.serve(1)
+        await old.do(Kind.APPLY, 2)
+        await new.serve(2, NEXT_TERM)
+        assert not server.core.paused
+        await old.do(Kind.LEAD, term=NEXT_TERM + 1)
+        server.core.done.clear()
+        await old.do(Kind.APPLY, 3, term=NEXT_TERM + 1)
+        assert server.core.done == ["pause", "resharder_apply", "reset"]
+
+    asyncio.run(play())
+
+
+def test_an_order_received_before_the_stream_broke_is_not_begun_after_it() -> None:
+    async def play() -> None:
+        server, side = paused_by_another()
+        await side.do(Kind.LEAD)
+        before = Order(Kind.RESUME, "i1", 1, term=OWN_TERM, span=side.lease.span)
+        await side.cut_off()
+        assert await side.control.carry_out(before) is None
+        assert (server.core.paused, side.gate.position) == (True, Position.SHUT)
+
+    asyncio.run(play())
+
+
+def test_a_leader_of_a_lower_term_learns_the_engines_and_leads_once_the_daemon_counts_from_there() -> None:
+    """A daemon on a new store, while servers live on."""
+
+    async def play() -> None:
+        server = Server()
+        side = server.side()
+        await side.serve(1, term=100)
+        assert await side.do(Kind.LEAD, term=7) is None
+        assert side.reattached == [
+            "LEAD was given up: expected an order of term 100 or later, got one of term 7: another control side leads"
+        ]
+        assert side.lease.term == 100
+        await side.serve(2, term=101)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(("clock", "refused"), [(clock_id(), True), ("another host's", False), ("", False)])
+def test_deadlines_are_compared_on_one_clock_alone_and_terms_everywhere(clock: str, refused: bool) -> None:
+    assert clock_id()
+    fence = Fence(lambda: 100.0)
+    assert bool(fence.refuse([5, 99.0, clock])) == refused
+    assert not fence.refuse([5, 101.0, clock])
+    assert not fence.refuse([5, None, clock])
+    assert "term 4" in fence.refuse([4, 101.0, clock])
+    assert not fence.refuse([0, 101.0, clock]), "of a daemon that does not number leadership"
+    assert "term 4" in fence.refuse([4, 101.0, clock])
+
+
+def test_an_engine_that_cannot_be_fenced_is_refused() -> None:
+    with pytest.raises(UsageError, match="expected an AsyncLLM, whose engine core is a process of its own, got a NoneType"):
+        guard(None)
+
+
+def test_without_terms_an_older_daemons_orders_are_carried_out() -> None:
+    async def play() -> None:
+        server, side = paused_by_another()
+        await side.serve(1, term=0)
+        assert not server.core.paused
+
+    asyncio.run(play())
