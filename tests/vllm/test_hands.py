@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-REFUSED = [path for (_, path), rule in RULES.items() if rule.hand is Hand.REFUSED]
+REFUSED = [path for (method, path), rule in RULES.items() if rule.hand is Hand.REFUSED and method == "POST"]
 PASSES = [path for (_, path), rule in RULES.items() if rule.hand is not Hand.REFUSED and "{" not in path]
 
 
@@ -23,7 +23,8 @@ def app(gate: Gate) -> Starlette:
         body = await request.body()
         return JSONResponse({"body": body.decode()})
 
-    made = Starlette(routes=[Route(path, reached, methods=["POST", "GET"]) for path in {*REFUSED, *PASSES}])
+    paths = {*REFUSED, *PASSES, "/adapters/{adapter_name}"}
+    made = Starlette(routes=[Route(path, reached, methods=["POST", "GET", "DELETE"]) for path in paths])
     made.add_middleware(GateMiddleware, gate=gate)
     made.add_middleware(HandsMiddleware)
     return made
@@ -80,6 +81,11 @@ def test_a_body_that_does_not_name_a_read_is_refused(body: bytes) -> None:
     assert ask("/collective_rpc", body).status_code == 409
 
 
+def test_a_path_with_any_part_is_refused_by_its_method() -> None:
+    assert ask("/adapters/one", method="DELETE").status_code == 409
+    assert ask("/adapters/one", method="GET").status_code == 200
+
+
 def test_a_get_of_a_refused_path_is_left_to_vllm() -> None:
     assert ask("/pause", method="GET").status_code == 200
 
@@ -110,9 +116,10 @@ def routes_of_vllm(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     try:
         from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
     except ImportError:  # 0.28 and older
         from vllm.entrypoints.openai.api_server import build_app  # type: ignore[no-redef, attr-defined]
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
+        from vllm.entrypoints.openai.cli_args import make_arg_parser  # type: ignore[no-redef]
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--tokens-only"])

@@ -28,7 +28,7 @@ class Hand(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """`instead`: the way through Resharder. `field`, `passes`: a refused call passes with one of these values in its JSON body."""
+    """`instead`: the way through Resharder. `field`, `passes`: the call passes with one of these values in its JSON body."""
 
     hand: Hand
     instead: str = ""
@@ -86,7 +86,7 @@ _REQUESTS_AND_CACHES = (
     "/stop_profile",
 )
 
-# Every POST route of vLLM.
+# Every route of vLLM beyond GET; a part in braces stands for any.
 RULES: Mapping[tuple[str, str], Rule] = {
     **{("POST", path): _HARMLESS for path in (*_INFERENCE, *_REQUESTS_AND_CACHES)},
     ("POST", "/sleep"): _COORDINATED,
@@ -107,14 +107,31 @@ RULES: Mapping[tuple[str, str], Rule] = {
     ),
     ("POST", "/v1/load_lora_adapter"): _UNSUPPORTED,
     ("POST", "/v1/unload_lora_adapter"): _UNSUPPORTED,
+    ("POST", "/adapters"): _UNSUPPORTED,
+    ("DELETE", "/adapters/{adapter_name}"): _UNSUPPORTED,
     ("POST", "/scale_elastic_ep"): _UNSUPPORTED,
     ("POST", "/fault_tolerance/apply"): _UNSUPPORTED,
 }
 
 
+_TEMPLATES = [(method, path.split("/"), rule) for (method, path), rule in RULES.items() if "{" in path]
+
+
+def rule_of(method: str, path: str) -> Rule:
+    if rule := RULES.get((method, path)):
+        return rule
+    parts = path.split("/")
+    return next((rule for known, template, rule in _TEMPLATES if known == method and _fits(parts, template)), _HARMLESS)
+
+
+def _fits(parts: list[str], template: list[str]) -> bool:
+    pairs = zip(parts, template, strict=False)
+    return len(parts) == len(template) and all(part == other or other.startswith("{") for part, other in pairs)
+
+
 def refusal(method: str, path: str, body: bytes | None) -> str:
     """Why the call is refused; empty where it passes. `body`: None for one that is too long."""
-    rule = RULES.get((method, path), _HARMLESS)
+    rule = rule_of(method, path)
     if rule.hand is not Hand.REFUSED or (rule.field and _said(body, rule.field) in rule.passes):
         return ""
     passes = f" ({rule.field} other than {' or '.join(sorted(rule.passes))})" if rule.field else ""
@@ -141,7 +158,7 @@ class HandsMiddleware:
             await self._app(scope, receive, send)
             return
         method, path = scope["method"], scope["path"].removeprefix(scope.get("root_path", ""))
-        rule = RULES.get((method, path), _HARMLESS)
+        rule = rule_of(method, path)
         body: bytes | None = b""
         if rule.field:
             body, receive = await _read(receive)
