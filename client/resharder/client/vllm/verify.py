@@ -11,21 +11,24 @@ what is. A thread of its own reads in slices. Whatever writes to memory or frees
 and ends the verification.
 """
 
+import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from resharder.client.vllm import install, reach
-from resharder.client.vllm.install import InstallError
+from resharder.client.vllm.install import InstallError, Route
 from resharder.client.vllm.parts import MODEL, Models, Part
 from resharder.converters.cut import cut_chunks
 from resharder.converters.digest import MASK
 from resharder.converters.layout import ITEM_SIZES, Box, Piece, box_size
 from resharder.v1 import resources_pb2
+
+logger = logging.getLogger("vllm.resharder.verify")
 
 _SLICE_BYTES = 4 << 20  # a few milliseconds of one core, and 64 MiB of a GPU's memory
 _NAMED = 8  # different tensors
@@ -33,11 +36,18 @@ _NAMED = 8  # different tensors
 
 @dataclass
 class Baseline:
-    """Of one model: boxes with their digests, and fingerprints of the rest by path. `fixed`: paths that no install writes."""
+    """Of one model: digests of what `route` put there, and fingerprints of the rest by path. `digests`: None where they are not
+    known yet. `fixed`: paths that no install writes."""
 
-    boxes: tuple[tuple[Piece, int], ...] = ()
+    route: Route | None = None
+    digests: Mapping[tuple[str, Box], int] | None = None
     prints: dict[str, int] = field(default_factory=dict)
     fixed: frozenset[str] = frozenset()
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All that lies in memory as HF tensors are."""
+        return (*self.route.boxed, *self.route.readable) if self.route is not None else ()
 
 
 @dataclass
@@ -67,7 +77,7 @@ class Verifier:
     ) -> None:
         self._parts, self._device, self._rank = parts, device, rank
         self._version, self._unverifiable, self._altered, self._told = version, unverifiable, altered, told
-        self._expected: dict[str, tuple[tuple[Piece, int], ...]] = {}
+        self._expected: dict[str, Mapping[tuple[str, Box], int] | None] = {}
         self._baselines: dict[str, Baseline] = {}
         self._models: dict[str, weakref.ref[torch.nn.Module]] = {}
         self._suspect = False  # something differed, and no install has succeeded since
@@ -85,8 +95,7 @@ class Verifier:
 
     def expect(self, part: Part, expected: Mapping[tuple[str, Box], int] | None) -> None:
         """The digests of what was just installed, by HF tensor and box; None: not known yet."""
-        pieces = (*part.route.boxed, *part.route.readable) if part.route is not None and expected is not None else ()
-        self._expected[part.name] = tuple((piece, (expected or {})[piece.tensor, piece.box]) for piece in pieces)
+        self._expected[part.name] = expected
 
     def installed(self, models: Models) -> None:
         """After an install, while the engine stands still. Raises InstallError where something differed before and it was nothing
@@ -102,7 +111,10 @@ class Verifier:
         if self._thread is not None:
             return
         if not self._baselines and not self._unverifiable():
-            self.installed(models)
+            try:
+                self.installed(models)
+            except Exception:  # a server that cannot be verified can be followed
+                logger.exception("no baseline could be taken")
         self._models = {name: weakref.ref(model) for name, model in models.items()}
         self._thread = threading.Thread(target=self._run, args=(seconds,), name="resharder-verify", daemon=True)
         self._thread.start()
@@ -141,6 +153,9 @@ class Verifier:
                 said.different.extend(found.different[:_NAMED])
             except Disturbed as error:
                 said.skipped = str(error)
+            except Exception as error:  # the next one may go well
+                logger.exception("what is in memory could not be verified")
+                said.skipped = f"{type(error).__name__}: {error}"
         said.total_bytes = sum(_needed_bytes(part, tensor) for part in self._parts.values() for tensor in part.known.needs)
         said.seconds = time.monotonic() - began
         with self._still:
@@ -166,8 +181,9 @@ class Verifier:
                 live = install.live_tensors(model)
             compared: set[str] = set()
             wrong: set[str] = set()
-            for piece, expected in baseline.boxes:
+            for piece in baseline.pieces if baseline.digests is not None else ():
                 compared.add(piece.local)
+                expected = (baseline.digests or {})[piece.tensor, piece.box]
                 if piece.local not in wrong and self._box(part, piece, live.get(piece.local), epoch) != expected:
                     wrong.add(piece.local)
             for path, expected in baseline.prints.items():
@@ -213,13 +229,29 @@ class Verifier:
         time.sleep(time.perf_counter() - began)
 
     def _baseline(self, name: str, model: torch.nn.Module, before: Baseline | None) -> Baseline:
-        part, boxes = self._parts[name], self._expected.get(name, ())
-        boxed = {piece.local for piece, _ in boxes}
-        notes, modules = reach.NOTES.get(model), part.route.modules if part.route else frozenset()
+        part, digests = self._parts[name], self._expected.get(name)
+        route = part.route
+        if before is not None and before.route is route and route is not None and not route.modules and not self._suspect:
+            return replace(before, digests=digests)  # an install that wrote boxes alone has no time for a walk through everything
+        rest = self._rest(model, part)
+        fixed = frozenset(f.path for f in rest if route is None or f.module not in route.modules)
+        kept = {path: digest for path, digest in before.prints.items() if path in fixed & before.fixed} if before else {}
+        if self._suspect:
+            there = {f.path: f.tensor for f in rest}
+            if wrong := sorted(path for path, digest in kept.items() if reach.fingerprint(there[path]) != digest):
+                raise InstallError(
+                    f"{len(wrong)} tensors were changed that no version brings back ({', '.join(wrong[:4])}): restart the server"
+                )
+        prints = {f.path: kept[f.path] if f.path in kept else reach.fingerprint(f.tensor) for f in rest}
+        return Baseline(route, digests, prints, fixed)
+
+    def _rest(self, model: torch.nn.Module, part: Part) -> list[reach.Found]:
+        """Tensors that the model reads and that are not proven by boxes."""
+        notes, everything = reach.NOTES.get(model), reach.reachable(model)
         known = set(notes.constant) | set(notes.made) if notes else set()
-        everything = reach.reachable(model)
+        boxed = {piece.local for piece in Baseline(part.route).pieces}
         storages = {f.tensor.untyped_storage()._cdata for f in everything if f.path in boxed}
-        rest = [
+        return [
             f
             for f in everything
             if (f.parameter or f.path in known)
@@ -229,16 +261,6 @@ class Verifier:
             and f.tensor.device.type != "meta"
             and f.tensor.untyped_storage()._cdata not in storages  # another name of a box's memory
         ]
-        fixed = frozenset(f.path for f in rest if f.module not in modules)
-        kept = {path: digest for path, digest in before.prints.items() if path in fixed & before.fixed} if before else {}
-        if self._suspect:
-            there = {f.path: f.tensor for f in rest}
-            if wrong := sorted(path for path, digest in kept.items() if reach.fingerprint(there[path]) != digest):
-                raise InstallError(
-                    f"{len(wrong)} tensors were changed that no version brings back ({', '.join(wrong[:4])}): restart the server"
-                )
-        prints = {f.path: kept[f.path] if f.path in kept else reach.fingerprint(f.tensor) for f in rest}
-        return Baseline(boxes, prints, fixed)
 
 
 def _covered(part: Part, compared: set[str]) -> int:
