@@ -294,7 +294,7 @@ class Agent:
         if difference:
             logger.error("%s was served ahead of READY with other weights than the store's: %s", ahead.version, difference)
         with self._lock:
-            if self._applied != install_id:
+            if self._applied != install_id or not self.version:
                 return
             self.fingerprint = self.fingerprint if difference else manifest.fingerprint
             at_hand, self._fallback = self._fallback, None
