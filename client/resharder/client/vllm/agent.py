@@ -18,6 +18,7 @@ from resharder.client.vllm.ahead import Ahead, compare
 from resharder.client.vllm.compat import Host
 from resharder.client.vllm.install import Installed, InstallError, Prepared, Route
 from resharder.client.vllm.kept import Kept
+from resharder.client.vllm.page import page
 from resharder.client.vllm.parts import DRAFTER, Models, Part, needs, shared_modules
 from resharder.client.vllm.power import WEIGHTS, Slumber
 from resharder.client.vllm.profile import profiled
@@ -59,7 +60,8 @@ class Agent:
         self.needed_bytes = 0
         self.boot: Manifest | None = None  # what the model was booted from, for its drafter
         self.stager: Stager | None = None
-        self.version = 0
+        self._version = 0
+        page().write(host.rank, 0)
         self.fingerprint = ""  # of that version
         self.installed: Installed | None = None
         self.slumber = Slumber()
@@ -73,6 +75,16 @@ class Agent:
         self._fallback: Source | None = None  # kept at hand while what it holds is not in the store
         self._past: _Staged | None = None  # what was staged before
         self._lock = threading.Lock()
+
+    @property
+    def version(self) -> int:
+        """The version that the model and its drafter hold, whole and confirmed; 0 for none."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version = version
+        page().write(self.host.rank, version)
 
     def stage_with(self, access: resources_pb2.StoreAccess) -> Stager:
         if self.stager is None:
@@ -268,7 +280,10 @@ class Agent:
         with self._lock:
             if self._applied != install_id:
                 return
-            self.fingerprint = self.fingerprint if difference else manifest.fingerprint
+            if difference:
+                self.version = 0
+            else:
+                self.fingerprint = manifest.fingerprint
             at_hand, self._fallback = self._fallback, None
         if at_hand is not None:
             at_hand.close()
