@@ -63,7 +63,7 @@ def test_requests_that_are_turned_away_are_counted_by_why_and_health_checks_are_
         return PlainTextResponse("fine")
 
     app = Starlette(routes=[Route("/v1/completions", fine), Route("/health", fine), Mount("/metrics", make_asgi_app(registry))])
-    app.add_middleware(GateMiddleware, gate=gate)
+    app.add_middleware(GateMiddleware, gate=gate, installed=lambda: 1)
     with TestClient(app) as client:
         assert client.get("/v1/completions").status_code == 503
         assert client.get("/health").status_code == 503
