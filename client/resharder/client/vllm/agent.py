@@ -18,6 +18,7 @@ from resharder.client.vllm.ahead import Ahead, compare
 from resharder.client.vllm.compat import Host
 from resharder.client.vllm.install import Installed, InstallError, Prepared, Route
 from resharder.client.vllm.kept import Kept
+from resharder.client.vllm.page import page
 from resharder.client.vllm.parts import DRAFTER, Models, Part, needs, shared_modules
 from resharder.client.vllm.power import WEIGHTS, Slumber
 from resharder.client.vllm.profile import profiled
@@ -62,7 +63,8 @@ class Agent:
         self.renewal: Renewal | None = None  # of the server's claim, while it boots
         self.boot: Manifest | None = None  # what the model was booted from, for its drafter
         self.stager: Stager | None = None
-        self.version = 0
+        self._version = 0
+        page().write(host.rank, 0)
         self.fingerprint = ""  # of that version
         self.installed: Installed | None = None
         self.slumber = Slumber()
@@ -98,6 +100,16 @@ class Agent:
         logger.error("%s", error)
         install_id, self.version, self.fingerprint = self._applied, 0, ""
         self._report(resources_pb2.Worker.FAILED, install=install_id, error=error, holds=True, altered=found)
+
+    @property
+    def version(self) -> int:
+        """The version that the model and its drafter hold, whole and confirmed; 0 for none."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version = version
+        page().write(self.host.rank, version)
 
     def stage_with(self, access: resources_pb2.StoreAccess) -> Stager:
         if self.stager is None:
@@ -298,7 +310,10 @@ class Agent:
         with self._lock:
             if self._applied != install_id or not self.version:
                 return
-            self.fingerprint = self.fingerprint if difference else manifest.fingerprint
+            if difference:
+                self.version = 0
+            else:
+                self.fingerprint = manifest.fingerprint
             at_hand, self._fallback = self._fallback, None
         if at_hand is not None:
             at_hand.close()

@@ -152,7 +152,7 @@ class Control:
             case Step.RESUME:
                 return await self._resume(order)
             case Step.HOLD:
-                self._gate.hold(order.version, order.reason or "a version is being installed")
+                self._gate.hold(order.reason or "a version is being installed")
             case Step.SHUT:
                 self._gate.shut(order.reason or "the daemon closed the gate")
             case Step.SLEEP:
@@ -165,7 +165,7 @@ class Control:
         return self._remember(Outcome(order.kind, order.install))
 
     async def _apply(self, order: Order) -> Outcome | None:
-        self._gate.hold(order.version, f"version {order.version} is being installed")
+        self._gate.hold(f"version {order.version} is being installed")
         timings: Timings = []
         try:
             if self.state.paused_at is None and self.state.power != Power.WEIGHTS_AWAKE:

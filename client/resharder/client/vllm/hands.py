@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from resharder.client.vllm.gate import UNCONFIRMED, VERSION_HEADER, App, Message, Receive, Scope, Send
+from resharder.client.vllm.gate import App, Receive, Scope
+from resharder.client.vllm.labels import UNCONFIRMED, Message, Send, header
 
 _PUBLISH = "publish the weights as a version (`resharder.client.connect`, or `resharder import`)"
 _LONGEST_BODY = 1 << 16  # of a call whose body decides: larger ones are refused unread
@@ -192,6 +193,6 @@ async def _read(receive: Receive) -> tuple[bytes | None, Receive]:
 
 async def _refuse(send: Send, reason: str) -> None:
     error: dict[str, Any] = {"message": reason, "type": "ConflictError", "param": None, "code": 409}
-    headers = [(b"content-type", b"application/json"), (VERSION_HEADER.lower().encode(), UNCONFIRMED.encode())]
+    headers = [(b"content-type", b"application/json"), header(UNCONFIRMED)]
     await send({"type": "http.response.start", "status": 409, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
