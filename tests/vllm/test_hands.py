@@ -7,8 +7,9 @@ from typing import Any
 import httpx
 import pytest
 from resharder.client.vllm.endpoint import EndpointPlugin
-from resharder.client.vllm.gate import VERSION_HEADER, Gate, GateMiddleware
+from resharder.client.vllm.gate import Gate, GateMiddleware
 from resharder.client.vllm.hands import RULES, Hand, HandsMiddleware
+from resharder.client.vllm.labels import VERSION_HEADER
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -25,7 +26,7 @@ def app(gate: Gate) -> Starlette:
 
     paths = {*REFUSED, *PASSES, "/adapters/{adapter_name}"}
     made = Starlette(routes=[Route(path, reached, methods=["POST", "GET", "DELETE"]) for path in paths])
-    made.add_middleware(GateMiddleware, gate=gate)
+    made.add_middleware(GateMiddleware, gate=gate, installed=lambda: 0)
     made.add_middleware(HandsMiddleware)
     return made
 
