@@ -2,11 +2,15 @@
 
 import errno
 import itertools
+import os
+import resource
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+import grpc
 import numpy as np
 import pytest
 import xxhash
@@ -14,7 +18,9 @@ from resharder.converters.chunks import ChunkHeader
 from resharder.converters.digest import digest
 from resharder.converters.files import BITS, MappedFiles
 from resharder.converters.layout import ITEM_SIZES, TensorSpec, full_box
-from resharder.server.errors import MEDIUM, DaemonError, medium_errors
+from resharder.server.archive import Archive
+from resharder.server.descriptors import Descriptors
+from resharder.server.errors import MEDIUM, DaemonError, FailedPrecondition, Unavailable, medium_errors
 from resharder.server.events import Events
 from resharder.server.fleet_files import FleetFiles
 from resharder.server.fleet_state import Fleet
@@ -23,9 +29,14 @@ from resharder.server.manifest import ABORTED, READY, RETIRED, VersionRecord
 from resharder.server.publisher import ACTIVE
 from resharder.server.slots import pack
 from resharder.server.store import Store
+from resharder.v1 import operator_pb2
+from resharder.v1.operator_pb2_grpc import OperatorServiceStub
 from structlog.testing import capture_logs
 
+from tests.server.test_store import claim, publish
+from tests.support.daemon import Daemon
 from tests.support.faults import Faults
+from tests.support.publishing import Job, reason_of, whole
 
 SPECS = [TensorSpec("a", "BF16", (8, 16)), TensorSpec("b", "F32", (4,))]
 FILES = {"config.json": b"{}", "tokenizer.json": b"[]"}
@@ -131,7 +142,8 @@ def settle(store: Store) -> None:
 
 
 def ready(store: Store) -> dict[int, str]:
-    return {record.number: record.fingerprint for record in store.versions("policy") if record.state == READY}
+    known = store._models.get("policy")
+    return {record.number: record.fingerprint for record in known.of(READY)} if known else {}
 
 
 def folders(folder: Path) -> set[str]:
@@ -203,3 +215,150 @@ def test_every_file_operation_of_a_jobs_life_can_fail(root: Path, number: int) -
             break
         hit.append(faults.hit)
     assert len(hit) >= whole.seen
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EMFILE], ids=errno.errorcode.get)
+def test_every_file_operation_of_a_version_that_comes_back_can_fail(root: Path, store: Store, number: int) -> None:
+    record = publish(store, claim(store), 7)
+    archived = Archive(store, str(root / "archive")).archive_now("policy", 1)
+    hit: list[str] = []
+    for at in itertools.count():
+        faults = Faults(root / f"other-{at}", at, number)
+        with faults.active(), capture_logs() as logs:
+            restore_twice(root / f"other-{at}", str(root / "archive"), record, faults)
+        assert not [entry for entry in logs if entry.get("exc_info")], faults.hit
+        shutil.rmtree(root / f"other-{at}")
+        if at and not faults.hit:
+            break
+        hit += [faults.hit] if at else []
+    assert len(hit) > 20
+    assert archived.number == record.number
+
+
+def restore_twice(place: Path, url: str, record: VersionRecord, faults: Faults) -> None:
+    """What fails the first time is there the second time, and a store that never said READY has nothing."""
+    other = opened(place)
+    archive = Archive(other, url)
+    refusal = ""
+    try:
+        archive.restore("policy", 1)
+    except DaemonError as error:
+        refusal = f"{error.reason} {error}"
+    if refusal:
+        assert faults.hit
+        assert refusal.split()[0] in MEDIUM
+        assert str(place) in refusal
+        assert ready(other) == {}
+        assert folders(place / "models/policy/versions") == set()
+        assert archive.restore("policy", 1) == record
+    settle(other)
+    assert ready(other) == {1: record.fingerprint}
+    used = other.used_bytes()
+    other.close()
+    with faults.paused():
+        again = Store(place, keep_count=2)
+        assert ready(again) == {1: record.fingerprint}
+        assert used == again.used_bytes() == record.size_bytes
+        assert again.model_files("policy") == FILES
+        again.close()
+
+
+def opened(place: Path) -> Store:
+    try:
+        return Store(place, keep_count=2)
+    except DaemonError as error:
+        if error.reason not in MEDIUM:
+            raise
+        return Store(place, keep_count=2)
+
+
+def test_a_claim_that_fails_fences_nobody(root: Path) -> None:
+    life = Life(root, Faults(root, 0, errno.EIO))
+    life.begin("job")
+    life.publish(mapped=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(Unavailable, match=r"claim\.json: EIO") as caught:
+            life.intake.create_publisher("policy", "other", 1, FILES)
+    assert caught.value.reason == "STORE_FAILED"
+    life.publish(mapped=True)
+    assert life.intake.create_publisher("policy", "other", 1, FILES).epoch == 2
+    with pytest.raises(FailedPrecondition, match="epoch 1 is over"):
+        life.intake.create_version(life.name, 0, 9, 0)
+    life.end()
+
+
+def test_ranks_that_wait_are_told_that_the_medium_refused_the_registration_and_any_rank_may_try_again(root: Path) -> None:
+    store = Store(root / "store", keep_count=2)
+    intake = Intake(store)
+    name = intake.create_publisher("policy", "job", 2, FILES).name
+    boxes = [pack([(0, full_box(spec.shape), False)]) for spec in SPECS]
+    intake.register(name, 0, "0", SPECS[:1], boxes[0])
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as waiting:
+        asked = waiting.submit(intake.assignment, name, 0, 60, lambda: True)
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(Unavailable, match=r"files/new\.part"):
+            intake.register(name, 1, "1", SPECS[1:], boxes[1])
+        with pytest.raises(Unavailable, match=r"files/new\.part"):
+            asked.result(60)
+    assert intake.register(name, 0, "0", SPECS[:1], boxes[0]).state == ACTIVE
+    assert intake.assignment(name, 1, 0, lambda: True)[1] == [0]
+    store.close()
+
+
+def test_where_the_way_back_fails_too_a_version_that_stands_is_ready(root: Path) -> None:
+    store = Store(root / "store", keep_count=2)
+    record = store.begin("policy", claim(store), 0, "job")
+    versions, real_fsync, real_rename = root / "store/models/policy/versions", os.fsync, os.rename
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            os, "fsync", lambda file: refuse() if os.readlink(f"/proc/self/fd/{file}") == str(versions) else real_fsync(file)
+        )
+        patch.setattr(os, "rename", lambda a, b: refuse() if Path(a).parent == versions else real_rename(a, b))
+        assert store.commit(record, dict.fromkeys(("a", "b"), 0), ()).state == READY
+    store.close()
+    assert folders(versions) == {"00000001"}
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_pool_file_has_all_its_pages_so_that_a_full_medium_kills_no_writer(store: Store) -> None:
+    epoch = claim(store)
+    for step in range(3):
+        publish(store, epoch, step)
+        settle(store)
+    files = [path for path in store.root.rglob("*.safetensors") if path.parent.parent.name in ("pool", "versions")]
+    assert len(files) >= 3
+    assert all(path.stat().st_blocks * 512 >= path.stat().st_size for path in files)
+
+
+def test_a_warning_comes_before_the_last_descriptor_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = len(os.listdir("/proc/self/fd"))
+    found = Descriptors()
+    with capture_logs() as logs:
+        for limit in (used + 1000, used + 20, used + 10, used + 1000, used + 20):
+            monkeypatch.setattr(resource, "getrlimit", lambda kind, limit=limit: (limit, limit))
+            found.look()
+    assert [(entry["event"], entry["limit"]) for entry in logs] == [("few_descriptors_left", used + 20)] * 2
+    assert all(entry["used"] < entry["limit"] for entry in logs)
+
+
+def test_a_daemon_without_descriptors_says_so_and_goes_on_when_it_has_some() -> None:
+    with Daemon() as daemon:
+        job = Job(daemon.channel, SPECS, [whole(SPECS)])
+        OperatorServiceStub(daemon.channel).GetDaemon(operator_pb2.GetDaemonRequest())
+        before = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+        used = {int(name) for name in os.listdir(f"/proc/{daemon.pid}/fd")}
+        free = next(number for number in itertools.count() if number not in used)
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (free, before[1]))
+        try:
+            with pytest.raises(grpc.RpcError) as caught:
+                job.create()
+        finally:
+            resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, before)
+        assert (caught.value.code().name, reason_of(caught.value)) == ("RESOURCE_EXHAUSTED", "NO_DESCRIPTORS")
+        assert f"EMFILE (Too many open files); the limit is {free} descriptors" in caught.value.details()
+        assert job.connect().sends[0]
+        assert "Traceback" not in daemon.log.read_text()

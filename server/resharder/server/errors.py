@@ -118,7 +118,7 @@ def medium_error(error: OSError) -> DaemonError:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return ResourceExhausted("NO_DESCRIPTORS", f"{what}; the limit is {limit} descriptors: raise it (ulimit -n)")
     if error.errno in _FULL:
-        needed, free = getattr(error, "needed", 0) or "a block of", _free(str(path))
+        needed, free = getattr(error, "needed", 0) or "some", _free(str(path))
         return ResourceExhausted("STORE_FULL", f"{what}; needed: {needed} bytes, free: {free}; make room on this medium")
     return Unavailable("STORE_FAILED", f"{what}; try again once this medium works")
 
