@@ -66,7 +66,7 @@ def test_a_check_whose_end_could_not_be_kept_can_be_started_again() -> None:
 
     checks.start("check", "key", {}, refuse)
     assert refused.get(timeout=60)
-    wait_until(lambda: not checks._runs, 60)
+    wait_until(lambda: not checks._runs)
     checks.start("check", "key", {}, lambda ok, message: told.put(ok))
     assert told.get(timeout=60)
     checks.close()

@@ -474,27 +474,29 @@ class Store:
         (NO_ROOM), DataLoss (CHECKSUM), and what `write` raises; nothing is left behind then.
         """
         retired: list[VersionRecord] = []
-        with self._changed:
-            model = self._make_model(name)
-            part, past = (model.folder / kind for kind in (f"staging/{number:08}.back", f"retired/{number:08}"))
-            self._pool.remove_stuck(model)
-            while (part.exists() or past.exists()) and not model.stuck.keys() & {part, past}:
-                self._wait()
-            if model.stuck.keys() & {part, past}:
-                raise Unavailable("STORE_FAILED", f"{part} or {past} cannot be removed; try again once this medium works")
-            known = model.records.get(number)
-            if known is not None and known.fingerprint != fingerprint:
-                raise AlreadyExists(
-                    "VERSION_DIFFERS", f"{known.name} is {known.state} here, with fingerprint {known.fingerprint!r}"
-                )
-            if known is not None and known.state == READY:
-                return known
-            model.number = max(model.number, number)
-            model.write_claim()
-            self._make_room(model, size, retired)
-            make_folder(part)
-            model.arriving += size
-        self._tell(retired)
+        try:
+            with self._changed:
+                model = self._make_model(name)
+                part, past = (model.folder / kind for kind in (f"staging/{number:08}.back", f"retired/{number:08}"))
+                self._pool.remove_stuck(model)
+                while (part.exists() or past.exists()) and not model.stuck.keys() & {part, past}:
+                    self._wait()
+                if model.stuck.keys() & {part, past}:
+                    raise Unavailable("STORE_FAILED", f"{part} or {past} cannot be removed; try again once this medium works")
+                known = model.records.get(number)
+                if known is not None and known.fingerprint != fingerprint:
+                    raise AlreadyExists(
+                        "VERSION_DIFFERS", f"{known.name} is {known.state} here, with fingerprint {known.fingerprint!r}"
+                    )
+                if known is not None and known.state == READY:
+                    return known
+                model.number = max(model.number, number)
+                model.write_claim()
+                self._make_room(model, size, retired)
+                make_folder(part)
+                model.arriving += size
+        finally:
+            self._tell(retired)
         try:
             write(part)
             failpoint("adopt.before-proof")
