@@ -406,6 +406,47 @@ def test_a_worker_that_fails_after_the_commit_closes_the_gate() -> None:
     assert Order("a", OrderKind.CLOSE, reason="not every worker holds version 2") in orders
 
 
+def alter(server: Server, install: str, rank: int = 0) -> tuple[Server, tuple[Order, ...]]:
+    """A worker has found other contents in its memory."""
+    worker = Worker(rank, WorkerState.FAILED, 0, install, "1 tensor differs: a", f"p{rank}", altered=True)
+    return step(server, WorkerReported(worker), 2, SETTINGS)
+
+
+@pytest.mark.parametrize("begin", ["booted", "committed", "an install failed since"])
+def test_a_worker_whose_memory_was_altered_is_torn_and_the_version_is_installed_before_the_gate_opens(begin: str) -> None:
+    server = serving(1) if begin == "booted" else committed()
+    version = server.opened
+    if begin == "an install failed since":
+        server, _ = step(server, VersionsChanged(versions(1, 2, 3)), 2, SETTINGS)
+        server, _ = step(server, Reported("a", "life-2", OrderKind.STAGE, ok=False, error="no"), 2, SETTINGS)
+    server, orders = alter(server, "" if begin == "booted" else "life-1")
+    assert (server.opened, server.torn, server.altered) == (0, {0}, {0: "1 tensor differs: a"})
+    assert [order.kind for order in orders][:1] == [OrderKind.CLOSE]
+    assert state_of(server) == resources_pb2.Server.FAILED
+    assert "worker 0: 1 tensor differs: a" in explain(server, 2, SETTINGS)
+    install = server.install
+    assert install is not None
+    assert (install.state, install.version) == (InstallState.STAGING, version)
+    again, orders = alter(server, "" if begin == "booted" else "life-1")
+    assert (again.torn, orders) == ({0}, ()), "said again"
+    for rank in range(2):
+        server = hear(server, rank, WorkerState.STAGED, version, install.id)
+    for rank in range(2):
+        server = hear(server, rank, WorkerState.APPLIED, version, install.id)
+    server, orders = step(server, Reported("a", install.id, OrderKind.APPLY), 3, SETTINGS)
+    assert (server.opened, server.torn, server.altered) == (version, frozenset(), {})
+
+
+def test_what_a_worker_has_staged_stays_staged_when_it_is_found_altered() -> None:
+    server, _ = step(serving(1), VersionsChanged(versions(1, 2)), 1, SETTINGS)
+    server = hear(server, 0, WorkerState.STAGED, 2, "life-1")
+    server, _ = alter(server, "")
+    assert server.opened == 0
+    server = hear(server, 1, WorkerState.STAGED, 2, "life-1")
+    assert server.install is not None
+    assert server.install.state == InstallState.APPLYING
+
+
 def test_the_leader_that_comes_back_in_the_middle_is_told_to_apply_again_and_one_that_is_at_it_is_not() -> None:
     server, _ = step(applying(), Detached("a"), 1, SETTINGS)
     _, orders = step(server, Attached("a", 2), 2, SETTINGS)

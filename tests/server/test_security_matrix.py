@@ -134,6 +134,7 @@ def operating(ready: Any) -> Iterator[Case]:
         "SetPower": (operator_pb2.SetPowerRequest(fleet="policy", power=resources_pb2.AWAKE), O | F, ""),
         "SetDrained": (operator_pb2.SetDrainedRequest(fleet="policy", drained=True), O | F, ""),
         "ProfileInstall": (operator_pb2.ProfileInstallRequest(server="servers/one"), O | F, "NOT_SERVING"),
+        "VerifyServer": (operator_pb2.VerifyServerRequest(server="servers/one"), O | F, "NO_VERIFICATION"),
         "RetireVersions": (operator_pb2.RetireVersionsRequest(model="policy", keep=1), O, ""),
         "ArchiveVersion": (operator_pb2.ArchiveVersionRequest(version=ready.name), O, NO_ARCHIVE),
         "RestoreVersion": (operator_pb2.RestoreVersionRequest(version=ready.name), O, NO_ARCHIVE),

@@ -27,6 +27,7 @@ from resharder.server.profiles import Profiles
 from resharder.server.server_service import ServerService, add_server_service
 from resharder.server.server_state import Settings
 from resharder.server.store import Store
+from resharder.server.verifications import Verifications
 from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
 
 LEASE = 60.0  # of the site's clock; a busy machine does not cost it
@@ -133,7 +134,7 @@ def site() -> Iterator[Site]:
         settings, ahead = Settings(lease=LEASE, grace=0.5, first_retry=0.05, last_retry=0.1), [0.0]
         fleets = Fleets(store, settings=settings, clock=lambda: time.monotonic() + sum(ahead))
         server = grpc.server(ThreadPoolExecutor(16), interceptors=[ErrorInterceptor()])
-        add_server_service(ServerService(fleets, store, Profiles(fleets), 2), server)
+        add_server_service(ServerService(fleets, store, Profiles(fleets), Verifications(fleets), 2), server)
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -546,6 +546,45 @@ def test_whoever_drops_the_weights_nothing_is_served_from_what_the_memory_then_h
     assert (side.gate.position, side.engine.paused) == (Position.OPEN, False)
 
 
+@pytest.mark.parametrize("hand", ["resume", "wake", "wake scheduling"])
+def test_no_other_hand_ends_the_pause_of_an_install(hand: str) -> None:
+    """Between APPLY and RESUME, through vLLM's own client."""
+    side = serving()
+    side.do(stage(2), apply(2))
+    assert side.engine.paused
+    tags = {"wake": None, "wake scheduling": ["scheduling"]}
+    run(side.engine.resume_generation() if hand == "resume" else side.engine.wake_up(tags[hand]))  # type: ignore[arg-type]
+    assert side.engine.paused
+    side.do(resume(2))
+    assert (side.gate.position, side.engine.paused) == (Position.OPEN, False)
+
+
+def test_another_hands_sleep_waits_for_the_order_that_is_being_carried_out() -> None:
+    side = serving()
+    side.do(stage(2))
+    plain, order = side.engine.pause_generation, []
+
+    async def both() -> None:
+        async def pausing(*, mode: Any, clear_cache: bool) -> None:
+            order.append("pause")
+            await asyncio.sleep(0.05)
+            await plain(mode=mode, clear_cache=clear_cache)
+
+        side.engine.pause_generation = pausing  # type: ignore[method-assign]
+        applying = asyncio.create_task(side.control.carry_out(apply(2)))
+        await asyncio.sleep(0.01)
+        await side.engine.sleep(1, "abort")
+        order.append("asleep")
+        outcome = await applying
+        assert outcome is not None
+        assert outcome.ok, outcome.error
+
+    run(both())
+    names = [call[0] for call in side.engine.calls]
+    assert names.index("resharder_apply") < names.index("sleep"), names
+    assert order == ["pause", "asleep"]
+
+
 def test_an_engine_that_others_put_to_sleep_at_level_1_keeps_its_gate_and_is_seen_before_an_install() -> None:
     side = serving()
     run(side.engine.sleep(1, "abort"))

@@ -4,11 +4,12 @@ import gzip
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ class Deployment:
 
 
 @contextmanager
-def deployment(folder: Path, *args: str) -> Iterator[Deployment]:
+def deployment(folder: Path, *args: str, environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[Deployment]:
     config = tiny_config("qwen3")
     save_tokenizer(folder, config["vocab_size"])
     (folder / "config.json").write_text(json.dumps(config))
@@ -54,8 +55,8 @@ def deployment(folder: Path, *args: str) -> Iterator[Deployment]:
         publisher = stack.enter_context(
             connect(daemon.endpoint, model="policy", job="j", rank=0, world_size=1, config=config, tokenizer=folder)
         )
-        environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "VLLM_PLUGINS": "resharder"}
-        server = VllmServer(folder, ["--max-model-len", "2048", "--load-format", "resharder", *args], environment, timeout=900)
+        env = {"RESHARDER_ENDPOINT": daemon.endpoint, "VLLM_PLUGINS": "resharder", **environment}
+        server = VllmServer(folder, ["--max-model-len", "2048", "--load-format", "resharder", *args], env, timeout=900)
         deployed = Deployment(daemon, publisher, server, config)
         deployed.publish()
         stack.enter_context(server)

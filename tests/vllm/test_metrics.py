@@ -46,7 +46,7 @@ def test_the_gate_says_where_it_stands_and_which_version_requests_get(registry: 
     assert (look("served_version"), positions(look)) == (0, {"open": 0, "held": 0, "shut": 1})
     gate.open(7)
     assert (look("served_version"), positions(look)) == (7, {"open": 1, "held": 0, "shut": 0})
-    gate.hold(8, "version 8 is being installed")
+    gate.hold("version 8 is being installed")
     assert (look("served_version"), positions(look)) == (7, {"open": 0, "held": 1, "shut": 0})
     gate.shut("installing version 8 failed")
     assert (look("served_version"), positions(look)) == (0, {"open": 0, "held": 0, "shut": 1})
@@ -63,13 +63,13 @@ def test_requests_that_are_turned_away_are_counted_by_why_and_health_checks_are_
         return PlainTextResponse("fine")
 
     app = Starlette(routes=[Route("/v1/completions", fine), Route("/health", fine), Mount("/metrics", make_asgi_app(registry))])
-    app.add_middleware(GateMiddleware, gate=gate)
+    app.add_middleware(GateMiddleware, gate=gate, installed=lambda: 1)
     with TestClient(app) as client:
         assert client.get("/v1/completions").status_code == 503
         assert client.get("/health").status_code == 503
         gate.open(1)
         assert client.get("/v1/completions").status_code == 200
-        gate.hold(2, "version 2 is being installed")
+        gate.hold("version 2 is being installed")
         assert client.get("/v1/completions").status_code == 503
         lease.renew(10, strict=True)
         gate.open(2)
@@ -91,7 +91,7 @@ def test_a_request_that_waits_for_an_install_is_counted_with_how_long(registry: 
     async def scenario() -> None:
         gate.open(1)
         await gate.enter()
-        gate.hold(2, "version 2 is being installed")
+        gate.hold("version 2 is being installed")
         waiting = asyncio.create_task(gate.enter())
         await asyncio.sleep(0)
         clock[0] += 0.75

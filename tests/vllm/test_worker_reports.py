@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from resharder.client.vllm.agent import Agent, _Staged
 from resharder.client.vllm.boot import ResharderLoader
 from resharder.client.vllm.compat import Host
 from resharder.client.vllm.install import Installed
+from resharder.client.vllm.page import VARIABLE, page
 from resharder.client.vllm.parts import MODEL
 from resharder.client.vllm.report import PROCESS, claim
 from resharder.client.vllm.settings import Settings
@@ -32,6 +34,12 @@ Worker = resources_pb2.Worker
 def daemon() -> Iterator[Daemon]:
     with Daemon() as running:
         yield running
+
+
+@pytest.fixture(autouse=True)
+def own_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "page"))
+    page.cache_clear()
 
 
 def publish(daemon: Daemon, seed: int) -> str:

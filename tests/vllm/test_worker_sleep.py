@@ -2,6 +2,8 @@
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from resharder.client.vllm import worker as workers
@@ -14,6 +16,7 @@ pytestmark = pytest.mark.compat
 class Agent:
     def __init__(self) -> None:
         self.slumber = Slumber()
+        self.verifier = SimpleNamespace(undisturbed=nullcontext)
 
     def fall_asleep(self, models: object, level: int) -> None:
         pass

@@ -119,6 +119,7 @@ _BY_REASON: dict[str, type[ResharderError]] = {
     "TENSOR_MISMATCH": LayoutRejected,
     "NOT_REGISTERED": WaitTimeout,
     "NO_PROFILE": WaitTimeout,
+    "NO_VERIFICATION": WaitTimeout,
     "NO_ROOM": OutOfRoom,
     NO_VERSION: WaitTimeout,
     TOO_MANY_CALLS: WaitTimeout,

@@ -96,6 +96,16 @@ class Operator(Reader):
         request = operator_pb2.ProfileInstallRequest(server=server_name(server), wait_seconds=timeout)
         yield from self._channel.stream(self._stub.ProfileInstall(request, timeout=timeout + 30))
 
+    def verify(self, server: str, timeout: float = 600.0) -> list[resources_pb2.Verification]:
+        """Has each worker compare its memory with the version that it holds, while the server serves; the results by rank. A
+        server with a worker that finds a difference leaves service, and gets its version again.
+
+        Raises Refused where not all workers are there, WaitTimeout after `timeout` seconds, NotFound.
+        """
+        request = operator_pb2.VerifyServerRequest(server=server_name(server), wait_seconds=timeout)
+        answer: operator_pb2.VerifyServerResponse = self._channel.call(self._stub.VerifyServer, request, timeout=timeout + 30)
+        return list(answer.verifications)
+
     def set_power(self, fleet: str, power: resources_pb2.Power, server: str = "") -> resources_pb2.Fleet:
         """Of one server, or of all, those that come later too."""
         request = operator_pb2.SetPowerRequest(fleet=fleet, server=server_name(server), power=power)

@@ -196,6 +196,20 @@ class ProfileInstallRequest(_message.Message):
     wait_seconds: float
     def __init__(self, server: _Optional[str] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
 
+class VerifyServerRequest(_message.Message):
+    __slots__ = ("server", "wait_seconds")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    server: str
+    wait_seconds: float
+    def __init__(self, server: _Optional[str] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+
+class VerifyServerResponse(_message.Message):
+    __slots__ = ("verifications",)
+    VERIFICATIONS_FIELD_NUMBER: _ClassVar[int]
+    verifications: _containers.RepeatedCompositeFieldContainer[_resources_pb2.Verification]
+    def __init__(self, verifications: _Optional[_Iterable[_Union[_resources_pb2.Verification, _Mapping]]] = ...) -> None: ...
+
 class Event(_message.Message):
     __slots__ = ("id", "time", "kind", "subject", "what", "reason", "details")
     class DetailsEntry(_message.Message):

@@ -100,6 +100,11 @@ class OperatorServiceStub(object):
                 request_serializer=resharder_dot_v1_dot_operator__pb2.ProfileInstallRequest.SerializeToString,
                 response_deserializer=resharder_dot_v1_dot_resources__pb2.Profile.FromString,
                 _registered_method=True)
+        self.VerifyServer = channel.unary_unary(
+                '/resharder.v1.OperatorService/VerifyServer',
+                request_serializer=resharder_dot_v1_dot_operator__pb2.VerifyServerRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_operator__pb2.VerifyServerResponse.FromString,
+                _registered_method=True)
         self.ListEvents = channel.unary_stream(
                 '/resharder.v1.OperatorService/ListEvents',
                 request_serializer=resharder_dot_v1_dot_operator__pb2.ListEventsRequest.SerializeToString,
@@ -213,6 +218,14 @@ class OperatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def VerifyServer(self, request, context):
+        """Has every worker of a server compare its memory with the version that it holds, while it serves; returns when all have.
+        A server with a worker that finds a difference leaves service, and gets its version again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListEvents(self, request, context):
         """What happened, oldest first; with `follow` the stream goes on.
         """
@@ -307,6 +320,11 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.ProfileInstall,
                     request_deserializer=resharder_dot_v1_dot_operator__pb2.ProfileInstallRequest.FromString,
                     response_serializer=resharder_dot_v1_dot_resources__pb2.Profile.SerializeToString,
+            ),
+            'VerifyServer': grpc.unary_unary_rpc_method_handler(
+                    servicer.VerifyServer,
+                    request_deserializer=resharder_dot_v1_dot_operator__pb2.VerifyServerRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_operator__pb2.VerifyServerResponse.SerializeToString,
             ),
             'ListEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.ListEvents,
@@ -680,6 +698,33 @@ class OperatorService(object):
             '/resharder.v1.OperatorService/ProfileInstall',
             resharder_dot_v1_dot_operator__pb2.ProfileInstallRequest.SerializeToString,
             resharder_dot_v1_dot_resources__pb2.Profile.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyServer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.OperatorService/VerifyServer',
+            resharder_dot_v1_dot_operator__pb2.VerifyServerRequest.SerializeToString,
+            resharder_dot_v1_dot_operator__pb2.VerifyServerResponse.FromString,
             options,
             channel_credentials,
             insecure,

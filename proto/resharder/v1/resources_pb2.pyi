@@ -367,7 +367,7 @@ class Fleet(_message.Message):
     def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., wanted_version: _Optional[int] = ..., servers: _Optional[_Iterable[str]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., motion: _Optional[_Union[Motion, _Mapping]] = ..., max_skew: _Optional[int] = ..., settled_version: _Optional[int] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., power: _Optional[_Union[Power, str]] = ..., reason: _Optional[str] = ..., serve_ahead: bool = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("rank", "state", "version", "install", "error", "needed_bytes", "transport", "stage_seconds", "apply_seconds", "proven_tensors", "process", "boxed_bytes", "fingerprint", "timings", "direct", "joined", "memory")
+    __slots__ = ("rank", "state", "version", "install", "error", "needed_bytes", "transport", "stage_seconds", "apply_seconds", "proven_tensors", "process", "boxed_bytes", "fingerprint", "timings", "direct", "joined", "verification", "altered", "memory")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Worker.State]
@@ -398,6 +398,8 @@ class Worker(_message.Message):
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
+    VERIFICATION_FIELD_NUMBER: _ClassVar[int]
+    ALTERED_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     rank: int
     state: Worker.State
@@ -415,8 +417,36 @@ class Worker(_message.Message):
     timings: _containers.RepeatedCompositeFieldContainer[Timing]
     direct: bool
     joined: bool
+    verification: Verification
+    altered: bool
     memory: str
-    def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[Worker.State, str]] = ..., version: _Optional[int] = ..., install: _Optional[str] = ..., error: _Optional[str] = ..., needed_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., stage_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., proven_tensors: _Optional[int] = ..., process: _Optional[str] = ..., boxed_bytes: _Optional[int] = ..., fingerprint: _Optional[str] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., direct: bool = ..., joined: bool = ..., memory: _Optional[str] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[Worker.State, str]] = ..., version: _Optional[int] = ..., install: _Optional[str] = ..., error: _Optional[str] = ..., needed_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., stage_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., proven_tensors: _Optional[int] = ..., process: _Optional[str] = ..., boxed_bytes: _Optional[int] = ..., fingerprint: _Optional[str] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., direct: bool = ..., joined: bool = ..., verification: _Optional[_Union[Verification, _Mapping]] = ..., altered: bool = ..., memory: _Optional[str] = ...) -> None: ...
+
+class Verification(_message.Message):
+    __slots__ = ("rank", "request", "time", "seconds", "version", "tensors", "covered_bytes", "total_bytes", "different_tensors", "different", "skipped")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    COVERED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENT_TENSORS_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENT_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    request: str
+    time: _timestamp_pb2.Timestamp
+    seconds: float
+    version: int
+    tensors: int
+    covered_bytes: int
+    total_bytes: int
+    different_tensors: int
+    different: _containers.RepeatedScalarFieldContainer[str]
+    skipped: str
+    def __init__(self, rank: _Optional[int] = ..., request: _Optional[str] = ..., time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., seconds: _Optional[float] = ..., version: _Optional[int] = ..., tensors: _Optional[int] = ..., covered_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., different_tensors: _Optional[int] = ..., different: _Optional[_Iterable[str]] = ..., skipped: _Optional[str] = ...) -> None: ...
 
 class Install(_message.Message):
     __slots__ = ("id", "version", "state", "error", "start_time", "end_time", "stage_seconds", "apply_seconds", "pause_seconds")
@@ -453,7 +483,7 @@ class Install(_message.Message):
     def __init__(self, id: _Optional[str] = ..., version: _Optional[int] = ..., state: _Optional[_Union[Install.State, str]] = ..., error: _Optional[str] = ..., start_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., stage_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
 
 class Server(_message.Message):
-    __slots__ = ("name", "fleet", "model", "state", "reason", "version", "wanted_version", "workers", "install", "lease_expire_time", "address", "world_size", "control_sides", "power", "wanted_power", "drained", "in_flight", "passes_kv", "ahead")
+    __slots__ = ("name", "fleet", "model", "state", "reason", "version", "wanted_version", "workers", "install", "lease_expire_time", "address", "world_size", "control_sides", "power", "wanted_power", "drained", "in_flight", "passes_kv", "ahead", "verify_request")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Server.State]
@@ -495,6 +525,7 @@ class Server(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     PASSES_KV_FIELD_NUMBER: _ClassVar[int]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_REQUEST_FIELD_NUMBER: _ClassVar[int]
     name: str
     fleet: str
     model: str
@@ -514,4 +545,5 @@ class Server(_message.Message):
     in_flight: int
     passes_kv: bool
     ahead: bool
-    def __init__(self, name: _Optional[str] = ..., fleet: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[Server.State, str]] = ..., reason: _Optional[str] = ..., version: _Optional[int] = ..., wanted_version: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., install: _Optional[_Union[Install, _Mapping]] = ..., lease_expire_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., address: _Optional[str] = ..., world_size: _Optional[int] = ..., control_sides: _Optional[int] = ..., power: _Optional[_Union[Power, str]] = ..., wanted_power: _Optional[_Union[Power, str]] = ..., drained: bool = ..., in_flight: _Optional[int] = ..., passes_kv: bool = ..., ahead: bool = ...) -> None: ...
+    verify_request: str
+    def __init__(self, name: _Optional[str] = ..., fleet: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[Server.State, str]] = ..., reason: _Optional[str] = ..., version: _Optional[int] = ..., wanted_version: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., install: _Optional[_Union[Install, _Mapping]] = ..., lease_expire_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., address: _Optional[str] = ..., world_size: _Optional[int] = ..., control_sides: _Optional[int] = ..., power: _Optional[_Union[Power, str]] = ..., wanted_power: _Optional[_Union[Power, str]] = ..., drained: bool = ..., in_flight: _Optional[int] = ..., passes_kv: bool = ..., ahead: bool = ..., verify_request: _Optional[str] = ...) -> None: ...

@@ -73,6 +73,9 @@ def _serving(server: Server) -> str:
         return f"serving version {server.opened}{ahead}; " if server.resumed else f"opening the gate on version {server.opened}; "
     if _goes_to_sleep(server):
         return "closed; "
+    if server.altered:
+        rank, found = min(server.altered.items())
+        return f"closed, worker {rank}: {found}; "
     return ("closed, the last install went wrong half-way; " if _half_way(server) else "closed; ") + _stranger(server)
 
 

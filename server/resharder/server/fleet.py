@@ -646,6 +646,8 @@ class Fleets:
     def _note_change(self, before: Server, after: Server) -> None:
         if after.differs and not before.differs:
             self._note("server", f"servers/{after.id}", "differs", after.differs, version=after.opened, fleet=after.fleet)
+        for rank in sorted(after.altered.keys() - before.altered.keys()):
+            self._note("server", f"servers/{after.id}", "altered", after.altered[rank], rank=rank, fleet=after.fleet)
         if state_of(before) != state_of(after) or before.opened != after.opened:
             reason = explain(after, self._clock(), self.settings)
             state = resources_pb2.Server.State.Name(state_of(after))

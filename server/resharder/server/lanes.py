@@ -40,6 +40,7 @@ _WAITS = {
     "ProfileInstall",
     "ServerReflectionInfo",
     "StartTransfer",
+    "VerifyServer",
     "WaitVersion",
     "Watch",
 }

@@ -50,6 +50,7 @@ from resharder.server.shown import RELEASE, Shown
 from resharder.server.store import Store
 from resharder.server.traced import Traced
 from resharder.server.tracing import Tracing
+from resharder.server.verifications import Verifications
 from resharder.v1 import direct_pb2_grpc, operator_pb2, operator_pb2_grpc
 from yaml import YAMLError
 
@@ -144,9 +145,10 @@ class Daemon:
         daemon.start_time.GetCurrentTime()
         operations = Operations(self.fleets, self.config.checks, self.events.add)
         profiles = Profiles(self.fleets)
-        operator = OperatorService(views, operations, self.events, self.archive, profiles, daemon)
+        verifications = Verifications(self.fleets)
+        operator = OperatorService(views, operations, self.events, self.archive, profiles, verifications, daemon)
         add_publisher_service(PublisherService(self.intake, views, self.direct.withhold), server)
-        add_server_service(ServerService(self.fleets, self.store, profiles, self.config.digest_threads), server)
+        add_server_service(ServerService(self.fleets, self.store, profiles, verifications, self.config.digest_threads), server)
         direct_pb2_grpc.add_DirectServiceServicer_to_server(DirectService(self.direct, self.intake), server)
         operator_pb2_grpc.add_OperatorServiceServicer_to_server(operator, server)
 

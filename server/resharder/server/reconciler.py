@@ -12,6 +12,9 @@ told by the install id, which is new for every attempt and every life of the dae
 Numbers start again with a new store, while servers live on. So a worker says the fingerprint of what it holds too, and one whose
 fingerprint is not that of the READY version of that number counts as EMPTY.
 
+A worker that finds other contents in its memory than its version gives (another hand's RPC) says FAILED with the verification: it
+counts as torn, and what is torn goes the way above.
+
 What its fleet wants of a server is its `Goal`: which version, whether it may go on from staged to applied, which versions it may
 open its gate on, whether it may open it at all (drained), and how awake it is. Power changes go
 
@@ -274,16 +277,37 @@ def _worker_reported(server: Server, report: Worker, now: float, settings: Setti
         return server
     if not server.attached:
         server = replace(server, seen=now, lost_at=None)
+    server = _worker_taken(server, report, now, settings)
+    kept = server.workers.get(report.rank)
+    if kept is None or kept.process != report.process:
+        return server
+    return _keep_worker(server, replace(kept, verification=report.verification))
+
+
+def _altered(server: Server, known: Worker, report: Worker) -> Server:
+    """Its memory is not what its version gives: it counts as torn. What it has staged by now stays staged."""
+    install = server.install
+    goes_on = install is not None and install.active and known.install == install.id
+    worker = replace(known, holds=0, held_as="", differs="") if goes_on else _holding(replace(report, ordered=known.ordered))
+    server = replace(server, torn=server.torn | {report.rank}, altered={**server.altered, report.rank: report.error})
+    return _keep_worker(server, worker)
+
+
+def _worker_taken(server: Server, report: Worker, now: float, settings: Settings) -> Server:
     report = _judged(server, report)
     known = server.workers.get(report.rank)
     if known is None:
         return _keep_worker(server, _holding(report))
     if known.process != report.process:
-        server = replace(server, gone=server.gone | {known.process}, torn=server.torn - {report.rank}, failures={})
+        altered = {rank: found for rank, found in server.altered.items() if rank != report.rank}
+        gone, torn = server.gone | {known.process}, server.torn - {report.rank}
+        server = replace(server, gone=gone, torn=torn, altered=altered, failures={})
         if server.install is not None and server.install.active:
             server = _end_install(server, server.install, f"worker {report.rank} was replaced by another process", now)
             server = replace(server, torn=server.torn - {report.rank})
         return _keep_worker(server, _holding(report))
+    if report.altered:
+        return _altered(server, known, report)
     install = server.install
     if install is not None and report.install == install.id:
         return _keep_worker(server, _merge(server, install, known, report))
@@ -421,6 +445,7 @@ def _commit(server: Server, install: Install, now: float) -> Server:
         install=install,
         ended=install,
         torn=frozenset(),
+        altered={},
         confirmed=install.version,
         failures={version: failure for version, failure in server.failures.items() if version > install.version},
     )

@@ -12,6 +12,7 @@ from resharder.server.intake import parse_name
 from resharder.server.profiles import Profiles
 from resharder.server.server_state import Order
 from resharder.server.store import Store
+from resharder.server.verifications import Verifications
 from resharder.server.views import (
     attached_from_proto,
     manifest_to_proto,
@@ -30,8 +31,10 @@ SERVICE = "resharder.v1.ServerService"
 class ServerService:
     """One thread of the gRPC server for every attached control side, every download and every claim that waits."""
 
-    def __init__(self, fleets: Fleets, store: Store, profiles: Profiles, digest_threads: int) -> None:
-        self._fleets, self._store, self._profiles = fleets, store, profiles
+    def __init__(
+        self, fleets: Fleets, store: Store, profiles: Profiles, verifications: Verifications, digest_threads: int
+    ) -> None:
+        self._fleets, self._store, self._profiles, self._verifications = fleets, store, profiles, verifications
         self._digester = Digester(store, digest_threads)
 
     def ClaimServer(self, request: server_pb2.ClaimServerRequest, context: grpc.ServicerContext) -> server_pb2.Claim:
@@ -88,7 +91,9 @@ class ServerService:
 
     def ReportWorker(self, request: server_pb2.ReportWorkerRequest, context: grpc.ServicerContext) -> resources_pb2.Server:
         view = self._fleets.report_worker(request.server.removeprefix("servers/"), worker_from_proto(request.worker))
-        return server_to_proto(view)
+        answer = server_to_proto(view)
+        answer.verify_request = self._verifications.requested(view.server.id)
+        return answer
 
     def PutProfile(self, request: server_pb2.PutProfileRequest, context: grpc.ServicerContext) -> server_pb2.PutProfileResponse:
         self._profiles.put(request.server.removeprefix("servers/"), request.profile)

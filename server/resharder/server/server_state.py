@@ -81,6 +81,8 @@ class Worker:
     direct: bool = False  # that layout has everything that it needs
     joined: bool = False  # it takes part in a transfer of the direct path for `install`
     timings: tuple[Timing, ...] = ()
+    verification: resources_pb2.Verification | None = None  # its last one
+    altered: bool = False  # FAILED, since that one found other contents in its memory than its version gives
     # What the daemon makes of it.
     holds: int = 0  # the version its parameters are proven to hold; 0: unknown
     held_as: str = ""  # the fingerprint that they were proven by
@@ -192,6 +194,9 @@ class Server:
     opened_by: str = ""  # under which id they were told: that of the install, or of none
     resumed: bool = False  # the leader has said that it does
     torn: frozenset[int] = frozenset()  # ranks that may hold a mix
+    altered: Mapping[int, str] = field(
+        default_factory=dict
+    )  # of those, ranks that found it by a verification, and what they found
     install: Install | None = None  # the current or the last one
     ended: Install | None = None  # the last one that ended
     installs: int = 0

@@ -24,6 +24,7 @@ from resharder.server.slots import read_boxes
 from resharder.server.store import Store
 from resharder.server.timing import timings_from_proto
 from resharder.server.tracing import Tracing, traceparent_of
+from resharder.server.verifications import Verifications
 from resharder.server.views import fleet_to_proto, server_to_proto, store_access, timestamp, version_to_proto
 from resharder.v1 import operator_pb2, publisher_pb2, resources_pb2
 
@@ -144,11 +145,12 @@ class OperatorService:
         events: Events,
         archive: Archive | None,
         profiles: Profiles,
+        verifications: Verifications,
         daemon: operator_pb2.Daemon,
     ) -> None:
         self._intake, self._store, self._views, self._fleets = views.intake, views.store, views, views.fleets
         self._operations, self._events, self._archive, self._daemon = operations, events, archive, daemon
-        self._profiles = profiles
+        self._profiles, self._verifications = profiles, verifications
 
     def GetDaemon(self, request: operator_pb2.GetDaemonRequest, context: grpc.ServicerContext) -> Message:
         answer = operator_pb2.Daemon()
@@ -206,6 +208,10 @@ class OperatorService:
 
     def ProfileInstall(self, request: operator_pb2.ProfileInstallRequest, context: grpc.ServicerContext) -> Iterator[Message]:
         yield from self._profiles.take(request.server.removeprefix("servers/"), seconds(request.wait_seconds), context.is_active)
+
+    def VerifyServer(self, request: operator_pb2.VerifyServerRequest, context: grpc.ServicerContext) -> Message:
+        server, wait = request.server.removeprefix("servers/"), seconds(request.wait_seconds)
+        return operator_pb2.VerifyServerResponse(verifications=self._verifications.take(server, wait, context.is_active))
 
     def RetireVersions(self, request: operator_pb2.RetireVersionsRequest, context: grpc.ServicerContext) -> Message:
         done = self._store.retire(request.model.removeprefix("models/"), request.versions, request.keep, request.dry_run)

@@ -86,7 +86,23 @@ def worker_from_proto(message: resources_pb2.Worker) -> Worker:
         direct=message.direct and bool(message.memory),
         joined=message.joined,
         timings=timings_from_proto(message.timings),
+        verification=_verification(message),
+        altered=message.altered and state == WorkerState.FAILED,
     )
+
+
+def _verification(message: resources_pb2.Worker) -> resources_pb2.Verification | None:
+    """Bounded, and of the rank that reports it."""
+    if not message.HasField("verification"):
+        return None
+    given = message.verification
+    found = resources_pb2.Verification()
+    found.CopyFrom(given)
+    found.rank, found.request, found.skipped = message.rank, given.request[:64], given.skipped[:1000]
+    found.seconds = possible(given.seconds)
+    found.ClearField("different")
+    found.different.extend(name[:500] for name in given.different[:8])
+    return found
 
 
 def worker_to_proto(worker: Worker) -> resources_pb2.Worker:
@@ -105,6 +121,7 @@ def worker_to_proto(worker: Worker) -> resources_pb2.Worker:
         stage_seconds=worker.stage_seconds,
         apply_seconds=worker.apply_seconds,
         timings=timings_to_proto(worker.timings),
+        verification=worker.verification,
     )
 
 

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else its core writes between our lines; grpc reads it when first imported
 
 # isort: split
-from resharder.client.cli import checking, fleets, looking, power, probing, profile, versions, watching
+from resharder.client.cli import checking, fleets, looking, power, probing, profile, verifying, versions, watching
 from resharder.client.cli.app import app
 from resharder.client.errors import DaemonUnreachable, ResharderError, UsageError, WaitTimeout
 from resharder.converters.errors import ConversionError
 
-__all__ = ["app", "checking", "fleets", "looking", "main", "power", "probing", "profile", "versions", "watching"]
+__all__ = ["app", "checking", "fleets", "looking", "main", "power", "probing", "profile", "verifying", "versions", "watching"]
 
 _CODES: dict[type[ResharderError], int] = {UsageError: 2, DaemonUnreachable: 3, WaitTimeout: 6}
 

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 EXIT_CODES = """\b
 Exit codes:
   0    done
-  1    `doctor` found something that must be mended; `probe`: no requests for this server
+  1    `doctor` found something that must be mended; `probe`: no requests for this server; `verify` found other weights
   2    the command itself cannot work
   3    the daemon cannot be reached
   4    the daemon refuses, or has no such thing; or what `check` was asked about does not fit

@@ -25,7 +25,7 @@ def register() -> None:
     if "RESHARDER_" not in prefixes:
         os.environ[_RAY_PREFIXES] = ",".join([*prefixes, "RESHARDER_"])
     from resharder.client.errors import UsageError
-    from resharder.client.vllm import versions
+    from resharder.client.vllm import page, versions
     from resharder.client.vllm.settings import Settings
     from vllm import __version__
 
@@ -34,7 +34,7 @@ def register() -> None:
     if (warning := versions.untested(__version__)) and os.environ.get(_WARNED) != __version__:
         os.environ[_WARNED] = __version__
         logging.getLogger("vllm.resharder").warning(warning)
-    Settings.from_environment()
+    page.provide(Settings.from_environment().server)
     from resharder.client.vllm import boot, compat, worker
     from vllm.v1.worker.worker_base import WorkerBase
 

@@ -18,6 +18,7 @@ from resharder.client.vllm.ahead import Ahead, compare
 from resharder.client.vllm.compat import Host
 from resharder.client.vllm.install import Installed, InstallError, Prepared, Route
 from resharder.client.vllm.kept import Kept
+from resharder.client.vllm.page import page
 from resharder.client.vllm.parts import DRAFTER, Models, Part, needs, shared_modules
 from resharder.client.vllm.power import WEIGHTS, Slumber
 from resharder.client.vllm.profile import profiled
@@ -27,6 +28,7 @@ from resharder.client.vllm.report import PROCESS, Reporter, claim
 from resharder.client.vllm.settings import Settings
 from resharder.client.vllm.source import Manifest, Source, Stager, get_manifest
 from resharder.client.vllm.sweeps import sweep, unswept
+from resharder.client.vllm.verify import Verifier
 from resharder.converters.errors import ConversionError
 from resharder.converters.layout import ITEM_SIZES, box_size
 from resharder.v1 import resources_pb2
@@ -61,7 +63,8 @@ class Agent:
         self.renewal: Renewal | None = None  # of the server's claim, while it boots
         self.boot: Manifest | None = None  # what the model was booted from, for its drafter
         self.stager: Stager | None = None
-        self.version = 0
+        self._version = 0
+        page().write(host.rank, 0)
         self.fingerprint = ""  # of that version
         self.installed: Installed | None = None
         self.slumber = Slumber()
@@ -75,6 +78,38 @@ class Agent:
         self._fallback: Source | None = None  # kept at hand while what it holds is not in the store
         self._past: _Staged | None = None  # what was staged before
         self._lock = threading.Lock()
+        self.verifier = Verifier(
+            self.parts, host.device, host.rank, lambda: self.version, self._unverifiable, self._altered, self.reporter.verified
+        )
+        self.reporter.asked = self.verifier.ask
+
+    def _unverifiable(self) -> str:
+        """Why what is in memory cannot be compared now; empty where it can."""
+        if WEIGHTS in self.slumber.tags:
+            return f"not verifiable while asleep (level {self.slumber.level})"
+        if self.dropped:
+            return "a sleep dropped the weights, and no version was installed since"
+        return "" if self.version else "it holds no version"
+
+    def _altered(self, found: resources_pb2.Verification) -> None:
+        """Reported as a failed install is, until one succeeds. `_applied` stays: an order that comes again is not one."""
+        names = ", ".join(found.different) + (", …" if found.different_tensors > len(found.different) else "")
+        error = (
+            f"{found.different_tensors} tensors in memory differ from version {found.version}, changed by another hand: {names}"
+        )
+        logger.error("%s", error)
+        install_id, self.version, self.fingerprint = self._applied, 0, ""
+        self._report(resources_pb2.Worker.FAILED, install=install_id, error=error, holds=True, altered=found)
+
+    @property
+    def version(self) -> int:
+        """The version that the model and its drafter hold, whole and confirmed; 0 for none."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version = version
+        page().write(self.host.rank, version)
 
     def stage_with(self, access: resources_pb2.StoreAccess) -> Stager:
         if self.stager is None:
@@ -239,12 +274,17 @@ class Agent:
             staged = self._staged
         if staged is None or staged.install != install_id or staged.source is None:
             raise InstallError(f"install {install_id} is not staged here")
+        with self.verifier.undisturbed():
+            return self._apply(models, staged, staged.source)
+
+    def _apply(self, models: Models, staged: _Staged, source: Source) -> dict[str, Any]:
+        install_id = staged.install
         self.version, self.fingerprint, self._applied = 0, "", ""
-        manifest, ahead = staged.source.manifest, staged.ahead
+        manifest, ahead = source.manifest, staged.ahead
         number, fingerprint = (ahead.number, ahead.fingerprint) if ahead else (manifest.number, manifest.fingerprint)
         try:
             with timed(staged.timings, "apply"), DRIVER.undisturbed():  # pages of an earlier version may still be let go
-                self._install(models, staged, staged.source)
+                self._install(models, staged, source)
         finally:
             with self._lock:
                 if staged.ahead is not None:
@@ -268,9 +308,12 @@ class Agent:
         if difference:
             logger.error("%s was served ahead of READY with other weights than the store's: %s", ahead.version, difference)
         with self._lock:
-            if self._applied != install_id:
+            if self._applied != install_id or not self.version:
                 return
-            self.fingerprint = self.fingerprint if difference else manifest.fingerprint
+            if difference:
+                self.version = 0
+            else:
+                self.fingerprint = manifest.fingerprint
             at_hand, self._fallback = self._fallback, None
         if at_hand is not None:
             at_hand.close()
@@ -294,6 +337,8 @@ class Agent:
             done += install.install(self.host, model, part.config, part.known, route, source, arrived, prepared, staged.timings)
             if part.route is None:
                 part.learn(model, source)
+            self.verifier.expect(part, None if staged.ahead is not None else source.expected)
+        self.verifier.installed(models)
         self.installed = replace(done, seconds=time.perf_counter() - began)  # what came directly has taken its time too
         self.learned()
 
@@ -364,6 +409,7 @@ class Agent:
         error: str = "",
         staged: _Staged | None = None,
         holds: bool = False,
+        altered: resources_pb2.Verification | None = None,
     ) -> None:
         done = self.installed if holds and state != resources_pb2.Worker.FAILED else None
         worker = resources_pb2.Worker(
@@ -384,5 +430,6 @@ class Agent:
             direct=self._memory is not None and not self._loaded,
             joined=staged is not None and staged.direct is not None,
             timings=staged.timings if staged else (),
+            altered=altered is not None,
         )
-        self.reporter.report(worker, holds=holds)
+        self.reporter.report(worker, holds=holds, verification=altered)

@@ -10,16 +10,19 @@ An API server gets the same, and the gate in front of its routes, from the endpo
 import asyncio
 import logging
 import time
+from contextlib import AbstractContextManager
 from typing import Any
 
 from resharder.client.channel import Channel
 from resharder.client.errors import UsageError, WaitTimeout
-from resharder.client.vllm import compat, metrics
+from resharder.client.vllm import compat, metrics, outputs
 from resharder.client.vllm.control import Control
 from resharder.client.vllm.fence import guard
 from resharder.client.vllm.gate import Gate, Position
+from resharder.client.vllm.labels import Answer, answering
 from resharder.client.vllm.lease import Identity, LeaseThread
 from resharder.client.vllm.orders import Order, Outcome
+from resharder.client.vllm.page import page
 from resharder.client.vllm.power import Power
 from resharder.client.vllm.settings import Settings
 
@@ -47,6 +50,11 @@ class Handle:
             await self._gate.changed(left)
         return self._gate.version
 
+    @staticmethod
+    def answering() -> AbstractContextManager[Answer]:
+        """Collects the versions that make the tokens of requests begun inside: `answer.versions`, in order, 0 for none."""
+        return answering()
+
     def close(self) -> None:
         """Gives the lease back. The engine stays as it is."""
         self._thread.close()
@@ -63,6 +71,9 @@ async def attach(engine: Any, settings: Settings | None = None, *, gate: Gate | 
     identity = Identity(settings.server, world_size, address, settings.model, settings.fleet, passes_kv)
     gate = gate or Gate(prefer=settings.prefer, hold_seconds=settings.hold_seconds)
 
+    processor = getattr(engine, "output_processor", None)
+    if processor is not None:
+        outputs.watch_outputs(processor, page(), one_clock=compat.engines_are_here(config))
     numbers = metrics.numbers()
     gate.watch(numbers)
     gate.lease.renewed = numbers.renewed

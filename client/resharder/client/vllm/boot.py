@@ -89,6 +89,7 @@ class _Booting:
             raise UsageError("expected vLLM to call load_weights while it loads a model")
         with compat.calling_vllm(self.agent.host):
             self.part.learn(model, self.source)
+        self.agent.verifier.expect(self.part, self.source.expected)
         self.source.close()
         self.agent.booted(self.manifest, self.installed, self.stage_seconds, self.timings)
 

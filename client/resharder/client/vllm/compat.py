@@ -156,6 +156,13 @@ def _agreed(core: Any, refusal: str) -> str:
     return refusal or ("another engine core refused it" if anyone else "")
 
 
+def engines_are_here(vllm_config: Any) -> bool:
+    """Whether every engine core runs on this host. Ray and --data-parallel-size-local put replicas on others."""
+    parallel = vllm_config.parallel_config
+    spread = parallel.data_parallel_backend == "ray" or parallel.data_parallel_size_local != parallel.data_parallel_size
+    return parallel.data_parallel_size == 1 or not spread
+
+
 def _around(method: Any, before: Callable[..., None] | None = None, after: Callable[[Any], None] | None = None) -> Any:
     if hasattr(method, "resharder"):
         return method

@@ -11,7 +11,8 @@ froze or that slipped in before the gate was shut; asked with STAY_PAUSED it doe
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -63,10 +64,30 @@ class Control:
         self._engine, self._gate, self._tell = engine, gate, tell
         self._reattach, self._version_name, self._clock = reattach, version_name, clock
         self.state = State(cannot_sleep=cannot_sleep)
+        self._turn = asyncio.Lock()  # held by the task that carries out an order, or by another hand's call
+        self._holder: asyncio.Task[Any] | None = None
         self._watch()
 
     async def carry_out(self, order: Order) -> Outcome | None:
         """Never raises but for cancellation; None where nothing is to be reported."""
+        async with self._in_turn():
+            return await self._carry_out(order)
+
+    @asynccontextmanager
+    async def _in_turn(self) -> AsyncIterator[None]:
+        """One at a time; a task that is inside already goes on."""
+        task = asyncio.current_task()
+        if task is not None and task is self._holder:
+            yield
+            return
+        async with self._turn:
+            self._holder = task
+            try:
+                yield
+            finally:
+                self._holder = None
+
+    async def _carry_out(self, order: Order) -> Outcome | None:
         try:
             if self._may_be_mistaken(order):
                 await self.look()
@@ -131,7 +152,7 @@ class Control:
             case Step.RESUME:
                 return await self._resume(order)
             case Step.HOLD:
-                self._gate.hold(order.version, order.reason or "a version is being installed")
+                self._gate.hold(order.reason or "a version is being installed")
             case Step.SHUT:
                 self._gate.shut(order.reason or "the daemon closed the gate")
             case Step.SLEEP:
@@ -144,7 +165,7 @@ class Control:
         return self._remember(Outcome(order.kind, order.install))
 
     async def _apply(self, order: Order) -> Outcome | None:
-        self._gate.hold(order.version, f"version {order.version} is being installed")
+        self._gate.hold(f"version {order.version} is being installed")
         timings: Timings = []
         try:
             if self.state.paused_at is None and self.state.power != Power.WEIGHTS_AWAKE:
@@ -241,27 +262,40 @@ class Control:
             raise WorkersFailed(f"expected the engine to be {power.name}, it is {self.state.power.name}")
 
     def _watch(self) -> None:
-        """Has it notice who else puts the engine to sleep or wakes it through this client: vLLM's routes, the program that it is
-        embedded in. Weights that were dropped are not served, whoever dropped them."""
-        sleep, wake_up = self._engine.sleep, self._engine.wake_up
+        """Coordinates sleep, wake_up and resume_generation with orders, for all who call them through this client: vLLM's routes,
+        the program around the engine. Each waits for the order that is being carried out, and none ends the pause of an install.
+        Weights that were dropped are not served, whoever dropped them."""
+        sleep, wake_up, resume = self._engine.sleep, self._engine.wake_up, self._engine.resume_generation
 
         async def watched_sleep(level: int = 1, mode: Mode = "abort") -> None:
-            if level == 2 and self._gate.position is not Position.SHUT:
-                self._gate.shut("vLLM was put to sleep at level 2, which drops the weights")
-            try:
-                await sleep(level, mode)
-            finally:
-                await self.look()
+            async with self._in_turn():
+                if level == 2 and self._gate.position is not Position.SHUT:
+                    self._gate.shut("vLLM was put to sleep at level 2, which drops the weights")
+                try:
+                    await sleep(level, mode)
+                finally:
+                    await self.look()
 
         async def watched_wake_up(tags: list[str] | None = None) -> object:
-            if self.state.dropped and self.state.asleep and STAY_PAUSED not in (tags or ()):
-                tags = [*(tags or self.state.asleep), STAY_PAUSED]
-            try:
-                return await wake_up(tags)  # type: ignore[arg-type]  # vLLM's own takes None for all
-            finally:
-                await self.look()
+            async with self._in_turn():
+                dropped = self.state.dropped and self.state.asleep
+                if (dropped or self.state.paused_at is not None) and STAY_PAUSED not in (tags or ()):
+                    tags = [*(tags or self.state.asleep), STAY_PAUSED]
+                try:
+                    return await wake_up(tags)  # type: ignore[arg-type]  # vLLM's own takes None for all
+                finally:
+                    await self.look()
+
+        async def watched_resume() -> None:
+            ours = asyncio.current_task() is self._holder
+            async with self._in_turn():
+                if ours or self.state.paused_at is None:
+                    await resume()
+                else:
+                    logger.warning("resume_generation by another caller is ignored: an install has paused the engine")
 
         self._engine.sleep, self._engine.wake_up = watched_sleep, watched_wake_up  # type: ignore[method-assign]
+        self._engine.resume_generation = watched_resume  # type: ignore[method-assign]
 
     def _learn(self, answers: Sequence[Any]) -> None:
         """From what workers say of themselves; none: the engine is awake."""

@@ -12,6 +12,8 @@ from typing import Any
 from resharder.client.errors import UsageError
 from resharder.client.vllm.attach import Handle, attach
 from resharder.client.vllm.gate import Gate, GateMiddleware
+from resharder.client.vllm.hands import HandsMiddleware
+from resharder.client.vllm.page import page
 from resharder.client.vllm.settings import Settings
 
 
@@ -33,7 +35,8 @@ class EndpointPlugin:
             return
         self._settings = Settings.from_environment()
         self._gate = Gate(prefer=self._settings.prefer, hold_seconds=self._settings.hold_seconds)
-        app.add_middleware(GateMiddleware, gate=self._gate)
+        app.add_middleware(GateMiddleware, gate=self._gate, installed=lambda: page().version)
+        app.add_middleware(HandsMiddleware)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Raises UsageError for a server that is not supported."""

@@ -1,4 +1,4 @@
-"""The gate in front of vLLM's routes: no request starts on a version that is not confirmed, and every answer says its version.
+"""The gate in front of vLLM's routes: no request starts on a version that is not confirmed, and every answer names its versions.
 
     OPEN   a confirmed version is served                      requests pass             /health passes
     HELD   a version is being installed                       requests wait             /health passes
@@ -9,9 +9,9 @@ An install closes the gate for tens of milliseconds, so requests wait for it ins
 answered 503 when the gate becomes late. Requests in flight are vLLM's to keep, finish or abort: the gate judges only their start.
 /health under 503 means "send no requests", not "restart me": use it for readiness.
 
-Every response has the header `X-Resharder-Version`: the version that made it, `A,B` if it was in flight over the install of B,
-`none` if no confirmed version did. It is made when the response starts: a streamed answer names the version it started with, and
-its later tokens may be of a later one. What vLLM answers before the gate is asked (401 by --api-key) has no such header.
+Every response has the header `X-Resharder-Version` (labels.py): the versions that made its tokens, as the workers noted them when
+they were installed (page.py), never as this process was told of them. vLLM's answers from before the gate (401 by --api-key) have
+no such header.
 
 Where the fleet allows no server without a lease, an open gate is SHUT by itself as soon as the lease ends, and stays so until it
 is opened anew, whether the lease is renewed or not. That is looked up whenever somebody asks where the gate stands, so no timer
@@ -29,14 +29,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from resharder.client.vllm import labels
+from resharder.client.vllm.labels import UNCONFIRMED, Message, Send, Signed, header
+
 Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-VERSION_HEADER = "X-Resharder-Version"
-UNCONFIRMED = "none"
 RETRY_AFTER_SECONDS = 1
 # These never ask the model for anything. Every other route is gated, those of other plugins and of later vLLMs too.
 UNGATED = frozenset(
@@ -54,6 +53,7 @@ UNGATED = frozenset(
     }
 )
 HEALTH = frozenset({"/health", "/ping"})
+STORED = "/v1/responses/"  # answers that were made earlier, by their id
 LEASE_ENDED = "the lease ended and the fleet allows no server without one"
 
 
@@ -120,13 +120,6 @@ class Watcher:
 
 
 @dataclass(frozen=True)
-class Ticket:
-    """Held by a request from its admission to its answer: which of the versions begun so far was the first it could see."""
-
-    since: int
-
-
-@dataclass(frozen=True)
 class Refusal:
     reason: str
 
@@ -151,7 +144,6 @@ class Gate:
         self._reason = "no version is confirmed yet"
         self._hold_seconds, self._clock = hold_seconds, clock
         self._held_at = 0.0
-        self._begun = [UNCONFIRMED]  # every version that may have made an answer, in order
         self._changed = asyncio.Event()
         self._watcher = Watcher()
 
@@ -174,13 +166,10 @@ class Gate:
     def open(self, version: int, lapses: int | None = None) -> None:
         """`lapses`: those of the lease when it was last seen to hold; a strict lease that lapsed since shuts the gate at once."""
         self.version, self._lapses = version, self.lease.lapses if lapses is None else lapses
-        self._begin(version)
         self._move(Position.OPEN)
 
-    def hold(self, version: int, reason: str) -> None:
-        """A version is being installed; `version` is 0 where it is not known. A gate that is shut stays shut."""
-        if version:
-            self._begin(version)
+    def hold(self, reason: str) -> None:
+        """A version is being installed. A gate that is shut stays shut."""
         if self.position is Position.OPEN:
             self._reason, self._held_at = reason, self._clock()
             self._move(Position.HELD)
@@ -189,23 +178,23 @@ class Gate:
         self._reason = reason
         self._move(Position.SHUT)
 
-    async def enter(self) -> Ticket | Refusal:
-        """Waits while the gate is held, not longer than until it is late."""
+    async def enter(self) -> Refusal | None:
+        """None lets the request through. Waits while the gate is held, not longer than until it is late."""
         came = self._clock() if self.position is Position.HELD else None
         while self.position is Position.HELD and not self._late():
             await self.changed(self._held_at + self._hold_seconds - self._clock())
         if came is not None:
             self._watcher.waited(self._clock() - came)
         if self.position is Position.OPEN:
-            return self.ticket()
+            return None
         ended = "lease_ended" if self._reason == LEASE_ENDED else "shut"
         self._watcher.refused("late" if self.position is Position.HELD else ended)
         return Refusal(self._why())
 
-    def look(self) -> Ticket | Refusal:
+    def look(self) -> Refusal | None:
         """The same for a health check, which never waits."""
         closed = self.position is Position.SHUT or (self.position is Position.HELD and self._late())
-        return Refusal(self._why()) if closed else self.ticket()
+        return Refusal(self._why()) if closed else None
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -218,13 +207,6 @@ class Gate:
             if not self.in_flight and self.position is not Position.OPEN:
                 self.when_empty()
 
-    def ticket(self) -> Ticket:
-        return Ticket(len(self._begun) - 1)
-
-    def versions(self, ticket: Ticket) -> str:
-        """What the header says of a response that starts now."""
-        return ",".join(dict.fromkeys(self._begun[ticket.since :]))
-
     async def changed(self, timeout: float | None) -> None:
         """Returns when the gate moved, or after `timeout` seconds."""
         event = self._changed
@@ -232,10 +214,6 @@ class Gate:
             await asyncio.wait_for(event.wait(), timeout)
         except TimeoutError:
             return
-
-    def _begin(self, version: int) -> None:
-        if self._begun[-1] != str(version):
-            self._begun.append(str(version))
 
     def _move(self, position: Position) -> None:
         self._position = position
@@ -252,10 +230,10 @@ class Gate:
 
 
 class GateMiddleware:
-    """ASGI middleware, innermost: authentication comes before it."""
+    """ASGI middleware, innermost: authentication comes before it. `installed`: the version that the engine has installed now."""
 
-    def __init__(self, app: App, gate: Gate) -> None:
-        self._app, self._gate = app, gate
+    def __init__(self, app: App, gate: Gate, installed: Callable[[], int]) -> None:
+        self._app, self._gate, self._installed = app, gate, installed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -264,26 +242,20 @@ class GateMiddleware:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         asks_nothing = path in UNGATED or scope.get("method") == "OPTIONS"
         if asks_nothing or path in HEALTH:
-            admitted = self._gate.ticket() if asks_nothing else self._gate.look()
+            refusal = None if asks_nothing else self._gate.look()
             counted: AbstractContextManager[None] = nullcontext()
         else:
-            admitted, counted = await self._gate.enter(), self._gate.answering()
-        if isinstance(admitted, Refusal):
-            await _refuse(scope, receive, send, admitted)
+            refusal, counted = await self._gate.enter(), self._gate.answering()
+        if refusal is not None:
+            await _refuse(scope, receive, send, refusal)
             return
-        with counted:
-            await self._app(scope, receive, self._signed(send, admitted))
+        installed = _unknown if path.startswith(STORED) else self._installed
+        with counted, labels.answering() as answer:
+            await self._app(scope, receive, Signed(send, answer, installed))
 
-    def _signed(self, send: Send, ticket: Ticket) -> Send:
-        async def signed(message: Message) -> None:
-            if message["type"] in ("http.response.start", "websocket.accept"):
-                message = {
-                    **message,
-                    "headers": [*message.get("headers", ()), _header(VERSION_HEADER, self._gate.versions(ticket))],
-                }
-            await send(message)
 
-        return signed
+def _unknown() -> int:
+    return 0
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send, refusal: Refusal) -> None:
@@ -293,13 +265,9 @@ async def _refuse(scope: Scope, receive: Receive, send: Send, refusal: Refusal) 
         return
     error = {"message": f"not serving: {refusal.reason}", "type": "ServiceUnavailableError", "param": None, "code": 503}
     headers = [
-        _header("Content-Type", "application/json"),
-        _header("Retry-After", str(RETRY_AFTER_SECONDS)),
-        _header(VERSION_HEADER, UNCONFIRMED),
+        (b"content-type", b"application/json"),
+        (b"retry-after", str(RETRY_AFTER_SECONDS).encode()),
+        header(UNCONFIRMED),
     ]
     await send({"type": "http.response.start", "status": 503, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
-
-
-def _header(name: str, value: str) -> tuple[bytes, bytes]:
-    return name.lower().encode(), value.encode()

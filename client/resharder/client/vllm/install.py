@@ -103,7 +103,7 @@ def gather_evidence(
     """Looks at a model into which `source` was just loaded, all of it but the modules in `shared`. Raises InstallError, with its
     name, for a tensor that loading made and that no recorded HF tensor can have been the source of."""
     live = live_tensors(model)
-    unlike = {name for name, local in recording.locals.items() if not _is_like(local, live.get(name))}
+    unlike = {name for name, local in recording.locals.items() if not is_like(local, live.get(name))}
     unlike |= _overlapping(recording)
     pieces = [piece for piece in recording.layout.pieces if piece.local not in unlike]
     for piece, found in zip(pieces, read_all(live, pieces, source.specs), strict=True):
@@ -112,7 +112,7 @@ def gather_evidence(
     return Evidence(frozenset(unlike), _derived(model, recording, live, shared))
 
 
-def _is_like(local: Local, tensor: torch.Tensor | None) -> bool:
+def is_like(local: Local, tensor: torch.Tensor | None) -> bool:
     return (
         tensor is not None
         and (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype) == local[:3]

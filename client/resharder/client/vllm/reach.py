@@ -14,8 +14,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 import xxhash
-from resharder.converters.digest import digest, digest_torch
-from resharder.converters.layout import full_box
+from resharder.converters.cut import cut_chunks
+from resharder.converters.digest import MASK, digest, digest_torch
+from resharder.converters.layout import box_index, full_box
 
 _DEPTH = 6
 _NO_WEIGHTS = ("_parameters", "_buffers", "_modules", "kv_cache")
@@ -111,11 +112,24 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def fingerprint(tensor: torch.Tensor) -> int:
     """Of shape, dtype and bytes; the same in every process."""
-    about = xxhash.xxh3_64_intdigest(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    return about(tensor) ^ (sum(slices(tensor)) & MASK)
+
+
+def about(tensor: torch.Tensor) -> int:
+    """The part of a fingerprint that is not of the bytes."""
+    return xxhash.xxh3_64_intdigest(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+
+
+def slices(tensor: torch.Tensor, slice_bytes: int = 1 << 62) -> Iterator[int]:
+    """Digests of parts of it, of at most so many bytes each, which add up to that of the whole."""
     if tensor.device.type == "meta" or tensor.numel() == 0:
-        return about
-    shape, plain = tuple(tensor.shape), torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return
+    plain = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach()
     shape = tuple(plain.shape)
-    if plain.device.type == "cpu":
-        return about ^ digest(np.asarray(bits(plain).numpy()), full_box(shape), shape)
-    return about ^ digest_torch(plain.detach(), full_box(shape), shape)
+    for chunk in cut_chunks([full_box(shape)], [plain.element_size()], slice_bytes):
+        for _, box in chunk:
+            part = plain[box_index(box)]
+            if plain.device.type == "cpu":
+                yield digest(np.asarray(bits(part).numpy()), box, shape)
+            else:
+                yield digest_torch(part, box, shape)

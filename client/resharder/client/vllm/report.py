@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import uuid
+from collections.abc import Callable
 
 from resharder.client.channel import Channel
 from resharder.client.errors import NotFound, ResharderError
@@ -41,17 +42,28 @@ class Reporter:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
+        self._verification: resources_pb2.Verification | None = None
+        self.asked: Callable[[str], None] = lambda request: None  # gets the daemon's last request to verify, again and again
 
     @property
     def started(self) -> bool:
         return self._thread is not None
 
-    def report(self, worker: resources_pb2.Worker, *, holds: bool) -> None:
+    def verified(self, found: resources_pb2.Verification) -> None:
+        """Part of every report from here on."""
+        with self._lock:
+            self._verification = found
+        self._wake.set()
+
+    def report(
+        self, worker: resources_pb2.Worker, *, holds: bool, verification: resources_pb2.Verification | None = None
+    ) -> None:
         """`holds`: the report says what lies in the worker's memory, and stays true whatever is staged."""
         with self._lock:
             self._latest = worker
             if holds:
                 self._holding = worker
+            self._verification = verification or self._verification
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="resharder-report", daemon=True)
                 self._thread.start()
@@ -84,10 +96,14 @@ class Reporter:
         stub = server_pb2_grpc.ServerServiceStub(self._channel.grpc)
         while True:
             with self._lock:
-                worker = self._latest
+                worker = resources_pb2.Worker()
+                worker.CopyFrom(self._latest)
+                if self._verification is not None:
+                    worker.verification.CopyFrom(self._verification)
             request = server_pb2.ReportWorkerRequest(server=self._settings.server, worker=worker)
             try:
-                self._channel.call(stub.ReportWorker, request, timeout=10, patience=0)
+                answer = self._channel.call(stub.ReportWorker, request, timeout=10, patience=0)
+                self.asked(answer.verify_request)
             except NotFound:
                 self._introduce()
             except ResharderError:

@@ -22,6 +22,7 @@ class Settings:
 
     `prefer`: start on vLLM's own weights where the daemon has none, and serve those until it gives a version. `transport` is
     `grpc` where the daemon's files must not be mapped, else empty. `direct`: versions may come from trainers' memory.
+    `verify_seconds`: from one verification of what is in memory to the next; 0: on request alone.
     """
 
     endpoint: str
@@ -34,6 +35,7 @@ class Settings:
     transport: str = ""
     staging_dir: str = "/dev/shm"
     direct: bool = True
+    verify_seconds: float = 600.0
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
@@ -52,6 +54,7 @@ class Settings:
             transport=_one_of(given, "RESHARDER_TRANSPORT", ("", GRPC)),
             staging_dir=_folder(given, "RESHARDER_STAGING_DIR", cls.staging_dir),
             direct=_one_of(given, "RESHARDER_DIRECT", ("on", "off")) == "on",
+            verify_seconds=_seconds(given, "RESHARDER_VERIFY_SECONDS", cls.verify_seconds),
         )
 
 

@@ -41,7 +41,12 @@ def _answer(worker: Any, act: Callable[[Agent, Models], dict[str, Any]]) -> dict
 
 def resharder_describe(self: Any) -> dict[str, Any]:
     """What this worker holds and how versions get into it."""
-    return _answer(self, lambda agent, models: agent.describe())
+
+    def act(agent: Agent, models: Models) -> dict[str, Any]:
+        agent.verifier.settle(models, agent.settings.verify_seconds)
+        return agent.describe()
+
+    return _answer(self, act)
 
 
 def resharder_stage(self: Any, install_id: str, version: str, fallback: str = "") -> dict[str, Any]:
@@ -101,15 +106,17 @@ def watch_sleep(worker: Any) -> None:
     @functools.wraps(plain_sleep)
     def sleep(level: int = 1) -> None:
         agent, models = agent_of(worker)
-        agent.fall_asleep(models, level)
-        with beside_others():
-            plain_sleep(level)
-        agent.slumber.begin(level)
+        with agent.verifier.undisturbed():
+            agent.fall_asleep(models, level)
+            with beside_others():
+                plain_sleep(level)
+            agent.slumber.begin(level)
 
     @functools.wraps(plain_wake_up)
     def wake_up(tags: list[str] | None = None) -> None:
         agent, _ = agent_of(worker)
-        plain_wake_up(tags)
-        agent.woke(tags)
+        with agent.verifier.undisturbed():
+            plain_wake_up(tags)
+            agent.woke(tags)
 
     worker.sleep, worker.wake_up = sleep, wake_up

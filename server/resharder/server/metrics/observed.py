@@ -65,6 +65,11 @@ class Observed(intake.Observer, fleet.Observer):
             "Installs that went wrong after workers had begun to write: the server was not resumed on a mix of versions",
             "fleet",
         )
+        self._altered = counter(
+            "altered_workers",
+            "Workers whose memory a verification found to differ from the version that they held: it was changed by another hand",
+            "fleet",
+        )
         self._installed = counter(
             "installed_bytes", "Bytes that workers staged for installs that were committed", "fleet", "transport"
         )
@@ -105,6 +110,7 @@ class Observed(intake.Observer, fleet.Observer):
     def server_stepped(self, before: Server, after: Server) -> None:
         if before.lost_at is None and after.lost_at is not None:
             self._leases.labels(after.model, "server").inc()
+        self._altered.labels(after.fleet).inc(len(after.altered.keys() - before.altered.keys()))
         known, done = before.ended, after.ended
         if done is None or done is known:
             return

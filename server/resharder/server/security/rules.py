@@ -94,6 +94,7 @@ RULES: dict[str, dict[str, Rule]] = {
         "SetPower": COMMANDS,
         "SetDrained": COMMANDS,
         "ProfileInstall": COMMANDS,
+        "VerifyServer": COMMANDS,
         "RetireVersions": COMMANDS_ALL,
         "ArchiveVersion": COMMANDS_ALL,
         "RestoreVersion": COMMANDS_ALL,

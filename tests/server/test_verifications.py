@@ -1,0 +1,86 @@
+"""A verification from the operator who asks for it to the workers and back; a real daemon, simulated workers."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from resharder.client.errors import NotFound, WaitTimeout
+from resharder.client.operator import Operator
+from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
+
+from tests.support.daemon import Daemon
+from tests.support.operating import servers, wait_serving, wait_until
+from tests.support.scene import job, publish
+from tests.support.simulated import SimulatedServer
+
+Worker, Server = resources_pb2.Worker, resources_pb2.Server
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with Daemon() as running:
+        publish(job(running, "policy", rows=64), 1)
+        yield running
+
+
+def say(daemon: Daemon, **fields: object) -> Server:
+    """What server `a`'s worker reports besides what it holds, and the daemon's answer."""
+    worker = servers(daemon)[0].workers[0]
+    for name in ("verification", "altered"):
+        worker.ClearField(name)
+    worker.MergeFrom(Worker(**fields))
+    stub = server_pb2_grpc.ServerServiceStub(daemon.channel)
+    return stub.ReportWorker(server_pb2.ReportWorkerRequest(server="servers/a", worker=worker))
+
+
+def verified(daemon: Daemon, **fields: object) -> list[resources_pb2.Verification]:
+    """What an operator gets who asks while the worker answers so, with `fields` of the worker beside."""
+    with ThreadPoolExecutor(1) as pool, Operator(daemon.endpoint) as operator:
+        asked = pool.submit(operator.verify, "a", 30)
+        request = ""
+
+        def comes() -> bool:
+            nonlocal request
+            request = say(daemon).verify_request
+            return bool(request) or asked.done()
+
+        wait_until(comes, "the request in the answer to a report")
+        verification = fields.pop("verification", resources_pb2.Verification(tensors=5))
+        verification.request = request
+        say(daemon, verification=verification, **fields)
+        return asked.result(30)
+
+
+def test_an_operator_gets_what_every_worker_found(daemon: Daemon) -> None:
+    with SimulatedServer(daemon, "a"):
+        wait_serving(daemon, 1)
+        (found,) = verified(daemon)
+        assert (found.rank, found.tensors, list(found.different)) == (0, 5, [])
+        assert wait_serving(daemon, 1).workers[0].verification.tensors == 5
+
+
+def test_a_server_whose_worker_was_altered_leaves_service_with_the_reason_and_gets_its_version_again(daemon: Daemon) -> None:
+    with SimulatedServer(daemon, "a") as server:
+        wait_serving(daemon, 1)
+        server.broken.add(1)  # it cannot stage, so that the fault can be looked at
+        different = resources_pb2.Verification(tensors=5, different_tensors=1, different=["norm"])
+        fault = {"state": Worker.FAILED, "error": "1 tensors in memory differ from version 1: norm", "altered": True}
+        (found,) = verified(daemon, verification=different, **fault)
+        assert list(found.different) == ["norm"]
+        wait_until(lambda: servers(daemon)[0].state == Server.FAILED, "FAILED")
+        assert "worker 0: 1 tensors in memory differ from version 1: norm" in servers(daemon)[0].reason
+        server.broken.clear()
+        wait_serving(daemon, 1)
+        assert servers(daemon)[0].install.version == 1
+        with Operator(daemon.endpoint) as operator:
+            assert [event.reason for event in operator.events(last=100) if event.what == "altered"] == [fault["error"]]
+
+
+def test_who_waits_in_vain_is_told_so(daemon: Daemon) -> None:
+    with Operator(daemon.endpoint) as operator:
+        with pytest.raises(NotFound):
+            operator.verify("nobody")
+        with SimulatedServer(daemon, "a"):
+            wait_serving(daemon, 1)
+            with pytest.raises(WaitTimeout, match="0 have"):
+                operator.verify("a", 0.2)

@@ -1,0 +1,38 @@
+"""A vLLM plugin for tests: another hand in every worker, which changes a weight behind everybody's back.
+
+It changes one element of the tensor whose path is in the file named by OTHER_HAND, whenever that file has another line, and then
+writes that line to OTHER_HAND.RANK. A line is `NUMBER RANK PATH`; workers of other ranks leave it alone.
+"""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+
+def register() -> None:
+    if "OTHER_HAND" in os.environ and all(thread.name != "other-hand" for thread in threading.enumerate()):
+        threading.Thread(target=watch, args=(Path(os.environ["OTHER_HAND"]),), name="other-hand", daemon=True).start()
+
+
+def watch(file: Path) -> None:
+    done = ""
+    while True:
+        time.sleep(0.05)
+        line = file.read_text() if file.exists() else ""
+        if line and line != done and change(file, line):
+            done = line
+
+
+def change(file: Path, line: str) -> bool:
+    from resharder.client.vllm.install import live_tensors
+    from resharder.client.vllm.worker import AGENTS
+
+    _, rank, path = line.split()
+    for model, agent in list(AGENTS.items()):
+        if agent.host.rank != int(rank):
+            continue
+        tensor = live_tensors(model)[path]
+        tensor.detach().view(-1)[3] += 1
+        file.with_name(f"{file.name}.{agent.host.rank}").write_text(line)
+    return bool(len(AGENTS))

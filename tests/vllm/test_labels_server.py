@@ -1,0 +1,168 @@
+"""A real server with two API servers, one of which misses a version: every answer names the versions that made its tokens."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resharder.client.operator import Operator
+from resharder.v1 import resources_pb2
+
+from tests.support.operating import servers, wait_serving, wait_until
+from tests.support.vllm_server import Response, VllmServer, completion
+from tests.support.weights import Reference, random_weights
+from tests.vllm.test_control_server import PROMPT, Deployment, deployment
+
+pytestmark = pytest.mark.compat
+RAW_MODE = Path(__file__).parents[1] / "support" / "raw_mode"
+SIDES = {"ApiServer_0", "ApiServer_1"}
+_NEAR = 1e-3
+
+
+@dataclass
+class Scene:
+    deployed: Deployment
+    deaf: Path  # while it exists, the second API server does not attend the daemon
+    references: dict[int, Reference] = field(default_factory=dict)
+
+    @property
+    def server(self) -> VllmServer:
+        return self.deployed.server
+
+    def miss(self) -> int:
+        """The daemon ends and comes back, and a version is published at once; the second API server is told of none of it."""
+        self.deployed.daemon.kill()
+        self.deaf.touch()
+        self.deployed.daemon.start()
+        return self.publish()
+
+    def publish(self) -> int:
+        reached = self.deployed.publish()
+        wait_serving(self.deployed.daemon, reached)
+        return reached
+
+    def attend(self) -> None:
+        self.deaf.unlink(missing_ok=True)
+        wait_until(lambda: servers(self.deployed.daemon)[0].control_sides == 2, "both API servers attend")
+
+    def made(self, version: int, token_ids: list[int], logprobs: list[float]) -> list[bool]:
+        """Which tokens the weights of `version` would have given, with these log-probabilities."""
+        if version not in self.references:
+            self.references[version] = Reference(self.deployed.config, random_weights(self.deployed.config, version))
+        found = self.references[version].logprobs([*PROMPT, *token_ids])[len(PROMPT) - 1 :]
+        chosen = found.gather(-1, torch.tensor(token_ids)[:, None])[:, 0]
+        near, best = (chosen - torch.tensor(logprobs)).abs() < _NEAR, found.max(-1).values - chosen < _NEAR
+        return [bool(one) for one in near & best]
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    folder = tmp_path_factory.mktemp("sides")
+    deaf = folder / "deaf"
+    path = os.pathsep.join([str(RAW_MODE), os.environ.get("PYTHONPATH", "")])
+    environment = {"VLLM_PLUGINS": "resharder,deaf_side", "DEAF_SIDE": str(deaf), "PYTHONPATH": path}
+    options = ["--api-server-count", "2", "--middleware", "resharder_deaf_side.NamesItsSide", "--trust-request-chat-template"]
+    if find_spec("vllm.entrypoints.launchers"):  # later than 0.28: token-in-token-out is off by default
+        options.append("--enable-scale-out")
+    with deployment(folder, *options, environment=environment) as deployed:
+        found = Scene(deployed, deaf)
+        found.attend()
+        yield found
+
+
+def at_each_side(ask: Callable[[], Response]) -> list[Response]:
+    """Asks, several at a time, until each API server has answered twice: one that is idle takes every connection."""
+    answers: list[Response] = []
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(30):
+            answers += pool.map(lambda _: ask(), range(8))
+            if all([answer.headers.get("x-side") for answer in answers].count(side) >= 2 for side in SIDES):
+                return answers
+    raise AssertionError(f"expected answers of {SIDES}, got {[answer.headers.get('x-side') for answer in answers]}")
+
+
+def events(answer: Response) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in answer.body.decode().splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_an_api_server_that_was_told_of_no_version_names_the_one_that_made_its_tokens(scene: Scene) -> None:
+    before = scene.deployed.version
+    for answer in at_each_side(lambda: scene.server.request("POST", "/v1/completions", completion(PROMPT, 8))):
+        assert answer.version == str(before), answer.headers
+    reached = scene.miss()
+    try:
+        several = completion(PROMPT, 8, n=2, temperature=1.0)
+        for answer in at_each_side(lambda: scene.server.request("POST", "/v1/completions", several)):
+            assert (answer.version, len(answer.json()["choices"])) == (str(reached), 2), answer.headers
+        for answer in at_each_side(lambda: scene.server.request("POST", "/v1/completions", completion(PROMPT, 8))):
+            (choice,) = answer.json()["choices"]
+            assert all(scene.made(reached, choice["token_ids"], choice["logprobs"]["token_logprobs"]))
+            assert answer.version == str(reached), answer.headers
+        chat = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "chat_template": "{{ messages }}"}
+        for path, body in [("/v1/chat/completions", chat), ("/inference/v1/generate", token_in_token_out())]:
+            for answer in at_each_side(lambda path=path, body=body: scene.server.request("POST", path, body)):
+                assert (answer.status, answer.version) == (200, str(reached)), (path, answer.headers, answer.body)
+        for answer in at_each_side(lambda: scene.server.request("GET", "/v1/models")):
+            assert answer.version == str(reached), answer.headers
+        for answer in at_each_side(lambda: scene.server.request("POST", "/v1/completions", completion(PROMPT, 8, stream=True))):
+            assert answer.version == "streamed", answer.headers
+            assert {event["resharder_versions"] for event in events(answer)} == {str(reached)}
+    finally:
+        scene.attend()
+
+
+def token_in_token_out() -> dict[str, Any]:
+    return {"model": "m", "token_ids": PROMPT, "sampling_params": {"max_tokens": 8, "temperature": 0.0}}
+
+
+def test_answers_over_an_install_name_the_versions_of_their_tokens_in_order(scene: Scene) -> None:
+    with Operator(scene.deployed.daemon.endpoint) as operator:
+        operator.update_fleet("policy", pause_mode=resources_pb2.PauseMode.KEEP)
+    before = scene.miss()
+    asked = [completion(PROMPT, 1500, stream=stream) for stream in (False, True)] * 2
+    answers: list[Response] = []
+    threads = [
+        threading.Thread(target=lambda body=body: answers.append(scene.server.request("POST", "/v1/completions", body)))
+        for body in asked
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        time.sleep(0.5)
+        reached = scene.publish()
+        for thread in threads:
+            thread.join(300)
+        assert len(answers) == len(asked)
+        mixed = 0
+        for answer in answers:
+            tokens = labelled(answer)
+            ids, logprobs = [token[0] for token in tokens], [token[1] for token in tokens]
+            made = {version: scene.made(version, ids, logprobs) for version in (before, reached)}
+            assert all(any(made[version][at] for version in token[2]) for at, token in enumerate(tokens))
+            if answer.version != "streamed":
+                truth = [version for version, which in made.items() if not all(made[reached + before - version])]
+                assert answer.version == ",".join(map(str, truth)), "the header names the versions of its tokens"
+            mixed += len({version for token in tokens for version in token[2]}) == 2
+        assert mixed, "an answer has to have been made by both versions"
+    finally:
+        scene.attend()
+
+
+def labelled(answer: Response) -> list[tuple[int, float, tuple[int, ...]]]:
+    """(token, log-probability, versions that may have made it)."""
+    found = []
+    for part in events(answer) if answer.version == "streamed" else [answer.json() | {"resharder_versions": answer.version}]:
+        for choice in part["choices"]:
+            for token, logprob in zip(choice["token_ids"] or [], choice["logprobs"]["token_logprobs"], strict=True):
+                found.append((token, logprob, tuple(map(int, part["resharder_versions"].split(",")))))
+    return found

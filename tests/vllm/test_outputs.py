@@ -1,0 +1,123 @@
+"""vLLM's own output processor, given outputs as the engine core makes them: each token is labelled by the time it was made."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from resharder.client.vllm.labels import Answer, answering
+from resharder.client.vllm.outputs import watch_outputs
+from resharder.client.vllm.page import Page
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+
+pytestmark = pytest.mark.compat
+
+
+class Scene:
+    """Version 11 is installed now, and 12 from `changed` on; API servers read outputs later than either."""
+
+    def __init__(self, folder: Path, *, one_clock: bool = True, stream_interval: int = 1) -> None:
+        self.began = time.monotonic()
+        self.changed = self.began + 0.02
+        times = [self.began - 1, self.changed - 0.001, self.changed]
+        page = Page(folder / "page", clock=lambda: times.pop(0))
+        for version in (11, 0, 12):
+            page.write(0, version)
+        self.processor = OutputProcessor(None, log_stats=False, stream_interval=stream_interval)
+        watch_outputs(self.processor, page, one_clock=one_clock)
+
+    def add(self, name: str, kind: RequestOutputKind, n: int = 1) -> RequestOutputCollector:
+        params = SamplingParams(output_kind=kind, detokenize=False, n=n)
+        request = EngineCoreRequest(name, [1], None, params, None, 0.0, None, None, None, external_req_id=name)
+        queue = RequestOutputCollector(kind, name)
+        if n == 1:
+            self.processor.add_request(request, None, None, 0, queue)
+            return queue
+        parent = ParentRequest(request)
+        for index in range(n):
+            child_id, child_params = parent.get_child_info(index)
+            child = EngineCoreRequest(child_id, [1], None, child_params, None, 0.0, None, None, None, external_req_id=name)
+            self.processor.add_request(child, None, parent, index, queue)
+        return queue
+
+    def step(self, at: float, *names: str, last: bool = False) -> None:
+        reason = FinishReason.LENGTH if last else None
+        self.processor.process_outputs([EngineCoreOutput(name, [5], finish_reason=reason) for name in names], at)
+
+
+@contextmanager
+def sending() -> Iterator[Answer]:
+    with answering() as answer:
+        answer.sends_from_here()
+        yield answer
+
+
+def test_tokens_that_are_read_late_are_labelled_by_when_they_were_made(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        scene = Scene(tmp_path)
+        with answering() as whole:
+            scene.add("whole", RequestOutputKind.FINAL_ONLY)
+        with answering() as several:
+            scene.add("several", RequestOutputKind.FINAL_ONLY, n=2)
+        with answering() as late:
+            scene.add("late", RequestOutputKind.FINAL_ONLY)
+        await asyncio.sleep(0.05)
+        scene.step(scene.began + 0.01, "whole", "0_several", "1_several")
+        assert (whole.versions, several.versions, late.versions) == ((11,), (11,), ())
+        scene.step(scene.changed + 0.01, "whole", "1_several", "late", last=True)
+        assert (whole.versions, several.versions, late.versions) == ((11, 12), (11, 12), (12,))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_what_is_taken_from_a_stream_is_labelled_with_the_versions_of_the_tokens_in_it(tmp_path: Path, interval: int) -> None:
+    async def scenario() -> None:
+        scene = Scene(tmp_path, stream_interval=interval)
+        with sending() as answer:
+            queue = scene.add("stream", RequestOutputKind.DELTA)
+            await asyncio.sleep(0.06)
+            scene.step(scene.began + 0.005, "stream")
+            await queue.get()
+            scene.step(scene.began + 0.01, "stream")
+            assert answer.sent() == (11,), "what was not taken yet is in no event"
+            if interval == 1:
+                await queue.get()
+            scene.step(scene.changed + 0.01, "stream")
+            assert answer.sent() == (11,)
+            output = queue.get_nowait()
+            assert output is not None
+            expected = {1: ((12,), 1), 2: ((11, 12), 2)}[interval]
+            assert (answer.sent(), len(output.outputs[0].token_ids)) == expected
+
+    asyncio.run(scenario())
+
+
+def test_where_the_engines_clock_is_another_one_every_version_that_was_installed_meanwhile_is_named(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        scene = Scene(tmp_path, one_clock=False)
+        with answering() as over:
+            scene.add("over", RequestOutputKind.FINAL_ONLY)
+        await asyncio.sleep(0.05)
+        with answering() as after:
+            scene.add("after", RequestOutputKind.FINAL_ONLY)
+        scene.step(scene.began + 0.01, "over", "after", last=True)
+        assert (over.versions, after.versions) == ((11, 0, 12), (12,))
+
+    asyncio.run(scenario())
+
+
+def test_requests_that_belong_to_no_answer_pass_as_before(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        scene = Scene(tmp_path)
+        queue = scene.add("plain", RequestOutputKind.DELTA)
+        scene.step(scene.began, "plain", last=True)
+        output = await queue.get()
+        assert (output.finished, list(output.outputs[0].token_ids)) == (True, [5])
+
+    asyncio.run(scenario())

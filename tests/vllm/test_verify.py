@@ -1,0 +1,146 @@
+"""The verification of a small module that needs no engine."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from resharder.client.vllm import reach
+from resharder.client.vllm.install import InstallError, Route
+from resharder.client.vllm.parts import MODEL, Part
+from resharder.client.vllm.recorder import Local, Recording
+from resharder.client.vllm.verify import Verifier
+from resharder.converters.digest import digest_torch
+from resharder.converters.layout import Layout, Piece, TensorSpec, full_box
+from resharder.v1 import resources_pb2
+
+Verification = resources_pb2.Verification
+SHAPE = (6, 8)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(SHAPE), requires_grad=False)
+        self.loaded = torch.nn.Linear(4, 4, bias=False)
+        self.register_buffer("table", torch.arange(12.0))
+
+
+class Scene:
+    """`weight` is boxed, `loaded` goes through its loader, and no install writes `table`."""
+
+    def __init__(self) -> None:
+        self.model = Model()
+        reach.before_loading(self.model)
+        reach.after_loading(self.model)
+        specs = {"w": TensorSpec("w", "F32", SHAPE), "l": TensorSpec("l", "F32", (4, 4))}
+        piece = Piece("w", full_box(SHAPE), "weight", 0, (8, 1))
+        other = Piece("l", full_box((4, 4)), "loaded.weight", 0, (4, 1))
+        locals_ = {
+            "weight": Local(SHAPE, (8, 1), torch.float32, frozenset([""])),
+            "loaded.weight": Local((4, 4), (4, 1), torch.float32, frozenset(["loaded"])),
+        }
+        reads = {"w": frozenset(["weight"]), "l": frozenset(["loaded.weight"])}
+        part = Part(MODEL, None)
+        part.recording = Recording(Layout(specs, (piece, other)), locals_, reads, {}, frozenset())
+        part.route = Route((piece,), frozenset(["l"]), frozenset(["loaded"]), ())
+        self.part, self.why = part, ""
+        self.altered: list[Verification] = []
+        self.told: list[Verification] = []
+        self.verifier = Verifier(
+            {MODEL: part}, torch.device("cpu"), 1, lambda: 3, lambda: self.why, self.altered.append, self.told.append
+        )
+
+    def install(self) -> None:
+        box = full_box(SHAPE)
+        with self.verifier.undisturbed():
+            self.verifier.expect(self.part, {("w", box): digest_torch(self.model.weight.detach(), box, SHAPE)})
+            self.verifier.installed({MODEL: self.model})
+
+    def verify(self) -> Verification:
+        return self.verifier.verify({MODEL: self.model})
+
+
+@pytest.fixture
+def scene() -> Scene:
+    made = Scene()
+    made.install()
+    return made
+
+
+def test_memory_as_it_was_installed_is_verified_in_full(scene: Scene) -> None:
+    found = scene.verify()
+    assert (found.skipped, found.different_tensors, found.tensors, found.version, found.rank) == ("", 0, 3, 3, 1)
+    assert found.covered_bytes == found.total_bytes == 4 * (6 * 8 + 4 * 4)
+    assert (scene.told, scene.altered) == ([found], [])
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        ("weight", lambda model: model.weight[2, 3].add_(1)),
+        ("loaded.weight", lambda model: model.loaded.weight.detach()[0].zero_()),
+        ("table", lambda model: model.table.zero_()),
+        ("weight", lambda model: setattr(model, "weight", torch.nn.Parameter(torch.zeros(2, 2)))),
+    ],
+)
+def test_a_change_anywhere_is_found_by_its_name(scene: Scene, path: str, change: Callable[[Model], object]) -> None:
+    with torch.no_grad():
+        change(scene.model)
+    found = scene.verify()
+    assert list(found.different) == [path]
+    assert scene.altered == [found]
+
+
+def test_the_digests_of_the_store_are_compared_and_not_those_of_what_was_there(scene: Scene) -> None:
+    with scene.verifier.undisturbed():
+        scene.verifier.expect(scene.part, {("w", full_box(SHAPE)): 1})
+        scene.verifier.installed({MODEL: scene.model})
+    assert list(scene.verify().different) == ["weight"]
+
+
+def test_an_install_brings_back_what_it_writes_and_does_not_hide_what_it_does_not(scene: Scene) -> None:
+    scene.model.loaded.weight.detach()[0].zero_()
+    assert scene.verify().different_tensors == 1
+    scene.install()
+    assert scene.verify().different_tensors == 0
+    scene.model.table.zero_()
+    scene.install()
+    assert list(scene.verify().different) == ["table"], "an install in between hid it"
+    with pytest.raises(InstallError, match=r"\(table\): restart the server"):
+        scene.install()
+
+
+def test_what_cannot_be_verified_is_skipped_with_the_reason(scene: Scene) -> None:
+    scene.why = "not verifiable while asleep (level 1)"
+    found = scene.verify()
+    assert (found.skipped, found.tensors) == (scene.why, 0)
+    scene.why = ""
+    assert "no baseline" in Scene().verify().skipped
+
+
+def test_an_install_that_comes_meanwhile_ends_the_verification(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = reach.slices
+
+    def slices(*args: object) -> object:
+        with scene.verifier.undisturbed():
+            pass
+        return plain(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reach, "slices", slices)
+    assert "meanwhile" in scene.verify().skipped
+    assert scene.altered == []
+
+
+def test_verifications_come_by_themselves_and_on_request(scene: Scene) -> None:
+    def until(holds: Callable[[], bool]) -> None:
+        for _ in range(500):
+            if holds():
+                return
+            threading.Event().wait(0.02)
+        raise TimeoutError
+
+    scene.verifier.settle({MODEL: scene.model}, 0.05)
+    until(lambda: len(scene.told) > 1)
+    scene.verifier.ask("r1")
+    until(lambda: scene.told[-1].request == "r1")
