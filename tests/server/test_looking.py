@@ -13,7 +13,7 @@ from resharder.converters.files import BITS
 from resharder.converters.layout import ITEM_SIZES, TensorSpec, full_box
 from resharder.server import store as store_module
 from resharder.server.config import Config
-from resharder.server.errors import FailedPrecondition
+from resharder.server.errors import FailedPrecondition, Unavailable
 from resharder.server.main import Daemon
 from resharder.server.manifest import READY, VersionRecord
 from resharder.server.publisher import ACTIVE
@@ -150,7 +150,7 @@ def test_a_medium_that_fails_while_small_files_are_written_costs_no_room(store: 
 
     epoch = claim(store)
     in_between(monkeypatch, fail)
-    with pytest.raises(OSError, match="the medium is full"):
+    with pytest.raises(Unavailable, match="the medium is full"):
         store.begin("policy", epoch, 0, "job")
     settle(store)
     assert store.used_bytes() == 0

@@ -5,15 +5,20 @@ DaemonError
 ├── NotFound
 ├── AlreadyExists        the same key with other content
 ├── FailedPrecondition   right call, wrong time: fenced epoch, missing chunks, layouts that do not tile
-├── ResourceExhausted    no room, too many versions STAGING, too many calls of one model or caller
+├── ResourceExhausted    no room, a full medium, no descriptors, too many versions STAGING, too many calls of one model or caller
 ├── DataLoss             bytes that are not the bytes that were sent
-├── Unavailable          not now: no version yet, draining
+├── Unavailable          not now: no version yet, draining, a medium that fails
 ├── DeadlineExceeded     waited as long as asked
 ├── Unauthenticated      nobody that the daemon knows
 └── PermissionDenied     somebody who may not
 """
 
+import errno
+import os
+import resource
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import grpc
@@ -21,6 +26,7 @@ import structlog
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from resharder.converters.errors import ConversionError
+from resharder.server.kernel import MediumRefused
 
 DOMAIN = "resharder"
 
@@ -32,7 +38,7 @@ Reason = Literal[
     "REGISTRATION_FAILED", "RESOURCE_NAME", "SERVER_ELSEWHERE", "SERVER_UNKNOWN", "SLOT_DIFFERS", "STALE_EPOCH", "STEP",
     "TENSORS", "TENSOR_MISMATCH", "TOO_MANY_BOXES", "TOO_MANY_CALLS", "TOO_MANY_STAGING", "UNKNOWN_TENSOR", "VERSION_ABORTED",
     "VERSION_CLOSED", "VERSION_GONE", "VERSION_READY", "VERSION_RETIRED", "VERSION_UNKNOWN", "WAIT_SECONDS", "WORKER",
-    "WORLD_SIZE", "STORE_FILESYSTEM", "STORE_LOCKED", "STORE_OWNER",
+    "WORLD_SIZE", "NO_DESCRIPTORS", "STORE_FAILED", "STORE_FULL", "STORE_FILESYSTEM", "STORE_LOCKED", "STORE_OWNER",
     "ARCHIVE_FAILED", "KEEP", "NOT_ARCHIVED", "NO_ARCHIVE", "VERSION_DIFFERS",
     "MESSAGE", "MESSAGE_TOO_LARGE", "NOT_ALLOWED", "NO_IDENTITY", "TOKEN_UNKNOWN", "TOO_FAST",
     "MEMORY_UNKNOWN", "NOT_OFFERED", "TOO_MANY_KEYS",
@@ -40,6 +46,10 @@ Reason = Literal[
     "NO_EARLIER", "NO_PROFILE", "NO_VERIFICATION", "PAUSE_MODE", "POWER", "PROFILE",
     "UPDATE_MASK", "VERSION", "VERSION_NOT_READY", "WANT",
 ]  # fmt: skip
+MEDIUM: frozenset[Reason] = frozenset(("NO_DESCRIPTORS", "STORE_FAILED", "STORE_FULL"))
+"""Reasons that pass when the medium works again: the same call may succeed then."""
+_FULL, _DESCRIPTORS = (errno.ENOSPC, errno.EDQUOT), (errno.EMFILE, errno.ENFILE)
+_REFUSALS = (*_FULL, *_DESCRIPTORS, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT)
 _log = structlog.get_logger("resharder.rpc")
 _listeners: list[Callable[[str], None]] = []
 
@@ -99,9 +109,45 @@ class PermissionDenied(DaemonError):
     code = grpc.StatusCode.PERMISSION_DENIED
 
 
+def medium_error(error: OSError) -> DaemonError:
+    """The refusal that says which file operation failed, on which file, and how."""
+    name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+    doing, path = getattr(error, "doing", "using"), error.filename or "a file"
+    what = f"{doing} {path}: {name} ({error.strerror or error})"
+    if error.errno in _DESCRIPTORS:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return ResourceExhausted("NO_DESCRIPTORS", f"{what}; the limit is {limit} descriptors: raise it (ulimit -n)")
+    if error.errno in _FULL:
+        needed, free = getattr(error, "needed", 0) or "some", _free(str(path))
+        return ResourceExhausted("STORE_FULL", f"{what}; needed: {needed} bytes, free: {free}; make room on this medium")
+    return Unavailable("STORE_FAILED", f"{what}; try again once this medium works")
+
+
+def _free(path: str) -> str:
+    """Bytes that are free where `path` is or was to be made."""
+    for folder in (Path(path), *Path(path).parents):
+        try:
+            found = os.statvfs(folder)
+        except OSError:
+            continue
+        return f"{found.f_bavail * found.f_frsize} bytes"
+    return "unknown"
+
+
+@contextmanager
+def medium_errors() -> Iterator[None]:
+    """Raises STORE_FAILED, STORE_FULL or NO_DESCRIPTORS for an OSError that comes out of it; a decorator as well."""
+    try:
+        yield
+    except OSError as error:
+        raise medium_error(error) from error
+
+
 def abort(context: grpc.ServicerContext, error: Exception) -> None:
     """Ends the call with the status of `error`. Always raises."""
     reason: str
+    if isinstance(error, MediumRefused) or (isinstance(error, OSError) and error.errno in _REFUSALS):
+        error = medium_error(error)
     if isinstance(error, DaemonError):
         code, reason, message = error.code, error.reason, str(error)
     elif isinstance(error, ConversionError):

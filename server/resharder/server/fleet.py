@@ -17,7 +17,7 @@ from typing import Protocol
 
 import structlog
 from resharder.server import moves
-from resharder.server.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from resharder.server.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable, medium_error
 from resharder.server.events import Kind
 from resharder.server.explain import explain, explain_fleet, state_of
 from resharder.server.fleet_files import FleetFiles
@@ -199,6 +199,8 @@ class Fleets:
             self._wake.clear()
             try:
                 self.tick()
+            except OSError as error:
+                _log.error("tick_failed", reason=str(medium_error(error)))
             except Exception as error:
                 _log.error("tick_failed", exc_info=error)
 

@@ -21,9 +21,10 @@ from resharder.server import checks
 from resharder.server.archive import Archive
 from resharder.server.checks import Checks
 from resharder.server.config import Config, load
+from resharder.server.descriptors import Descriptors
 from resharder.server.direct import Direct
 from resharder.server.direct_service import DirectService
-from resharder.server.errors import DaemonError, ErrorInterceptor
+from resharder.server.errors import DaemonError, ErrorInterceptor, medium_error
 from resharder.server.events import Events
 from resharder.server.fleet import Fleets
 from resharder.server.fleet_files import FleetFiles
@@ -189,7 +190,9 @@ class Daemon:
         _log.info("listening", **listens, store=str(self.config.store), limit=self.store.limit_bytes)
 
     def _tick(self) -> None:
+        descriptors = Descriptors()
         while not self._ended.wait(min(1.0, self.config.lease_seconds / 4)):
+            descriptors.look()
             try:
                 self.intake.expire()
             except Exception as error:
@@ -274,6 +277,8 @@ def serve(config: Config) -> None:
         daemon = Daemon(config)
     except (DaemonError, SecurityFilesError) as error:
         sys.exit(f"resharderd: {error}")
+    except OSError as error:
+        sys.exit(f"resharderd: {medium_error(error)}")
     daemon.start()
     while not ended.wait(1.0):  # without a timeout a signal that the kernel gives to another thread would never be seen
         pass

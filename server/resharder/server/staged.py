@@ -20,7 +20,7 @@ from resharder.converters.files import BITS, Array, FileLayout, MappedFiles
 from resharder.converters.layout import Box, box_index, box_shape, box_size, full_box
 from resharder.server.digesting import digest_tensors
 from resharder.server.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument
-from resharder.server.kernel import unwritten_elsewhere
+from resharder.server.kernel import touching, unwritten_elsewhere
 from resharder.server.manifest import VersionRecord
 from resharder.server.publisher import Publisher
 from resharder.server.slots import Slot
@@ -102,7 +102,8 @@ class Staged:
             if rank in self._sealed:
                 return None
             if self._maps is None:
-                self._maps = MappedFiles(self.folder, self._files, writable=True)
+                with touching(self.folder, "mapping"):
+                    self._maps = MappedFiles(self.folder, self._files, writable=True)
             self._landing += 1
             return self._maps
 
@@ -196,8 +197,12 @@ class Staged:
         return tuple((rank, hash_digests(values)) for rank, values in sorted(self._sealed.items()))
 
     def prove(self, threads: int, patience: float) -> dict[str, int]:
-        """The digest of every tensor, from the files, once nobody can write them. Raises ProofFailed."""
+        """The digest of every tensor, from the files, once nobody can write them. Raises ProofFailed, OSError."""
         self.close()
+        with touching(self.folder, "proving"):
+            return self._prove(threads, patience)
+
+    def _prove(self, threads: int, patience: float) -> dict[str, int]:
         paths = [self.folder / file.path for file in self._files]
         if self._shared and not _wait(lambda: all(unwritten_elsewhere(path) for path in paths), patience):
             busy = [path.name for path in paths if not unwritten_elsewhere(path)]
