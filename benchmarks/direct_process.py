@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 from resharder.client.direct.group import DirectFailed, Group, Part, connect, make_group
-from resharder.client.direct.proof import Proof
-from resharder.client.direct.schedule import quota_of, schedule
 from resharder.client.direct.transfer import Transfer
-from resharder.converters.copies import Copies
-from resharder.converters.digest import digest_torch
-from resharder.converters.layout import Layout, Piece
-from resharder.converters.local import view_of
-from resharder.converters.replicas import held_digests
+from resharder.client.gpu.digest import Proof
+from resharder.client.gpu.schedule import quota_of, schedule
+from resharder.converters.geometry.copy_table import Copies
+from resharder.converters.geometry.layout import Layout, Piece
+from resharder.converters.models.replicas import held_digests
+from resharder.converters.models.tensor_io import view_of
+from resharder.converters.storage.digest import digest_torch
 from torch.distributed import TCPStore
 
 from benchmarks.direct_layouts import memory_of

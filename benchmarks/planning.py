@@ -20,12 +20,12 @@ from tests.support import megatron_shim  # noqa: F401
 import re
 
 import torch
-from resharder.client.vllm.blueprint import Server, worker_recording
-from resharder.converters.checkpoint import expected_shapes
-from resharder.converters.layout import Layout, Piece, TensorSpec
-from resharder.converters.packed import Pieces, pack
-from resharder.converters.plan import Plan, plan_pieces
-from resharder.converters.worlds import Parallel, world_layouts
+from resharder.client.inference.vllm.blueprint import Server, worker_recording
+from resharder.converters.architectures.checkpoint import expected_shapes
+from resharder.converters.geometry.layout import Layout, Piece, TensorSpec
+from resharder.converters.geometry.piece_arrays import Pieces, pack
+from resharder.converters.geometry.plan import Plan, plan_pieces
+from resharder.converters.models.megatron.worlds import Parallel, world_layouts
 from rich.console import Console
 from rich.table import Table
 

@@ -4,15 +4,15 @@ import random
 
 import numpy as np
 import torch
-from resharder.client.direct import kernel
-from resharder.client.direct.host_copy import HostCopy
-from resharder.client.direct.pack import _on_host
-from resharder.client.direct.proof import Proof
-from resharder.client.direct.to_host import ToHost
-from resharder.converters.digest import digest
-from resharder.converters.files import BITS
-from resharder.converters.layout import ITEM_SIZES, Box, Layout, Piece, Range, TensorSpec, box_index, box_shape
-from resharder.converters.local import view_of
+from resharder.client.gpu import move_kernel
+from resharder.client.gpu.device_to_host import ToHost
+from resharder.client.gpu.digest import Proof
+from resharder.client.gpu.host_to_device import HostCopy
+from resharder.client.gpu.table import _on_host
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, Piece, Range, TensorSpec, box_index, box_shape
+from resharder.converters.models.tensor_io import view_of
+from resharder.converters.storage.digest import digest
+from resharder.converters.storage.files import BITS
 
 SHAPES = {
     "F64": [(6, 10), (3, 2, 8), ()],
@@ -35,7 +35,7 @@ def tiles_are_moved_as_the_host_does() -> None:
         outcome = torch.zeros(2, 1 << 17, dtype=torch.uint8)
         row = [source.data_ptr(), 0, rows, width, width + gap, width + 1]
         table = torch.tensor([row, [row[0] + 64 * word, 1 << 16, *row[2:]]] if width < 8192 else [row])
-        kernel.move(table, word, 0, outcome[0].data_ptr())
+        move_kernel.move(table, word, 0, outcome[0].data_ptr())
         for from_, to in _on_host(table.numpy(), word, 0, outcome[1].data_ptr()):
             np.copyto(to, from_)
         assert outcome[0].any(), word

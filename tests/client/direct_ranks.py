@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from resharder.client.direct.group import DirectFailed, Group, connect, make_group
-from resharder.client.direct.schedule import Schedule, quota_of, schedule
 from resharder.client.direct.transfer import Transfer
-from resharder.converters.copies import Copies, copies_of
-from resharder.converters.layout import Layout, box_index
-from resharder.converters.local import view_of
-from resharder.converters.plan import plan
+from resharder.client.gpu.schedule import Schedule, quota_of, schedule
+from resharder.converters.geometry.copy_table import Copies, copies_of
+from resharder.converters.geometry.layout import Layout, box_index
+from resharder.converters.geometry.plan import plan
+from resharder.converters.models.tensor_io import view_of
 from torch.distributed import TCPStore
 
 from benchmarks.direct_layouts import DENSE, EXPERTS, memory_of, written_trainer, written_workers

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from resharder.client.operator import Operator
-from resharder.client.publisher import Publisher
-from resharder.client.trainer import DeclaredTensor, Handle, connect
+from resharder.client.trainer.connect import DeclaredTensor, Handle, connect
+from resharder.client.trainer.publisher import Publisher
 from safetensors.torch import load_file
 
 CONFIG = {"model_type": "nobody", "architectures": ["NobodyForCausalLM"], "hidden_size": 64}

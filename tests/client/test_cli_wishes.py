@@ -1,8 +1,8 @@
 """What operators type becomes a Want and a Motion, or one clear error."""
 
 import pytest
-from resharder.client.cli import words
-from resharder.client.cli.wishes import MotionOptions, motion_of, want_of
+from resharder.client.cli import format
+from resharder.client.cli.options import MotionOptions, motion_of, want_of
 from resharder.client.errors import UsageError
 from resharder.v1 import resources_pb2
 
@@ -20,7 +20,7 @@ Motion, Want = resources_pb2.Motion, resources_pb2.Want
 )
 def test_a_want_is_typed_and_said_again(text: str, every: float | None, want: resources_pb2.Want, said: str) -> None:
     assert want_of(text, every) == want
-    assert words.want(want) == said
+    assert format.want(want) == said
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_want_is_typed_and_said_again(text: str, every: float | None, want: re
 )
 def test_a_motion_is_typed_and_said_again(options: MotionOptions, motion: resources_pb2.Motion | None, said: str) -> None:
     assert motion_of(options) == motion
-    assert motion is None or words.motion(motion) == said
+    assert motion is None or format.motion(motion) == said
 
 
 @pytest.mark.parametrize("text", ["newest", "0", "-1", "1.5", ""])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from resharder.client.direct.group import DirectFailed, make_group
 from resharder.client.direct.nccl_group import ctas_of
-from resharder.converters.worlds import Parallel, world_layouts
+from resharder.converters.models.megatron.worlds import Parallel, world_layouts
 from torch.distributed import HashStore, TCPStore
 
 from benchmarks.direct_layouts import DENSE, EXPERTS, written_trainer

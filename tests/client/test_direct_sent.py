@@ -5,9 +5,9 @@ import pytest
 import torch
 from resharder.client.direct.group import DirectFailed
 from resharder.client.direct.sent import Sent
-from resharder.converters.digest import digest
-from resharder.converters.layout import Layout, Piece, Range, TensorSpec, box_index
-from resharder.converters.packed import pack
+from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec, box_index
+from resharder.converters.geometry.piece_arrays import pack
+from resharder.converters.storage.digest import digest
 
 CPU = torch.device("cpu")
 SHAPE = (6, 8)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from resharder.client.errors import GenerationEnded, ResharderError, ServersNotAsleep, UsageError, WaitTimeout
-from resharder.client.generation import Fleet, Generation, Part
-from resharder.client.handle import Handle
-from resharder.client.identity import Identity
-from resharder.client.ranks import Ranks, meet
+from resharder.client.trainer.colocate import Fleet, Generation, Part
+from resharder.client.trainer.handle import Handle
+from resharder.client.trainer.identity import Identity
+from resharder.client.trainer.rendezvous import Ranks, meet
 from resharder.v1 import resources_pb2
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 

@@ -15,9 +15,9 @@ from tests.support import fakepg, tiny_hf
 
 # isort: split
 from resharder.client.errors import Conflict, StaleEpoch, UsageError
-from resharder.client.importing import import_checkpoint
 from resharder.client.operator import Operator
-from resharder.client.trainer import connect
+from resharder.client.tools.import_checkpoint import import_checkpoint
+from resharder.client.trainer.connect import connect
 from resharder.converters.errors import ConversionError, LayoutError, UnknownTensor
 from resharder.v1 import resources_pb2
 from safetensors.torch import load_file, save_file

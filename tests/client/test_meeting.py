@@ -2,8 +2,8 @@
 
 import threading
 
-from resharder.client.channel import Channel
-from resharder.client.direct.meeting import until_over
+from resharder.client.direct.rendezvous import until_over
+from resharder.client.rpc.channel import Channel
 
 from tests.support.daemon import Daemon
 

@@ -13,7 +13,7 @@ from tests.support.megatron_models import build_model
 # isort: split
 import torch
 from resharder.client.errors import LayoutRejected
-from resharder.client.trainer import connect
+from resharder.client.trainer.connect import connect
 
 from tests.support.daemon import Daemon
 from tests.support.operating import versions

@@ -1,7 +1,7 @@
 """When a command on a fleet has come to its end."""
 
 import pytest
-from resharder.client import waiting
+from resharder.client.operator import waiting
 from resharder.v1 import resources_pb2
 
 Fleet, Move, Server = resources_pb2.Fleet, resources_pb2.Move, resources_pb2.Server

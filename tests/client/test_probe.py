@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from resharder.client.lag import Lag, lag
 from resharder.client.operator import Operator
+from resharder.client.operator.lag import Lag, lag
 from resharder.v1 import resources_pb2
 
 from tests.client.models import connected, publish_all, weights

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from resharder.client.channel import Channel
 from resharder.client.errors import (
     DaemonUnreachable,
     LayoutRejected,
@@ -27,8 +26,9 @@ from resharder.client.errors import (
     WaitTimeout,
 )
 from resharder.client.operator import Operator
-from resharder.client.trainer import DeclaredTensor, Publisher, connect
-from resharder.converters.checkpoint import expected_shapes
+from resharder.client.rpc.channel import Channel
+from resharder.client.trainer.connect import DeclaredTensor, Publisher, connect
+from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.v1 import server_pb2, server_pb2_grpc
 
 from tests.client.models import CONFIG, connected, declared, equal, exported, parts, publish_all, spread, together, weights
@@ -138,7 +138,7 @@ def test_a_publish_that_fails_leaves_no_version_behind(daemon: Daemon) -> None:
 
 COPYING = """
 import signal, sys, torch
-from resharder.client.trainer import DeclaredTensor, connect
+from resharder.client.trainer.connect import DeclaredTensor, connect
 from resharder.client.transport import grpc_chunks, shared_memory
 endpoint, transport = sys.argv[1:]
 tensor = torch.full((32 << 10, 1024), 0x07070707, dtype=torch.int32)
@@ -195,7 +195,7 @@ def half_written(path: Path) -> bool:
 COMPILING = """
 import sys, torch
 from numba.core import event
-from resharder.client.trainer import connect
+from resharder.client.trainer.connect import connect
 endpoint = sys.argv[1]
 full = {
     "matrix": torch.randn(300, 512).bfloat16(), "square": torch.randn(64, 64).t(), "experts": torch.randn(4, 30, 50).half(),
@@ -285,12 +285,12 @@ def test_a_bound_on_how_far_ahead_makes_publish_wait(daemon: Daemon) -> None:
 
 
 def test_replicas_are_sent_once_and_evenly() -> None:
-    from resharder.client.channel import Channel
-    from resharder.client.holding import Held, Holding
-    from resharder.client.identity import Identity
-    from resharder.client.model_files import config_file
-    from resharder.client.registration import register
-    from resharder.converters.layout import TensorSpec, box_size, full_box
+    from resharder.client.rpc.channel import Channel
+    from resharder.client.trainer.identity import Identity
+    from resharder.client.trainer.model_files import config_file
+    from resharder.client.trainer.rank_layout import Held, Holding
+    from resharder.client.trainer.registration import register
+    from resharder.converters.geometry.layout import TensorSpec, box_size, full_box
 
     specs = {f"t{i}": TensorSpec(f"t{i}", "BF16", (256, 64 + i)) for i in range(16)}
     with Daemon() as daemon, Channel(daemon.endpoint) as channel:

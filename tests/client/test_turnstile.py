@@ -6,7 +6,7 @@ import threading
 from typing import NamedTuple
 
 import pytest
-from resharder.client.direct.turnstile import Turnstile
+from resharder.client.runtime.driver_lock import Turnstile
 
 LONG = 60.0
 

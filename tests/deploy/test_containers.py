@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from resharder.client.vllm.settings import Settings
+from resharder.client.inference.settings import Settings
 from resharder.server.config import load
 
 from tests.support.tools import checked, tool

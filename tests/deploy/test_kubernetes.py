@@ -11,7 +11,7 @@ import pytest
 import typer
 import yaml
 from resharder.client.cli import app
-from resharder.client.vllm.settings import Settings
+from resharder.client.inference.settings import Settings
 from resharder.server.config import Config, load
 
 from tests.support.tools import checked, tool

@@ -16,7 +16,7 @@ import pytest
 from resharder.client import Publisher, connect
 from resharder.client.errors import ResharderError
 from resharder.client.operator import Operator
-from resharder.client.waiting import went_well
+from resharder.client.operator.waiting import went_well
 from resharder.v1 import resources_pb2
 
 from demo.trainer_job import TrainerJob

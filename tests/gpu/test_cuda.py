@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from resharder.client import connect
-from resharder.client.vllm import install
-from resharder.client.vllm.compat import Host
-from resharder.client.vllm.install import Fault
-from resharder.converters.digest import digest, digest_torch
-from resharder.converters.layout import Range, box_index, full_box
+from resharder.client.inference.vllm.compat import Host
+from resharder.client.inference.worker import install
+from resharder.client.inference.worker.install import Fault
+from resharder.converters.geometry.layout import Range, box_index, full_box
+from resharder.converters.storage.digest import digest, digest_torch
 from safetensors.torch import load_file
 
 from tests.support.daemon import Daemon

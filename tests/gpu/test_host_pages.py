@@ -7,13 +7,13 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
-from resharder.client.direct.host_copy import HostCopy
-from resharder.client.direct.pages import register
+from resharder.client.gpu.host_to_device import HostCopy
+from resharder.client.gpu.pinned_pages import register
 from resharder.client.transport.base import Slot
-from resharder.client.transport.from_gpu import FromGpu
-from resharder.converters.digest import digest
-from resharder.converters.files import MappedFiles, lay_out
-from resharder.converters.layout import Box, Layout, Piece, Range, TensorSpec, box_index
+from resharder.client.transport.gpu_buffers import FromGpu
+from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, box_index
+from resharder.converters.storage.digest import digest
+from resharder.converters.storage.files import MappedFiles, lay_out
 from resharder.v1 import resources_pb2
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

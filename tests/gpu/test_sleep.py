@@ -12,7 +12,7 @@ import pytest
 import torch
 from resharder.client import connect
 from resharder.client.operator import Operator
-from resharder.client.publisher import Publisher
+from resharder.client.trainer.publisher import Publisher
 from resharder.v1 import resources_pb2
 
 from tests.support.daemon import Daemon

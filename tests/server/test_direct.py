@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from resharder.converters.digest import digest
-from resharder.converters.layout import Layout, Piece, Range, TensorSpec, box_index
-from resharder.converters.packed import Pieces, pack
-from resharder.server.direct import Direct
-from resharder.server.direct_state import Act, Member, Task
-from resharder.server.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec, box_index
+from resharder.converters.geometry.piece_arrays import Pieces, pack
+from resharder.converters.storage.digest import digest
+from resharder.server.direct.coordinator import Direct
+from resharder.server.direct.state import Act, Member, Task
+from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 
 from tests.support.operating import wait_until
 

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from resharder.server.events import Event, Events, event_to_proto
+from resharder.server.infra.event_log import Event, Events, event_to_proto
 from resharder.v1 import operator_pb2
 
 WRITER = """
 import sys
 from pathlib import Path
-from resharder.server.events import Events
+from resharder.server.infra.event_log import Events
 events = Events(Path(sys.argv[1]), limit=50)
 while True:
     print(events.add("version", "models/policy/versions/1", "ready", "x" * 1000, step=1).id, flush=True)

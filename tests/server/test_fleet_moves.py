@@ -14,23 +14,13 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from resharder.server.errors import DaemonError, NotFound
-from resharder.server.fleet import Attachment, Fleets
-from resharder.server.fleet_files import restored, stored
-from resharder.server.fleet_state import Fleet, MotionKind, MoveState, PauseMode, WantKind
-from resharder.server.manifest import ABORTED, READY, STAGING, VersionRecord
-from resharder.server.operations import Operations
-from resharder.server.server_state import (
-    Attached,
-    InstallState,
-    Order,
-    OrderKind,
-    Power,
-    Reported,
-    Settings,
-    Worker,
-    WorkerState,
-)
+from resharder.server.fleets.commands import Operations
+from resharder.server.fleets.fleets import Attachment, Fleets
+from resharder.server.fleets.persistence import restored, stored
+from resharder.server.state.errors import DaemonError, NotFound
+from resharder.server.state.fleet import Fleet, MotionKind, MoveState, PauseMode, WantKind
+from resharder.server.state.server import Attached, InstallState, Order, OrderKind, Power, Reported, Settings, Worker, WorkerState
+from resharder.server.store.manifest import ABORTED, READY, STAGING, VersionRecord
 from resharder.v1 import operator_pb2, resources_pb2
 
 SETTINGS = Settings(lease=10, grace=10, boot=1000, install_step=200, attempts=2, first_retry=1, last_retry=2)

@@ -16,16 +16,16 @@ import pytest
 import xxhash
 from google.protobuf.timestamp_pb2 import Timestamp
 from hypothesis import HealthCheck, given, settings
-from resharder.converters.chunks import frame, unframe
-from resharder.converters.cut import cut_chunks
-from resharder.converters.layout import ITEM_SIZES, Layout, Piece, Range, TensorSpec, box_index, full_box
-from resharder.converters.messages import boxes_to_proto
-from resharder.converters.packed import Pieces, pack
-from resharder.server.direct import Direct
-from resharder.server.direct_state import Member
-from resharder.server.errors import FailedPrecondition, ResourceExhausted
-from resharder.server.kernel import anonymous_bytes
-from resharder.server.timing import timings_from_proto
+from resharder.converters.geometry.chunking import cut_chunks
+from resharder.converters.geometry.layout import ITEM_SIZES, Layout, Piece, Range, TensorSpec, box_index, full_box
+from resharder.converters.geometry.piece_arrays import Pieces, pack
+from resharder.converters.wire.boxes import boxes_to_proto
+from resharder.converters.wire.chunk_frame import frame, unframe
+from resharder.server.direct.coordinator import Direct
+from resharder.server.direct.state import Member
+from resharder.server.infra.filesystem import anonymous_bytes
+from resharder.server.state.errors import FailedPrecondition, ResourceExhausted
+from resharder.server.state.timing import timings_from_proto
 from resharder.v1 import direct_pb2, direct_pb2_grpc, operator_pb2, operator_pb2_grpc, publisher_pb2, resources_pb2, server_pb2
 
 from tests.support.fuzzed import MODELS, SPECS, World, fuzzed, started

@@ -11,18 +11,18 @@ import grpc
 import numpy as np
 import pytest
 import xxhash
-from resharder.converters.checkpoint import expected_shapes
-from resharder.converters.chunks import frame, unframe
-from resharder.converters.cut import cut_chunks
-from resharder.converters.files import MappedFiles, lay_out, read_layout
-from resharder.converters.layout import Range, TensorSpec, full_box
+from resharder.converters.architectures.checkpoint import expected_shapes
+from resharder.converters.geometry.chunking import cut_chunks
+from resharder.converters.geometry.layout import Range, TensorSpec, full_box
+from resharder.converters.storage.files import MappedFiles, lay_out, read_layout
+from resharder.converters.wire.chunk_frame import frame, unframe
 from resharder.server.config import Config
-from resharder.server.intake import Intake
+from resharder.server.ingest.coordinator import Intake
+from resharder.server.ingest.packed_boxes import cut_slot, pack
 from resharder.server.main import Daemon as DaemonInProcess
-from resharder.server.manifest import VersionRecord
-from resharder.server.server_state import Attached, OrderKind, Reported, Worker, WorkerState
-from resharder.server.slots import cut_slot, pack
-from resharder.server.store import Store
+from resharder.server.state.server import Attached, OrderKind, Reported, Worker, WorkerState
+from resharder.server.store.manifest import VersionRecord
+from resharder.server.store.store import Store
 from resharder.v1 import operator_pb2, publisher_pb2, resources_pb2
 
 from tests.support.daemon import Daemon
@@ -349,7 +349,7 @@ def test_a_silent_rank_aborts_its_version_and_frees_the_room(tmp_path: Path) -> 
 def test_whoever_waits_for_serving_is_woken_by_the_last_server_and_asks_nobody_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("resharder.server.intake._LOOK", 60.0)
+    monkeypatch.setattr("resharder.server.ingest.coordinator._LOOK", 60.0)
     config = Config(listen="127.0.0.1:0", store=tmp_path / "store", shared_memory=False, lease_seconds=300)
     daemon = DaemonInProcess(config)
     asked: list[tuple[int, int]] = []

@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from resharder.client import errors
-from resharder.client.channel import Channel
-from resharder.converters.digest import digest
-from resharder.converters.files import Array
-from resharder.converters.layout import Box, TensorSpec, full_box
-from resharder.converters.messages import boxes_to_proto
-from resharder.server import lanes
-from resharder.server.errors import ResourceExhausted
-from resharder.server.intake import Intake
-from resharder.server.kernel import write_zeros
-from resharder.server.lanes import Lanes, model_of_request
-from resharder.server.slots import pack
-from resharder.server.store import Store
+from resharder.client.rpc.channel import Channel
+from resharder.converters.geometry.layout import Box, TensorSpec, full_box
+from resharder.converters.storage.digest import digest
+from resharder.converters.storage.files import Array
+from resharder.converters.wire.boxes import boxes_to_proto
+from resharder.server.infra.filesystem import write_zeros
+from resharder.server.ingest.coordinator import Intake
+from resharder.server.ingest.packed_boxes import pack
+from resharder.server.rpc import concurrency
+from resharder.server.rpc.concurrency import Lanes, model_of_request
+from resharder.server.state.errors import ResourceExhausted
+from resharder.server.store.store import Store
 from resharder.v1 import direct_pb2, operator_pb2, publisher_pb2, publisher_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
 
 from tests.support.daemon import Daemon
@@ -79,10 +79,10 @@ def test_every_stream_and_every_call_that_may_wait_has_places_and_no_name_is_of_
         for name, method in methods.items()
         if method.client_streaming or method.server_streaming or "wait_seconds" in method.input_type.fields_by_name
     }
-    assert long <= lanes._WAITS | lanes._TRANSFERS
+    assert long <= concurrency._WAITS | concurrency._TRANSFERS
     of_grpc = {"Check", "Watch", "ServerReflectionInfo"}
-    assert methods.keys() | of_grpc >= lanes._WAITS | lanes._TRANSFERS | lanes._LEASES
-    assert not lanes._LEASES & (lanes._WAITS | lanes._TRANSFERS)
+    assert methods.keys() | of_grpc >= concurrency._WAITS | concurrency._TRANSFERS | concurrency._LEASES
+    assert not concurrency._LEASES & (concurrency._WAITS | concurrency._TRANSFERS)
 
 
 @contextmanager
@@ -229,7 +229,7 @@ def test_proofs_of_one_model_that_take_long_do_not_hold_up_anothers(tmp_path: Pa
         assert shape != shapes["noisy"] or ended.wait(60)
         return digest(array, box, shape)
 
-    monkeypatch.setattr("resharder.server.digesting.digest", held_up)
+    monkeypatch.setattr("resharder.server.store.digests.digest", held_up)
     with closing(Store(tmp_path / "store", shared=False)) as store, ExitStack() as at_last:
         intake = Intake(store, threads=1)
         at_last.callback(ended.set)
@@ -250,7 +250,7 @@ def test_files_of_models_that_take_long_to_lay_out_do_not_hold_up_anothers(
         assert noisy.isdisjoint(path.parts) or ended.wait(60)
         write_zeros(path, header, size)
 
-    monkeypatch.setattr("resharder.server.pool.write_zeros", held_up)
+    monkeypatch.setattr("resharder.server.store.file_pool.write_zeros", held_up)
     with closing(Store(tmp_path / "store", shared=False)) as store, ExitStack() as at_last:
         intake = Intake(store)
         at_last.callback(ended.set)

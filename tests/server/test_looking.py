@@ -8,18 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from resharder.converters import digest as digest_module
-from resharder.converters.files import BITS
-from resharder.converters.layout import ITEM_SIZES, TensorSpec, full_box
-from resharder.server import store as store_module
+from resharder.converters.geometry.layout import ITEM_SIZES, TensorSpec, full_box
+from resharder.converters.storage import digest as digest_module
+from resharder.converters.storage.files import BITS
 from resharder.server.config import Config
-from resharder.server.errors import FailedPrecondition
+from resharder.server.ingest.packed_boxes import pack
+from resharder.server.ingest.publisher import ACTIVE
 from resharder.server.main import Daemon
-from resharder.server.manifest import READY, VersionRecord
-from resharder.server.publisher import ACTIVE
-from resharder.server.server_state import Attached, Worker, WorkerState
-from resharder.server.slots import pack
-from resharder.server.store import Store
+from resharder.server.state.errors import FailedPrecondition
+from resharder.server.state.server import Attached, Worker, WorkerState
+from resharder.server.store import store as store_module
+from resharder.server.store.manifest import READY, VersionRecord
+from resharder.server.store.store import Store
 
 from tests.server.test_intake import ready_version
 from tests.server.test_store import FILES, LAYOUTS, claim, numbers, publish, settle

@@ -9,19 +9,18 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry
 from resharder.client.operator import Motion, Operator
-from resharder.converters.layout import Layout
-from resharder.converters.packed import pack
-from resharder.server import metrics, snapshot
-from resharder.server.direct import Direct
-from resharder.server.direct_state import Member
-from resharder.server.errors import FailedPrecondition
-from resharder.server.fleet import FleetView, ServerView
-from resharder.server.fleet_state import Fleet, Move, MoveState
-from resharder.server.fleet_state import Motion as HowToMove
-from resharder.server.manifest import ABORTED, READY, RETIRED, VersionRecord
-from resharder.server.metrics.observed import Observed
-from resharder.server.reconciler import step
-from resharder.server.server_state import (
+from resharder.converters.geometry.layout import Layout
+from resharder.converters.geometry.piece_arrays import pack
+from resharder.server.direct.coordinator import Direct
+from resharder.server.direct.state import Member
+from resharder.server.fleets.fleets import FleetView, ServerView
+from resharder.server.fleets.reconciler import step
+from resharder.server.observability import metrics, snapshot
+from resharder.server.observability.metrics.counters import Observed
+from resharder.server.state.errors import FailedPrecondition
+from resharder.server.state.fleet import Fleet, Move, MoveState
+from resharder.server.state.fleet import Motion as HowToMove
+from resharder.server.state.server import (
     Attached,
     Goal,
     OrderKind,
@@ -34,7 +33,8 @@ from resharder.server.server_state import (
     WorkerReported,
     WorkerState,
 )
-from resharder.server.timing import Timing
+from resharder.server.state.timing import Timing
+from resharder.server.store.manifest import ABORTED, READY, RETIRED, VersionRecord
 from resharder.v1 import publisher_pb2, resources_pb2
 
 from tests.client.models import connected, publish_all, weights

@@ -12,9 +12,9 @@ from google.protobuf import descriptor_pool
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from resharder.converters.digest import digest
-from resharder.converters.layout import TensorSpec, full_box
-from resharder.converters.messages import boxes_to_proto, spec_to_proto
+from resharder.converters.geometry.layout import TensorSpec, full_box
+from resharder.converters.storage.digest import digest
+from resharder.converters.wire.boxes import boxes_to_proto, spec_to_proto
 from resharder.server.main import SERVICES
 from resharder.server.security.rules import RULES
 from resharder.v1 import direct_pb2, operator_pb2, publisher_pb2, resources_pb2, server_pb2

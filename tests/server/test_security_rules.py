@@ -11,10 +11,9 @@ from grpc_reflection.v1alpha import reflection_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from resharder.converters.chunks import ChunkHeader, frame
+from resharder.converters.wire.chunk_frame import ChunkHeader, frame
 from resharder.server.config import Config, load
-from resharder.server.errors import DaemonError, ResourceExhausted
-from resharder.server.lanes import LONG
+from resharder.server.rpc.concurrency import LONG
 from resharder.server.security import rules
 from resharder.server.security.files import read_tokens
 from resharder.server.security.identities import bearer, identity, of_grpc, of_ssl
@@ -23,6 +22,7 @@ from resharder.server.security.resources import resource_of
 from resharder.server.security.roles import Grant, Role, Roles
 from resharder.server.security.rules import RULES, Resource, Rule, decide, rule_of
 from resharder.server.security.settings import is_loopback
+from resharder.server.state.errors import DaemonError, ResourceExhausted
 from resharder.v1 import direct_pb2, operator_pb2, publisher_pb2, resources_pb2, server_pb2
 
 PROTO = Path(__file__).parents[2] / "proto/resharder/v1"

@@ -19,10 +19,10 @@ from pathlib import Path
 import grpc
 import pytest
 from resharder.client import Operator, Tls
-from resharder.client.channel import Channel
 from resharder.client.errors import AccessDenied, NotFound, ResharderError, UsageError, WaitTimeout
-from resharder.client.vllm.settings import Settings
-from resharder.converters.layout import TensorSpec
+from resharder.client.inference.settings import Settings
+from resharder.client.rpc.channel import Channel
+from resharder.converters.geometry.layout import TensorSpec
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
 from safetensors.torch import load_file
 

@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 import xxhash
 from google.rpc import error_details_pb2, status_pb2
-from resharder.converters.chunks import unframe
-from resharder.converters.cut import cut_chunks
-from resharder.converters.digest import digest
-from resharder.converters.files import MappedFiles, lay_out
-from resharder.converters.layout import Box, Range, TensorSpec, box_index, full_box
-from resharder.converters.messages import boxes_to_proto
-from resharder.server.errors import ErrorInterceptor
-from resharder.server.fleet import Fleets
-from resharder.server.profiles import Profiles
-from resharder.server.server_service import ServerService, add_server_service
-from resharder.server.server_state import Settings
-from resharder.server.store import Store
-from resharder.server.verifications import Verifications
+from resharder.converters.geometry.chunking import cut_chunks
+from resharder.converters.geometry.layout import Box, Range, TensorSpec, box_index, full_box
+from resharder.converters.storage.digest import digest
+from resharder.converters.storage.files import MappedFiles, lay_out
+from resharder.converters.wire.boxes import boxes_to_proto
+from resharder.converters.wire.chunk_frame import unframe
+from resharder.server.fleets.fleets import Fleets
+from resharder.server.fleets.profiles import Profiles
+from resharder.server.fleets.verifications import Verifications
+from resharder.server.rpc.server_service import ServerService, add_server_service
+from resharder.server.state.errors import ErrorInterceptor
+from resharder.server.state.server import Settings
+from resharder.server.store.store import Store
 from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
 
 LEASE = 60.0  # of the site's clock; a busy machine does not cost it
@@ -73,7 +73,7 @@ class Site:
         return self.stub.ReportWorker(server_pb2.ReportWorkerRequest(server="servers/s", worker=worker))
 
     def state(self) -> resources_pb2.Server.State:
-        from resharder.server.views import server_to_proto
+        from resharder.server.rpc.convert import server_to_proto
 
         return server_to_proto(self.fleets.servers()[0]).state
 

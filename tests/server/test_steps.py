@@ -12,13 +12,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from resharder.client.attempts import Attempts
-from resharder.converters.layout import Range, TensorSpec
-from resharder.server.errors import DaemonError, FailedPrecondition, NotFound, ResourceExhausted
-from resharder.server.intake import Intake
-from resharder.server.manifest import VersionRecord
-from resharder.server.slots import pack
-from resharder.server.store import Store
+from resharder.client.trainer.attempts import Attempts
+from resharder.converters.geometry.layout import Range, TensorSpec
+from resharder.server.ingest.coordinator import Intake
+from resharder.server.ingest.packed_boxes import pack
+from resharder.server.state.errors import DaemonError, FailedPrecondition, NotFound, ResourceExhausted
+from resharder.server.store.manifest import VersionRecord
+from resharder.server.store.store import Store
 
 LEASE = 4.0
 RANKS = 3

@@ -9,8 +9,8 @@ from http import HTTPStatus
 from typing import Any
 
 import pytest
-from resharder.server.web import Answer, Request, Web, is_loopback, parse_listen
 from resharder.server.web import http as served
+from resharder.server.web.app import Answer, Request, Web, is_loopback, parse_listen
 
 from tests.support.daemon import Daemon
 from tests.support.operating import wait_until
@@ -106,9 +106,9 @@ def test_metrics_come_in_the_format_that_is_asked_for(stand: Stand) -> None:
 
 
 def test_however_many_look_the_status_is_made_once_in_a_while(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resharder.server.web._FRESH", 1e9)
+    monkeypatch.setattr("resharder.server.web.app._FRESH", 1e9)
     assert [json.loads(stand.get("/api/status")[1]) for _ in range(3)] == [{"time": 1}] * 3
-    monkeypatch.setattr("resharder.server.web._FRESH", -1.0)
+    monkeypatch.setattr("resharder.server.web.app._FRESH", -1.0)
     assert json.loads(stand.get("/api/status?fresh=1")[1]) == {"time": 2}
 
 

@@ -17,8 +17,11 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 import grpc
-from resharder.server import direct, events, intake, profiles
 from resharder.server.config import Config
+from resharder.server.direct import coordinator
+from resharder.server.fleets import profiles
+from resharder.server.infra import event_log
+from resharder.server.ingest import coordinator as ingest_coordinator
 from resharder.server.main import Daemon
 
 _LOOKS = 3  # after so many looks whether the caller is still there, it is not
@@ -170,10 +173,10 @@ class _Answers:
 def inside(**options: Any) -> Iterator[tuple[Daemon, Door]]:
     """`options` are the daemon's configuration. Nothing waits for long."""
     with ExitStack() as held:
-        for module in (direct, events, intake, profiles):
+        for module in (coordinator, event_log, ingest_coordinator, profiles):
             held.enter_context(patch.object(module, "_LOOK", 0.005))
         for name in ("_PAUSE", "_LONGEST_PAUSE"):
-            held.enter_context(patch.object(direct, name, 0.005))
+            held.enter_context(patch.object(coordinator, name, 0.005))
         with patch.object(grpc, "server", Door):
             daemon = Daemon(Config(**{"caller_rate": 0, "direct_seconds": 0.2, "web_listen": ""} | options))
         daemon.start()

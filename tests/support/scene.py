@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from resharder.client.operator import Motion, Operator, Want
-from resharder.converters.layout import TensorSpec
+from resharder.converters.geometry.layout import TensorSpec
 from resharder.v1 import resources_pb2
 
 from tests.support.daemon import Daemon

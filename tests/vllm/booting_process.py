@@ -6,10 +6,10 @@ python -m tests.vllm.booting_process [unrenewed]
 import ctypes
 import sys
 
-from resharder.client.channel import Channel
-from resharder.client.vllm.renewal import Renewal
-from resharder.client.vllm.report import claim
-from resharder.client.vllm.settings import Settings
+from resharder.client.inference.settings import Settings
+from resharder.client.inference.worker.boot_lease import Renewal
+from resharder.client.inference.worker.reporter import claim
+from resharder.client.rpc.channel import Channel
 
 
 def main() -> None:

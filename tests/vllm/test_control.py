@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from resharder.client.vllm.control import Control
-from resharder.client.vllm.gate import Gate, Lease, Position
-from resharder.client.vllm.orders import Kind, Order, Outcome, order_from_proto
-from resharder.client.vllm.power import STAY_PAUSED, Power, Slumber
+from resharder.client.inference.control.control import Control
+from resharder.client.inference.control.gate import Gate, Lease, Position
+from resharder.client.inference.control.orders import Kind, Order, Outcome, order_from_proto
+from resharder.client.inference.power import STAY_PAUSED, Power, Slumber
 from resharder.v1 import resources_pb2, server_pb2
 
 LEAD = Order(Kind.LEAD)

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 from resharder.client import connect
 from resharder.client.errors import UsageError
-from resharder.client.vllm import compat
-from resharder.client.vllm.attach import refuse_unsupported
-from resharder.client.vllm.endpoint import EndpointPlugin
+from resharder.client.inference.vllm import compat
+from resharder.client.inference.vllm.attach import refuse_unsupported
+from resharder.client.inference.vllm.endpoint import EndpointPlugin
 
 from tests.support.daemon import Daemon
 from tests.support.operating import wait_serving
@@ -29,7 +29,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from resharder.client.errors import WaitTimeout
-from resharder.client.vllm.attach import attach
+from resharder.client.inference.vllm.attach import attach
 
 async def answer(engine):
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

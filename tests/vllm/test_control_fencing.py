@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from resharder.client.errors import UsageError
-from resharder.client.vllm.control import Control
-from resharder.client.vllm.fence import FENCED, Fence, clock_id, guard
-from resharder.client.vllm.gate import Gate, Lease, Position
-from resharder.client.vllm.orders import Kind, Order, Outcome
-from resharder.client.vllm.power import STAY_PAUSED, Power, Slumber
+from resharder.client.inference.control.control import Control
+from resharder.client.inference.control.fence import FENCED, Fence, clock_id, guard
+from resharder.client.inference.control.gate import Gate, Lease, Position
+from resharder.client.inference.control.orders import Kind, Order, Outcome
+from resharder.client.inference.power import STAY_PAUSED, Power, Slumber
 
 LEASE = 10.0
 OWN_TERM, NEXT_TERM = 1, 2

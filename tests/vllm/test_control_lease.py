@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 import grpc
-from resharder.client.channel import Channel
-from resharder.client.vllm.gate import Lease
-from resharder.client.vllm.lease import Identity, LeaseThread
-from resharder.client.vllm.orders import Kind, Order, Outcome
-from resharder.client.vllm.power import Power
+from resharder.client.inference.control.gate import Lease
+from resharder.client.inference.control.lease import Identity, LeaseThread
+from resharder.client.inference.control.orders import Kind, Order, Outcome
+from resharder.client.inference.power import Power
+from resharder.client.rpc.channel import Channel
 from resharder.v1 import server_pb2, server_pb2_grpc
 
 from tests.support.operating import wait_until

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from resharder.client import connect
 from resharder.client.operator import Operator
-from resharder.client.publisher import Publisher
+from resharder.client.trainer.publisher import Publisher
 from resharder.v1 import resources_pb2
 
 from tests.support.command import answer

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from resharder.client.vllm.install import InstallError
-from resharder.client.vllm.parts import DRAFTER, MODEL, Part, needs, shared_modules
-from resharder.client.vllm.recorder import Recording, record
-from resharder.client.vllm.source import Manifest
-from resharder.converters.layout import TensorSpec
+from resharder.client.inference.recording.recorder import Recording, record
+from resharder.client.inference.worker.install import InstallError
+from resharder.client.inference.worker.model_part import DRAFTER, MODEL, Part, needs, shared_modules
+from resharder.client.inference.worker.source import Manifest
+from resharder.converters.geometry.layout import TensorSpec
 
 from tests.support.daemon import Daemon
 from tests.support.tiny_hf import load_checkpoint

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from resharder.client.vllm import compat
-from resharder.client.vllm.fence import FENCED, clock_id
+from resharder.client.inference.control.fence import FENCED, clock_id
+from resharder.client.inference.vllm import compat
 
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_engine import Engine

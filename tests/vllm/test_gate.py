@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
-from resharder.client.vllm.gate import Gate, GateMiddleware, Lease, Position
+from resharder.client.inference.control.gate import Gate, GateMiddleware, Lease, Position
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse

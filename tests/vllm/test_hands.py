@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
-from resharder.client.vllm.endpoint import EndpointPlugin
-from resharder.client.vllm.gate import VERSION_HEADER, Gate, GateMiddleware
-from resharder.client.vllm.hands import RULES, Hand, HandsMiddleware
+from resharder.client.inference.control.gate import VERSION_HEADER, Gate, GateMiddleware
+from resharder.client.inference.vllm.endpoint import EndpointPlugin
+from resharder.client.inference.vllm.route_rules import RULES, Hand, HandsMiddleware
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse

@@ -9,12 +9,12 @@ import pytest
 import torch
 import vllm
 from packaging.version import Version
-from resharder.client.vllm.blueprint import Server, worker_recording
-from resharder.client.vllm.parts import MODEL
-from resharder.client.vllm.power import KV_CACHE, STAY_PAUSED, WEIGHTS, Power
-from resharder.client.vllm.recorder import Recording
-from resharder.client.vllm.worker import agent_of
-from resharder.converters.layout import TensorSpec
+from resharder.client.inference.power import KV_CACHE, STAY_PAUSED, WEIGHTS, Power
+from resharder.client.inference.recording.recorder import Recording
+from resharder.client.inference.vllm.blueprint import Server, worker_recording
+from resharder.client.inference.vllm.worker_rpc import agent_of
+from resharder.client.inference.worker.model_part import MODEL
+from resharder.converters.geometry.layout import TensorSpec
 
 from tests.support.daemon import Daemon
 from tests.support.tiny_hf import load_checkpoint

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-from resharder.client.vllm import page as pages
-from resharder.client.vllm.labels import Answer, Events, Signed, answering, current
-from resharder.client.vllm.page import Page, joined
+from resharder.client.inference import version_page as pages
+from resharder.client.inference.control.labels import Answer, Events, Signed, answering, current
+from resharder.client.inference.version_page import Page, joined
 
 
 def test_a_time_maps_to_the_version_that_all_workers_had_then(tmp_path: Path) -> None:

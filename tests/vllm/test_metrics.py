@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, make_asgi_app
-from resharder.client.vllm.gate import LEASE_ENDED, Gate, GateMiddleware, Lease
-from resharder.client.vllm.metrics import Numbers
-from resharder.client.vllm.orders import Kind, Outcome
+from resharder.client.inference.control.gate import LEASE_ENDED, Gate, GateMiddleware, Lease
+from resharder.client.inference.control.metrics import Numbers
+from resharder.client.inference.control.orders import Kind, Outcome
 from resharder.v1 import resources_pb2
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -137,8 +137,8 @@ def test_the_lease_says_when_it_ends(registry: CollectorRegistry, look: Look, mo
 # One API server of several: told where its gate stands, it waits until it is read.
 PROCESS = """
 import sys
-from resharder.client.vllm.gate import Gate
-from resharder.client.vllm.metrics import numbers
+from resharder.client.inference.control.gate import Gate
+from resharder.client.inference.control.metrics import numbers
 gate = Gate()
 gate.watch(numbers())
 numbers().refused("shut")

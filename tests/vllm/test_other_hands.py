@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from resharder.client import connect
+from resharder.client.inference.vllm.route_rules import RULES, Hand
 from resharder.client.operator import Operator
-from resharder.client.publisher import Publisher
-from resharder.client.vllm.hands import RULES, Hand
+from resharder.client.trainer.publisher import Publisher
 from resharder.v1 import resources_pb2
 
 from tests.support.command import resharder

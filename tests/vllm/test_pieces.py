@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from resharder.client.vllm import install
-from resharder.client.vllm.compat import Host
-from resharder.client.vllm.install import Fault
-from resharder.client.vllm.kept import gaps
-from resharder.converters.layout import Piece, full_box
+from resharder.client.inference.vllm.compat import Host
+from resharder.client.inference.worker import install
+from resharder.client.inference.worker.install import Fault
+from resharder.client.inference.worker.sleep_backup import gaps
+from resharder.converters.geometry.layout import Piece, full_box
 
 from tests.support.moe_pieces import moe_pieces
 

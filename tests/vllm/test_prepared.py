@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from resharder.client.vllm import compat, install
-from resharder.client.vllm.install import Installed, InstallError, Prepared, Route
-from resharder.converters.layout import Piece, Range
+from resharder.client.inference.vllm import compat
+from resharder.client.inference.worker import install
+from resharder.client.inference.worker.install import Installed, InstallError, Prepared, Route
+from resharder.converters.geometry.layout import Piece, Range
 
 PIECES = tuple(Piece("w", (Range(row, 1), Range(0, 4)), "weight", 4 * row, (4, 1)) for row in range(3))
 STORED = [11, 22, 33]

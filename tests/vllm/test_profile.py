@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from resharder.client.channel import Channel
 from resharder.client.errors import NotFound, Refused
+from resharder.client.inference.worker import profile as profiles
+from resharder.client.inference.worker.profile import profiled
 from resharder.client.operator import Operator
-from resharder.client.vllm import profile as profiles
-from resharder.client.vllm.profile import profiled
+from resharder.client.rpc.channel import Channel
 from resharder.v1 import resources_pb2, server_pb2
 
 from tests.client.models import connected, publish_all, weights

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from resharder.client.errors import UsageError
-from resharder.client.vllm import compat, register
-from resharder.client.vllm.boot import ResharderLoader
+from resharder.client.inference.vllm import compat, register
+from resharder.client.inference.vllm.boot_loader import ResharderLoader
 from vllm.config.load import LoadConfig
 
 

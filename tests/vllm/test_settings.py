@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import vllm
 from resharder.client.errors import UsageError
-from resharder.client.vllm import register
-from resharder.client.vllm.settings import Settings
-from resharder.client.vllm.settings import fault as asked_fault
+from resharder.client.inference.settings import Settings
+from resharder.client.inference.settings import fault as asked_fault
+from resharder.client.inference.vllm import register
 
 ENVIRONMENT = {"RESHARDER_ENDPOINT": "d:1", "RESHARDER_SERVER_ID": "s"}
 

@@ -5,8 +5,8 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
-from resharder.client.vllm import sweeps
-from resharder.client.vllm.sweeps import sweep, unswept
+from resharder.client.runtime import gc_pauses
+from resharder.client.runtime.gc_pauses import sweep, unswept
 
 
 class Thing:
@@ -46,7 +46,7 @@ def test_garbage_of_that_time_goes_with_the_next_sweep() -> None:
 
 
 def test_garbage_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweeps, "_MORE", 10_000)
+    monkeypatch.setattr(gc_pauses, "_MORE", 10_000)
     sweep()
     seen = []
     for _ in range(6):
@@ -65,7 +65,7 @@ def test_objects_are_not_counted_each_time(monkeypatch: pytest.MonkeyPatch) -> N
     sweep()
     count, calls = gc.get_freeze_count, list[int]()
     monkeypatch.setattr(gc, "get_freeze_count", lambda: calls.append(1) or count())
-    monkeypatch.setattr(sweeps, "_MORE", 10_000)
+    monkeypatch.setattr(gc_pauses, "_MORE", 10_000)
     for versions, counted in ((5, 0), (2, 1), (3, 1)):
         for _ in range(versions):
             with unswept():

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from resharder.client.vllm import compat
-from resharder.client.vllm.blueprint import Server, worker_model, worker_recording
-from resharder.client.vllm.recorder import Recording, record
-from resharder.converters.layout import ITEM_SIZES, Layout, Piece, TensorSpec, box_index, box_size, full_box
-from resharder.converters.packed import pack
-from resharder.converters.plan import plan_pieces
+from resharder.client.inference.recording.recorder import Recording, record
+from resharder.client.inference.vllm import compat
+from resharder.client.inference.vllm.blueprint import Server, worker_model, worker_recording
+from resharder.converters.geometry.layout import ITEM_SIZES, Layout, Piece, TensorSpec, box_index, box_size, full_box
+from resharder.converters.geometry.piece_arrays import pack
+from resharder.converters.geometry.plan import plan_pieces
 
 from tests.support.tiny_hf import FAMILIES, tiny_config
 from tests.support.weights import random_weights

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
-from resharder.client.vllm import compat
-from resharder.client.vllm.lease import _outcome_to_proto
-from resharder.client.vllm.orders import Kind, Order, Outcome
+from resharder.client.inference.control.lease import _outcome_to_proto
+from resharder.client.inference.control.orders import Kind, Order, Outcome
+from resharder.client.inference.vllm import compat
 from resharder.v1 import resources_pb2
 
 from tests.support.daemon import Daemon

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 from resharder.client.errors import DaemonUnreachable, Refused, ResharderError, UsageError
-from resharder.client.vllm import boot, compat
-from resharder.client.vllm.agent import Agent, _Staged
-from resharder.client.vllm.boot import ResharderLoader
-from resharder.client.vllm.compat import Host
-from resharder.client.vllm.install import Installed
-from resharder.client.vllm.page import VARIABLE, page
-from resharder.client.vllm.parts import MODEL
-from resharder.client.vllm.report import PROCESS, claim
-from resharder.client.vllm.settings import Settings
-from resharder.client.vllm.source import Manifest, get_manifest
+from resharder.client.inference.settings import Settings
+from resharder.client.inference.version_page import VARIABLE, page
+from resharder.client.inference.vllm import boot_loader, compat
+from resharder.client.inference.vllm.boot_loader import ResharderLoader
+from resharder.client.inference.vllm.compat import Host
+from resharder.client.inference.worker.agent import Agent, _Staged
+from resharder.client.inference.worker.install import Installed
+from resharder.client.inference.worker.model_part import MODEL
+from resharder.client.inference.worker.reporter import PROCESS, claim
+from resharder.client.inference.worker.source import Manifest, get_manifest
 from resharder.v1 import resources_pb2
 from vllm.config.load import LoadConfig
 
@@ -206,7 +206,7 @@ def test_without_a_daemon_a_server_does_not_start_unless_it_prefers_to(
         asked.append(patience)
         return claim(*args, patience=patience, **kwargs)
 
-    monkeypatch.setattr(boot, "claim", asks)
+    monkeypatch.setattr(boot_loader, "claim", asks)
     with pytest.raises(DaemonUnreachable, match=nobody):
         load(nobody, "require")
     monkeypatch.setenv("RESHARDER_BOOT_WAIT_SECONDS", "600")
@@ -234,4 +234,4 @@ def test_any_other_word_for_it_is_refused(load: Callable[..., Any]) -> None:
 def test_only_what_is_missing_is_got_around() -> None:
     missing = [DaemonUnreachable("gone"), DaemonUnreachable("nothing yet", "NO_VERSION")]
     refused = [Refused("no", "FLEET_MODEL"), UsageError("wrong")]
-    assert [boot._is_missing(error) for error in missing + refused] == [True, True, False, False]
+    assert [boot_loader._is_missing(error) for error in missing + refused] == [True, True, False, False]

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from resharder.client.vllm import worker as workers
-from resharder.client.vllm.power import NOTHING_GAINED, Power, Slumber
+from resharder.client.inference.power import NOTHING_GAINED, Power, Slumber
+from resharder.client.inference.vllm import worker_rpc as workers
 from vllm.v1.worker import gpu_worker
 
 pytestmark = pytest.mark.compat

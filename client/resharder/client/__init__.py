@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from resharder.client.errors import ResharderError
-    from resharder.client.filling import Filled, fill
     from resharder.client.operator import Operator
-    from resharder.client.tls import Tls
-    from resharder.client.trainer import Handle, Publisher, connect
+    from resharder.client.rpc.tls import Tls
+    from resharder.client.trainer.connect import Handle, Publisher, connect
+    from resharder.client.trainer.fill import Filled, fill
 
 __all__ = ["Filled", "Handle", "Operator", "Publisher", "ResharderError", "Tls", "connect", "fill"]
 
 _HOMES = {
-    "Filled": "resharder.client.filling",
-    "Handle": "resharder.client.trainer",
+    "Filled": "resharder.client.trainer.fill",
+    "Handle": "resharder.client.trainer.connect",
     "Operator": "resharder.client.operator",
-    "Publisher": "resharder.client.trainer",
+    "Publisher": "resharder.client.trainer.connect",
     "ResharderError": "resharder.client.errors",
-    "Tls": "resharder.client.tls",
-    "connect": "resharder.client.trainer",
-    "fill": "resharder.client.filling",
+    "Tls": "resharder.client.rpc.tls",
+    "connect": "resharder.client.trainer.connect",
+    "fill": "resharder.client.trainer.fill",
 }
 
 

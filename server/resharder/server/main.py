@@ -17,39 +17,39 @@ import typer
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from pydantic import ValidationError
-from resharder.server import checks
-from resharder.server.archive import Archive
-from resharder.server.checks import Checks
+from resharder.server.archive.archive import Archive
 from resharder.server.config import Config, load
-from resharder.server.direct import Direct
-from resharder.server.direct_service import DirectService
-from resharder.server.errors import DaemonError, ErrorInterceptor
-from resharder.server.events import Events
-from resharder.server.fleet import Fleets
-from resharder.server.fleet_files import FleetFiles
-from resharder.server.fleet_state import Fleet, PauseMode
-from resharder.server.intake import Intake
-from resharder.server.kernel import raise_malloc_thresholds
-from resharder.server.lanes import LONG, SHORT_THREADS, LaneInterceptor
+from resharder.server.direct.coordinator import Direct
+from resharder.server.fleets import canary_checks
+from resharder.server.fleets.canary_checks import Checks
+from resharder.server.fleets.commands import Operations
+from resharder.server.fleets.fleets import Fleets
+from resharder.server.fleets.persistence import FleetFiles
+from resharder.server.fleets.profiles import Profiles
+from resharder.server.fleets.verifications import Verifications
+from resharder.server.infra.event_log import Events
+from resharder.server.infra.filesystem import raise_malloc_thresholds
+from resharder.server.ingest.coordinator import Intake
 from resharder.server.logs import configure_logs, log_event
-from resharder.server.manifest import VersionRecord
-from resharder.server.operations import Operations
-from resharder.server.profiles import Profiles
-from resharder.server.protocol import ProtocolInterceptor
+from resharder.server.observability.tracing.collector import Traced
+from resharder.server.observability.tracing.ids import Tracing
+from resharder.server.rpc.concurrency import LONG, SHORT_THREADS, LaneInterceptor
+from resharder.server.rpc.direct_service import DirectService
+from resharder.server.rpc.operator_service import OperatorService, PublisherService, Views, add_publisher_service
+from resharder.server.rpc.protocol import ProtocolInterceptor
+from resharder.server.rpc.server_service import ServerService, add_server_service
 from resharder.server.security import web
 from resharder.server.security.access import Access, add_port
 from resharder.server.security.files import SecurityFilesError
 from resharder.server.security.interceptor import AccessInterceptor
 from resharder.server.security.limits import Limits
 from resharder.server.security.settings import is_loopback
-from resharder.server.server_service import ServerService, add_server_service
-from resharder.server.server_state import Settings
-from resharder.server.service import OperatorService, PublisherService, Views, add_publisher_service
-from resharder.server.shown import RELEASE, Shown
-from resharder.server.store import Store
-from resharder.server.traced import Traced
-from resharder.server.tracing import Tracing
-from resharder.server.verifications import Verifications
+from resharder.server.state.errors import DaemonError, ErrorInterceptor
+from resharder.server.state.fleet import Fleet, PauseMode
+from resharder.server.state.server import Settings
+from resharder.server.store.manifest import VersionRecord
+from resharder.server.store.store import Store
+from resharder.server.web.server import RELEASE, Shown
 from resharder.v1 import direct_pb2_grpc, operator_pb2, operator_pb2_grpc
 from yaml import YAMLError
 
@@ -164,7 +164,7 @@ class Daemon:
         move = fleet.move
         assert move is not None
         addresses = [self.fleets.server(id).controls for id in move.canaries]
-        found = checks.environment(
+        found = canary_checks.environment(
             fleet.name, move.id, move.to, move.back_to, [controls[0].address for controls in addresses if controls]
         )
         key = f"{fleet.name}/{move.id}"

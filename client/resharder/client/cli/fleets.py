@@ -4,11 +4,11 @@ from enum import Enum
 from typing import Annotated
 
 import typer
-from resharder.client.cli import completing, words
+from resharder.client.cli import completion, format
 from resharder.client.cli.app import AsJson, Endpoint, FleetName, Reason, Section, Timeout, Wait, app, command
-from resharder.client.cli.ending import end_move, show
-from resharder.client.cli.printing import plain, print_json, print_table, time_of
-from resharder.client.cli.wishes import MotionOptions, motion_of, want_of
+from resharder.client.cli.options import MotionOptions, motion_of, want_of
+from resharder.client.cli.output import plain, print_json, print_table, time_of
+from resharder.client.cli.wait import end_move, show
 from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator import Operator
 from resharder.v1 import resources_pb2
@@ -18,9 +18,9 @@ fleet = typer.Typer(no_args_is_help=True, help="Make, change and show a fleet.",
 app.add_typer(fleet, name="fleet", rich_help_panel=Section.MOVE)
 
 Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="Not needed where the daemon has one fleet.", autocompletion=completing.fleets)
+    str, typer.Argument(metavar="NAME", help="Not needed where the daemon has one fleet.", autocompletion=completion.fleets)
 ]
-Number = Annotated[int, typer.Argument(metavar="N", min=0, help="A version's number.", autocompletion=completing.numbers)]
+Number = Annotated[int, typer.Argument(metavar="N", min=0, help="A version's number.", autocompletion=completion.numbers)]
 AcceptRefused = Annotated[bool, typer.Option("--accept-refused", help="Forget what failed moves and rollbacks have refused.")]
 
 
@@ -34,7 +34,7 @@ class PauseMode(str, Enum):
 def set_(
     name: Name = "",
     model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="Of a new fleet.", autocompletion=completing.models)
+        str, typer.Option("--model", metavar="MODEL", help="Of a new fleet.", autocompletion=completion.models)
     ] = "",
     want: Annotated[str, typer.Option("--want", metavar="latest|N|none", help="Which version; none: no other by itself.")] = "",
     every: Annotated[float | None, typer.Option("--every", metavar="SECONDS", min=0, help="At most one move in so long.")] = None,
@@ -104,12 +104,12 @@ def show_(name: Name = "", endpoint: Endpoint = None, as_json: AsJson = False) -
     for title, value in _facts(found):
         print(f"{title:<11} {value}")
     print()
-    print_table(words.SERVERS, words.server_rows(servers))
+    print_table(format.SERVERS, format.server_rows(servers))
 
 
 @command(Section.MOVE)
 def update(
-    version: Annotated[str, typer.Argument(metavar="latest|N", autocompletion=completing.versions)] = "latest",
+    version: Annotated[str, typer.Argument(metavar="latest|N", autocompletion=completion.versions)] = "latest",
     fleet: FleetName = "",
     accept_refused: AcceptRefused = False,
     wait: Wait = False,
@@ -207,15 +207,15 @@ def _known(operator: Operator, name: str) -> str:
 
 def _facts(fleet: resources_pb2.Fleet) -> list[tuple[str, str]]:
     """What there is to say of a fleet, with titles."""
-    move, facts = fleet.move, [("fleet", fleet.name), ("model", fleet.model), ("wants", words.want(fleet.want))]
+    move, facts = fleet.move, [("fleet", fleet.name), ("model", fleet.model), ("wants", format.want(fleet.want))]
     facts += [("now", f"version {fleet.wanted_version}" if fleet.wanted_version else "no version yet")]
     facts += [("at", f"version {fleet.settled_version}" if fleet.settled_version else "no version yet")]
-    facts += [("moves", words.motion(fleet.motion)), ("pause mode", resources_pb2.PauseMode.Name(fleet.pause_mode).lower())]
+    facts += [("moves", format.motion(fleet.motion)), ("pause mode", resources_pb2.PauseMode.Name(fleet.pause_mode).lower())]
     facts += [("max skew", str(fleet.max_skew) if fleet.max_skew else "no bound")]
     facts += [("serves", "versions that are not READY yet, where it can" if fleet.serve_ahead else "READY versions only")]
     facts += [("power", resources_pb2.Power.Name(fleet.power))]
     if move.id:
-        facts += [(f"move {move.id}", f"{words.move(move)}, since {time_of(move.start_time)}; {move.reason}".rstrip("; "))]
+        facts += [(f"move {move.id}", f"{format.move(move)}, since {time_of(move.start_time)}; {move.reason}".rstrip("; "))]
         facts += [("failed", f"{server}: {error}") for server, error in sorted(move.failed.items())]
     facts += [("refused", f"version {refusal.version}: {refusal.reason}") for refusal in fleet.refused]
     return [*facts, ("reason", fleet.reason)]

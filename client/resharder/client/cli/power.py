@@ -4,15 +4,15 @@ from enum import Enum
 from typing import Annotated
 
 import typer
-from resharder.client.cli import completing
+from resharder.client.cli import completion
 from resharder.client.cli.app import AsJson, Endpoint, FleetName, Section, Timeout, Wait, command
-from resharder.client.cli.ending import maintain
+from resharder.client.cli.wait import maintain
 from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
 from resharder.v1 import resources_pb2
 
 ServerName = Annotated[
-    str, typer.Option("--server", metavar="ID", help="This one alone, by its id.", autocompletion=completing.servers)
+    str, typer.Option("--server", metavar="ID", help="This one alone, by its id.", autocompletion=completion.servers)
 ]
 
 

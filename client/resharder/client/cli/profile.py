@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from resharder.client.cli import completing
+from resharder.client.cli import completion
 from resharder.client.cli.app import AsJson, Endpoint, Section, app
-from resharder.client.cli.printing import console, print_json
+from resharder.client.cli.output import console, print_json
 from resharder.client.errors import NotFound
 from resharder.client.operator import Operator
 from resharder.v1 import resources_pb2
@@ -26,7 +26,7 @@ def _group() -> None: ...
 def install(
     name: Annotated[
         str,
-        typer.Argument(metavar="SERVER", help="Its id, or a fleet: its servers in turn.", autocompletion=completing.servers),
+        typer.Argument(metavar="SERVER", help="Its id, or a fleet: its servers in turn.", autocompletion=completion.servers),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the files go.")] = Path("."),
     timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=1, max=3600, help="For each server.")] = 600,

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from resharder.client.cli import completing, words
+from resharder.client.cli import completion, format
 from resharder.client.cli.app import AsJson, Endpoint, ModelName, Section, VersionName, command
-from resharder.client.cli.printing import Bar, plain, print_json, print_table, several, size, time_of
+from resharder.client.cli.output import Bar, plain, print_json, print_table, several, size, time_of
 from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator import Operator
 from resharder.v1 import operator_pb2
@@ -57,7 +57,7 @@ def import_(
     resharder import checkpoints/step-100 --model policy --step 100
     resharder import runs/7/checkpoints --config Qwen3-8B
     """
-    from resharder.client.importing import import_checkpoint
+    from resharder.client.tools.import_checkpoint import import_checkpoint
 
     warnings.filterwarnings("ignore", module="megatron")
     with Operator(endpoint) as operator:
@@ -117,7 +117,7 @@ def restore(
     version: Annotated[
         str,
         typer.Argument(
-            metavar="VERSION", help="A number, `latest`, or models/MODEL/versions/NUMBER.", autocompletion=completing.archived
+            metavar="VERSION", help="A number, `latest`, or models/MODEL/versions/NUMBER.", autocompletion=completion.archived
         ),
     ],
     model: ModelName = "",
@@ -129,13 +129,13 @@ def restore(
         done = operator.restore(_in_archive(operator.archived(model), version).version)
     if as_json:
         return print_json(plain(done))
-    print_table(words.VERSIONS, words.version_rows([done]))
+    print_table(format.VERSIONS, format.version_rows([done]))
 
 
 @command(Section.VERSIONS)
 def gc(
     versions: Annotated[
-        list[int] | None, typer.Argument(metavar="N…", help="These versions.", autocompletion=completing.numbers)
+        list[int] | None, typer.Argument(metavar="N…", help="These versions.", autocompletion=completion.numbers)
     ] = None,
     keep: Annotated[int, typer.Option("--keep", metavar="N", min=0, help="Or all but the N newest READY ones.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and drop nothing.")] = False,

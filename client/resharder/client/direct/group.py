@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from resharder.client.direct.lanes import Lane
 from resharder.client.errors import ResharderError
+from resharder.client.gpu.streams import Lane
 
 
 class DirectFailed(ResharderError):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from resharder.client.direct.group import DirectFailed
-from resharder.client.direct.meeting import Link
+from resharder.client.direct.rendezvous import Link
 from resharder.client.direct.transfer import Tensors
 
 Failed = Callable[[str, Exception], None]

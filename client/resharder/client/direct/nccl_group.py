@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from resharder.client.direct.group import DirectFailed, Part
-from resharder.client.direct.lanes import Lane
-from resharder.client.direct.nccl import NAP, Pair
+from resharder.client.direct.nccl_bindings import NAP, Pair
+from resharder.client.gpu.streams import Lane
 
 logger = logging.getLogger(__name__)
 _CTAS, _LEAST_CTAS = 64, 4

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 import xxhash
-from resharder.client.channel import Channel
 from resharder.client.direct.group import DirectFailed
 from resharder.client.direct.links import Links
-from resharder.client.direct.meeting import Link, declare, finish
+from resharder.client.direct.rendezvous import Link, declare, finish
 from resharder.client.direct.sent import Sent
-from resharder.client.direct.turnstile import DRIVER
 from resharder.client.errors import ResharderError
-from resharder.converters.direct_messages import layout_from_proto, layout_to_proto
+from resharder.client.rpc.channel import Channel
+from resharder.client.runtime.driver_lock import DRIVER
 from resharder.converters.errors import LayoutError
-from resharder.converters.layout import Layout
-from resharder.converters.packed import pack
+from resharder.converters.geometry.layout import Layout
+from resharder.converters.geometry.piece_arrays import pack
+from resharder.converters.wire.direct import layout_from_proto, layout_to_proto
 from resharder.v1 import direct_pb2, direct_pb2_grpc
 
 logger = logging.getLogger(__name__)

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 from resharder.client.direct.group import DirectFailed
-from resharder.client.direct.proof import KeptProof
-from resharder.converters.digest import digest_torch
-from resharder.converters.layout import View, box_shape
-from resharder.converters.local import view_of
-from resharder.converters.packed import Ints, Pieces
+from resharder.client.gpu.digest import KeptProof
+from resharder.converters.geometry.layout import View, box_shape
+from resharder.converters.geometry.piece_arrays import Ints, Pieces
+from resharder.converters.models.tensor_io import view_of
+from resharder.converters.storage.digest import digest_torch
 
 
 class Sent:

@@ -7,19 +7,19 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from resharder.client.direct.group import DirectFailed, Group, Part, Pending
-from resharder.client.direct.lanes import Lane, Mark
-from resharder.client.direct.pack import Table, addresses_of, check_fit
-from resharder.client.direct.schedule import SLOTS, Post, Schedule
-from resharder.converters.copies import ALIGN
-from resharder.converters.local import view_of
-from resharder.converters.packed import Ints
+from resharder.client.gpu.schedule import SLOTS, Post, Schedule
+from resharder.client.gpu.streams import Lane, Mark
+from resharder.client.gpu.table import Table, addresses_of, check_fit
+from resharder.converters.geometry.copy_table import ALIGN
+from resharder.converters.geometry.piece_arrays import Ints
+from resharder.converters.models.tensor_io import view_of
 
 Tensors = Mapping[str, torch.Tensor]
 _AHEAD = 8  # rounds that the host may be ahead of the device: the driver's queue of launches is not endless
 
 
 class Follower(Protocol):
-    """Works on what has arrived while the rest is on its way, on the current stream: `resharder.client.direct.proof.Proof`."""
+    """Works on what has arrived while the rest is on its way, on the current stream: `resharder.client.gpu.digest.Proof`."""
 
     def begin(self) -> None:
         """A transfer begins."""

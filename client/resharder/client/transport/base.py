@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from resharder.converters.cut import Part, cut_chunks
-from resharder.converters.layout import ITEM_SIZES, Box, TensorSpec
+from resharder.converters.geometry.chunking import Part, cut_chunks
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec
 from resharder.v1 import resources_pb2
 
 if TYPE_CHECKING:

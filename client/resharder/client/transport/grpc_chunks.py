@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import grpc
 import numpy as np
 import xxhash
-from resharder.client.channel import Backoff, Channel, unreachable
+from resharder.client.rpc.channel import Backoff, Channel, unreachable
 from resharder.client.transport.base import Slot
-from resharder.client.transport.host import add_digest, host_parts
-from resharder.converters.chunks import ChunkHeader, frame
-from resharder.converters.digest import copy_and_digest
-from resharder.converters.files import BITS
-from resharder.converters.layout import ITEM_SIZES, Box, box_shape, box_size
+from resharder.client.transport.host_buffers import add_digest, host_parts
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, box_shape, box_size
+from resharder.converters.storage.digest import copy_and_digest
+from resharder.converters.storage.files import BITS
+from resharder.converters.wire.chunk_frame import ChunkHeader, frame
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
 
 if TYPE_CHECKING:

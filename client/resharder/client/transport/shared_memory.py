@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 from resharder.client.transport.base import Slot
-from resharder.client.transport.host import PART_BYTES, add_digest, host_parts
-from resharder.converters.digest import copy_and_digest, digest
-from resharder.converters.files import Array, FileLayout, MappedFiles, read_layout
-from resharder.converters.layout import Box, Range, TensorSpec, box_index, run_start
-from resharder.converters.pages import map_pages, small_pages
+from resharder.client.transport.host_buffers import PART_BYTES, add_digest, host_parts
+from resharder.converters.geometry.layout import Box, Range, TensorSpec, box_index, run_start
+from resharder.converters.storage.digest import copy_and_digest, digest
+from resharder.converters.storage.files import Array, FileLayout, MappedFiles, read_layout
+from resharder.converters.storage.pages import map_pages, small_pages
 from resharder.v1 import resources_pb2
 
 if TYPE_CHECKING:

@@ -8,15 +8,15 @@ from typing import Any
 
 import grpc
 import structlog
-from resharder.server.errors import DaemonError, PermissionDenied, ResourceExhausted, Unauthenticated
 from resharder.server.security import identities, rules
-from resharder.server.security.answers import narrow
 from resharder.server.security.files import Pems, Watched, hash_of, read_pems, read_tokens, server_credentials
 from resharder.server.security.limits import Limits
+from resharder.server.security.redaction import narrow
 from resharder.server.security.resources import World, model, resource_of
 from resharder.server.security.roles import Grant, Role, Roles
 from resharder.server.security.rules import Resource
 from resharder.server.security.settings import Security
+from resharder.server.state.errors import DaemonError, PermissionDenied, ResourceExhausted, Unauthenticated
 
 _RENEWALS = {"RenewLease", "ReportWorker", "Check"}
 _SAY_AGAIN = 60.0  # seconds between two lines of the log about the same refusal

@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
-from resharder.server.errors import DaemonError, InvalidArgument, abort
+from resharder.server.infra.caller import CALLER
 from resharder.server.security.access import Access, Caller
-from resharder.server.security.calling import CALLER
+from resharder.server.state.errors import DaemonError, InvalidArgument, abort
 
 _LOOK_AGAIN = 1.0  # seconds; a stream ends when its caller is not known any more
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any, Protocol
 
-from resharder.converters.chunks import unframe
-from resharder.server.errors import NotFound
+from resharder.converters.wire.chunk_frame import unframe
 from resharder.server.security.rules import About, Resource, Rule
+from resharder.server.state.errors import NotFound
 
 
 class World(Protocol):

@@ -7,10 +7,10 @@ import ssl
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
-from resharder.server.errors import DaemonError, ResourceExhausted, Unauthenticated
 from resharder.server.security.access import Access
 from resharder.server.security.files import Watched
 from resharder.server.security.settings import Security
+from resharder.server.state.errors import DaemonError, ResourceExhausted, Unauthenticated
 from resharder.server.web.http import Answer, Request
 
 _ASK = ("WWW-Authenticate", 'Basic realm="resharder: the token as password"')

@@ -1,0 +1,80 @@
+"""How a command on a fleet ends: at once, or with `--wait` when what it asked for has come."""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+import typer
+from resharder.client.cli import format
+from resharder.client.cli.app import WENT_WRONG
+from resharder.client.cli.output import plain, print_json
+from resharder.client.errors import UsageError
+from resharder.client.operator import Operator
+from resharder.client.operator.waiting import Progress, went_well
+from resharder.v1 import resources_pb2
+
+Act = Callable[[Operator, str, str], resources_pb2.Fleet]
+"""With the fleet's name, and servers/{id} or nothing for all of them."""
+Wait = Callable[[Operator, str, str, Progress, float], object]
+"""The same, with progress and seconds."""
+
+
+def end_move(
+    operator: Operator, asked: resources_pb2.Fleet, wait: bool, timeout: float, as_json: bool, back: bool = False
+) -> None:
+    """Exits WENT_WRONG if the move ended FAILED or STOPPED; `back`: that it ends FAILED was asked for."""
+    wait = wait or timeout > 0
+    fleet = operator.wait_moved(asked, _told(format.progress, as_json), timeout) if wait else asked
+    show(fleet, as_json)
+    as_asked = fleet.move.state == resources_pb2.Move.FAILED if back else went_well(asked, fleet)
+    if wait and not as_asked:
+        raise typer.Exit(WENT_WRONG)
+
+
+def show(fleet: resources_pb2.Fleet, as_json: bool) -> None:
+    if as_json:
+        return print_json(plain(fleet))
+    print(format.outcome(fleet))
+
+
+def maintain(
+    act: Act, until: Wait, fleet: str, server: str, wait: bool, timeout: float, endpoint: str | None, as_json: bool
+) -> None:
+    """Does it to the fleet or the server, waits for it if asked to, and shows the servers that it is about."""
+    with Operator(endpoint) as operator:
+        name, one = _target(operator, fleet, server)
+        act(operator, name, one)
+
+        def about(servers: Iterable[resources_pb2.Server]) -> list[resources_pb2.Server]:
+            return [server for server in servers if one in ("", server.name)]
+
+        if wait or timeout:
+            until(operator, name, one, _told(lambda fleet, servers: format.states(about(servers)), as_json), timeout)
+        found = about(operator.servers(name))
+    if as_json:
+        return print_json({"servers": [*map(plain, found)]})
+    for each in found:
+        print(f"{each.name} {format.state(each)}: {each.reason}")
+
+
+def _target(operator: Operator, fleet: str, server: str) -> tuple[str, str]:
+    """(fleet, servers/{id} or empty). Raises UsageError, NotFound."""
+    if not server:
+        return operator.fleet(fleet).name, ""
+    found = operator.server(server)
+    if fleet and fleet != found.fleet:
+        raise UsageError(f"expected a server of fleet {fleet}, {found.name} is of {found.fleet}")
+    return found.fleet, found.name
+
+
+def _told(line: Callable[[resources_pb2.Fleet, Sequence[resources_pb2.Server]], str], silent: bool) -> Progress:
+    """Says on standard error where things are, once for every change."""
+    before = ""
+
+    def tell(fleet: resources_pb2.Fleet, servers: Sequence[resources_pb2.Server]) -> None:
+        nonlocal before
+        now = line(fleet, servers)
+        if now != before and not silent:
+            print(now, file=sys.stderr, flush=True)
+        before = now
+
+    return tell

@@ -1,0 +1,131 @@
+"""`--load-format resharder`: a starting server takes its weights from the daemon.
+
+The folder given to vLLM needs config and tokenizer only. All processes of the server share an id, and the first claim of it fixes
+the version, so that no two ranks boot different ones.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from resharder.client.errors import NO_VERSION, DaemonUnreachable, ResharderError, UsageError
+from resharder.client.inference.recording import inventory, recorder
+from resharder.client.inference.settings import Settings
+from resharder.client.inference.vllm import compat
+from resharder.client.inference.vllm.compat import Host
+from resharder.client.inference.vllm.worker_rpc import AGENTS
+from resharder.client.inference.worker import install
+from resharder.client.inference.worker.agent import Agent
+from resharder.client.inference.worker.boot_lease import Renewal
+from resharder.client.inference.worker.install import Fault, Feed, Installed
+from resharder.client.inference.worker.model_part import DRAFTER, MODEL, Part
+from resharder.client.inference.worker.reporter import claim
+from resharder.client.inference.worker.source import Manifest, Source, Stager, get_manifest
+from resharder.client.tracing import Timings, timed
+
+
+class ResharderLoader(compat.BaseModelLoader):  # type: ignore[misc]
+    """vLLM's loader interface. vLLM makes one for the model and another for its drafter, which follows the model: the same
+    version, and vLLM's own loader where that was the model's. Raises ResharderError or InstallError, which end the server's start
+    with their message."""
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(load_config)
+        self._booting: _Booting | None = None
+
+    def download_model(self, model_config: Any) -> None:
+        """Nothing to download: weights come with `load_weights`."""
+
+    def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if problem := compat.refuse_unsupported(vllm_config):
+            raise UsageError(problem)
+        drafter = compat.is_drafter(vllm_config, model_config)
+        agent = _agent_of_model(vllm_config) if drafter else _begin(vllm_config)
+        if agent is None or agent.boot is None or agent.stager is None:
+            loader = compat.DefaultModelLoader(replace(self.load_config, load_format="auto"))
+            return cast(torch.nn.Module, loader.load_model(vllm_config, model_config, *args, **kwargs))
+        self._booting = booting = _Booting(agent, agent.stager, agent.boot, agent.part(DRAFTER if drafter else MODEL))
+        model = cast(torch.nn.Module, super().load_model(vllm_config, model_config, *args, **kwargs))
+        booting.prove(model)
+        if not drafter:
+            AGENTS[model] = agent
+        return model
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        if self._booting is None:
+            raise UsageError("expected load_model to be called first; the resharder loader cannot reload by itself")
+        self._booting.load(model)
+
+
+@dataclass
+class _Booting:
+    """One of a worker's models on its way in."""
+
+    agent: Agent
+    stager: Stager
+    manifest: Manifest
+    part: Part
+    source: Source | None = None
+    installed: Installed = field(default_factory=lambda: Installed(0, 0, 0.0))
+    stage_seconds: float = 0.0
+    timings: Timings = field(default_factory=list)
+
+    def load(self, model: torch.nn.Module) -> None:
+        inventory.before_loading(model)
+        self.part.record(recorder.record(model, self.manifest.specs, compat.original_loader), self.manifest)
+        self.agent.recorded()
+        recording = self.part.known
+        with timed(self.timings, "stage"):
+            self.source = self.stager.stage(self.manifest, recording.needs)
+        self.stage_seconds = self.timings[-1].seconds
+        names = [name for name in self.manifest.specs if name in recording.needs]
+        feed = Feed(self.source, names, recording, Fault.from_environment())
+        with timed(self.timings, "load"):
+            cast(Any, model).load_weights(iter(feed))
+        install.refuse(feed.differences())
+        self.installed = Installed(len(feed.boxes), 0, 0.0)
+
+    def prove(self, model: torch.nn.Module) -> None:
+        """After post-load processing."""
+        if self.source is None:
+            raise UsageError("expected vLLM to call load_weights while it loads a model")
+        with compat.calling_vllm(self.agent.host):
+            self.part.learn(model, self.source)
+        self.agent.verifier.expect(self.part, self.source.expected)
+        self.source.close()
+        self.agent.booted(self.manifest, self.installed, self.stage_seconds, self.timings)
+
+
+def _begin(vllm_config: Any) -> Agent | None:
+    """An agent with its boot version fixed; None where the server is to start without one. Raises ResharderError."""
+    settings = Settings.from_environment()
+    rank = compat.rank_in_server(vllm_config, vllm_config.parallel_config.rank)
+    agent = Agent(Host(vllm_config, compat.device_here(vllm_config.device_config.device), rank), settings)
+    # One for the whole server: its processes end together.
+    agent.renewal = Renewal() if rank == 0 else None
+    wait, patience = (0.0, 5.0) if settings.prefer else (settings.boot_wait_seconds,) * 2
+    try:
+        renews = agent.renewal is not None
+        answer = claim(agent.channel, settings, boot=True, renews=renews, wait_seconds=wait, patience=patience)
+        if agent.renewal is not None:
+            agent.renewal.begin()
+        version = f"models/{answer.model.removeprefix('models/')}/versions/{answer.boot_version}"
+        agent.boot = get_manifest(agent.channel, version)
+    except ResharderError as error:
+        if agent.renewal is not None:
+            agent.renewal.close()
+        if settings.prefer and _is_missing(error):
+            return None
+        raise
+    agent.stage_with(answer.store)
+    return agent
+
+
+def _agent_of_model(vllm_config: Any) -> Agent | None:
+    """Of the model that this configuration's drafter belongs to. vLLM gives the two different copies of its configuration."""
+    return next((a for a in AGENTS.values() if a.host.vllm_config.speculative_config is vllm_config.speculative_config), None)
+
+
+def _is_missing(error: ResharderError) -> bool:
+    """The daemon or a version is not there; anything else that it says stands."""
+    return isinstance(error, DaemonUnreachable) or error.reason == NO_VERSION
