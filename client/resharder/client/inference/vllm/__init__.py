@@ -28,7 +28,6 @@ def register() -> None:
     from resharder.client.inference import version_page
     from resharder.client.inference.settings import Settings
     from resharder.client.inference.vllm import versions
-
     from vllm import __version__
 
     if problem := versions.too_old(__version__):
@@ -38,7 +37,6 @@ def register() -> None:
         logging.getLogger("vllm.resharder").warning(warning)
     version_page.provide(Settings.from_environment().server)
     from resharder.client.inference.vllm import boot_loader, compat, worker_rpc
-
     from vllm.v1.worker.worker_base import WorkerBase
 
     if front_end := compat.ungated_front_end():

@@ -18,7 +18,6 @@ from resharder.client.inference.vllm import compat
 from resharder.converters.architectures.checkpoint import HFConfig
 from resharder.converters.geometry.layout import TensorSpec
 from torch.overrides import TorchFunctionMode
-
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
