@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from resharder.converters.wire.chunk_frame import ChunkHeader, frame
 from resharder.server.config import Config, load
+from resharder.server.infra.addresses import is_loopback
 from resharder.server.rpc.concurrency import LONG
 from resharder.server.security import rules
 from resharder.server.security.files import read_tokens
@@ -21,7 +22,6 @@ from resharder.server.security.limits import BURST_SECONDS, Limits
 from resharder.server.security.resources import resource_of
 from resharder.server.security.roles import Grant, Role, Roles
 from resharder.server.security.rules import RULES, Resource, Rule, decide, rule_of
-from resharder.server.security.settings import is_loopback
 from resharder.server.state.errors import DaemonError, ResourceExhausted
 from resharder.v1 import direct_pb2, operator_pb2, publisher_pb2, resources_pb2, server_pb2
 

@@ -27,6 +27,7 @@ from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.fleets.profiles import Profiles
 from resharder.server.fleets.verifications import Verifications
+from resharder.server.infra.addresses import is_loopback
 from resharder.server.infra.event_log import Events
 from resharder.server.infra.filesystem import raise_malloc_thresholds
 from resharder.server.ingest.coordinator import Intake
@@ -43,7 +44,6 @@ from resharder.server.security.access import Access, add_port
 from resharder.server.security.files import SecurityFilesError
 from resharder.server.security.interceptor import AccessInterceptor
 from resharder.server.security.limits import Limits
-from resharder.server.security.settings import is_loopback
 from resharder.server.state.errors import DaemonError, ErrorInterceptor
 from resharder.server.state.fleet import Fleet, PauseMode
 from resharder.server.state.server import Settings
@@ -153,9 +153,9 @@ class Daemon:
 
     def _shown(self) -> Shown:
         security = self.config.security
-        judge, tls = (web.judge(self.access), web.tls_context(security)) if security is not None else (None, None)
+        check, tls = (web.access_check(self.access), web.tls_context(security)) if security is not None else (None, None)
         try:
-            return Shown(self.config.web_listen, self.intake, self.fleets, self.events, judge, tls)
+            return Shown(self.config.web_listen, self.intake, self.fleets, self.events, check, tls)
         except (OSError, ValueError) as error:
             raise SystemExit(f"resharderd: cannot listen on {self.config.web_listen} (web_listen): {error}") from error
 

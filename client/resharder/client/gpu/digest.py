@@ -82,7 +82,7 @@ class Proof:
                         items.add(items.rows[first:end])
 
     def digests(self) -> list[int]:
-        """As `resharder.converters.storage.digest` has them, in the order of the layout's pieces, of all of them. After what the current
+        """As `converters.storage.digest` has them, in the order of the layout's pieces, of all of them. After what the current
         stream has yet to do."""
         if self._left is None:
             self.begin()

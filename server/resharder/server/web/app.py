@@ -1,19 +1,19 @@
-"""What the daemon shows over HTTP, read only.
+"""The daemon's read-only HTTP interface.
 
-    /            the status page: one file of HTML, script and style each, nothing from elsewhere
-    /api/status  what it shows, as JSON (status.py)
+    /            the status page: one file each of HTML, script and style, nothing from elsewhere
+    /api/status  the page's data as JSON (status.py)
     /metrics     for Prometheus
     /healthz     200 while the process is alive
-    /readyz      200 while the store is open and publishers are taken, else 503 with the reason
+    /readyz      200 while the store is open and publishers are accepted, else 503 with the reason
 
-The probes are everybody's. The rest is judged where there is security; else, on the loopback, it is shown to those alone who ask
-for an address or `localhost`: a page of the web that has its own name lead here (DNS rebinding) gets nothing.
+Probes are open to every caller. The rest is subject to the access check where security is configured; otherwise, on the loopback,
+it is served only under an IP address or `localhost` as host, so that a website that resolves its own name to this address (DNS
+rebinding) reads nothing.
 """
 
 import ipaddress
 import json
 import re
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -21,100 +21,142 @@ from http import HTTPStatus
 from importlib import resources
 from typing import Any
 
-from resharder.server.web.http import Answer, HttpServer, Request
+import structlog
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _PAGE = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/status.js": ("status.js", "text/javascript; charset=utf-8"),
-    "/status.css": ("status.css", "text/css; charset=utf-8"),
+    "/": ("index.html", "text/html"),
+    "/status.js": ("status.js", "text/javascript"),
+    "/status.css": ("status.css", "text/css"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-_FRESH = 0.5  # seconds that a status may be old: however many look, it is made twice a second
+_PROBES = ("/healthz", "/readyz")
+_FRESH_SECONDS = 0.5  # the status is built at most twice a second, however many clients poll
+_HEADERS = ((b"connection", b"close"), (b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
+_log = structlog.get_logger("resharder.web")
 
-Judge = Callable[[Request], Answer | None]
+AccessCheck = Callable[[Request], Response | None]
+"""None to admit a request, else the refusal."""
 
 
-class Web:
-    """`status` and `metrics` are asked on threads of the server; `unready` says why no publisher is taken, empty where they are.
-    `judge`: None where the request may be answered, else what is answered instead. Raises OSError, and ValueError for what is no
-    address."""
+def web_app(
+    *,
+    status: Callable[[], dict[str, Any]],
+    metrics: Callable[[str], tuple[bytes, str]],
+    unready: Callable[[], str],
+    check: AccessCheck,
+) -> ASGIApp:
+    """The application. All three callables run on worker threads.
 
-    def __init__(
-        self,
-        listen: str,
-        *,
-        status: Callable[[], dict[str, Any]],
-        metrics: Callable[[str], tuple[bytes, str]],
-        unready: Callable[[], str],
-        judge: Judge | None = None,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        host, port = parse_listen(listen)
-        self._status, self._metrics, self._unready = status, metrics, unready
-        self._judge = judge or (_by_host if is_loopback(host) else lambda request: None)
-        self._lock = threading.Lock()
-        self._made, self._made_at = b"", float("-inf")
-        folder = resources.files(__package__) / "static"
-        self._page = {path: Answer((folder / name).read_bytes(), kind) for path, (name, kind) in _PAGE.items()}
-        self._server = HttpServer(host, port, self._answer, tls)
-        self.listen = f"{host}:{self._server.port}"
+    Args:
+        status: the data of the status page.
+        metrics: given the `Accept` header, the exposition and its content type.
+        unready: why publishers are not accepted; empty if they are.
+        check: the access check of everything but the probes.
+    """
 
-    def close(self) -> None:
-        self._server.close()
+    def healthz(request: Request) -> Response:
+        return PlainTextResponse("alive\n")
 
-    def _answer(self, request: Request) -> Answer:
-        if request.path == "/healthz":
-            return Answer(b"alive\n")
-        if request.path == "/readyz":
-            reason = self._unready()
-            return Answer(f"{reason}\n".encode(), status=HTTPStatus.SERVICE_UNAVAILABLE) if reason else Answer(b"ready\n")
-        if (refused := self._judge(request)) is not None:
-            return refused
-        if request.path == "/metrics":
-            return Answer(*self._metrics(request.header("accept")))
-        if request.path == "/api/status":
-            return Answer(self._fresh(), "application/json")
-        if (page := self._page.get(request.path)) is not None:
-            return Answer(
-                page.body, page.kind, headers=(("Content-Security-Policy", _POLICY), ("Referrer-Policy", "no-referrer"))
-            )
-        return Answer(b"there is nothing here\n", status=HTTPStatus.NOT_FOUND)
+    def readyz(request: Request) -> Response:
+        reason = unready()
+        return PlainTextResponse(f"{reason}\n", HTTPStatus.SERVICE_UNAVAILABLE) if reason else PlainTextResponse("ready\n")
 
-    def _fresh(self) -> bytes:
+    def exposition(request: Request) -> Response:
+        body, kind = metrics(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": kind})
+
+    app = Starlette(
+        routes=[
+            Route("/healthz", healthz),
+            Route("/readyz", readyz),
+            Route("/metrics", exposition),
+            Route("/api/status", _Cached(status).response),
+            *(Route(path, _page(name, kind)) for path, (name, kind) in _PAGE.items()),
+        ],
+        middleware=[Middleware(_Checked, check=check)],
+        exception_handlers={Exception: _failed, HTTPStatus.NOT_FOUND: _not_found},
+    )
+    return _Responses(app)
+
+
+class _Cached:
+    """The status as JSON, built again when it is older than `_FRESH_SECONDS`."""
+
+    def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
+        self._status, self._lock = status, threading.Lock()
+        self._body, self._at = b"", float("-inf")
+
+    def response(self, request: Request) -> Response:
         with self._lock:
-            if time.monotonic() > self._made_at + _FRESH:
-                self._made = json.dumps(self._status(), separators=(",", ":")).encode()
-                self._made_at = time.monotonic()
-            return self._made
+            if time.monotonic() > self._at + _FRESH_SECONDS:
+                self._body = json.dumps(self._status(), separators=(",", ":")).encode()
+                self._at = time.monotonic()
+            return Response(self._body, media_type="application/json")
 
 
-def parse_listen(listen: str) -> tuple[str, int]:
-    """(host, port) of host:port. Raises ValueError."""
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"expected host:port, got {listen!r}")
-    return host.strip("[]"), int(port)
+def _page(name: str, kind: str) -> Callable[[Request], Response]:
+    body = (resources.files(__package__) / "static" / name).read_bytes()
+    headers = {"content-security-policy": _POLICY, "referrer-policy": "no-referrer"}
+    return lambda request: Response(body, media_type=kind, headers=headers)
 
 
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+class _Responses:
+    """Adds the headers that every response has: one response a connection, never cached."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *_HEADERS]}
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
 
 
-def _by_host(request: Request) -> Answer | None:
-    host = re.sub(r":\d+$", "", request.header("host"))
+class _Checked:
+    """Applies the access check to everything but the probes."""
+
+    def __init__(self, app: ASGIApp, check: AccessCheck) -> None:
+        self._app, self._check = app, check
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = None if scope["path"] in _PROBES else await run_in_threadpool(self._check, Request(scope))
+        await (refusal or self._app)(scope, receive, send)
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    _log.error("request_failed", path=request.url.path, exc_info=error)
+    return PlainTextResponse("the daemon failed; its log has the reason\n", HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def _not_found(request: Request, error: Exception) -> Response:
+    return PlainTextResponse("there is nothing here\n", HTTPStatus.NOT_FOUND)
+
+
+def admit_all(request: Request) -> Response | None:
+    return None
+
+
+def check_host(request: Request) -> Response | None:
+    """Refuse hosts that are neither an IP address nor `localhost`."""
+    host = re.sub(r":\d+$", "", request.headers.get("host", ""))
     if host == "localhost":
         return None
     try:
         ipaddress.ip_address(host.strip("[]"))
     except ValueError:
-        return Answer(b"expected this server's address or localhost as host\n", status=HTTPStatus.MISDIRECTED_REQUEST)
+        return PlainTextResponse("expected an IP address or localhost as host\n", HTTPStatus.MISDIRECTED_REQUEST)
     return None

@@ -7,11 +7,13 @@ from functools import partial
 from typing import Any
 
 from resharder.server.fleets.fleets import Fleets
+from resharder.server.infra.addresses import is_loopback, parse_listen
 from resharder.server.infra.event_log import Events
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.observability import metrics, snapshot
 from resharder.server.state.errors import on_refusal
-from resharder.server.web.app import Judge, Web
+from resharder.server.web.app import AccessCheck, admit_all, check_host, web_app
+from resharder.server.web.listener import Listener
 from resharder.server.web.status import status
 
 RELEASE = importlib.metadata.version("resharder")
@@ -27,7 +29,7 @@ class Shown:
         intake: Intake,
         fleets: Fleets,
         events: Events,
-        judge: Judge | None = None,
+        check: AccessCheck | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._intake, self._fleets, self._events = intake, fleets, events
@@ -39,14 +41,19 @@ class Shown:
         fleets.observers.append(self.observed)
         events.listeners.append(self.observed.happened)
         on_refusal(self.observed.refused)
-        text = partial(metrics.text, registry)
-        web = partial(Web, status=self._status, metrics=text, unready=self._unready, judge=judge, tls=tls)
-        self._web = web(listen) if listen else None
-        self.listen = self._web.listen if self._web else ""
+        self._listener: Listener | None = None
+        self.listen = ""
+        if listen:
+            host, port = parse_listen(listen)
+            check = check or (check_host if is_loopback(listen) else admit_all)
+            text = partial(metrics.text, registry)
+            app = web_app(status=self._status, metrics=text, unready=self._unready, check=check)
+            self._listener = Listener(app, host, port, tls)
+            self.listen = f"{host}:{self._listener.port}"
 
     def close(self) -> None:
-        if self._web is not None:
-            self._web.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def _look(self) -> snapshot.Snapshot:
         return snapshot.take(self._intake, self._fleets)
