@@ -6,7 +6,8 @@ from typing import Any
 
 import httpx
 import pytest
-from resharder.client.inference.control.gate import VERSION_HEADER, Gate, GateMiddleware
+from resharder.client.inference.control.gate import Gate, GateMiddleware
+from resharder.client.inference.control.labels import VERSION_HEADER
 from resharder.client.inference.vllm.endpoint import EndpointPlugin
 from resharder.client.inference.vllm.route_rules import RULES, Hand, HandsMiddleware
 from starlette.applications import Starlette
@@ -25,7 +26,7 @@ def app(gate: Gate) -> Starlette:
 
     paths = {*REFUSED, *PASSES, "/adapters/{adapter_name}"}
     made = Starlette(routes=[Route(path, reached, methods=["POST", "GET", "DELETE"]) for path in paths])
-    made.add_middleware(GateMiddleware, gate=gate)
+    made.add_middleware(GateMiddleware, gate=gate, installed=lambda: 0)
     made.add_middleware(HandsMiddleware)
     return made
 

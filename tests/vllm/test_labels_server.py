@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,10 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     deaf = folder / "deaf"
     path = os.pathsep.join([str(RAW_MODE), os.environ.get("PYTHONPATH", "")])
     environment = {"VLLM_PLUGINS": "resharder,deaf_side", "DEAF_SIDE": str(deaf), "PYTHONPATH": path}
-    with deployment(
-        folder, "--api-server-count", "2", "--middleware", "resharder_deaf_side.NamesItsSide", environment=environment
-    ) as deployed:
+    options = ["--api-server-count", "2", "--middleware", "resharder_deaf_side.NamesItsSide", "--trust-request-chat-template"]
+    if find_spec("vllm.entrypoints.scale_out"):  # later than 0.28: token-in-token-out is off by default
+        options.append("--enable-scale-out")
+    with deployment(folder, *options, environment=environment) as deployed:
         found = Scene(deployed, deaf)
         found.attend()
         yield found
