@@ -70,7 +70,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     path = os.pathsep.join([str(RAW_MODE), os.environ.get("PYTHONPATH", "")])
     environment = {"VLLM_PLUGINS": "resharder,deaf_side", "DEAF_SIDE": str(deaf), "PYTHONPATH": path}
     options = ["--api-server-count", "2", "--middleware", "resharder_deaf_side.NamesItsSide", "--trust-request-chat-template"]
-    if find_spec("vllm.entrypoints.scale_out"):  # later than 0.28: token-in-token-out is off by default
+    if find_spec("vllm.entrypoints.launchers"):  # later than 0.28: token-in-token-out is off by default
         options.append("--enable-scale-out")
     with deployment(folder, *options, environment=environment) as deployed:
         found = Scene(deployed, deaf)
