@@ -29,6 +29,7 @@ from resharder.v1 import direct_pb2, operator_pb2, publisher_pb2, publisher_pb2_
 from tests.support.daemon import Daemon
 from tests.support.operating import wait_until
 from tests.support.publishing import Job, random_weights, reason_of, whole
+from tests.support.waits import settled
 
 READY = resources_pb2.Version.READY
 SPECS = [TensorSpec(f"layer{i}", "BF16", (2048, 1024)) for i in range(4)]  # 4 MiB each
@@ -235,10 +236,10 @@ def test_proofs_of_one_model_that_take_long_do_not_hold_up_anothers(tmp_path: Pa
         at_last.callback(ended.set)
         first, second = (sealed(intake, "noisy", shapes["noisy"], step) for step in (1, 2))
         calm = sealed(intake, "calm", shapes["calm"], 1)
-        assert intake.wait("calm", calm, 30, False, lambda: True).state == "READY"
+        assert settled(intake.wait, "calm", calm, 30, False).state == "READY"
         assert [store.get("noisy", number).state for number in (first, second)] == ["STAGING", "STAGING"]
         ended.set()
-        assert [intake.wait("noisy", number, 30, False, lambda: True).state for number in (first, second)] == ["READY", "READY"]
+        assert [settled(intake.wait, "noisy", number, 30, False).state for number in (first, second)] == ["READY", "READY"]
 
 
 def test_files_of_models_that_take_long_to_lay_out_do_not_hold_up_anothers(
@@ -258,7 +259,7 @@ def test_files_of_models_that_take_long_to_lay_out_do_not_hold_up_anothers(
             publisher, boxes = intake.create_publisher(model, "job", 1, {}), pack([(0, full_box(SPECS[0].shape), False)])
             intake.register(publisher.name, 0, "same", SPECS[:1], boxes)
         calm = sealed(intake, "calm", (32, 32), 1)
-        assert intake.wait("calm", calm, 30, False, lambda: True).state == "READY"
+        assert settled(intake.wait, "calm", calm, 30, False).state == "READY"
         assert not list((tmp_path / "store/models").glob("noisy*/pool/*/*.safetensors"))
 
 
@@ -266,7 +267,7 @@ def sealed(intake: Intake, model: str, shape: tuple[int, ...], step: int) -> int
     """A version of zeros, which new files hold already, as a rank in shared memory delivers it: its number."""
     publisher = intake.create_publisher(model, "job", 1, {})
     intake.register(publisher.name, 0, "same", [TensorSpec("a", "BF16", shape)], pack([(0, full_box(shape), False)]))
-    version = intake.create_version(publisher.name, 0, step)
+    version = settled(intake.create_version, publisher.name, 0, step)
     return intake.seal(model, version.number, version.epoch, 0, [0], mapped=True).number
 
 

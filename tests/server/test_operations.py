@@ -14,6 +14,7 @@ from resharder.server.state.server import Attached, Power
 from resharder.v1 import operator_pb2, resources_pb2
 
 from tests.server.test_fleet_moves import MODEL, Versions
+from tests.support.waits import settled
 
 Fleet, Motion, WantMessage = resources_pb2.Fleet, resources_pb2.Motion, resources_pb2.Want
 
@@ -46,7 +47,7 @@ class Desk:
 @pytest.fixture
 def desk(tmp_path: Path) -> Desk:
     desk = Desk(tmp_path)
-    desk.fleets.claim("a", MODEL, "", wait_seconds=0, boot=True)
+    settled(desk.fleets.claim, "a", MODEL, "", wait_seconds=0, boot=True)
     return desk
 
 

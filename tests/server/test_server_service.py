@@ -6,7 +6,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +23,12 @@ from resharder.converters.wire.chunk_frame import unframe
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.profiles import Profiles
 from resharder.server.fleets.verifications import Verifications
-from resharder.server.rpc.server_service import ServerService, add_server_service
-from resharder.server.state.errors import ErrorInterceptor
+from resharder.server.rpc.server_service import ServerService
 from resharder.server.state.server import Settings
 from resharder.server.store.store import Store
 from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
+
+from tests.support.serving import serving
 
 LEASE = 60.0  # of the site's clock; a busy machine does not cost it
 SPECS = (
@@ -133,14 +133,11 @@ def site() -> Iterator[Site]:
         store.reserve("policy", epoch, lay_out(SPECS), {"config.json": b"{}"})
         settings, ahead = Settings(lease=LEASE, grace=0.5, first_retry=0.05, last_retry=0.1), [0.0]
         fleets = Fleets(store, settings=settings, clock=lambda: time.monotonic() + sum(ahead))
-        server = grpc.server(ThreadPoolExecutor(16), interceptors=[ErrorInterceptor()])
-        add_server_service(ServerService(fleets, store, Profiles(fleets), Verifications(fleets), 2), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Site(store, fleets, server_pb2_grpc.ServerServiceStub(channel), channel, epoch, ahead)
-        fleets.close()
-        server.stop(1).wait()
+        service = ServerService(fleets, store, Profiles(fleets), Verifications(fleets), 2)
+        with serving({service: server_pb2_grpc.add_ServerServiceServicer_to_server}, fleets) as address:
+            with grpc.insecure_channel(address) as channel:
+                yield Site(store, fleets, server_pb2_grpc.ServerServiceStub(channel), channel, epoch, ahead)
+            fleets.close()
         store.close()
 
 

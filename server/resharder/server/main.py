@@ -4,18 +4,15 @@ import gc
 import signal
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
-import grpc
 import structlog
 import typer
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from pydantic import ValidationError
 from resharder.server.archive.archive import Archive
 from resharder.server.config import Config, load
@@ -34,26 +31,26 @@ from resharder.server.ingest.coordinator import Intake
 from resharder.server.logs import configure_logs, log_event
 from resharder.server.observability.tracing.collector import Traced
 from resharder.server.observability.tracing.ids import Tracing
-from resharder.server.rpc.concurrency import LONG, SHORT_THREADS, LaneInterceptor
 from resharder.server.rpc.direct_service import DirectService
-from resharder.server.rpc.operator_service import OperatorService, PublisherService, Views, add_publisher_service
-from resharder.server.rpc.protocol import ProtocolInterceptor
-from resharder.server.rpc.server_service import ServerService, add_server_service
+from resharder.server.rpc.dispatch import Dispatcher
+from resharder.server.rpc.operator_service import OperatorService
+from resharder.server.rpc.publisher_service import PublisherService
+from resharder.server.rpc.server import RpcServer
+from resharder.server.rpc.server_service import ServerService
+from resharder.server.rpc.views import Views
 from resharder.server.security import web
 from resharder.server.security.access import Access, add_port
 from resharder.server.security.files import SecurityFilesError
-from resharder.server.security.interceptor import AccessInterceptor
 from resharder.server.security.limits import Limits
-from resharder.server.state.errors import DaemonError, ErrorInterceptor
+from resharder.server.state.errors import DaemonError
 from resharder.server.state.fleet import Fleet, PauseMode
 from resharder.server.state.server import Settings
 from resharder.server.store.manifest import VersionRecord
 from resharder.server.store.store import Store
 from resharder.server.web.server import RELEASE, Shown
-from resharder.v1 import direct_pb2_grpc, operator_pb2, operator_pb2_grpc
+from resharder.v1 import direct_pb2_grpc, operator_pb2, operator_pb2_grpc, publisher_pb2_grpc, server_pb2_grpc
 from yaml import YAMLError
 
-SERVICES = tuple(f"resharder.v1.{name}Service" for name in ("Publisher", "Server", "Operator", "Direct"))
 _log = structlog.get_logger("resharder.main")
 
 
@@ -97,44 +94,34 @@ class Daemon:
         self.fleets.check = self._check
         limits = Limits(self.config.caller_rate, self.config.caller_calls)
         self.access = Access(self.config.security, limits, self.config.max_message_bytes, self.fleets)
-        self.health = health.HealthServicer()
-        self.server = self._server()
         self.shown = self._shown()
+        self.server = self._server()
         self.direct.heard = self.shown.observed.transferred
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="leases", daemon=True)
 
-    def _server(self) -> grpc.Server:
-        size = self.config.max_message_bytes
-        server = grpc.server(
-            ThreadPoolExecutor(SHORT_THREADS, thread_name_prefix="rpc"),
-            interceptors=[
-                ProtocolInterceptor(),
-                AccessInterceptor(self.access, LONG),
-                LaneInterceptor(self.config.threads, self.config.transfers, self.fleets.model_of),
-                ErrorInterceptor(),
-            ],
-            options=[
-                ("grpc.so_reuseport", 0),  # else two daemons share one port
-                ("grpc.max_receive_message_length", size),
-                ("grpc.max_send_message_length", -1),
-                # What gRPC reads ahead of each upload: its own guess grew to 600 MiB on a busy host.
-                ("grpc.http2.bdp_probe", 0),
-                ("grpc.http2.lookahead_bytes", 8 << 20),
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.min_ping_interval_without_data_ms", 5000),
-            ],
+    def _server(self) -> RpcServer:
+        config = self.config
+        dispatcher = Dispatcher(
+            self.access, self.fleets.model_of, self.shown.observed.refused, waits=config.threads, transfers=config.transfers
         )
-        self._add_services(server)
-        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
-        reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        options = [
+            ("grpc.so_reuseport", 0),  # else two daemons share one port
+            ("grpc.max_receive_message_length", config.max_message_bytes),
+            ("grpc.max_send_message_length", -1),
+            # What gRPC reads ahead of each upload: its own guess grew to 600 MiB on a busy host.
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.http2.lookahead_bytes", 8 << 20),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+        ]
+        add = partial(add_port, listen=config.listen, security=config.security)
         try:
-            add_port(server, self.config.listen, self.config.security)
+            return RpcServer(dispatcher, self._services(), add, options)
         except RuntimeError as error:
-            raise SystemExit(f"resharderd: cannot listen on {self.config.listen}: {error}") from error
-        return server
+            raise SystemExit(f"resharderd: cannot listen on {config.listen}: {error}") from error
 
-    def _add_services(self, server: grpc.Server) -> None:
+    def _services(self) -> dict[Any, Callable[[Any, Any], None]]:
         views = Views(self.intake, self.fleets, self.tracing)
         daemon = operator_pb2.Daemon(
             release=RELEASE,
@@ -145,11 +132,16 @@ class Daemon:
         operations = Operations(self.fleets, self.config.checks, self.events.add)
         profiles = Profiles(self.fleets)
         verifications = Verifications(self.fleets)
-        operator = OperatorService(views, operations, self.events, self.archive, profiles, verifications, daemon)
-        add_publisher_service(PublisherService(self.intake, views, self.direct.withhold), server)
-        add_server_service(ServerService(self.fleets, self.store, profiles, verifications, self.config.digest_threads), server)
-        direct_pb2_grpc.add_DirectServiceServicer_to_server(DirectService(self.direct, self.intake), server)
-        operator_pb2_grpc.add_OperatorServiceServicer_to_server(operator, server)
+        return {
+            PublisherService(self.intake, views, self.direct.withhold): publisher_pb2_grpc.add_PublisherServiceServicer_to_server,
+            ServerService(
+                self.fleets, self.store, profiles, verifications, self.config.digest_threads
+            ): server_pb2_grpc.add_ServerServiceServicer_to_server,
+            DirectService(self.direct, self.intake): direct_pb2_grpc.add_DirectServiceServicer_to_server,
+            OperatorService(
+                views, operations, self.events, self.archive, profiles, verifications, daemon
+            ): operator_pb2_grpc.add_OperatorServiceServicer_to_server,
+        }
 
     def _shown(self) -> Shown:
         security = self.config.security
@@ -183,8 +175,6 @@ class Daemon:
             say("no_security", listen=self.config.listen, allowed=f"everybody {whom}")
         self._ticker.start()
         self.shown.started = True
-        for name in ("", *SERVICES):
-            self.health.set(name, health_pb2.HealthCheckResponse.SERVING)
         listens = {"listen": self.config.listen, "web": self.shown.listen}
         _log.info("listening", **listens, store=str(self.config.store), limit=self.store.limit_bytes)
 
@@ -198,14 +188,13 @@ class Daemon:
     def stop(self) -> None:
         """Lets versions that are arriving finish, within the bound; then everything ends."""
         _log.info("daemon_drains", seconds=self.config.drain_seconds)
-        self.health.enter_graceful_shutdown()
+        self.server.drain()
         self.intake.drain(self.config.drain_seconds)
         self._ended.set()
         self.checks.close()
         self.fleets.close()
         self.events.close()
-        self.server.stop(grace=2).wait()
-        self.intake.wake()  # whoever still waits sees that its caller is gone
+        self.server.stop(grace=2)
         if self.archive is not None:
             self.archive.close()
         self.tracing.close()

@@ -15,11 +15,11 @@ group, and the server's install goes on over the staged path.
 """
 
 import itertools
-import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -29,6 +29,7 @@ from resharder.converters.geometry.piece_arrays import Pieces
 from resharder.server.direct.digest_sums import held_by, sent_count
 from resharder.server.direct.layouts import Memories, Side
 from resharder.server.direct.state import Act, Group, Link, Member, Offer, Planned, Task
+from resharder.server.infra.change_signal import ChangeSignal, Pause, Waiting
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 
 _log = structlog.get_logger("resharder.direct")
@@ -83,7 +84,7 @@ class Direct:
         self.offered_whole: Callable[[], None] = lambda: None  # called when `offered` may answer otherwise; it must not wait
         self._whole: dict[str, tuple[int, ...]] = {}  # replaced, never changed: whoever looks takes no lock
         self.memories = Memories()
-        self._news = threading.Condition()
+        self._lock, self._changed = threading.RLock(), ChangeSignal()
         self._offers: dict[str, Offer] = {}  # the newest of each model
         self._withheld: dict[str, int] = {}  # the newest version of each model that no rank offers
         self._joined: dict[str, tuple[str, dict[int, tuple[Member, str]]]] = {}  # server -> install, workers and their memories
@@ -104,7 +105,7 @@ class Direct:
         }
         self.memories.forget(gone.keys())
         self.memories.declare(member, fingerprint, pieces)
-        with self._news:
+        with self._lock:
             for server in gone.values():
                 for known in (self._joined, self._groups, self._numbers, self._refused, self._failures):
                     known.pop(server, None)
@@ -127,35 +128,36 @@ class Direct:
 
     def offer(self, member: Member, memory: str, model: str, number: int, world_size: int, wait_seconds: float) -> Offer:
         """Enters one rank's offer. Raises FailedPrecondition (MEMORY_UNKNOWN, NOT_OFFERED: a later version's has begun)."""
-        with self._news:
+        with self._lock:
             self.memories.check(member, memory)
             offer = self._offers.get(model)
             if offer is None or offer.publisher != member.owner or offer.number < number:
                 if offer is not None:
                     offer.end()
-                offer = self._offers[model] = Offer(model, number, member.owner, world_size, wait_seconds)
+                offer = self._offers[model] = Offer(model, number, member.owner, world_size, wait_seconds, self._changed)
             if offer.number > number or offer.ended:
                 raise FailedPrecondition("NOT_OFFERED", f"version {number} of {model}: its offer is over")
             offer.wait_seconds = min(offer.wait_seconds, wait_seconds)
-            offer.ranks[member.rank] = (member, memory, queue.SimpleQueue())
+            offer.ranks[member.rank] = (member, memory, deque())
             whole = self._whole.get(model, ())
             if offer.complete and number not in whole:
                 self._whole = self._whole | {model: (*whole, number)[-_OFFERED:]}
                 self.offered_whole()
-            self._news.notify_all()
+            self._changed.notify()
             return offer
 
     def withhold(self, model: str, number: int) -> None:
         """No rank offers this version, nor any before it that is not offered by now."""
-        with self._news:
+        with self._lock:
             self._withheld[model] = max(number, self._withheld.get(model, 0))
-            self._news.notify_all()
+            self._changed.notify()
 
     def changed(self, model: str) -> None:
         """The state of a version of this model."""
-        with self._news:
+        with self._lock:
             if offer := self._offers.get(model):
-                offer.look()
+                offer.look_at = 0.0
+                self._changed.notify()
 
     def offered(self, model: str) -> Collection[int]:
         """The last versions that every rank has offered, whatever has become of them."""
@@ -174,42 +176,44 @@ class Direct:
                 found += 1
         self._at_once = self._at_once | {offer.model: max(1, found)}
 
-    def task(self, offer: Offer, rank: int, state: str) -> Task | None:
-        """The rank's next one, None when its memory may change, TimeoutError after a while without either, or when there is a
-        reason to look again. `state` is the version's."""
-        if rank == min(offer.ranks):  # one of them is enough
-            self._look(offer, state)
-        try:
-            task = offer.ranks[rank][2].get(timeout=_LOOK)
-        except queue.Empty:
-            raise TimeoutError from None
-        if task is not None and task.act is Act.LOOK:
-            raise TimeoutError
-        return task
+    def tasks(self, offer: Offer, rank: int, state: Callable[[], str]) -> Iterator[Task | Pause]:
+        """The rank's tasks, until its memory may change. `state()` is the version's."""
+        while True:
+            seen = self._changed.count
+            if rank == min(offer.ranks) and self._clock() >= offer.look_at:  # one of them is enough
+                offer.look_at = self._clock() + _LOOK
+                self._look(offer, state())
+            tasks = offer.ranks[rank][2]
+            while tasks:
+                task = tasks.popleft()
+                if task is None:
+                    return
+                yield task
+            yield self._changed.pause(seen, _LOOK)
 
     def leave(self, offer: Offer, rank: int) -> None:
         """The rank is done with the offer, or gone: then it sends no more."""
-        with self._news:
+        with self._lock:
             member, _, _ = offer.ranks[rank]
             if offer.ended:
                 return
             for group in [g for g in self._groups.values() if member in g.members]:
                 self._fail(group, "member_gone", f"rank {rank} of {member.owner} is gone")
             offer.end()
-            self._news.notify_all()
+            self._changed.notify()
 
     def _look(self, offer: Offer, state: str) -> None:
         """Ends what nobody is expected to need any more, and what takes too long."""
         now = self._clock()
         awaited = self._servers.awaiting(offer.model, offer.number) if state == "READY" else frozenset()
-        with self._news:
+        with self._lock:
             self._end_late(offer)
             if state == "READY" and offer.ready_at is None:
                 offer.ready_at = now
             wanted = any(self._refused.get(server) != offer.number for server in awaited - offer.served)
             if not offer.ended and self._is_over(offer, state, now, wanted):
                 offer.end()
-                self._news.notify_all()
+                self._changed.notify()
 
     def _end_late(self, offer: Offer) -> None:
         for group in list(offer.running.values()):
@@ -226,47 +230,48 @@ class Direct:
 
     # Workers
 
-    def join(self, member: Member, memory: str, model: str, number: int, install: str, held: str | None = None) -> Link:
+    def join(self, member: Member, memory: str, model: str, number: int, install: str, held: str | None = None) -> Waiting[Link]:
         """A worker's link, once all ranks and all workers are there. `held`: the group that it has a link of, "" for none, None
         where it does not say. Raises FailedPrecondition (MEMORY_UNKNOWN, NOT_OFFERED)."""
         server, deadline = member.owner.removeprefix("servers/"), self._clock() + self.seconds
-        with self._news:
+        with self._lock:
             self.memories.check(member, memory)
             current, workers = self._joined.get(server, ("", {}))
             if current != install:
                 workers = {}
                 self._joined[server] = install, workers
             workers[member.rank] = (member, memory)
-            self._news.notify_all()
+            self._changed.notify()
         processes = self.check_worker(member)
-        with self._news:
-            while True:
+        while True:
+            seen = self._changed.count
+            with self._lock:
                 offer = self._good_offer(server, model, number)
                 there = {rank: worker.process for rank, (worker, _) in workers.items()} == processes
                 if there and offer is not None and offer.complete and server not in self._planning:
+                    ranks = {rank: (m, memory) for rank, (m, memory, _) in offer.ranks.items()}
+                    key = (tuple(sorted(ranks.items())), tuple(sorted(workers.items())))
+                    group = self._groups.get(server)
+                    if group is not None and group.key == key and not group.error:
+                        if held in (None, group.id) or member not in group.linked:
+                            return group.link(member)
+                        self._end(group, f"{member.owner}, rank {member.rank} has let go of it")  # as those do that fall asleep
+                    self._planning.add(server)
+                    place = self._number(server, model)
                     break
                 if self._clock() > deadline:
                     self._refuse(server, number, "late", "not all ranks and workers came in time")
-                self._news.wait(_LOOK)
-            ranks = {rank: (m, memory) for rank, (m, memory, _) in offer.ranks.items()}
-            key = (tuple(sorted(ranks.items())), tuple(sorted(workers.items())))
-            group = self._groups.get(server)
-            if group is not None and group.key == key and not group.error:
-                if held in (None, group.id) or member not in group.linked:
-                    return group.link(member)
-                self._end(group, f"{member.owner}, rank {member.rank} has let go of it")  # as those do that fall asleep
-            self._planning.add(server)
-            place = self._number(server, model)
+            yield self._changed.pause(seen, _LOOK)
         try:
             planned = self.memories.plan(ranks, workers, place)
         except (LayoutError, ValueError) as error:
-            with self._news:
+            with self._lock:
                 self._refuse(server, number, "layout", f"{error}")
         finally:
-            with self._news:
+            with self._lock:
                 self._planning.discard(server)
-                self._news.notify_all()
-        with self._news:
+                self._changed.notify()
+        with self._lock:
             return self._make(offer, server, key, planned, ranks, workers).link(member)
 
     def _number(self, server: str, model: str) -> int:
@@ -303,7 +308,7 @@ class Direct:
     def _refuse(self, server: str, number: int, cause: Cause, why: str) -> None:
         """Always raises."""
         self._give_up(server, number, cause)
-        self._news.notify_all()
+        self._changed.notify()
         raise FailedPrecondition("NOT_OFFERED", f"version {number} goes to server {server} over the staged path: {why}")
 
     def _make(
@@ -332,9 +337,9 @@ class Direct:
 
     # The proof of what is not READY
 
-    def digests(self, member: Member, id: str, number: int) -> list[int]:
+    def digests(self, member: Member, id: str, number: int) -> Waiting[list[int]]:
         """Of every box of a worker's memory, by what the ranks say. Raises FailedPrecondition (NOT_OFFERED)."""
-        with self._news:
+        with self._lock:
             group = self._group(id)
             if member not in group.members[group.senders :]:
                 raise InvalidArgument("WORKER", f"{member.owner}, rank {member.rank}: not a worker of group {id}")
@@ -344,18 +349,22 @@ class Direct:
             if group.said_of != number:
                 group.said_of, group.said = number, {}
                 offer.ask(group)
-            while len(group.said) < group.senders:
+        while True:
+            seen = self._changed.count
+            with self._lock:
+                if len(group.said) >= group.senders and group.said_of == number:
+                    said, target = dict(group.said), group.members.index(member) - group.senders
+                    break
                 if group.error or offer.ended or group.said_of != number:
                     self._refuse(group.server, number, "offer_over", group.error or "its offer is over")
                 if self._clock() > deadline:
                     self._fail(group, "late", f"not every rank has said what it sends after {self.seconds:g} s")
-                self._news.wait(_LOOK)
-            said, target = dict(group.said), group.members.index(member) - group.senders
+            yield self._changed.pause(seen, _LOOK)
         return held_by(group.planned.plan, target, said)
 
     def say(self, member: Member, id: str, number: int, digests: Sequence[int]) -> None:
         """A rank's, of what it sends. Raises FailedPrecondition (NOT_OFFERED), InvalidArgument (WORKER, DIGESTS)."""
-        with self._news:
+        with self._lock:
             group = self._group(id)
             if member not in group.members[: group.senders]:
                 raise InvalidArgument("WORKER", f"{member.owner}, rank {member.rank}: not a sender of group {id}")
@@ -364,11 +373,11 @@ class Direct:
                 raise InvalidArgument("DIGESTS", f"rank {member.rank} sends {expected} boxes, got {len(digests)} digests")
             if group.said_of == number:
                 group.said[member.rank] = np.array(digests, np.uint64)
-                self._news.notify_all()
+                self._changed.notify()
 
-    def start(self, member: Member, id: str, install: str) -> None:
+    def start(self, member: Member, id: str, install: str) -> Waiting[None]:
         """When it returns, the transfer has begun. Raises FailedPrecondition (NOT_OFFERED)."""
-        with self._news:
+        with self._lock:
             group = self._group(id)
             if member not in group.members[group.senders :]:
                 raise InvalidArgument("WORKER", f"{member.owner}, rank {member.rank}: not a worker of group {id}")
@@ -379,13 +388,17 @@ class Direct:
             if len(group.started) == len(group.members) - group.senders:
                 offer.turns.append(group)
                 self._next(offer)
-            while group.granted != install:
+        while True:
+            seen = self._changed.count
+            with self._lock:
+                if group.granted == install:
+                    return
                 if group.error or offer.ended:
                     self._refuse(group.server, offer.number, "offer_over", group.error or "its offer is over")
                 if group not in offer.turns and self._clock() > deadline:
                     self._fail(group, "late", f"not every worker was ready after {self.seconds:g} s")
                 self._end_late(offer)  # also where no rank asks for its tasks
-                self._news.wait(_LOOK)
+            yield self._changed.pause(seen, _LOOK)
 
     def _offer_of(self, group: Group) -> Offer:
         offer = next((o for o in self._offers.values() if o.publisher == group.members[0].owner), None)
@@ -403,10 +416,10 @@ class Direct:
                 group.granted, group.began = group.install, self._clock()
                 offer.tell(group, Act.RUN)
                 _log.info("direct_turn", server=group.server, version=offer.number, group=group.id)
-                self._news.notify_all()
+                self._changed.notify()
 
     def finish(self, member: Member, id: str, ok: bool, error: str, seconds: float, size_bytes: int) -> None:
-        with self._news:
+        with self._lock:
             group = self._group(id)
             if member not in group.members:
                 raise InvalidArgument("WORKER", f"{member.owner}, rank {member.rank}: not a member of group {id}")
@@ -430,8 +443,9 @@ class Direct:
                 self.heard(took, None)
                 self._failures.pop(group.server, None)
                 offer.served.add(group.server)
+                offer.look_at = 0.0
                 self._next(offer)
-                offer.look()
+                self._changed.notify()
 
     def _group(self, id: str) -> Group:
         group = next((g for g in self._groups.values() if g.id == id), None)
@@ -458,7 +472,7 @@ class Direct:
             offer.tell(group, Act.DROP)
             offer.running.pop(group.id, None)
             self._next(offer)
-        self._news.notify_all()
+        self._changed.notify()
 
     def _offers_to(self, group: Group) -> list[Offer]:
         return [offer for offer in self._offers.values() if offer.publisher == group.members[0].owner]
@@ -466,7 +480,7 @@ class Direct:
     # How members meet
 
     def set_key(self, id: str, key: str, value: bytes) -> None:
-        with self._news:
+        with self._lock:
             group = self._group(id)
             others = [len(known) for name, known in group.keys.items() if name != key]
             large = len(value) > _KEY_BYTES or len(key) > 1024
@@ -477,17 +491,18 @@ class Direct:
                     f"of group {id}",
                 )
             group.keys[key] = value
-            self._news.notify_all()
+            self._changed.notify()
 
-    def key(self, id: str, key: str, wait_seconds: float) -> bytes | None:
+    def key(self, id: str, key: str, wait_seconds: float) -> Waiting[bytes | None]:
         """None where nobody sets it in time. Raises FailedPrecondition (NOT_OFFERED) once the group has failed."""
-        deadline = time.monotonic() + wait_seconds
-        with self._news:
-            while True:
+        deadline = self._clock() + wait_seconds
+        while True:
+            seen = self._changed.count
+            with self._lock:
                 group = self._group(id)
                 if group.error:
                     raise FailedPrecondition("NOT_OFFERED", f"group {id} is over: {group.error}")
-                left = deadline - time.monotonic()
+                left = deadline - self._clock()
                 if key in group.keys or left <= 0:
                     return group.keys.get(key)
-                self._news.wait(min(left, 1.0))
+            yield self._changed.pause(seen, min(left, 1.0))

@@ -1,6 +1,5 @@
 """What the direct path's coordinator (direct.py) knows: members, groups, offers and the tasks of their ranks."""
 
-import queue
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from resharder.converters.geometry.copy_table import Copies
 from resharder.converters.geometry.piece_arrays import Pieces
 from resharder.converters.geometry.plan import Plan
 from resharder.server.direct.digest_sums import Digests, sent_by
+from resharder.server.infra.change_signal import ChangeSignal
 
 
 class Member(NamedTuple):
@@ -26,7 +26,6 @@ class Act(Enum):
     RUN = "run"
     DROP = "drop"
     DIGEST = "digest"
-    LOOK = "look"  # for the daemon itself: whether the offer is over
 
 
 @dataclass(frozen=True)
@@ -96,12 +95,14 @@ class Offer:
     publisher: str
     world_size: int
     wait_seconds: float
-    ranks: dict[int, tuple[Member, str, "queue.SimpleQueue[Task | None]"]] = field(default_factory=dict)
+    changed: ChangeSignal
+    ranks: dict[int, tuple[Member, str, deque[Task | None]]] = field(default_factory=dict)
     turns: deque[Group] = field(default_factory=deque)
     running: dict[str, Group] = field(default_factory=dict)
     ready_at: float | None = None
     served: set[str] = field(default_factory=set)  # servers that have all of it, proven
     ended: bool = False
+    look_at: float = 0.0  # when to look next whether it is over
 
     @property
     def complete(self) -> bool:
@@ -115,7 +116,8 @@ class Offer:
         for member in group.members[: group.senders]:
             there = self.ranks.get(member.rank)
             if there is not None and there[0] == member:
-                there[2].put(Task(act, group.id, group.link(member) if link else None))
+                there[2].append(Task(act, group.id, group.link(member) if link else None))
+        self.changed.notify()
 
     def ask(self, group: Group) -> None:
         """For the digests of what each rank sends."""
@@ -123,15 +125,12 @@ class Offer:
             sent = None if group.told else sent_by(group.planned.plan, member.rank)
             there = self.ranks.get(member.rank)
             if there is not None and there[0] == member:
-                there[2].put(Task(Act.DIGEST, group.id, sent=sent))
+                there[2].append(Task(Act.DIGEST, group.id, sent=sent))
         group.told = True
-
-    def look(self) -> None:
-        """One rank is enough to find out whether the offer is over."""
-        if not self.ended:
-            self.ranks[min(self.ranks)][2].put(Task(Act.LOOK, ""))
+        self.changed.notify()
 
     def end(self) -> None:
         self.ended = True
         for _, _, tasks in self.ranks.values():
-            tasks.put(None)
+            tasks.append(None)
+        self.changed.notify()

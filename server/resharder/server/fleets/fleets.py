@@ -21,6 +21,7 @@ from resharder.server.fleets.explain import explain, explain_fleet, state_of
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.fleets.pins import Holdable, Holds
 from resharder.server.fleets.reconciler import step
+from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.infra.event_log import Kind
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from resharder.server.state.fleet import Fleet, MotionKind, PauseMode, View
@@ -106,12 +107,17 @@ class Observer:
 
 
 class Attachment:
-    """One control side's stream: `orders` is filled by the reconciler, None ends it."""
+    """One control side's stream: `orders` holds those it has not been sent, None ends it. `changed` signals new ones."""
 
     def __init__(self, fleets: "Fleets", server: str, first: Attached) -> None:
         self.server, self.first = server, first
         self.orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self.changed = ChangeSignal()
         self._fleets = fleets
+
+    def put(self, order: Order | None) -> None:
+        self.orders.put(order)
+        self.changed.notify()
 
     def report(self, report: Reported) -> None:
         """Raises NotFound (SERVER_UNKNOWN) where the daemon has forgotten the server meanwhile."""
@@ -158,7 +164,7 @@ class Fleets:
         self._term = files.next_start() << _TERM_BITS if files else 0  # above every one of this store so far
         self._ready: dict[str, dict[int, str]] = {}  # of each model, as of the last look
         self._ahead: dict[str, dict[int, Ahead]] = {}
-        self._changed = threading.Condition(threading.RLock())
+        self._lock, self.changed = threading.RLock(), ChangeSignal()
         self._servers: dict[str, Server] = {}
         self._attachments: dict[tuple[str, str], Attachment] = {}
         self._wake = threading.Event()
@@ -180,14 +186,14 @@ class Fleets:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
-        with self._changed:
+        with self._lock:
             for attachment in self._attachments.values():
-                attachment.orders.put(None)
+                attachment.put(None)
             try:
                 self._save_waits()
             except OSError as error:
                 _log.error("waits_not_saved", error=str(error))
-            self._changed.notify_all()
+            self.changed.notify()
 
     def wake(self) -> None:
         """Has it look at the store and at what is offered, soon."""
@@ -206,7 +212,7 @@ class Fleets:
         """Brings in what has changed in the store, and the time."""
         for model in self._store.models():
             self._look(model)
-        with self._changed:
+        with self._lock:
             now = self._clock()
             for server in list(self._servers.values()):
                 self._see_versions(server.id)
@@ -220,7 +226,7 @@ class Fleets:
             for name in list(self._fleets):
                 self._steer(name)
             self._release_returning()
-            self._changed.notify_all()
+            self.changed.notify()
             if now >= self._checkpointed + _CHECKPOINT:
                 self._checkpointed = now
                 self._save_waits()
@@ -278,17 +284,9 @@ class Fleets:
     # What processes of servers say
 
     def claim(
-        self,
-        server: str,
-        model: str,
-        fleet: str,
-        *,
-        wait_seconds: float,
-        boot: bool,
-        renews: bool = False,
-        alive: Callable[[], bool] = lambda: True,
-    ) -> Server:
-        """The server with its boot version fixed. A wait ends early once the caller is not `alive`.
+        self, server: str, model: str, fleet: str, *, wait_seconds: float, boot: bool, renews: bool = False
+    ) -> Waiting[Server]:
+        """The server with its boot version fixed.
 
         Raises Unavailable (NO_VERSION after `wait_seconds`, DRAINING), InvalidArgument (NAME, WAIT_SECONDS, MODEL_AMBIGUOUS),
         FailedPrecondition (SERVER_ELSEWHERE, FLEET_MODEL).
@@ -298,25 +296,26 @@ class Fleets:
                 raise InvalidArgument("NAME", f"expected a {what} of at most 64 letters, digits, '.', '_' and '-', got {name!r}")
         if not 0 <= wait_seconds <= MAX_WAIT:
             raise InvalidArgument("WAIT_SECONDS", f"expected wait_seconds between 0 and {MAX_WAIT:g}, got {wait_seconds:g}")
-        deadline = time.monotonic() + wait_seconds
+        deadline = self._clock() + wait_seconds
         while True:
+            seen = self.changed.count
             name = model or self.only_model()
             ready = self._look(name) if name else {}
-            with self._changed:
+            with self._lock:
                 if name and (ready or not boot):
                     self._enter(server, name, fleet or name)
                     self._happen(server, Claimed(boot, renews))
                     if not boot or self._servers[server].boot_version:
                         return self._servers[server]
-                left = deadline - time.monotonic()
+                left = deadline - self._clock()
                 if self._closed:
                     raise Unavailable("DRAINING", "the daemon is going down and gives out no versions")
-                if left <= 0 or not alive():
+                if left <= 0:
                     what = f"model {name} has no READY version" if name else "no model has been published"
                     if ready:
                         what = f"fleet {fleet or name} wants no version yet"
                     raise Unavailable("NO_VERSION", f"{what} after {wait_seconds:g} s")
-                self._changed.wait(min(left, _TICK))
+            yield self.changed.pause(seen, min(left, _TICK))
 
     def only_model(self) -> str:
         """The name of the one model there is; empty where there is none. Raises InvalidArgument (MODEL_AMBIGUOUS)."""
@@ -353,7 +352,7 @@ class Fleets:
         if not 1 <= first.world_size <= MAX_WORLD_SIZE:
             raise InvalidArgument("WORLD_SIZE", f"expected 1 to {MAX_WORLD_SIZE} workers, got {first.world_size}")
         attachment = Attachment(self, server, first)
-        with self._changed:
+        with self._lock:
             known = self.server(server)
             others = [c for c in known.controls if c.nonce != first.control]
             if others and known.world_size != first.world_size:
@@ -375,25 +374,25 @@ class Fleets:
         key = (attachment.server, attachment.first.control)
         former = self._attachments.get(key)
         if former is not None and former is not attachment:
-            former.orders.put(None)
+            former.put(None)
         self._attachments[key] = attachment
 
     def _control_reported(self, attachment: Attachment, report: Reported) -> None:
         key = (attachment.server, report.control)
-        with self._changed:
+        with self._lock:
             known = self.server(attachment.server)
             if self._attachments.get(key) is not attachment:
                 return
             if all(control.nonce != report.control for control in known.controls):
                 # It had been silent for too long and was let go. Orders that it has not begun must not come to life with a new
                 # lease: the end of the stream takes them with it, and the next one begins anew.
-                attachment.orders.put(None)
+                attachment.put(None)
                 return
             self._happen(known.id, report)
 
     def _detach(self, attachment: Attachment) -> None:
         key = (attachment.server, attachment.first.control)
-        with self._changed:
+        with self._lock:
             if self._attachments.get(key) is attachment:
                 del self._attachments[key]
                 if attachment.server in self._servers:
@@ -405,7 +404,7 @@ class Fleets:
         holds = worker.state in (WorkerState.BOOTED, WorkerState.APPLIED)
         if holds and worker.fingerprint != known.ready.get(worker.version):
             self._look(known.model)  # it may have heard that the version is READY before the next tick
-        with self._changed:
+        with self._lock:
             known = self.server(server)
             self._see_versions(server)
             size = known.world_size or MAX_WORLD_SIZE
@@ -485,7 +484,7 @@ class Fleets:
         models = self._store.models()
         for known in models:
             self._look(known)
-        with self._changed:
+        with self._lock:
             fleet = self._fleets.get(name)
             if fleet is None:
                 model = model or (name if name in models else "")
@@ -499,7 +498,7 @@ class Fleets:
             for server in [server for server in self._servers.values() if server.fleet == name]:
                 self._see_versions(server.id)
             self._steer(name)
-            self._changed.notify_all()
+            self.changed.notify()
             return self._fleet_view(self._fleets[name])
 
     def reinstall(self, server: str) -> tuple[str, int]:
@@ -507,7 +506,7 @@ class Fleets:
 
         Raises NotFound (SERVER_UNKNOWN), FailedPrecondition (NOT_SERVING).
         """
-        with self._changed:
+        with self._lock:
             known = self.server(server)
             fleet = self._fleets[known.fleet]
             if fleet.moving is None:
@@ -521,7 +520,7 @@ class Fleets:
 
     def checked(self, name: str, move: int, passed: bool, message: str) -> None:
         """How the check of a canary ended."""
-        with self._changed:
+        with self._lock:
             if name in self._fleets:
                 fleet = self._fleets[name]
                 self._keep(updates.checked(fleet, move, passed, message, self._see(fleet)))
@@ -536,7 +535,7 @@ class Fleets:
         """Live servers whose workers can be written to by the direct path and that are to install this version next, as far as
         nothing has gone wrong with it there."""
         self._look(model)
-        with self._changed:
+        with self._lock:
             for server in [server for server in self._servers.values() if server.model == model]:
                 self._see_versions(server.id)
                 self._steer(server.fleet)
@@ -548,11 +547,6 @@ class Fleets:
         """The process of every worker, by rank; empty where not all of them are known. Raises NotFound (SERVER_UNKNOWN)."""
         known = self.server(server)
         return {rank: worker.process for rank, worker in known.workers.items()} if known.complete else {}
-
-    def wait_change(self, timeout: float) -> None:
-        """Until a server may have changed, or the time is over."""
-        with self._changed:
-            self._changed.wait(timeout)
 
     # One step
 
@@ -572,12 +566,12 @@ class Fleets:
         for order in orders:
             attachment = self._attachments.get((id, order.control))
             if attachment is not None:
-                attachment.orders.put(replace(order, term=after.term))
+                attachment.put(replace(order, term=after.term))
         self._holds.release(holder, after.model, keep=in_use(after, now, self.settings))
         self._note_change(before, after)
         for observer in self.observers:
             observer.server_stepped(before, after)
-        self._changed.notify_all()
+        self.changed.notify()
         if (before.serving, before.lost_at is None) != (after.serving, after.lost_at is None):
             self.serving_changed()
 

@@ -1,12 +1,13 @@
 """Profiles on their way from workers to the operator who asked: kept while he waits, and nowhere else."""
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from resharder.server.fleets.fleets import Fleets
+from resharder.server.infra.change_signal import ChangeSignal, Pause
 from resharder.server.state.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
 from resharder.server.state.server import InstallState
 from resharder.v1 import resources_pb2
@@ -20,47 +21,40 @@ class _Waiting:
     """`missing`: ranks whose profile has not come."""
 
     missing: set[int]
-    arrived: queue.SimpleQueue[resources_pb2.Profile] = field(default_factory=queue.SimpleQueue)
-
-    def next(self) -> resources_pb2.Profile | None:
-        """None: none has come for a while."""
-        try:
-            return self.arrived.get(timeout=_LOOK)
-        except queue.Empty:
-            return None
+    arrived: deque[resources_pb2.Profile] = field(default_factory=deque)
+    changed: ChangeSignal = field(default_factory=ChangeSignal)
 
 
 class Profiles:
     """Thread-safe. `_lock` comes before the fleets'."""
 
-    def __init__(self, fleets: Fleets) -> None:
-        self._fleets = fleets
+    def __init__(self, fleets: Fleets, clock: Callable[[], float] = time.monotonic) -> None:
+        self._fleets, self._clock = fleets, clock
         self._lock = threading.Lock()
         self._waiting: dict[tuple[str, str], _Waiting] = {}  # by server and install
 
-    def take(self, server: str, wait_seconds: float, alive: Callable[[], bool]) -> Iterator[resources_pb2.Profile]:
+    def take(self, server: str, wait_seconds: float) -> Iterator[resources_pb2.Profile | Pause]:
         """Has the server install what it serves once more, and yields what its workers say of it; ends when the install has.
 
         Raises NotFound (SERVER_UNKNOWN), FailedPrecondition (NOT_SERVING), DeadlineExceeded (NO_PROFILE).
         """
-        deadline = time.monotonic() + wait_seconds
-
-        def wait_for(what: str) -> None:
-            if time.monotonic() > deadline or not alive():
-                raise DeadlineExceeded("NO_PROFILE", what)
-
+        deadline = self._clock() + wait_seconds
         with self._lock:  # a profile must not come before it is waited for
             install, workers = self._fleets.reinstall(server)
             waiting = self._waiting[server, install] = _Waiting(set(range(workers)))
         try:
-            for left in range(workers, 0, -1):
-                while (profile := waiting.next()) is None:
+            left = workers
+            while left or not self._ended(server, install):
+                seen = waiting.changed.count
+                while waiting.arrived:
+                    left -= 1
+                    yield waiting.arrived.popleft()
+                if left:
                     self._ended(server, install)
-                    wait_for(f"{left} workers of server {server} have not said how they spent {install}")
-                yield profile
-            while not self._ended(server, install):
-                wait_for(f"server {server} has not ended {install}")
-                time.sleep(_LOOK)
+                if self._clock() > deadline:
+                    missing = f"{left} workers of server {server} have not said how they spent {install}"
+                    raise DeadlineExceeded("NO_PROFILE", missing if left else f"server {server} has not ended {install}")
+                yield waiting.changed.pause(seen, _LOOK)
         finally:
             with self._lock:
                 del self._waiting[server, install]
@@ -80,4 +74,5 @@ class Profiles:
             waiting = self._waiting.get((server, profile.install))
             if waiting is not None and profile.rank in waiting.missing:
                 waiting.missing.discard(profile.rank)
-                waiting.arrived.put(profile)
+                waiting.arrived.append(profile)
+                waiting.changed.notify()

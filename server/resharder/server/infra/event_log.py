@@ -2,7 +2,7 @@
 
     events = Events(store_folder)
     events.add("server", "servers/a", "lost", "its lease ended", version=3)
-    for event in events.follow(0, "fleets/policy", context.is_active): ...
+    for event in events.follow(0, "fleets/policy"): ...     # events, and pauses
 
 One line per event, written before anybody can see it, so ids increase over restarts and SIGKILL; a line that was cut short is
 dropped. At `limit` lines the file becomes `events.1.jsonl`, in place of the one before.
@@ -22,6 +22,7 @@ from typing import Literal
 import structlog
 from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.server.infra.caller import CALLER
+from resharder.server.infra.change_signal import ChangeSignal, Pause
 from resharder.v1 import operator_pb2
 
 Kind = Literal["daemon", "publisher", "version", "server", "fleet", "move", "operator", "archive"]
@@ -57,7 +58,7 @@ class Events:
     def __init__(self, root: Path, limit: int = 10_000) -> None:
         self._root, self._limit = root, limit
         self.listeners: list[Callable[[Event], None]] = []
-        self._changed = threading.Condition()
+        self._lock, self._changed = threading.Lock(), ChangeSignal()
         self._closed = False
         known = [event for name in (_OLDER, _FILE) for event in _read(root / name)]
         self._events = deque(known, maxlen=limit)
@@ -70,13 +71,13 @@ class Events:
         if kind == "operator" and (caller := CALLER.get()):
             details["by"] = caller
         said = {name: str(value)[:_LONGEST] for name, value in details.items()}
-        with self._changed:
+        with self._lock:
             event = Event(self._id + 1, time.time(), kind, subject, what, reason[:_LONGEST], said)
             self._id = event.id
             if not self._closed:
                 self._write(event)
             self._events.append(event)
-            self._changed.notify_all()
+            self._changed.notify()
             synced = os.dup(self._file) if kind == "operator" and not self._closed else None
         if synced is not None:
             self._sync(synced)
@@ -92,37 +93,35 @@ class Events:
         """Those with a greater id, of the newest `limit`, oldest first."""
         return [event for event in self._since(id) if event.about(subject)]
 
-    def follow(self, after: int, subject: str, is_active: Callable[[], bool]) -> Iterator[Event]:
-        """As `after`, and then what comes, until `is_active()` is false or the journal is closed. Holds the caller's thread."""
+    def follow(self, after: int, subject: str) -> Iterator[Event | Pause]:
+        """As `after`, and then what comes, until the journal is closed."""
         while True:
-            with self._changed:
-                if self._id <= after and not self._closed:
-                    self._changed.wait(_LOOK)
-                closed = self._closed
+            seen, closed = self._changed.count, self._closed
             fresh = self._since(after)
             yield from (event for event in fresh if event.about(subject))
-            if closed or not is_active():
+            if closed:
                 return
             after = fresh[-1].id if fresh else after
+            yield self._changed.pause(seen, _LOOK)
 
-    def listed(self, request: operator_pb2.ListEventsRequest, is_active: Callable[[], bool]) -> Iterator[Event]:
-        """What a ListEvents call asks for."""
+    def listed(self, request: operator_pb2.ListEventsRequest) -> Iterator[Event | Pause]:
+        """The events that a ListEvents call asks for."""
         last, subject = request.last or _LAST, request.subject
         found = self.after(request.after, subject) if request.after else self.last(last, subject)
         yield from found
         if request.follow:
-            yield from self.follow(found[-1].id if found else request.after, subject, is_active)
+            yield from self.follow(found[-1].id if found else request.after, subject)
 
     def close(self) -> None:
         """Ends every `follow`. What is added from here on is kept in memory alone."""
-        with self._changed:
+        with self._lock:
             if not self._closed:
                 self._closed = True
                 os.close(self._file)
-            self._changed.notify_all()
+            self._changed.notify()
 
     def _since(self, id: int) -> list[Event]:
-        with self._changed:
+        with self._lock:
             return list(takewhile(lambda event: event.id > id, reversed(self._events)))[::-1]
 
     def _write(self, event: Event) -> None:

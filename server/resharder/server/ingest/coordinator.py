@@ -16,7 +16,7 @@ from resharder.converters.geometry.layout import ITEM_SIZES, TensorSpec
 from resharder.converters.storage.digest import compile_for
 from resharder.converters.storage.files import lay_out
 from resharder.converters.wire.chunk_frame import ChunkHeader
-from resharder.server.infra.change_signal import News
+from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.infra.failpoints import failpoint
 from resharder.server.ingest.packed_boxes import Boxes
 from resharder.server.ingest.publisher import ACTIVE, FENCED, MAX_WORLD, REGISTERING, Publisher, check_files
@@ -81,24 +81,23 @@ class Intake:
         self.ended: Callable[[Staged, VersionRecord], None] = lambda staged, record: None
         self.observer = Observer()
         self._patience, self._clock = writer_patience, clock
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._lock, self._changed = threading.RLock(), ChangeSignal()
         self._publishers: dict[str, Publisher] = {}
         self._staged: dict[tuple[str, int], Staged] = {}
         self._creating: set[tuple[str, int, int]] = set()
         self._draining = False
-        self._versions_news, self._serving_news = News(), News()
+        self._versions_changed, self._serving_changed = ChangeSignal(), ChangeSignal()
         self._threads = threads
         store.subscribe(lambda record: self.wake())
 
     def wake(self) -> None:
         """Lets everyone who waits for a version look again."""
-        self._versions_news.tell()
-        self._serving_news.tell()
+        self._versions_changed.notify()
+        self._serving_changed.notify()
 
     def wake_for_serving(self) -> None:
         """As `wake`, those who wait until versions are served; the fleets call it when a server serves another one."""
-        self._serving_news.tell()
+        self._serving_changed.notify()
 
     # Publishers
 
@@ -110,7 +109,7 @@ class Intake:
             raise InvalidArgument("JOB", f"expected a job of 1 to 256 characters, got {len(job)}")
         if not 1 <= world_size <= MAX_WORLD:
             raise InvalidArgument("WORLD_SIZE", f"expected 1 to {MAX_WORLD} ranks, got {world_size}")
-        with self._changed:
+        with self._lock:
             self._check_not_draining()
             publisher = self._publishers.get(model)
             if publisher is None or publisher.job != job:
@@ -144,7 +143,7 @@ class Intake:
         _log.info("publisher_fenced", model=model, job=earlier.job, epoch=earlier.epoch, reason="a later job took the model over")
         for staged in [s for s in self._staged.values() if s.record.model == model]:
             self._abort(staged, "a later job took the model over")
-        self._changed.notify_all()
+        self._changed.notify()
 
     def publisher(self, name: str, rank: int | None = None) -> Publisher:
         """By its name; `rank`'s lease is renewed. Raises FailedPrecondition (STALE_EPOCH), NotFound (PUBLISHER_UNKNOWN)."""
@@ -174,7 +173,7 @@ class Intake:
         """One rank's slot, `boxes` speaking of `specs`. The last rank's call decides for all. `process`: a nonce of the rank's
         process; a new one ends the versions that the former process has begun and not sealed."""
         self._replace(name, rank, process)
-        with self._changed:
+        with self._lock:
             publisher = self.publisher(name, rank)
             publisher.check_usable()
             if publisher.is_registered(rank, fingerprint):
@@ -185,7 +184,7 @@ class Intake:
                 publisher.reject(error)
                 raise
             finally:
-                self._changed.notify_all()
+                self._changed.notify()
         if complete:
             self._activate(publisher)
         return publisher
@@ -211,40 +210,40 @@ class Intake:
             assigned, boxes = publisher.check_and_assign()
             layouts = lay_out(publisher.specs)
             compile_for(ITEM_SIZES[spec.dtype] for spec in publisher.specs)  # now, and not in the first version's proof
-            with self._changed:
+            with self._lock:
                 publisher.check_usable()
                 self.store.reserve(publisher.model, publisher.epoch, layouts, publisher.files)
                 publisher.activate(assigned, boxes)
-                self._changed.notify_all()
+                self._changed.notify()
             self.observer.publish_phase("registration", publisher.model, self._clock() - publisher.created)
             _log.info("publisher_active", model=publisher.model, epoch=publisher.epoch, tensors=len(publisher.specs))
         except Exception as error:
             known = error if isinstance(error, DaemonError) else FailedPrecondition("REGISTRATION_FAILED", repr(error))
-            with self._changed:
+            with self._lock:
                 if publisher.state == REGISTERING:
                     publisher.reject(known)
-                self._changed.notify_all()
+                self._changed.notify()
             _log.warning("publisher_rejected", model=publisher.model, epoch=publisher.epoch, reason=str(error))
             raise known from error
 
-    def assignment(self, name: str, rank: int, wait_seconds: float, alive: Callable[[], bool]) -> tuple[Publisher, list[int]]:
+    def assignment(self, name: str, rank: int, wait_seconds: float) -> Waiting[tuple[Publisher, list[int]]]:
         """Positions of the boxes that the rank sends. Raises DeadlineExceeded (NOT_REGISTERED), naming missing ranks."""
-        deadline = time.monotonic() + wait_seconds
-        with self._changed:
-            while True:
-                publisher = self.publisher(name, rank)
-                publisher.check_usable()
-                if publisher.state == ACTIVE:
-                    return publisher, publisher.assigned[rank]
-                left = deadline - time.monotonic()
-                if left <= 0 or not alive():
-                    missing = [r for r in range(publisher.world_size) if r not in publisher.registered]
-                    raise DeadlineExceeded("NOT_REGISTERED", f"{name}: {len(missing)} ranks have not registered: {missing[:8]}")
-                self._changed.wait(min(left, 1.0))
+        deadline = self._clock() + wait_seconds
+        while True:
+            seen = self._changed.count
+            publisher = self.publisher(name, rank)
+            publisher.check_usable()
+            if publisher.state == ACTIVE:
+                return publisher, publisher.assigned[rank]
+            left = deadline - self._clock()
+            if left <= 0:
+                missing = [r for r in range(publisher.world_size) if r not in publisher.registered]
+                raise DeadlineExceeded("NOT_REGISTERED", f"{name}: {len(missing)} ranks have not registered: {missing[:8]}")
+            yield self._changed.pause(seen, min(left, 1.0))
 
     # Versions
 
-    def create_version(self, name: str, rank: int, step: int, after: int | None = None) -> VersionRecord:
+    def create_version(self, name: str, rank: int, step: int, after: int | None = None) -> Waiting[VersionRecord]:
         """The version of (epoch, step): STAGING, or as far as it has come; a new one where there is none.
 
         `after`: the newest version of the step that the rank has begun before, None: it has begun all. A later one that was
@@ -253,28 +252,33 @@ class Intake:
         if step < 0:
             raise InvalidArgument("STEP", f"expected a step of 0 or more, got {step}")
         self._start(name, rank, step)
-        with self._changed:
-            publisher = self.publisher(name, rank)
-            key = (publisher.model, publisher.epoch, step)
-            if not self._changed.wait_for(lambda: key not in self._creating, _OPENING):
+        deadline = self._clock() + _OPENING
+        while True:
+            seen = self._changed.count
+            with self._lock:
+                publisher = self.publisher(name, rank)
+                publisher.check_active()
+                key = (publisher.model, publisher.epoch, step)
+                if key not in self._creating:  # else another rank came first: its version is this one
+                    known = self._version_of(*key, after)
+                    if known is not None:
+                        if staged := self._staged.get((known.model, known.number)):
+                            staged.begun[rank] = publisher.processes.get(rank, "")
+                        return known
+                    self._check_may_open(publisher, rank, step)
+                    self._creating.add(key)
+                    break
+            if (left := deadline - self._clock()) <= 0:
                 raise ResourceExhausted(
                     "TOO_MANY_STAGING", f"{publisher.model}: step {step} is being opened for another rank: try again"
                 )
-            publisher = self.publisher(name, rank)
-            publisher.check_active()
-            known = self._version_of(*key, after)
-            if known is not None:
-                if staged := self._staged.get((known.model, known.number)):
-                    staged.begun[rank] = publisher.processes.get(rank, "")
-                return known
-            self._check_may_open(publisher, rank, step)
-            self._creating.add(key)
+            yield self._changed.pause(seen, min(left, _LOOK))
         try:
             return self._begin(publisher, rank, step)
         finally:
-            with self._changed:
+            with self._lock:
                 self._creating.discard(key)
-                self._changed.notify_all()
+                self._changed.notify()
 
     def _start(self, name: str, rank: int, step: int) -> None:
         """The rank is at `step`: it will not seal slots of earlier ones any more."""
@@ -431,9 +435,9 @@ class Intake:
             self._forget(staged)
 
     def _forget(self, staged: Staged) -> None:
-        with self._changed:
+        with self._lock:
             known = self._staged.pop((staged.record.model, staged.record.number), None)
-            self._changed.notify_all()
+            self._changed.notify()
         if known is not None:
             self.ended(staged, self.store.get(staged.record.model, staged.record.number))
 
@@ -455,17 +459,17 @@ class Intake:
         staged = self._staged.get((record.model, record.number))
         return staged.progress() if staged else []
 
-    def wait(self, model: str, number: int, wait_seconds: float, serving: bool, alive: Callable[[], bool]) -> VersionRecord:
+    def wait(self, model: str, number: int, wait_seconds: float, serving: bool) -> Waiting[VersionRecord]:
         """The version once it is READY (`serving`: and served by all who follow it), ABORTED or RETIRED, or when time is over."""
-        deadline = time.monotonic() + wait_seconds
-        news = self._serving_news if serving else self._versions_news
+        deadline = self._clock() + wait_seconds
+        changed = self._serving_changed if serving else self._versions_changed
         while True:
-            told = news.told
+            seen = changed.count
             record = self.store.get(model, number)
-            left = deadline - time.monotonic()
-            if left <= 0 or self._settled(record, serving) or not alive():
+            left = deadline - self._clock()
+            if left <= 0 or self._settled(record, serving):
                 return record
-            news.wait(told, min(left, _LOOK))
+            yield changed.pause(seen, min(left, _LOOK))
 
     def _settled(self, record: VersionRecord, serving: bool) -> bool:
         if record.state != READY or not serving:
@@ -496,9 +500,10 @@ class Intake:
 
     def drain(self, seconds: float) -> None:
         """Takes no new versions and lets open ones finish, for at most `seconds`."""
-        with self._changed:
-            self._draining = True
-            self._changed.wait_for(lambda: not self._staged and not self._creating, seconds)
+        self._draining = True
+        deadline = self._clock() + seconds
+        while (self._staged or self._creating) and (left := deadline - self._clock()) > 0:
+            self._changed.wait(self._changed.count, min(left, 0.1))
 
     def _check_not_draining(self) -> None:
         if self._draining:

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 
 from google.protobuf.message import Message
-from grpc import ServicerContext
 from resharder.converters.wire.direct import copies_to_proto, layout_from_proto, layout_to_proto
 from resharder.server.direct.coordinator import Direct
-from resharder.server.direct.state import Act, Link, Member
+from resharder.server.direct.state import Act, Link, Member, Task
+from resharder.server.infra.change_signal import Pause, Waiting
 from resharder.server.ingest.coordinator import Intake, parse_name
-from resharder.server.rpc.operator_service import seconds
+from resharder.server.rpc.dispatch import Call
+from resharder.server.rpc.views import seconds
 from resharder.server.state.errors import InvalidArgument
 from resharder.v1 import direct_pb2
 
@@ -24,7 +25,7 @@ class DirectService:
     def __init__(self, direct: Direct, intake: Intake) -> None:
         self._direct, self._intake = direct, intake
 
-    def DeclareMemory(self, request: direct_pb2.DeclareMemoryRequest, context: ServicerContext) -> Message:
+    def DeclareMemory(self, request: direct_pb2.DeclareMemoryRequest, call: Call) -> Message:
         member = _member(request.member)
         if "/publishers/" in member.owner:
             self._intake.publisher(member.owner, member.rank)
@@ -33,7 +34,7 @@ class DirectService:
         self._direct.declare(member, request.fingerprint, layout_from_proto(request.layout, member.rank))
         return direct_pb2.DeclareMemoryResponse()
 
-    def OfferVersion(self, request: direct_pb2.OfferVersionRequest, context: ServicerContext) -> Iterator[direct_pb2.DirectTask]:
+    def OfferVersion(self, request: direct_pb2.OfferVersionRequest, call: Call) -> Iterator[direct_pb2.DirectTask | Pause]:
         member, (model, number) = _member(request.member), parse_name(request.version, "versions")
         publisher = self._intake.publisher(member.owner, member.rank)
         record = self._intake.store.get(model, number)
@@ -42,49 +43,49 @@ class DirectService:
         wait = seconds(request.wait_seconds)
         offer = self._direct.offer(member, request.memory, model, number, publisher.world_size, wait)
         try:
-            while context.is_active():
-                try:
-                    task = self._direct.task(offer, member.rank, self._intake.store.get(model, number).state)
-                except TimeoutError:
-                    continue
-                if task is None:
-                    return
-                link = self._link(task.link) if task.link else None
-                sent = layout_to_proto(task.sent) if task.sent else None
-                yield direct_pb2.DirectTask(kind=_KINDS[task.act], group=task.group, link=link, sent=sent)
+            for task in self._direct.tasks(offer, member.rank, lambda: self._intake.store.get(model, number).state):
+                yield task if isinstance(task, Pause) else self._task(task)
         finally:
             self._direct.leave(offer, member.rank)
 
-    def JoinTransfer(self, request: direct_pb2.JoinTransferRequest, context: ServicerContext) -> Message:
+    def _task(self, task: Task) -> direct_pb2.DirectTask:
+        link = self._link(task.link) if task.link else None
+        sent = layout_to_proto(task.sent) if task.sent else None
+        return direct_pb2.DirectTask(kind=_KINDS[task.act], group=task.group, link=link, sent=sent)
+
+    def JoinTransfer(self, request: direct_pb2.JoinTransferRequest, call: Call) -> Waiting[Message]:
         model, number = parse_name(request.version, "versions")
-        link = self._direct.join(_member(request.member), request.memory, model, number, request.install, request.group)
+        link = yield from self._direct.join(
+            _member(request.member), request.memory, model, number, request.install, request.group
+        )
         return self._link(link, known=request.group == link.group)
 
-    def StartTransfer(self, request: direct_pb2.TransferRequest, context: ServicerContext) -> Message:
-        self._direct.start(_member(request.member), request.group, request.install)
+    def StartTransfer(self, request: direct_pb2.TransferRequest, call: Call) -> Waiting[Message]:
+        yield from self._direct.start(_member(request.member), request.group, request.install)
         return direct_pb2.StartTransferResponse()
 
-    def FinishTransfer(self, request: direct_pb2.FinishTransferRequest, context: ServicerContext) -> Message:
+    def FinishTransfer(self, request: direct_pb2.FinishTransferRequest, call: Call) -> Message:
         member = _member(request.member)
         self._direct.finish(member, request.group, request.ok, request.error, request.seconds, request.size_bytes)
         return direct_pb2.FinishTransferResponse()
 
-    def PutDigests(self, request: direct_pb2.PutDigestsRequest, context: ServicerContext) -> Message:
+    def PutDigests(self, request: direct_pb2.PutDigestsRequest, call: Call) -> Message:
         _, number = parse_name(request.version, "versions")
         self._direct.say(_member(request.member), request.group, number, request.digests)
         return direct_pb2.PutDigestsResponse()
 
-    def GetDigests(self, request: direct_pb2.GetDigestsRequest, context: ServicerContext) -> Message:
+    def GetDigests(self, request: direct_pb2.GetDigestsRequest, call: Call) -> Waiting[Message]:
         model, number = parse_name(request.version, "versions")
-        digests = self._direct.digests(_member(request.member), request.group, number)
+        digests = yield from self._direct.digests(_member(request.member), request.group, number)
         return direct_pb2.SaidDigests(digests=digests, fingerprint=self._intake.store.get(model, number).ahead_fingerprint)
 
-    def SetGroupKey(self, request: direct_pb2.SetGroupKeyRequest, context: ServicerContext) -> Message:
+    def SetGroupKey(self, request: direct_pb2.SetGroupKeyRequest, call: Call) -> Message:
         self._direct.set_key(request.group, request.key, request.value)
         return direct_pb2.SetGroupKeyResponse()
 
-    def GetGroupKey(self, request: direct_pb2.GetGroupKeyRequest, context: ServicerContext) -> Message:
-        return direct_pb2.GroupKey(value=self._direct.key(request.group, request.key, seconds(request.wait_seconds)))
+    def GetGroupKey(self, request: direct_pb2.GetGroupKeyRequest, call: Call) -> Waiting[Message]:
+        value = yield from self._direct.key(request.group, request.key, seconds(request.wait_seconds))
+        return direct_pb2.GroupKey(value=value)
 
     def _link(self, link: Link, known: bool = False) -> direct_pb2.DirectLink:
         return direct_pb2.DirectLink(

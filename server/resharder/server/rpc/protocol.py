@@ -1,13 +1,9 @@
-"""In front of every call: whether its client speaks a revision of the protocol that this daemon understands."""
+"""The check whether a client speaks a revision of the protocol that this daemon speaks."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
-import grpc
-from resharder.server.state.errors import FailedPrecondition, abort
+from resharder.server.state.errors import FailedPrecondition
 from resharder.v1.revision import OLDEST, REVISION, named
-
-_OURS = "/resharder.v1."
 
 
 def refusal(metadata: tuple[tuple[str, str | bytes], ...]) -> str:
@@ -22,28 +18,7 @@ def refusal(metadata: tuple[tuple[str, str | bytes], ...]) -> str:
     return f"expected revision {takes} of the protocol, the client's is {revision} (release {release}): {mend}"
 
 
-class ProtocolInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Health checks and reflection are for everybody."""
-
-    def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler | None], details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler | None:
-        handler = continuation(details)
-        why = refusal(tuple(details.invocation_metadata or ())) if details.method.startswith(_OURS) else ""
-        if handler is None or not why:
-            return handler
-        shape = ("stream" if handler.request_streaming else "unary") + "_" + ("stream" if handler.response_streaming else "unary")
-        make = getattr(grpc, f"{shape}_rpc_method_handler")
-        return make(_streaming(why) if handler.response_streaming else _unary(why), None, handler.response_serializer)
-
-
-def _unary(why: str) -> Callable[..., Any]:
-    return lambda request, context: abort(context, FailedPrecondition("PROTOCOL", why))
-
-
-def _streaming(why: str) -> Callable[..., Iterator[Any]]:
-    def answer(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        abort(context, FailedPrecondition("PROTOCOL", why))
-        yield  # a generator, as gRPC expects it
-
-    return answer
+def check_revision(metadata: Iterable[tuple[str, str | bytes]]) -> None:
+    """Raises FailedPrecondition (PROTOCOL) for a client of a revision that this daemon does not speak."""
+    if why := refusal(tuple(metadata)):
+        raise FailedPrecondition("PROTOCOL", why)

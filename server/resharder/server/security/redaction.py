@@ -10,26 +10,26 @@ Reads = Callable[[str], bool]
 """Whether the caller may read versions of this model."""
 
 
-def narrow(answer: Any, looks: bool, reads: Reads) -> None:
+def redact(answer: Any, looks: bool, reads: Reads) -> None:
     if isinstance(answer, operator_pb2.Daemon):
-        _narrow_daemon(answer, looks, reads)
+        _redact_daemon(answer, looks, reads)
     elif isinstance(answer, operator_pb2.ListVersionsResponse):
         for version in answer.versions:
-            _narrow_version(version, reads)
+            _redact_version(version, reads)
     elif isinstance(answer, resources_pb2.Version):
-        _narrow_version(answer, reads)
+        _redact_version(answer, reads)
     elif isinstance(answer, operator_pb2.ListServersResponse) and not looks:
         _keep(answer.servers, reads)
     elif isinstance(answer, operator_pb2.ListFleetsResponse) and not looks:
         _keep(answer.fleets, reads)
 
 
-def _narrow_version(version: resources_pb2.Version, reads: Reads) -> None:
+def _redact_version(version: resources_pb2.Version, reads: Reads) -> None:
     if not reads(version.model):
         version.ClearField("folder")
 
 
-def _narrow_daemon(daemon: operator_pb2.Daemon, looks: bool, reads: Reads) -> None:
+def _redact_daemon(daemon: operator_pb2.Daemon, looks: bool, reads: Reads) -> None:
     readable = {model for model in daemon.models if reads(model)}
     if not readable:
         daemon.ClearField("store")

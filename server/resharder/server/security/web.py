@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Sequence
 from http import HTTPStatus
 
-from resharder.server.security.access import Access
+from resharder.server.security.access import Access, watched_pems
 from resharder.server.security.files import Watched
 from resharder.server.security.settings import Security
 from resharder.server.state.errors import DaemonError, ResourceExhausted, Unauthenticated
@@ -37,6 +37,7 @@ def tls_context(security: Security) -> ssl.SSLContext:
     """Every handshake has the files as they are by then. Certificates of clients are verified, and not asked of everybody: probes
     have none. Raises SecurityFilesError."""
     files = [path for path in (security.certificate, security.key, security.client_ca) if path is not None]
+    watched_pems(security)  # its message names the files
     made = Watched(files, lambda: _context(security))
 
     def choose(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:

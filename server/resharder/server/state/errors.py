@@ -1,4 +1,4 @@
-"""What the daemon refuses, and the one place where that becomes a gRPC status.
+"""Errors that the daemon answers calls with; rpc/errors.py turns them into gRPC statuses.
 
 DaemonError
 ├── InvalidArgument      what came is malformed, whatever the state
@@ -13,16 +13,9 @@ DaemonError
 └── PermissionDenied     somebody who may not
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import grpc
-import structlog
-from google.protobuf import any_pb2
-from google.rpc import error_details_pb2, status_pb2
-from resharder.converters.errors import ConversionError
-
-DOMAIN = "resharder"
 
 # docs/protocol.md says when each is sent, and with which status.
 Reason = Literal[
@@ -40,13 +33,6 @@ Reason = Literal[
     "NO_EARLIER", "NO_PROFILE", "NO_VERIFICATION", "PAUSE_MODE", "POWER", "PROFILE",
     "UPDATE_MASK", "VERSION", "VERSION_NOT_READY", "WANT",
 ]  # fmt: skip
-_log = structlog.get_logger("resharder.rpc")
-_listeners: list[Callable[[str], None]] = []
-
-
-def on_refusal(listener: Callable[[str], None]) -> None:
-    """`listener(reason)` is called for every call that is refused."""
-    _listeners.append(listener)
 
 
 class DaemonError(Exception):
@@ -97,63 +83,3 @@ class Unauthenticated(DaemonError):
 
 class PermissionDenied(DaemonError):
     code = grpc.StatusCode.PERMISSION_DENIED
-
-
-def abort(context: grpc.ServicerContext, error: Exception) -> None:
-    """Ends the call with the status of `error`. Always raises."""
-    reason: str
-    if isinstance(error, DaemonError):
-        code, reason, message = error.code, error.reason, str(error)
-    elif isinstance(error, ConversionError):
-        code, reason, message = grpc.StatusCode.INVALID_ARGUMENT, error.reason, str(error)
-    else:
-        _log.error("call_failed", exc_info=error)
-        code, reason, message = grpc.StatusCode.INTERNAL, "INTERNAL", "the daemon failed; its log says why"
-    for listener in _listeners:
-        listener(reason)
-    # Some HTTP/2 peers bound headers to 8 KiB, and the message travels in two of them.
-    message = message if len(message) <= 2000 else message[:2000] + " …"
-    detail = any_pb2.Any()
-    detail.Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
-    status = status_pb2.Status(code=code.value[0], message=message, details=[detail])
-    context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
-    context.abort(code, message)
-
-
-class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Turns exceptions of every servicer into statuses with an ErrorInfo."""
-
-    def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler | None], details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler | None:
-        handler = continuation(details)
-        if handler is None:
-            return None
-        kind = ("stream" if handler.request_streaming else "unary") + "_" + ("stream" if handler.response_streaming else "unary")
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
-        wrap = _wrap_stream if handler.response_streaming else _wrap_unary
-        return make(wrap(getattr(handler, kind)), handler.request_deserializer, handler.response_serializer)
-
-
-def _wrap_unary(behavior: Callable[..., Any]) -> Callable[..., Any]:
-    def call(request: Any, context: grpc.ServicerContext) -> Any:
-        try:
-            return behavior(request, context)
-        except grpc.RpcError:  # the peer is gone
-            raise
-        except Exception as error:
-            return abort(context, error)
-
-    return call
-
-
-def _wrap_stream(behavior: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    def call(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        try:
-            yield from behavior(request, context)
-        except grpc.RpcError:
-            raise
-        except Exception as error:
-            abort(context, error)
-
-    return call

@@ -11,7 +11,6 @@ from resharder.server.infra.addresses import is_loopback, parse_listen
 from resharder.server.infra.event_log import Events
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.observability import metrics, snapshot
-from resharder.server.state.errors import on_refusal
 from resharder.server.web.app import AccessCheck, admit_all, check_host, web_app
 from resharder.server.web.listener import Listener
 from resharder.server.web.status import status
@@ -40,7 +39,6 @@ class Shown:
         intake.observer = self.observed
         fleets.observers.append(self.observed)
         events.listeners.append(self.observed.happened)
-        on_refusal(self.observed.refused)
         self._listener: Listener | None = None
         self.listen = ""
         if listen:
