@@ -52,13 +52,17 @@ class FairPool:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._lock = threading.Lock()
+        self._ended = False
         self._running: Counter[str] = Counter()
         self._queues: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # in the order of their turns
 
     def submit(self, lane: str, step: Callable[[], T]) -> Future[T]:
-        """Run `step` when the lane has a thread."""
+        """Run `step` when the lane has a thread. The future of a pool that was shut down is cancelled."""
         future: Future[T] = Future()
         with self._lock:
+            if self._ended:
+                future.cancel()
+                return future
             self._queues.setdefault(lane, deque()).append((future, step))
             self._start()
         return future
@@ -66,6 +70,7 @@ class FairPool:
     def shutdown(self) -> None:
         """Drop what is queued; running steps end by themselves."""
         with self._lock:
+            self._ended = True
             queued = [future for queue in self._queues.values() for future, _ in queue]
             self._queues.clear()
         for future in queued:

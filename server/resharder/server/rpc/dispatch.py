@@ -14,10 +14,11 @@ import asyncio
 import contextvars
 import inspect
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -141,7 +142,12 @@ class Dispatcher:
 
     async def wait(self, pause: Pause) -> None:
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
-        with pause.signal.listening(lambda: loop.call_soon_threadsafe(changed.set)):
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the server has stopped, and closed its loop
+                loop.call_soon_threadsafe(changed.set)
+
+        with pause.signal.listening(wake):
             if pause.signal.count == pause.seen:
                 try:
                     await asyncio.wait_for(changed.wait(), pause.seconds)
@@ -182,11 +188,11 @@ class _Entry:
                 self._take_place(caller, context, request, held)
                 return await behavior(request, context)
 
-        async def streamed(request: Any, context: Any) -> AsyncIterator[Any]:
+        async def streamed(request: Any, context: Any) -> None:
             async with self._admitted(context) as (caller, held):
                 self._take_place(caller, context, request, held)
                 async for answer in behavior(request, context):
-                    yield answer
+                    await context.write(answer)
 
         return streamed if inspect.isasyncgenfunction(behavior) else called
 
@@ -199,10 +205,7 @@ class _Entry:
             answered = await drive.step(lambda: self._begin(caller, message, context))
             if isinstance(answered, bytes):
                 return answered
-            async with drive.stepping(answered) as steps:
-                async for pause in steps:
-                    await self._d.wait(pause)
-                result = drive.result
+            result = await drive.run(answered, self._d.wait)
             return await drive.step(lambda: self._packed(caller, result))
         raise AssertionError("an aborted call does not return")
 
@@ -215,23 +218,21 @@ class _Entry:
         packed: bytes = self._serialize(message)
         return packed
 
-    async def stream(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+    async def stream(self, request: bytes, context: Any) -> None:
         async with self._admitted(context) as (caller, held):
             message = await self._parsed(caller, context, request)
             self._d.guard.judge(caller, self._method, message)
             drive = _Drive(self._d, self._method, self._take_place(caller, context, message, held))
             call = Call(context.invocation_metadata() or ())
-            generator = await drive.step(lambda: self._behavior(message, call))
-            async for packed in self._answers(drive, generator):
-                yield packed
+            await self._answer(drive, await drive.step(lambda: self._behavior(message, call)), context)
 
-    async def _answers(self, drive: "_Drive", generator: Generator[Any, None, None]) -> AsyncIterator[bytes]:
-        async with drive.stepping(generator, self._pack_item) as steps:
-            async for item in steps:
-                if isinstance(item, Pause):
-                    await self._d.wait(item)
-                else:
-                    yield item
+    async def _answer(self, drive: "_Drive", generator: Generator[Any, None, None], context: Any) -> None:
+        """Write the generator's answers. The next one is made once gRPC has taken the one before."""
+
+        async def each(item: Any) -> None:
+            await (self._d.wait(item) if isinstance(item, Pause) else context.write(item))
+
+        await drive.run(generator, each, self._pack_item)
 
     def _pack_item(self, item: Any) -> Any:
         return item if isinstance(item, Pause) else self._serialize(item)
@@ -249,35 +250,36 @@ class _Entry:
                 drive.afterwards(session.close)
         raise AssertionError("an aborted call does not return")
 
-    async def converse(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    async def converse(self, requests: AsyncIterator[bytes], context: Any) -> None:
         async with self._admitted(context) as (caller, held):
-            inward, outward = _Drive(self._d, self._method, ""), _Drive(self._d, self._method, "")
+            inward = _Drive(self._d, self._method, "")
             session: Session = self._behavior(Call(context.invocation_metadata() or ()))
             messages = self._messages(caller, context, requests, inward, held)
             first = await anext(messages, None)
-            outward.lane = inward.lane
             if first is None:
                 return
 
             async def receive() -> None:
-                try:
-                    async for message in messages:
-                        await inward.step(lambda message=message: session.receive(message))  # type: ignore[misc]
-                finally:
+                async for message in messages:
+                    await inward.step(lambda message=message: session.receive(message))  # type: ignore[misc]
+
+            def received(reader: "asyncio.Task[None]") -> None:
+                if not reader.cancelled():
+                    reader.exception()  # raised below, unless the call is over
                     inward.afterwards(session.end)
 
             reader: asyncio.Task[None] | None = None
             try:
                 await inward.step(lambda: session.receive(first))
                 reader = asyncio.create_task(receive())
-                async for packed in self._answers(outward, session.responses()):
-                    yield packed
+                reader.add_done_callback(received)
+                await self._answer(_Drive(self._d, self._method, inward.lane), session.responses(), context)
                 if reader.done():
                     reader.result()
             finally:
                 if reader is not None:
                     reader.cancel()
-                outward.afterwards(session.close)
+                inward.afterwards(session.close)
 
     @asynccontextmanager
     async def _admitted(self, context: Any) -> AsyncIterator[tuple[Any, ExitStack]]:
@@ -291,7 +293,7 @@ class _Entry:
                 if self._method.cost.long:
                     held.enter_context(self._d.guard.open(caller))
                 yield caller, held
-            except (asyncio.CancelledError, GeneratorExit, grpc.RpcError, grpc.aio.AbortError):
+            except (grpc.RpcError, grpc.aio.BaseError):  # the peer is gone, or `abort` was called
                 raise
             except Exception as error:
                 if isinstance(error, DaemonError):
@@ -343,26 +345,18 @@ class _Drive:
     def __init__(self, dispatcher: Dispatcher, method: Method, lane: str) -> None:
         self._d, self._method, self.lane = dispatcher, method, lane
         self._last: Future[Any] | None = None
-        self.result: Any = None
 
     async def step(self, step: Callable[[], T]) -> T:
         future = self._last = self._d.submit(self._method, self.lane, step)
         return await asyncio.wrap_future(future)
 
-    def afterwards(self, step: Callable[[], object]) -> None:
-        """Run `step` once the last one has ended, which a cancelled call does not wait for."""
-        run: Callable[[object], object] = lambda _: self._d.submit(self._method, self.lane, step)  # noqa: E731
-        last, self._last = self._last, None
-        if last is None:
-            run(None)
-        else:
-            last.add_done_callback(run)
-
-    @asynccontextmanager
-    async def stepping(
-        self, generator: Generator[Any, None, Any], convert: Callable[[Any], Any] = lambda item: item
-    ) -> AsyncIterator[AsyncIterator[Any]]:
-        """The items of `generator`; its result is left in `result`, and it is closed in the end."""
+    async def run(
+        self,
+        generator: Generator[Any, None, Any],
+        each: Callable[[Any], Awaitable[None]],
+        convert: Callable[[Any], Any] = lambda item: item,
+    ) -> Any:
+        """Await `each` of the generator's items; its result. Closes the generator, also if the call is cancelled."""
 
         def advance() -> Any:
             try:
@@ -370,24 +364,31 @@ class _Drive:
             except StopIteration as ended:
                 return _Done(ended.value)
 
-        async def items() -> AsyncIterator[Any]:
-            while not isinstance(item := await self.step(advance), _Done):
-                yield item
-            self.result = item.value
-
         try:
-            yield items()
+            while not isinstance(item := await self.step(advance), _Done):
+                await each(item)
+            return item.value
         finally:
             self.afterwards(generator.close)
+
+    def afterwards(self, step: Callable[[], object]) -> None:
+        """Run `step` once the last one has ended, which a cancelled call does not wait for."""
+        bound = partial(contextvars.copy_context().run, step)
+        run: Callable[[object], object] = lambda _: self._d.submit(self._method, self.lane, bound)  # noqa: E731
+        if self._last is None:
+            run(None)
+        else:
+            self._last.add_done_callback(run)
 
 
 def model_of_request(request: Any) -> str:
     """The model that a request names, by itself or in a resource's name; empty where it names none."""
     names = [getattr(request, field, "") for field in ("version", "publisher", "subject")]
-    for _, slash, rest in (name.partition("models/") for name in names):
-        if slash:
-            return str(rest.partition("/")[0])
-    return str(getattr(request, "model", "")).removeprefix("models/")
+    for name in names:
+        if isinstance(name, str) and "models/" in name:
+            return name.partition("models/")[2].partition("/")[0]
+    model = getattr(request, "model", "")
+    return str(getattr(model, "name", model)).removeprefix("models/")
 
 
 def model_of_chunk(message: bytes) -> str:
