@@ -15,7 +15,7 @@ from resharder.server.infra.change_signal import Pause
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 
 from tests.support.operating import wait_until
-from tests.support.waits import items, settled
+from tests.support.waits import settled
 
 PUBLISHER = "models/policy/publishers/1"
 LONG = 60.0
@@ -87,7 +87,13 @@ class Rank:
 
     def task(self, state: str = "READY") -> Task | None:
         """The next one; None where the offer is over."""
-        return next(items(self.site.direct.tasks(self.offer, self.rank, lambda: state)), None)
+        self.offer.look_at = 0.0  # the site's clock stands still
+        for item in self.site.direct.tasks(self.offer, self.rank, lambda: state):
+            if not isinstance(item, Pause):
+                return item
+            item.signal.wait(item.seen, item.seconds)
+            self.offer.look_at = 0.0
+        return None
 
     def look(self, state: str = "READY") -> None:
         """Have the coordinator look whether the offer is over; no task is due."""

@@ -67,7 +67,7 @@ def test_while_others_hold_every_lock(daemon: Daemon, look: Callable[[Daemon], o
     before = look(daemon)
     assert before
     with ExitStack() as held, ThreadPoolExecutor(1) as threads:
-        for lock in (daemon.fleets._changed, daemon.intake._lock, daemon.store._lock):
+        for lock in (daemon.fleets._lock, daemon.intake._lock, daemon.store._lock):
             held.enter_context(lock)
         looking = threads.submit(look, daemon)
         looking.exception(PATIENCE)

@@ -3,8 +3,9 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -20,8 +21,9 @@ from resharder.converters.wire.boxes import boxes_to_proto
 from resharder.server.infra.filesystem import write_zeros
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.ingest.packed_boxes import pack
-from resharder.server.rpc import concurrency
-from resharder.server.rpc.concurrency import Lanes, model_of_request
+from resharder.server.rpc.admission import FairPool, Places
+from resharder.server.rpc.dispatch import model_of_request
+from resharder.server.rpc.methods import METHODS
 from resharder.server.state.errors import ResourceExhausted
 from resharder.server.store.store import Store
 from resharder.v1 import direct_pb2, operator_pb2, publisher_pb2, publisher_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
@@ -38,7 +40,7 @@ FLOOD = 150
 
 @given(st.lists(st.sampled_from("abcd"), max_size=60), st.integers(1, 24))
 def test_who_comes_later_finds_a_place_and_one_alone_gets_half(callers: list[str], places: int) -> None:
-    waits, held = Lanes("WaitVersion", places), Counter[str]()
+    waits, held = Places("WaitVersion", places), Counter[str]()
     with ExitStack() as open_calls:
         for caller in callers:
             free = places - held.total()
@@ -66,13 +68,15 @@ def test_who_comes_later_finds_a_place_and_one_alone_gets_half(callers: list[str
         (server_pb2.ClaimServerRequest(server="a", model="models/policy"), "policy"),
         (server_pb2.ClaimServerRequest(server="a", model="policy"), "policy"),
         (server_pb2.ClaimServerRequest(server="a"), ""),
+        (operator_pb2.RollBackFleetRequest(fleet="policy", version=3), ""),
+        (publisher_pb2.CreatePublisherRequest(model=resources_pb2.Model(name="policy", files=[{"path": "f"}])), "policy"),
     ],
 )
 def test_a_call_belongs_to_the_model_that_its_request_names(request_: object, model: str) -> None:
     assert model_of_request(request_) == model
 
 
-def test_every_stream_and_every_call_that_may_wait_has_places_and_no_name_is_of_a_call_that_is_none() -> None:
+def test_every_stream_and_every_call_that_may_wait_has_places() -> None:
     services = [file.DESCRIPTOR.services_by_name for file in (publisher_pb2, server_pb2, operator_pb2, direct_pb2)]
     methods = {method.name: method for found in services for service in found.values() for method in service.methods}
     long = {
@@ -80,10 +84,7 @@ def test_every_stream_and_every_call_that_may_wait_has_places_and_no_name_is_of_
         for name, method in methods.items()
         if method.client_streaming or method.server_streaming or "wait_seconds" in method.input_type.fields_by_name
     }
-    assert long <= concurrency._WAITS | concurrency._TRANSFERS
-    of_grpc = {"Check", "Watch", "ServerReflectionInfo"}
-    assert methods.keys() | of_grpc >= concurrency._WAITS | concurrency._TRANSFERS | concurrency._LEASES
-    assert not concurrency._LEASES & (concurrency._WAITS | concurrency._TRANSFERS)
+    assert long <= {method.name for method in METHODS if method.cost.long}
 
 
 @contextmanager
@@ -274,3 +275,49 @@ def sealed(intake: Intake, model: str, shape: tuple[int, ...], step: int) -> int
 def anonymous_bytes(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+
+
+@given(st.integers(1, 12), st.lists(st.sampled_from("abc"), max_size=40), st.data())
+def test_lanes_of_a_pool_keep_their_order_and_one_alone_leaves_half(threads: int, lanes: list[str], data: st.DataObject) -> None:
+    """Steps end in any order; none starts out of its lane's order or where its lane had as many as were free."""
+    pool, held, lock = FairPool(threads, "test"), dict[int, threading.Event](), threading.Lock()
+    started: dict[str, list[int]] = {lane: [] for lane in lanes}
+    futures = list[Future[int]]()
+
+    def step(number: int, lane: str) -> int:
+        with lock:
+            started[lane].append(number)
+        assert held[number].wait(30)
+        return number
+
+    for number, lane in enumerate(lanes):
+        held[number] = threading.Event()
+        futures.append(pool.submit(lane, partial(step, number, lane)))
+    ended = set[int]()
+    while len(ended) < len(lanes):
+        running = Counter(pool._running)
+        assert running.total() <= threads
+        assert all(count <= -(-threads // 2) for count in running.values())
+        waiting = [lane for lane, queue in pool._queues.items() if queue]
+        assert all(running[lane] >= threads - running.total() for lane in waiting), "a lane that may run waits"
+        expected = running.total() + len(ended)
+        wait_until(lambda expected=expected: sum(map(len, started.values())) >= expected)  # type: ignore[misc]
+        going = sorted({number for numbers in started.values() for number in numbers} - ended)
+        chosen = data.draw(st.sampled_from(going))
+        held[chosen].set()
+        assert futures[chosen].result(30) == chosen
+        ended.add(chosen)
+    # With more threads, two of a lane may note their start in either order.
+    assert all(numbers == sorted(numbers) for numbers in started.values()) or threads > 2
+    pool.shutdown()
+
+
+def test_a_newcomer_of_a_pool_runs_at_once_and_a_pool_that_was_shut_down_runs_nothing() -> None:
+    pool, ended = FairPool(4, "test"), threading.Event()
+    flood = [pool.submit("noisy", lambda: ended.wait(30)) for _ in range(100)]
+    assert pool.submit("calm", lambda: 7).result(30) == 7
+    pool.shutdown()
+    ended.set()
+    assert sum(future.cancelled() for future in flood) == 98
+    assert [future.result(30) for future in flood[:2]] == [True, True]
+    assert pool.submit("calm", lambda: 7).cancelled()
