@@ -1,5 +1,6 @@
 """Models apart from each other: one's flood of calls is refused, and another's publish and renewals go on."""
 
+import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import grpc
+import grpc.aio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -321,3 +323,41 @@ def test_a_newcomer_of_a_pool_runs_at_once_and_a_pool_that_was_shut_down_runs_no
     assert sum(future.cancelled() for future in flood) == 98
     assert [future.result(30) for future in flood[:2]] == [True, True]
     assert pool.submit("calm", lambda: 7).cancelled()
+
+
+async def attached(endpoint: str, count: int, then: Callable[[], None]) -> None:
+    """Run `then` while `count` control sides, each of a server of its own, are attached and have an answer."""
+    async with grpc.aio.insecure_channel(endpoint) as channel:
+        stub = server_pb2_grpc.ServerServiceStub(channel)
+        streams = []
+        for number in range(count):
+            name = f"many-{number}"
+            await stub.ClaimServer(server_pb2.ClaimServerRequest(server=name, model="many", boot=False))
+            streams.append(stub.Attend())
+            for _ in range(2):
+                await streams[-1].write(server_pb2.ControlReport(server=name, control="control", world_size=1))
+        for stream in streams:
+            while (await stream.read()).kind != server_pb2.Order.RENEWED:
+                pass
+        await asyncio.to_thread(then)
+        assert not any(stream.done() for stream in streams)
+
+
+def test_512_control_sides_and_a_flood_take_at_most_128_threads_of_the_daemon() -> None:
+    with Daemon(threads=2048) as daemon, connection(daemon) as noisy, connection(daemon) as calm, ExitStack() as ended:
+        weights = random_weights(SPECS, 1)
+        flooding = Job(noisy, SPECS, [whole(SPECS)], model="noisy").connect()
+        ready, staging = flooding.publish(1, weights), flooding.begin(2)
+        ended.enter_context(closing(Renewals(flooding)))
+        flood = ended.enter_context(closing(Flood(flooding, noisy, ready, staging)))
+
+        def check() -> None:
+            flood.open()
+            wait_until(lambda: flood.refused()["downloads"] >= FLOOD - 12 and flood.refused()["exports"] >= FLOOD - 12)
+            job = Job(calm, SPECS, [whole(SPECS)], model="calm").connect()
+            renewals = ended.enter_context(closing(Renewals(job)))
+            assert job.publish(1, weights).state == READY
+            wait_until(lambda: renewals.count >= 20)
+            assert len(list(Path(f"/proc/{daemon.pid}/task").iterdir())) <= 128
+
+        asyncio.run(attached(daemon.endpoint, 512, check))
