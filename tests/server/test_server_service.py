@@ -1,7 +1,6 @@
 """ServerService over a real gRPC server and a real store in shared memory."""
 
 import queue
-import sys
 import tempfile
 import threading
 import time
@@ -410,16 +409,7 @@ def test_a_claim_that_waits_ends_with_its_caller(site: Site) -> None:
     waiting = site.stub.ClaimServer.future(
         server_pb2.ClaimServerRequest(server="s", model="policy", boot=True, wait_seconds=3600)
     )
-    claims = "Fleets.claim"
-    site.until(lambda: claims in running())
+    waits = site.fleets.changed.listeners
+    site.until(lambda: waits() == 1)
     waiting.cancel()
-    site.until(lambda: claims not in running())
-
-
-def running() -> set[str]:
-    """The functions that threads of this process are in."""
-    found = set()
-    for frame in sys._current_frames().values():
-        while frame := frame.f_back:  # type: ignore[assignment]
-            found.add(frame.f_code.co_qualname)
-    return found
+    site.until(lambda: waits() == 0)

@@ -10,6 +10,7 @@ from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.server import Attached, Order, OrderKind, Reported, Settings
 
 from tests.server.test_fleet_moves import Versions
+from tests.support.waits import settled
 
 MODEL = "policy"
 
@@ -31,7 +32,7 @@ class Site:
             files=FleetFiles(self.folder),
             tick_seconds=0,
         )
-        self.fleets.claim("s", MODEL, "", wait_seconds=0, boot=False)
+        settled(self.fleets.claim, "s", MODEL, "", wait_seconds=0, boot=False)
 
     def attach(self, nonce: str, term: int = 0) -> Attachment:
         return self.fleets.attach("s", Attached(nonce, 1, term=term))
@@ -111,7 +112,7 @@ def test_a_server_that_was_forgotten_goes_on_where_it_was(site: Site, monkeypatc
     for site.now in (11.0, 40.0):
         site.fleets.tick()
     assert not site.fleets.servers()
-    site.fleets.claim("s", MODEL, "", wait_seconds=0, boot=False)
+    settled(site.fleets.claim, "s", MODEL, "", wait_seconds=0, boot=False)
     assert led(site.attach("a")) > before
 
 

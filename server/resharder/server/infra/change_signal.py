@@ -39,6 +39,10 @@ class ChangeSignal:
         with self._changed:
             self._changed.wait_for(lambda: self.count != seen, seconds)
 
+    def listeners(self) -> int:
+        """How many listen at the moment."""
+        return len(self._listeners)
+
     def pause(self, seen: int, seconds: float) -> "Pause":
         return Pause(self, seen, seconds)
 
