@@ -352,7 +352,7 @@ def test_a_fleet_lags_as_far_as_the_last_of_its_servers_in_service() -> None:
 
 def test_families_are_declared_before_anything_has_happened() -> None:
     registry, _ = metrics.make("1.2.3")
-    metrics.show(registry, lambda: metrics.states.NOTHING)
+    metrics.show(registry, lambda: metrics.gauges.NOTHING)
     names = {family.name for family in registry.collect()}
     assert {"resharder_fleet_lag_seconds", "resharder_installs", "resharder_store_used_bytes"} <= names
     assert all(name.startswith(("resharder_", "process_")) for name in names)

@@ -143,7 +143,7 @@ class Observed(coordinator.Observer, fleets.Observer):
     def _phases(self, fleet: str, install: Install, timings: Iterable[Timing]) -> None:
         for timing in timings if install.state == InstallState.COMMITTED else ():
             if timing.phase in CONTROL_PHASES:
-                self._install.labels(fleets, timing.phase).observe(timing.seconds)
+                self._install.labels(fleet, timing.phase).observe(timing.seconds)
 
     def fleet_stepped(self, before: Fleet | None, after: Fleet) -> None:
         move = after.move
