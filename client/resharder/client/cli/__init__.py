@@ -13,7 +13,6 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else its core writes between 
 from resharder.client.cli import check, fleets, power, probe, profile, show, verify, versions, watch
 from resharder.client.cli.app import app
 from resharder.client.errors import DaemonUnreachable, ResharderError, UsageError, WaitTimeout
-from resharder.converters.errors import ConversionError
 
 __all__ = ["app", "check", "fleets", "main", "power", "probe", "profile", "show", "verify", "versions", "watch"]
 
@@ -26,8 +25,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(arguments, prog_name="resharder")
     except ResharderError as error:
         _end(error, _CODES.get(type(error), 4))
-    except ConversionError as error:
-        _end(error, 4)
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
