@@ -442,7 +442,7 @@ def test_a_registration_that_is_too_large_for_the_daemon_is_refused_with_its_lim
 
 
 def test_no_daemon_is_one_clear_error_in_bounded_time() -> None:
-    publisher = connect("127.0.0.1:1", model="policy", config=CONFIG, patience=0.5)
+    publisher = connect("127.0.0.1:1", model="policy", config=CONFIG, connect_timeout=0.5)
     with pytest.raises(DaemonUnreachable, match=r"127\.0\.0\.1:1"):
         publisher.attach_tensors(declared(spread(1)[0]))
 
@@ -467,3 +467,13 @@ def test_half_an_environment_is_not_taken_for_rank_zero(monkeypatch: pytest.Monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="RANK=None"):
         connect("127.0.0.1:1", model="policy", job="x")
+
+
+def test_a_timeout_of_none_is_no_bound(daemon: Daemon) -> None:
+    unbounded = {"connect_timeout": None, "staging_timeout": None, "register_timeout": None}
+    publishers = connected(daemon.endpoint, 2, "unbounded", **unbounded)
+    handles = publish_all(publishers, 1, weights(1))
+    handles[0].wait_ready(None)
+    handles[1].wait_serving(None)
+    for publisher in publishers:
+        publisher.close()

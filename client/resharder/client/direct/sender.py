@@ -45,7 +45,7 @@ class Offering:
 
     def wait(self, seconds: float) -> None:
         """Returns when the tensors may change: when nobody needs the offer any more, or after `seconds`, which ends it."""
-        self._thread.join(seconds)
+        self._thread.join(min(seconds, threading.TIMEOUT_MAX))
         for call in self._calls:
             call.cancel()
         self._thread.join()

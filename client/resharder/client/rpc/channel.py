@@ -29,6 +29,11 @@ _OPTIONS = (
 )
 
 
+def bound(timeout: float | None) -> float:
+    """A timeout in seconds as a number: None is no bound."""
+    return float("inf") if timeout is None else timeout
+
+
 class Backoff:
     """Pauses that double, with jitter, until `patience` seconds are over."""
 
@@ -53,14 +58,15 @@ class Backoff:
 class Channel:
     """A channel to `endpoint` (`host:port`). `tls`: else what RESHARDER_TLS_* say; without either it is not encrypted.
 
-    `call` retries while the daemon cannot be reached, for `patience` seconds; every call of this API may be repeated.
+    `call` retries while the daemon cannot be reached, for `patience` seconds (None: no bound); every call of this API may be
+    repeated.
     """
 
-    def __init__(self, endpoint: str, patience: float = 60.0, tls: Tls | None = None) -> None:
+    def __init__(self, endpoint: str, patience: float | None = 60.0, tls: Tls | None = None) -> None:
         _, colon, port = endpoint.rpartition(":")
         if not colon or not port.isdigit():
             raise UsageError(f"expected an endpoint as host:port, got {endpoint!r}")
-        self.endpoint, self.patience = endpoint, patience
+        self.endpoint, self.patience = endpoint, bound(patience)
         self.tls = tls or Tls.from_environment()
         options = (*_OPTIONS, ("grpc.primary_user_agent", user_agent(importlib.metadata.version("resharder"))))
         self.grpc: grpc.Channel = (
@@ -68,9 +74,9 @@ class Channel:
         )
 
     def call(
-        self, method: Callable[..., Answer], request: Any, *, timeout: float = 30.0, patience: float | None = None
+        self, method: Callable[..., Answer], request: Any, *, timeout: float | None = 30.0, patience: float | None = None
     ) -> Answer:
-        """The answer of a unary call. `timeout`: seconds for one attempt. Raises what `errors` lists."""
+        """The answer of a unary call. `timeout`: seconds for one attempt; None: no bound. Raises what `errors` lists."""
         backoff = Backoff(self.patience if patience is None else patience)
         while True:
             try:

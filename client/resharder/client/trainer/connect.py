@@ -1,8 +1,8 @@
 """The trainer SDK: three lines in a training loop.
 
-import resharder.client.trainer.connect as resharder
+from resharder.client import connect
 
-publisher = resharder.connect("daemon:7677", model="policy")
+publisher = connect("daemon:7677", model="policy")
 publisher.attach(model_chunks, hf_config, tokenizer)
 ...
 handle = publisher.publish(step)     # every rank; the weights may change as soon as it returns
@@ -11,7 +11,7 @@ handle = publisher.publish(step)     # every rank; the weights may change as soo
 import os
 
 from resharder.client.errors import UsageError
-from resharder.client.rpc.channel import Channel
+from resharder.client.rpc.channel import Channel, bound
 from resharder.client.rpc.tls import Tls
 from resharder.client.trainer.handle import Handle, Progress
 from resharder.client.trainer.identity import identify
@@ -33,9 +33,9 @@ def connect(
     tokenizer: Tokenizer | None = None,
     transport: str = "auto",
     max_ahead: int | None = None,
-    patience: float = 60.0,
-    staging_timeout: float = 600.0,
-    register_timeout: float = 600.0,
+    connect_timeout: float | None = 60.0,
+    staging_timeout: float | None = 600.0,
+    register_timeout: float | None = 600.0,
     direct_wait: float = 0.0,
     tls: Tls | None = None,
 ) -> Publisher:
@@ -46,8 +46,9 @@ def connect(
     `publish_tensors`.
     `transport`: `auto` writes into the daemon's shared memory where it can, `grpc` and `shared-memory` do nothing else.
     `max_ahead`: publish waits until fewer than so many of this trainer's versions are not served yet; None: no bound of its own.
-    `patience`: seconds to try while the daemon cannot be reached; `staging_timeout`: to wait for room among STAGING versions or
-    for servers; `register_timeout`: for the other ranks to register. `tls`: else what RESHARDER_TLS_* say.
+    `connect_timeout`: seconds for which calls are repeated while the daemon cannot be reached; `staging_timeout`: to wait for
+    room among STAGING versions or for servers; `register_timeout`: for the other ranks to register; None: no bound. `tls`: by
+    default what RESHARDER_TLS_* specify.
     `direct_wait`: above 0, servers that can be reached take versions from this trainer's memory, GPU to GPU; `publish` then
     returns when all that are expected have done so, but keeps the weights no longer than so many seconds after the version is
     READY. Who comes later takes it from the daemon.
@@ -58,13 +59,13 @@ def connect(
     if not where:
         raise UsageError("expected the daemon's endpoint, got none: pass host:port or set RESHARDER_ENDPOINT")
     publisher = Publisher(
-        Channel(where, patience, tls),
+        Channel(where, connect_timeout, tls),
         model,
         identify(job, rank, world_size),
         transport=transport,
         max_ahead=max_ahead,
-        staging_timeout=staging_timeout,
-        register_timeout=register_timeout,
+        staging_timeout=bound(staging_timeout),
+        register_timeout=bound(register_timeout),
         direct_wait=direct_wait,
     )
     if config is not None:

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 
 from resharder.client.errors import NotFound, VersionAborted, WaitTimeout
-from resharder.client.rpc.channel import Channel
+from resharder.client.rpc.channel import Channel, bound
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
 
 State = resources_pb2.Version.State
@@ -35,16 +35,16 @@ class Handle:
         self.step: int = version.step
         self.trace: str = version.trace
 
-    def wait_ready(self, timeout: float = 600.0) -> None:
-        """Returns when the version is READY. `timeout` in seconds.
+    def wait_ready(self, timeout: float | None = 600.0) -> None:
+        """Wait until the version is READY. `timeout`: seconds; None: no bound.
 
         Raises VersionAborted, WaitTimeout, NotFound, DaemonUnreachable.
         """
-        self._wait(timeout, serving=False)
+        self._wait(bound(timeout), serving=False)
 
-    def wait_serving(self, timeout: float = 600.0) -> None:
-        """Returns when every live server of the model serves this version or a newer one. Raises as `wait_ready`."""
-        self._wait(timeout, serving=True)
+    def wait_serving(self, timeout: float | None = 600.0) -> None:
+        """Wait until every live server of the model serves this version or a newer one. Raises as `wait_ready`."""
+        self._wait(bound(timeout), serving=True)
 
     def progress(self) -> Progress:
         version = self.get()

@@ -26,7 +26,7 @@ from resharder.client.errors import (
     WaitTimeout,
 )
 from resharder.client.operator import Operator
-from resharder.client.rpc.channel import Backoff, Channel
+from resharder.client.rpc.channel import Backoff, Channel, bound
 from resharder.client.trainer.attempts import Attempts
 from resharder.client.trainer.colocate import Fleet, Generation, Part
 from resharder.client.trainer.handle import Handle, State
@@ -208,7 +208,7 @@ class Publisher:
         fleet: str = "",
         level: int = 2,
         offload: bool = False,
-        timeout: float = 600.0,
+        timeout: float | None = 600.0,
         publish: bool = True,
     ) -> Iterator[Generation]:
         """Gives the GPUs to the servers that share them, for as long as the block lasts; every rank enters and leaves.
@@ -216,7 +216,8 @@ class Publisher:
         At entry: `publish(step)` unless it is published (`publish=False`: nothing is); models in eval mode; with `offload`
         parameters, gradients and buffers in host memory; every live server of `fleet` (the model's default one) awake, with
         this version or a newer one. At exit, however the block ends: servers asleep at `level`, memory back, and every
-        module's train mode and all RNG states as they were. `timeout`: seconds for each wait but that for other ranks to leave.
+        module's train mode and all RNG states as they were. `timeout`: seconds for each wait but that for other ranks to leave;
+        None: no bound.
 
         Raises as `publish`, WaitTimeout, which names the servers that lag, GenerationEnded, where another rank failed, and
         UsageError; at exit ServersNotAsleep: what is aside stays there until `bring_back`.
@@ -243,7 +244,7 @@ class Publisher:
                     meet(self.identity, self.model),
                     Fleet(operator, fleet or self.model),
                     level=level,
-                    timeout=timeout,
+                    timeout=bound(timeout),
                     set_aside=aside,
                     bring_back=self.bring_back,
                 )
