@@ -26,6 +26,7 @@ from resharder.client.errors import (
     WaitTimeout,
 )
 from resharder.client.operator import Operator
+from resharder.client.operator.states import VersionState
 from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.connect import DeclaredTensor, Publisher, connect
 from resharder.converters.architectures.checkpoint import expected_shapes
@@ -131,7 +132,7 @@ def test_a_publish_that_fails_leaves_no_version_behind(daemon: Daemon) -> None:
         publisher.publish_tensors(1, items())
     with Operator(daemon.endpoint) as operator:
         (version,) = operator.versions("policy")
-    assert version.state == version.ABORTED
+    assert version.state == VersionState.ABORTED
     assert "ZeroDivisionError" in version.reason
     publish_all([publisher], 1, weights(1))[0].wait_ready(60)
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
-from resharder.client.operator import Motion, Operator
+from resharder.client.operator import Operator
+from resharder.client.operator.answers import UpdateStrategy
+from resharder.client.operator.states import StrategyKind
 from resharder.converters.geometry.layout import Layout
 from resharder.converters.geometry.piece_arrays import pack
 from resharder.server.direct.coordinator import Direct
@@ -93,8 +95,9 @@ def test_versions_the_store_and_publishers_are_as_the_daemon_has_them(daemon: Da
     assert value("newest_version", model="kept") == 3
     assert (value("publisher_ranks", model="kept"), value("publisher_live_ranks", model="kept")) == (1, 1)
     with Operator(daemon.endpoint) as operator:
-        ready = operator.version("models/kept/versions/3").ready_time
-        assert value("newest_version_ready_timestamp_seconds", model="kept") == pytest.approx(ready.ToNanoseconds() / 1e9)
+        ready = operator.version(3, model="kept").ready_time
+        assert ready is not None
+        assert value("newest_version_ready_timestamp_seconds", model="kept") == pytest.approx(ready.timestamp())
         assert value("store_limit_bytes") == operator.daemon().store_limit_bytes
     kept.stub.AbortVersion(publisher_pb2.AbortVersionRequest(version=open_version.name, epoch=kept.epoch, reason="a test"))
     assert read(daemon)("versions", model="kept", state="ABORTED") == 1
@@ -128,7 +131,7 @@ def test_fleets_say_how_far_they_are_behind_and_installs_how_they_went(daemon: D
         assert value("requests_in_flight", **names) == 4
         assert value("install_phase_seconds_sum", fleet="moved", phase="stage") is not None
         bad.torn = set()
-        operator.update_fleet("moved", motion=Motion(kind=Motion.ALL_AT_ONCE))
+        operator.set_fleet("moved", strategy=UpdateStrategy(StrategyKind.ALL_AT_ONCE))
         publish(moved, 3)
         wait_until(lambda: read(daemon)("fleet_served_version", **names) == 3, "both serve version 3")
         wait_until(lambda: read(daemon)("fleet_lag_versions", **names) == 0, "and are not behind")
@@ -152,7 +155,7 @@ def test_fleets_say_how_far_they_are_behind_and_installs_how_they_went(daemon: D
 def test_refused_calls_are_counted_by_reason_and_events_by_kind(daemon: Daemon) -> None:
     before = read(daemon)("rpc_refusals_total", reason="VERSION_UNKNOWN") or 0
     with Operator(daemon.endpoint) as operator, pytest.raises(Exception, match="is not known"):
-        operator.version("models/sent/versions/999")
+        operator.version(999, model="sent")
     value = read(daemon)
     assert value("rpc_refusals_total", reason="VERSION_UNKNOWN") == before + 1
     assert value("events_total", kind="daemon", what="started") == 1

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import typer
 from resharder.client.errors import ResharderError
 from resharder.client.operator import Operator
-from resharder.v1 import resources_pb2
+from resharder.client.operator.states import VersionState
 
 SECONDS = 1.0
 Question = Callable[[Operator], Iterable[str]]
@@ -30,18 +30,18 @@ def versions(context: typer.Context, incomplete: str) -> list[str]:
 
 def numbers(context: typer.Context, incomplete: str) -> list[str]:
     """Of READY versions."""
-    ready, model = resources_pb2.Version.READY, context.params.get("model") or ""
+    ready, model = VersionState.READY, context.params.get("model") or ""
     return _known(context, incomplete, lambda operator: (str(v.number) for v in operator.versions(model) if v.state == ready))
 
 
 def archived(context: typer.Context, incomplete: str) -> list[str]:
     model = context.params.get("model") or ""
-    return _known(context, incomplete, lambda operator: (one.version.rpartition("/")[2] for one in operator.archived(model)))
+    return _known(context, incomplete, lambda operator: (str(one.number) for one in operator.archived(model)))
 
 
 def _known(context: typer.Context, incomplete: str, question: Question) -> list[str]:
     try:
-        with Operator(context.params.get("endpoint"), patience=0, timeout=SECONDS) as operator:
+        with Operator(context.params.get("endpoint"), timeout=SECONDS, connect_timeout=0) as operator:
             return sorted({name for name in question(operator) if name.startswith(incomplete)})
     except ResharderError:
         return []

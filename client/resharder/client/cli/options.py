@@ -1,15 +1,14 @@
-"""What an operator types, as the Want and the Motion of a fleet. Pure; raises UsageError for what does not go together."""
+"""Command-line options as the target and the update strategy of a fleet. Pure; raises UsageError for contradictions."""
 
 from dataclasses import dataclass
 
 from resharder.client.errors import UsageError
-from resharder.v1 import resources_pb2
-
-Motion, Want = resources_pb2.Motion, resources_pb2.Want
+from resharder.client.operator.answers import UpdateStrategy, VersionTarget
+from resharder.client.operator.states import StrategyKind, TargetKind
 
 
 @dataclass(frozen=True)
-class MotionOptions:
+class StrategyOptions:
     all_at_once: bool = False
     rolling: int | None = None
     canary: int | None = None
@@ -20,20 +19,20 @@ class MotionOptions:
     check: str = ""
 
 
-def want_of(text: str, every: float | None = None) -> resources_pb2.Want:
+def target_of(text: str, every: float | None = None) -> VersionTarget:
     """`latest`, a version's number, or `none`; `every`: seconds, at most one move in so many."""
     if every is not None and text != "latest":
         raise UsageError(f"expected --every with `latest` alone, got it with {text!r}")
     if text.isdigit() and int(text):
-        return Want(kind=Want.NUMBER, version=int(text))
-    kinds = {"latest": Want.LATEST, "none": Want.NONE}
+        return VersionTarget(TargetKind.NUMBER, int(text))
+    kinds = {"latest": TargetKind.LATEST, "none": TargetKind.NONE}
     if text not in kinds:
         raise UsageError(f"expected `latest`, a version's number or `none`, got {text!r}")
-    return Want(kind=kinds[text], every_seconds=every or 0)
+    return VersionTarget(kinds[text], every_seconds=every or 0.0)
 
 
-def motion_of(options: MotionOptions) -> resources_pb2.Motion | None:
-    """None where no option says how to move."""
+def strategy_of(options: StrategyOptions) -> UpdateStrategy | None:
+    """None if no option is about the strategy."""
     o = options
     ways = [o.all_at_once, o.rolling is not None or o.canary is not None, o.atomic]
     if sum(ways) > 1:
@@ -47,10 +46,10 @@ def motion_of(options: MotionOptions) -> resources_pb2.Motion | None:
     if not any(ways):
         return None
     if o.canary is not None:
-        return Motion(
-            kind=Motion.CANARY, canaries=o.canary, at_a_time=o.rolling or 0, max_failures=o.max_failures or 0,
+        return UpdateStrategy(
+            StrategyKind.CANARY, canaries=o.canary, at_a_time=o.rolling or 0, max_failures=o.max_failures or 0,
             hold_seconds=o.hold or 0, approval=o.approve, check=o.check,
         )  # fmt: skip
     if o.rolling is not None:
-        return Motion(kind=Motion.ROLLING, at_a_time=o.rolling, max_failures=o.max_failures or 0)
-    return Motion(kind=Motion.ATOMIC if o.atomic else Motion.ALL_AT_ONCE)
+        return UpdateStrategy(StrategyKind.ROLLING, at_a_time=o.rolling, max_failures=o.max_failures or 0)
+    return UpdateStrategy(StrategyKind.ATOMIC if o.atomic else StrategyKind.ALL_AT_ONCE)

@@ -2,12 +2,13 @@
 
 import json
 import sys
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
-from google.protobuf.message import Message
+from resharder.client.operator.convert import wire_name
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
@@ -45,31 +46,30 @@ def one_line(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def plain(message: Message) -> dict[str, Any]:
-    """64-bit integers are strings in protobuf's JSON; scripts want numbers."""
-    found: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    return _numbers(message, found)
+def plain(answer: Any) -> dict[str, Any]:
+    """An answer as in protobuf's JSON, but for 64-bit integers, which are numbers."""
+    found = ((wire_name(field), getattr(answer, field.name)) for field in fields(answer))
+    return {name: _plain(value) for name, value in found if value is not None}
 
 
-def _numbers(message: Message, found: dict[str, Any]) -> dict[str, Any]:
-    for field in message.DESCRIPTOR.fields:
-        value = found.get(field.name)
-        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
-            if not field.message_type.full_name.startswith("resharder."):
-                continue
-            inner = getattr(message, field.name)
-            if isinstance(value, list):
-                for one, dictionary in zip(inner, value, strict=True):
-                    _numbers(one, dictionary)
-            elif isinstance(value, dict):
-                _numbers(inner, value)
-        elif field.cpp_type in (field.CPPTYPE_INT64, field.CPPTYPE_UINT64) and value is not None:
-            found[field.name] = [int(v) for v in value] if isinstance(value, list) else int(value)
-    return found
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return plain(value)
+    if isinstance(value, tuple):
+        return [*map(_plain, value)]
+    if isinstance(value, datetime):
+        return _stamp(value)
+    return b64encode(value).decode() if isinstance(value, bytes) else value
 
 
-def time_of(stamp: Any) -> str:
-    return datetime.fromtimestamp(stamp.seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+def _stamp(moment: datetime) -> str:
+    """Protobuf prints no fraction, three digits or six."""
+    digits = "seconds" if not moment.microsecond else "microseconds" if moment.microsecond % 1000 else "milliseconds"
+    return moment.replace(tzinfo=None).isoformat(timespec=digits) + "Z"
+
+
+def time_of(moment: datetime | None) -> str:
+    return (moment or datetime.fromtimestamp(0, UTC)).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 def number(version: int) -> str:

@@ -9,10 +9,10 @@ import typer
 from resharder.client.cli import completion
 from resharder.client.cli.app import AsJson, Endpoint, Section, command
 from resharder.client.cli.output import print_json
+from resharder.client.cli.server_lag import ServerLag, server_lag
 from resharder.client.errors import DaemonUnreachable, NotFound, UsageError, WaitTimeout
 from resharder.client.operator import Operator
-from resharder.client.operator.lag import Lag, lag
-from resharder.client.operator.queries import server_name
+from resharder.client.operator.connection import server_name
 
 _SECONDS = 3.0  # for each answer: probes have little time
 _NOT_READY = 1
@@ -36,7 +36,7 @@ def probe(
     reached or does not know the server, the gate alone decides.
     """
     ready, reason = _gate(url) if url else (True, "")
-    found = Lag()
+    found = ServerLag()
     if ready and (max_lag_versions or max_lag_seconds):
         found, reason = _look(server or os.environ.get("RESHARDER_SERVER_ID", ""), endpoint)
         ready = not found.beyond(max_lag_versions, max_lag_seconds)
@@ -62,25 +62,25 @@ def _gate(url: str) -> tuple[bool, str]:
         return False, f"{url} does not answer: {error}"
 
 
-def _look(server: str, endpoint: str | None) -> tuple[Lag, str]:
+def _look(server: str, endpoint: str | None) -> tuple[ServerLag, str]:
     """Its lag, and a sentence. Raises UsageError, and Refused where the daemon says no to the question itself."""
     if not server:
         raise UsageError("expected a server, got none: pass --server or set RESHARDER_SERVER_ID")
     try:
-        with Operator(endpoint, patience=0, timeout=_SECONDS) as operator:
+        with Operator(endpoint, timeout=_SECONDS, connect_timeout=0) as operator:
             found = operator.server(server)
             if found.version == found.wanted_version:
-                return Lag(), f"{found.name} serves version {found.version}, as it is to"
-            behind = lag(
+                return ServerLag(), f"{found.name} serves version {found.version}, as it is to"
+            behind = server_lag(
                 found,
                 operator.fleet(found.fleet),
                 operator.servers(found.fleet),
-                operator.versions_after(found.model, min(found.version, found.wanted_version)),
-                operator.daemon().time.ToNanoseconds() / 1e9,
+                operator.versions_after(min(found.version, found.wanted_version), model=found.model),
+                operator.daemon().time,
             )
     except NotFound:
-        return Lag(), f"the daemon does not know {server_name(server)}"
+        return ServerLag(), f"the daemon does not know {server_name(server)}"
     except (DaemonUnreachable, WaitTimeout) as error:
-        return Lag(), f"the gate alone decides: {error}"
+        return ServerLag(), f"the gate alone decides: {error}"
     far = f"{behind.versions} behind for {behind.seconds:.0f} s" if behind.versions else "nobody in its fleet is nearer"
     return behind, f"{found.name} serves version {found.version}, is to serve {found.wanted_version}: {far}; {found.reason}"

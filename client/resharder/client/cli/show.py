@@ -7,15 +7,13 @@ from resharder.client.cli import completion, format
 from resharder.client.cli.app import AsJson, Endpoint, ModelName, Section, command
 from resharder.client.cli.output import console, one_line, plain, print_json, print_table, size, table, time_of
 from resharder.client.operator import Operator
-from resharder.v1 import operator_pb2, resources_pb2
+from resharder.client.operator.answers import DaemonStatus, FleetStatus, ServerStatus
 from rich.console import Group
 
 OfFleet = Annotated[str, typer.Option("--fleet", metavar="NAME", help="Only of this fleet.", autocompletion=completion.fleets)]
 
 
-def picture(
-    operator: Operator, daemon: operator_pb2.Daemon, fleets: list[resources_pb2.Fleet], servers: list[resources_pb2.Server]
-) -> Group:
+def picture(operator: Operator, daemon: DaemonStatus, fleets: list[FleetStatus], servers: list[ServerStatus]) -> Group:
     """All of a daemon, for eyes."""
     used, limit = size(daemon.store_used_bytes), size(daemon.store_limit_bytes)
     return Group(

@@ -9,46 +9,46 @@ from resharder.client.cli.app import WENT_WRONG
 from resharder.client.cli.output import plain, print_json
 from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
-from resharder.client.operator.waiting import Progress, went_well
-from resharder.v1 import resources_pb2
+from resharder.client.operator.answers import FleetStatus, ServerStatus
+from resharder.client.operator.states import MovePhase
+from resharder.client.operator.waiting import FleetListener, went_well
 
-Act = Callable[[Operator, str, str], resources_pb2.Fleet]
+Act = Callable[[Operator, str, str], FleetStatus]
 """With the fleet's name, and servers/{id} or nothing for all of them."""
-Wait = Callable[[Operator, str, str, Progress, float], object]
-"""The same, with progress and seconds."""
+Until = Callable[[Operator, str, str, FleetListener, float | None], object]
+"""The same, with a listener and seconds."""
 
 
-def end_move(
-    operator: Operator, asked: resources_pb2.Fleet, wait: bool, timeout: float, as_json: bool, back: bool = False
-) -> None:
+def end_move(operator: Operator, asked: FleetStatus, wait: bool, timeout: float, as_json: bool, back: bool = False) -> None:
     """Exits WENT_WRONG if the move ended FAILED or STOPPED; `back`: that it ends FAILED was asked for."""
     wait = wait or timeout > 0
-    fleet = operator.wait_moved(asked, _told(format.progress, as_json), timeout) if wait else asked
+    fleet = operator.wait_moved(asked, _told(format.progress, as_json), timeout=timeout or None) if wait else asked
     show(fleet, as_json)
-    as_asked = fleet.move.state == resources_pb2.Move.FAILED if back else went_well(asked, fleet)
+    failed = fleet.move is not None and fleet.move.state == MovePhase.FAILED
+    as_asked = failed if back else went_well(asked, fleet)
     if wait and not as_asked:
         raise typer.Exit(WENT_WRONG)
 
 
-def show(fleet: resources_pb2.Fleet, as_json: bool) -> None:
+def show(fleet: FleetStatus, as_json: bool) -> None:
     if as_json:
         return print_json(plain(fleet))
     print(format.outcome(fleet))
 
 
 def maintain(
-    act: Act, until: Wait, fleet: str, server: str, wait: bool, timeout: float, endpoint: str | None, as_json: bool
+    act: Act, until: Until, fleet: str, server: str, wait: bool, timeout: float, endpoint: str | None, as_json: bool
 ) -> None:
     """Does it to the fleet or the server, waits for it if asked to, and shows the servers that it is about."""
     with Operator(endpoint) as operator:
         name, one = _target(operator, fleet, server)
         act(operator, name, one)
 
-        def about(servers: Iterable[resources_pb2.Server]) -> list[resources_pb2.Server]:
+        def about(servers: Iterable[ServerStatus]) -> list[ServerStatus]:
             return [server for server in servers if one in ("", server.name)]
 
         if wait or timeout:
-            until(operator, name, one, _told(lambda fleet, servers: format.states(about(servers)), as_json), timeout)
+            until(operator, name, one, _told(lambda fleet, servers: format.states(about(servers)), as_json), timeout or None)
         found = about(operator.servers(name))
     if as_json:
         return print_json({"servers": [*map(plain, found)]})
@@ -66,11 +66,11 @@ def _target(operator: Operator, fleet: str, server: str) -> tuple[str, str]:
     return found.fleet, found.name
 
 
-def _told(line: Callable[[resources_pb2.Fleet, Sequence[resources_pb2.Server]], str], silent: bool) -> Progress:
+def _told(line: Callable[[FleetStatus, Sequence[ServerStatus]], str], silent: bool) -> FleetListener:
     """Says on standard error where things are, once for every change."""
     before = ""
 
-    def tell(fleet: resources_pb2.Fleet, servers: Sequence[resources_pb2.Server]) -> None:
+    def tell(fleet: FleetStatus, servers: Sequence[ServerStatus]) -> None:
         nonlocal before
         now = line(fleet, servers)
         if now != before and not silent:

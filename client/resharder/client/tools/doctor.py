@@ -195,15 +195,16 @@ def daemon(endpoint: str | None) -> Iterator[Check]:
     except ResharderError as error:
         yield Check("daemon", "fail", str(error), "start resharderd, or correct the endpoint, a firewall or a proxy variable")
         return
-    if shares_memory(there.store):
+    if there.store is not None and shares_memory(there.store):
         yield Check("memory shared with the daemon", "ok", "yes: shards and weights are not sent over the wire")
         if not (store := Path(there.store_folder)).is_relative_to(SHARED_MEMORY):
             yield huge_pages(store, _read(_MOUNTS), _read(_HUGE_PAGES))._replace(name="huge pages in the daemon's store")
     else:
+        nonce_file = there.store.nonce_file if there.store else ""
         yield Check(
             "memory shared with the daemon",
             "ok",
-            f"no: gRPC is used. On the daemon's own host, mount its {Path(there.store.nonce_file).parent} into this container",
+            f"no: gRPC is used. On the daemon's own host, mount its {Path(nonce_file).parent} into this container",
         )
 
 

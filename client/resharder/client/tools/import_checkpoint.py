@@ -15,6 +15,9 @@ from typing import Any
 import torch.distributed as dist
 from resharder.client.errors import Conflict, UsageError
 from resharder.client.operator import Operator
+from resharder.client.operator.answers import VersionStatus
+from resharder.client.operator.convert import answer
+from resharder.client.operator.states import PublisherState
 from resharder.client.tools.check import read_config
 from resharder.client.trainer.connect import connect
 from resharder.client.trainer.model_files import tokenizer_files
@@ -24,10 +27,8 @@ from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import Layout, TensorSpec, box_index, full_box
 from resharder.converters.models.tensor_io import tensor_of_bits
-from resharder.v1 import resources_pb2
 
 _JOB = "import-"
-_State = resources_pb2.Publisher.State
 Progress = Callable[[int, int], None]
 
 
@@ -50,7 +51,7 @@ def import_checkpoint(
     tokenizer: str | Path | None = None,
     take_over: bool = False,
     progress: Progress = lambda done, total: None,
-) -> resources_pb2.Version:
+) -> VersionStatus:
     """A checkpoint's weights as a READY version of `model`, published by a job of their own.
 
     `folder`: a Hugging Face checkpoint in safetensors, or a distributed checkpoint of megatron-core (`torch_dist`) under any
@@ -72,7 +73,7 @@ def import_checkpoint(
         raise UsageError(f"expected the model's config with Megatron's checkpoint {megatron}: pass a folder with config.json")
     where = Path(config) if config is not None else place
     hf_config = read_config(where)
-    with Operator(endpoint, patience=60) as operator:
+    with Operator(endpoint, connect_timeout=60) as operator:
         _refuse_live(operator, model, take_over)
     files = tokenizer if tokenizer is not None else _tokenizer_folder(place, where)
     with _open_megatron(megatron, hf_config) if megatron is not None else _open_folder(place) as opened:
@@ -82,12 +83,12 @@ def import_checkpoint(
             publisher.attach_tensors(opened.declared)
             handle = publisher.publish_tensors(step, lambda: _counted(opened, progress))
             handle.wait_ready()
-            return handle.get()
+            return answer(VersionStatus, handle.get())
 
 
 def _refuse_live(operator: Operator, model: str, take_over: bool) -> None:
     for publisher in operator.daemon().publishers:
-        usable = publisher.state in (_State.REGISTERING, _State.ACTIVE)
+        usable = publisher.state in (PublisherState.REGISTERING, PublisherState.ACTIVE)
         live = usable and publisher.live_ranks > 0 and not publisher.job.startswith(_JOB)
         if publisher.model == model and live and not take_over:
             raise Conflict(

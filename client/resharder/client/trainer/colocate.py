@@ -14,14 +14,13 @@ from functools import partial
 
 from resharder.client.errors import GenerationEnded, ServersNotAsleep, UsageError, WaitTimeout
 from resharder.client.operator import Operator
+from resharder.client.operator.answers import FleetStatus, ServerStatus
+from resharder.client.operator.states import ServerPower, ServerState, TargetKind
 from resharder.client.rpc.channel import Backoff
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.rendezvous import Ranks
-from resharder.v1 import resources_pb2
 
-State = resources_pb2.Server.State
-Power = resources_pb2.Power
-ASLEEP = {1: Power.ASLEEP_1, 2: Power.ASLEEP_2}
+ASLEEP = {1: ServerPower.ASLEEP_1, 2: ServerPower.ASLEEP_2}
 
 Restore = Callable[[], None]
 _ADVICE = (
@@ -45,13 +44,16 @@ class Fleet:
         self._operator, self.name = operator, name
         self._known: set[str] = set()
 
-    def order(self, power: resources_pb2.Power) -> None:
-        self._operator.set_power(self.name, power)
+    def wake(self) -> None:
+        self._operator.wake(self.name)
 
-    def look(self) -> list[resources_pb2.Server]:
+    def sleep(self, level: int) -> None:
+        self._operator.sleep(self.name, level=level)
+
+    def look(self) -> list[ServerStatus]:
         """Those that live, and those that were lost since the first look: one lost long ago stays in the daemon's lists."""
         listed = self._operator.servers(self.name)
-        self._known |= {server.name for server in listed if server.state != State.LOST}
+        self._known |= {server.name for server in listed if server.state != ServerState.LOST}
         return [server for server in listed if server.name in self._known]
 
     def lagging(self, version: int) -> dict[str, str]:
@@ -114,7 +116,7 @@ class Part:
         if self._ranks.first:
             self._wait(lambda: self._ranks.all_said("aside"), "every rank to come to this generation", self._ranks.absent)
             self._ranks.forget_earlier()
-            self._fleet.order(Power.AWAKE)
+            self._fleet.wake()
         else:
             self._wait(lambda: self._ranks.said("settled"), f"rank 0 to wake fleet {self._fleet.name}", lambda: "it has not")
         wanted = f"version {version} or newer" if version else "a version"
@@ -156,7 +158,7 @@ class Part:
         if not failed:
             self._until(lambda: ranks.all_said("left") or ranks.said("failed"), timeout=None)
         if ranks.first or failed:
-            self._fleet.order(ASLEEP[self._level])
+            self._fleet.sleep(self._level)
         else:
             self._until(lambda: ranks.said("ended") or ranks.said("failed"))
 
@@ -193,32 +195,32 @@ def ready(handle: Handle) -> bool:
     return False
 
 
-def serves(server: resources_pb2.Server, version: int) -> bool:
-    return server.state in (State.SERVING, State.STAGING) and server.version >= version
+def serves(server: ServerStatus, version: int) -> bool:
+    return server.state in (ServerState.SERVING, ServerState.STAGING) and server.version >= version
 
 
-def lagging(servers: Sequence[resources_pb2.Server], version: int) -> dict[str, str]:
+def lagging(servers: Sequence[ServerStatus], version: int) -> dict[str, str]:
     """Why it is not so, by server, where not all that live and are not drained serve the version or a newer one."""
-    live = [server for server in servers if server.state != State.LOST and not server.drained]
+    live = [server for server in servers if server.state != ServerState.LOST and not server.drained]
     if not live:
         return {"the fleet": "has no live server"}
     return {server.name: seen(server) for server in live if not serves(server, version)}
 
 
-def holding(servers: Iterable[resources_pb2.Server], *, but_lost: bool = False) -> dict[str, str]:
+def holding(servers: Iterable[ServerStatus], *, but_lost: bool = False) -> dict[str, str]:
     """Those that may hold GPU memory: not asleep, as they were last seen."""
     return {
         server.name: seen(server)
         for server in servers
-        if server.power not in ASLEEP.values() and not (but_lost and server.state == State.LOST)
+        if server.power not in ASLEEP.values() and not (but_lost and server.state == ServerState.LOST)
     }
 
 
-def refuses(fleet: resources_pb2.Fleet, version: int) -> str:
+def refuses(fleet: FleetStatus, version: int) -> str:
     """Why the fleet will not take this version by itself; empty where it may."""
-    if fleet.want.kind == resources_pb2.Want.NUMBER and fleet.want.version < version:
-        return f"it wants number {fleet.want.version}"
-    if fleet.want.kind == resources_pb2.Want.NONE and version:
+    if fleet.target.kind == TargetKind.NUMBER and fleet.target.version < version:
+        return f"it wants number {fleet.target.version}"
+    if fleet.target.kind == TargetKind.NONE and version:
         return "it wants none"
     refused = {refusal.version: refusal.reason for refusal in fleet.refused}
     if version in refused and fleet.wanted_version <= version:
@@ -226,12 +228,10 @@ def refuses(fleet: resources_pb2.Fleet, version: int) -> str:
     return ""
 
 
-def seen(server: resources_pb2.Server) -> str:
-    lost = "its lease ended in this generation and its processes may still run" if server.state == State.LOST else ""
+def seen(server: ServerStatus) -> str:
+    lost = "its lease ended in this generation and its processes may still run" if server.state == ServerState.LOST else ""
     why = server.reason or lost
-    return f"{State.Name(server.state)} at {server.address} with version {server.version}, {Power.Name(server.power)}" + (
-        f" ({why})" if why else ""
-    )
+    return f"{server.state} at {server.address} with version {server.version}, {server.power}" + (f" ({why})" if why else "")
 
 
 def listed(found: dict[str, str]) -> str:

@@ -239,7 +239,7 @@ class Publisher:
             self._aside = set_aside(model) if offload and model is not None else None
 
         try:
-            with Operator(self._channel.endpoint, self._channel.patience, tls=self._channel.tls) as operator:
+            with Operator(self._channel.endpoint, connect_timeout=self._channel.patience, tls=self._channel.tls) as operator:
                 part = Part(
                     meet(self.identity, self.model),
                     Fleet(operator, fleet or self.model),

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
@@ -28,7 +28,16 @@ if TYPE_CHECKING:
 _SPLIT_BYTES = 1 << 20  # below this a second thread costs more than it gives
 
 
-def shares_memory(store: resources_pb2.StoreAccess) -> bool:
+class NonceFile(Protocol):
+    """A file in the daemon's store, and its content."""
+
+    @property
+    def nonce_file(self) -> str: ...
+    @property
+    def nonce(self) -> bytes: ...
+
+
+def shares_memory(store: NonceFile) -> bool:
     """Whether this process sees the daemon's store. Host names prove nothing in containers; a nonce in a file does."""
     if not store.nonce_file or not store.nonce:
         return False

@@ -56,11 +56,12 @@ def open_source(source: str | Path, *, shared: bool = True) -> Iterator[Source]:
         found = _VERSION.fullmatch(str(source))
         if found is None:
             raise UsageError(f"expected {SCHEME}HOST:PORT/models/MODEL/versions/NUMBER (or latest), got {source}")
-        operator = stack.enter_context(Operator(found["endpoint"], patience=60))
+        operator = stack.enter_context(Operator(found["endpoint"], connect_timeout=60))
         name = f"models/{found['model']}/versions/{_agreed(operator, found['model'], found['number'])}"
         channel = stack.enter_context(Channel(found["endpoint"]))
         manifest = get_manifest(channel, name)
-        if shared and shares_memory(operator.daemon().store):
+        store = operator.daemon().store
+        if shared and store is not None and shares_memory(store):
             yield _SharedVersion(channel, manifest, _mapped(stack, Path(manifest.folder), manifest.files))
         else:
             yield _Version(channel, manifest)
@@ -129,7 +130,7 @@ def _agreed(operator: Operator, model: str, number: str) -> int:
         return int(number)
     found, problem = 0, None
     try:
-        found = int(operator.find_version(number, model).number)
+        found = operator.latest(model).number
     except ResharderError as error:
         problem = error
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -5,14 +5,14 @@ either while none of its fleet serves anything nearer to what is wanted: without
 """
 
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from typing import NamedTuple
 
-from resharder.v1 import resources_pb2
+from resharder.client.operator.answers import FleetStatus, ServerStatus, VersionStatus
+from resharder.client.operator.states import ServerState
 
-_SERVING = resources_pb2.Server.SERVING
 
-
-class Lag(NamedTuple):
+class ServerLag(NamedTuple):
     """`versions`: how many READY ones are between what it serves and what it is to serve. `seconds`: since the first of those was
     READY; where it is to go back, since the fleet's move began."""
 
@@ -24,26 +24,30 @@ class Lag(NamedTuple):
         return bool(self.versions) and (0 < versions < self.versions or 0 < seconds < self.seconds)
 
 
-def lag(
-    server: resources_pb2.Server,
-    fleet: resources_pb2.Fleet,
-    others: Iterable[resources_pb2.Server],
-    versions: Sequence[resources_pb2.Version],
-    now: float,
-) -> Lag:
+def server_lag(
+    server: ServerStatus,
+    fleet: FleetStatus,
+    others: Iterable[ServerStatus],
+    versions: Sequence[VersionStatus],
+    now: datetime | None,
+) -> ServerLag:
     """`others`: the servers of its fleet, itself among them or not. `versions`: of its model, with all that are nearer to what is
-    wanted than the one it serves. `now`: seconds since 1970, by the daemon's clock."""
+    wanted than the one it serves. `now`: by the daemon's clock."""
     served, wanted = server.version, server.wanted_version
     if not served or served == wanted or not _anyone_nearer(server, others):
-        return Lag()
+        return ServerLag()
     low, high = sorted((served, wanted))
-    passed = [version for version in versions if low < version.number <= high and version.HasField("ready_time")]
+    passed = [version for version in versions if low < version.number <= high and version.ready_time]
     if wanted < served:
-        return Lag(max(1, len(passed)), now - fleet.move.start_time.ToNanoseconds() / 1e9)
-    since = min((version.ready_time.ToNanoseconds() / 1e9 for version in passed), default=now)
-    return Lag(max(1, len(passed)), now - since)
+        return ServerLag(max(1, len(passed)), _seconds(fleet.move.start_time if fleet.move else None, now))
+    since = min((version.ready_time for version in passed if version.ready_time), default=now)
+    return ServerLag(max(1, len(passed)), _seconds(since, now))
 
 
-def _anyone_nearer(server: resources_pb2.Server, others: Iterable[resources_pb2.Server]) -> bool:
+def _seconds(since: datetime | None, now: datetime | None) -> float:
+    return (now - since).total_seconds() if now and since else 0.0
+
+
+def _anyone_nearer(server: ServerStatus, others: Iterable[ServerStatus]) -> bool:
     wanted, distance = server.wanted_version, abs(server.wanted_version - server.version)
-    return any(one.state == _SERVING and abs(one.version - wanted) < distance for one in others)
+    return any(one.state == ServerState.SERVING and abs(one.version - wanted) < distance for one in others)
