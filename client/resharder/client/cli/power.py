@@ -31,7 +31,7 @@ def sleep(
     as_json: AsJson = False,
 ) -> None:
     """Free the GPUs of servers: they answer 503 until `wake`. Of a fleet: servers that come later sleep too."""
-    _said(fleet, server)
+    _require_name(fleet, server)
     power = ServerPower.ASLEEP_1 if level == 1 else ServerPower.ASLEEP_2
     maintain(
         lambda operator, name, one: operator.sleep(name, one, level=level),
@@ -68,7 +68,7 @@ def drain(
     as_json: AsJson = False,
 ) -> None:
     """Before maintenance: no new requests; those in flight are answered. --wait until the last one is."""
-    _said(fleet, server)
+    _require_name(fleet, server)
     maintain(
         Operator.drain,
         lambda operator, name, one, listener, seconds: operator.wait_drained(name, one, listener, timeout=seconds),
@@ -97,7 +97,7 @@ def _at(power: ServerPower) -> Until:
     return lambda operator, name, one, listener, seconds: operator.wait_power(name, power, one, listener, timeout=seconds)
 
 
-def _said(fleet: str, server: str) -> None:
-    """What takes servers out of service never means all of them by omission. Raises UsageError."""
+def _require_name(fleet: str, server: str) -> None:
+    """Guard against taking all servers out of service by omission. Raises UsageError."""
     if not fleet and not server:
         raise UsageError("expected --server ID, or --fleet NAME for all of its servers: they stop answering")

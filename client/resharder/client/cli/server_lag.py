@@ -1,7 +1,7 @@
-"""How far a server is behind the version that it is to serve: what a readiness probe goes by, as pure functions.
+"""Lag of one server behind its own `wanted_version`, for readiness probes: pure functions.
 
-What it is to serve is its own `wanted_version`: a server that waits for its turn in a move is not behind. A server is not behind
-either while none of its fleet serves anything nearer to what is wanted: without it clients would get nothing newer.
+A server that waits for its turn in a move is not behind, nor is one while no server of its fleet serves a version nearer to the
+wanted one: without it clients would get nothing newer. The lag of a fleet is the daemon's own metric (docs/metrics.md).
 """
 
 from collections.abc import Iterable, Sequence

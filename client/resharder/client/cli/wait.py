@@ -1,4 +1,4 @@
-"""How a command on a fleet ends: at once, or with `--wait` when what it asked for has come."""
+"""The end of a command on a fleet: at once, or with `--wait` when its effect has come."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -20,9 +20,9 @@ Until = Callable[[Operator, str, str, FleetListener, float | None], object]
 
 
 def end_move(operator: Operator, asked: FleetStatus, wait: bool, timeout: float, as_json: bool, back: bool = False) -> None:
-    """Exits WENT_WRONG if the move ended FAILED or STOPPED; `back`: that it ends FAILED was asked for."""
+    """Exit WENT_WRONG if the move ended FAILED or STOPPED; with `back`, unless it ended FAILED."""
     wait = wait or timeout > 0
-    fleet = operator.wait_moved(asked, _told(format.progress, as_json), timeout=timeout or None) if wait else asked
+    fleet = operator.wait_moved(asked, _on_change(format.progress, as_json), timeout=timeout or None) if wait else asked
     show(fleet, as_json)
     failed = fleet.move is not None and fleet.move.state == MovePhase.FAILED
     as_asked = failed if back else went_well(asked, fleet)
@@ -39,7 +39,7 @@ def show(fleet: FleetStatus, as_json: bool) -> None:
 def maintain(
     act: Act, until: Until, fleet: str, server: str, wait: bool, timeout: float, endpoint: str | None, as_json: bool
 ) -> None:
-    """Does it to the fleet or the server, waits for it if asked to, and shows the servers that it is about."""
+    """Act on the fleet or the server, wait if asked to, and print the servers concerned."""
     with Operator(endpoint) as operator:
         name, one = _target(operator, fleet, server)
         act(operator, name, one)
@@ -48,7 +48,7 @@ def maintain(
             return [server for server in servers if one in ("", server.name)]
 
         if wait or timeout:
-            until(operator, name, one, _told(lambda fleet, servers: format.states(about(servers)), as_json), timeout or None)
+            until(operator, name, one, _on_change(lambda fleet, servers: format.states(about(servers)), as_json), timeout or None)
         found = about(operator.servers(name))
     if as_json:
         return print_json({"servers": [*map(plain, found)]})
@@ -66,15 +66,15 @@ def _target(operator: Operator, fleet: str, server: str) -> tuple[str, str]:
     return found.fleet, found.name
 
 
-def _told(line: Callable[[FleetStatus, Sequence[ServerStatus]], str], silent: bool) -> FleetListener:
-    """Says on standard error where things are, once for every change."""
+def _on_change(line: Callable[[FleetStatus, Sequence[ServerStatus]], str], silent: bool) -> FleetListener:
+    """A listener that prints a line to standard error whenever it changes."""
     before = ""
 
-    def tell(fleet: FleetStatus, servers: Sequence[ServerStatus]) -> None:
+    def listener(fleet: FleetStatus, servers: Sequence[ServerStatus]) -> None:
         nonlocal before
         now = line(fleet, servers)
         if now != before and not silent:
             print(now, file=sys.stderr, flush=True)
         before = now
 
-    return tell
+    return listener
