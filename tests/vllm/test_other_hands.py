@@ -54,7 +54,7 @@ class Deployment:
 
     def verify(self) -> list[resources_pb2.Verification]:
         with Operator(self.daemon.endpoint) as operator:
-            return operator.verify(servers(self.daemon)[0].name, 60)
+            return operator.verify(servers(self.daemon)[0].name, timeout=60)
 
 
 @contextmanager

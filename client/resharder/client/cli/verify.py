@@ -8,7 +8,7 @@ from resharder.client.cli import completion
 from resharder.client.cli.app import AsJson, Endpoint, Section, command
 from resharder.client.cli.output import plain, print_json, size
 from resharder.client.operator import Operator
-from resharder.v1 import resources_pb2
+from resharder.client.operator.answers import WorkerVerification
 
 _DIFFERS, _SKIPPED = 1, 4
 
@@ -26,7 +26,7 @@ def verify(
     verified now (it sleeps, or holds no version).
     """
     with Operator(endpoint) as operator:
-        found = operator.verify(server, timeout)
+        found = operator.verify(server, timeout=timeout)
     if as_json:
         print_json({"verifications": [*map(plain, found)]})
     else:
@@ -36,13 +36,13 @@ def verify(
         raise typer.Exit(code)
 
 
-def _code(found: Sequence[resources_pb2.Verification]) -> int:
+def _code(found: Sequence[WorkerVerification]) -> int:
     if any(one.different_tensors for one in found):
         return _DIFFERS
     return _SKIPPED if any(one.skipped for one in found) else 0
 
 
-def _line(one: resources_pb2.Verification) -> str:
+def _line(one: WorkerVerification) -> str:
     if one.skipped:
         return f"worker {one.rank}: not verified: {one.skipped}"
     covered = f"{size(one.covered_bytes)} of {size(one.total_bytes)} in {one.tensors} tensors, {one.seconds:.2f} s"

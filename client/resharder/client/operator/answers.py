@@ -189,6 +189,27 @@ class PhaseTiming:
 
 
 @dataclass(frozen=True)
+class WorkerVerification:
+    """Comparison of a worker's memory with the version that it holds."""
+
+    rank: int
+    request: str
+    """The request that it answers; empty if it was due by itself."""
+    time: datetime | None
+    seconds: float
+    version: int
+    tensors: int
+    covered_bytes: int
+    """Of `total_bytes`, those whose place in memory was read."""
+    total_bytes: int
+    different_tensors: int
+    different: tuple[str, ...]
+    """Names of the first few tensors that differ."""
+    skipped: str
+    """Reason if nothing was compared."""
+
+
+@dataclass(frozen=True)
 class WorkerStatus:
     rank: int
     """Over the whole server, data parallel replicas included."""
@@ -208,6 +229,10 @@ class WorkerStatus:
     timings: tuple[PhaseTiming, ...]
     direct: bool
     joined: bool
+    verification: WorkerVerification | None
+    """The last one of this process."""
+    altered: bool
+    """With FAILED: a verification found a difference, and no install was tried since."""
     memory: str
 
 
@@ -249,6 +274,8 @@ class ServerStatus:
     passes_kv: bool
     ahead: bool
     """Serves a version that is not READY, or not yet compared with the store's copy."""
+    verify_request: str
+    """Empty in answers to operators."""
 
 
 @dataclass(frozen=True)
