@@ -249,38 +249,38 @@ def test_a_publisher_killed_before_its_version_is_complete_brings_the_one_before
 
 def test_a_rank_killed_in_mid_transfer_leaves_the_server_serving_what_the_store_has(system: System) -> None:
     system.trainer.ask(do="fault", rank=1, what="die")
-    system.trainer.tell(do="publish", step=9)
+    system.trainer.tell(do="publish", step=29)
     version = max(system.steps) + 1
-    system.steps[version] = 9
+    system.steps[version] = 29
     system.serves(version)
     assert not system.sent(version)
     held = system.fingerprints()
     system.trainer.kill()
     system.start_trainer()
-    assert system.sent(system.publish(10)), system.transfers()
+    assert system.sent(system.publish(30)), system.transfers()
     assert system.fingerprints() != held
 
 
 def test_a_worker_killed_in_mid_transfer_leaves_the_trainer_as_it_was(system: System) -> None:
     system.trainer.ask(do="fault", rank=0, what="sleep")
     version = max(system.steps) + 1
-    asked = system.trainer.requests.send(do="publish", step=11)
+    asked = system.trainer.requests.send(do="publish", step=31)
     wait_until(lambda: system.began() == version, "the transfer has begun")
     system.server.kill()
     assert system.trainer.requests.reply(asked)["version"] == version
-    system.steps[version] = 11
+    system.steps[version] = 31
     system.server.start()
     system.server.wait_ready()
     system.serves(version)
 
 
 def test_workers_hold_what_a_fresh_server_holds_and_answer_the_same(system: System) -> None:
-    """The server before has just booted with the weights of step 11."""
+    """The server before has just booted with the weights of step 31."""
     held, answer = system.fingerprints(), system.server.generate(PROMPT, 24)
-    assert system.sent(system.publish(12)), system.transfers()
+    assert system.sent(system.publish(32)), system.transfers()
     assert system.fingerprints() != held
-    system.trainer.ask(do="reseed", step=13, seed=11)
-    assert system.sent(system.publish(13)), system.transfers()
+    system.trainer.ask(do="reseed", step=33, seed=31)
+    assert system.sent(system.publish(33)), system.transfers()
     assert system.fingerprints() == held
     again = system.server.generate(PROMPT, 24)
     assert (again.token_ids, again.logprobs) == (answer.token_ids, answer.logprobs)

@@ -57,6 +57,21 @@ def test_a_command_is_told_of_its_move_and_gets_nothing_else_of_the_daemon(
     assert int(message.splitlines()[-1]) == len(said) + len(inherited)
 
 
+def test_a_check_whose_end_could_not_be_kept_can_be_started_again() -> None:
+    checks, told, refused = Checks({"check": ("true",)}, 60), queue.SimpleQueue[bool](), queue.SimpleQueue[bool]()
+
+    def refuse(ok: bool, message: str) -> None:
+        refused.put(ok)
+        raise OSError(5, "Input/output error", "fleets/policy.json")
+
+    checks.start("check", "key", {}, refuse)
+    assert refused.get(timeout=60)
+    wait_until(lambda: not checks._runs)
+    checks.start("check", "key", {}, lambda ok, message: told.put(ok))
+    assert told.get(timeout=60)
+    checks.close()
+
+
 def test_no_shell_reads_the_arguments(run: Callable[..., Ended]) -> None:
     assert run("echo", "$HOME", "; false").get(timeout=60) == (True, "ended with 0: $HOME ; false")
 

@@ -137,7 +137,35 @@ def test_a_full_medium_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         events.add("server", "servers/a", "claimed")
     events.add("server", "servers/a", "serving")
     assert [event.what for event in events.last(10)] == ["claimed", "serving"]
-    assert [event.what for event in Events(tmp_path).last(10)] == ["serving"]
+    again = Events(tmp_path)
+    assert [(event.id, event.what) for event in again.last(10)] == [(1, "claimed"), (2, "serving")]
+    assert again.add("server", "servers/a", "lost").id == 3
+
+
+def test_what_a_medium_refused_last_is_written_when_the_journal_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, real = Events(tmp_path), os.write
+    with monkeypatch.context() as half:
+        half.setattr(os, "write", lambda file, line: real(file, line[:5]))
+        events.add("server", "servers/a", "claimed")
+    events.close()
+    assert [(event.id, event.what) for event in Events(tmp_path).last(10)] == [(1, "claimed")]
+
+
+def test_a_journal_goes_on_after_its_new_file_could_not_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, real = Events(tmp_path, limit=2), os.open
+    events.add("server", "servers/a", "claimed")
+    events.add("server", "servers/a", "serving")
+
+    def refuse(path, *arguments):
+        raise OSError(24, "Too many open files", str(path))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "open", refuse)
+        events.add("server", "servers/a", "lost")
+    assert os.open is real
+    events.add("server", "servers/a", "claimed")
+    events.close()
+    assert [event.id for event in Events(tmp_path, limit=4).last(10)] == [1, 2, 3, 4]
 
 
 def test_an_event_as_a_message_says_all_of_it(tmp_path: Path) -> None:

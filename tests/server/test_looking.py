@@ -15,7 +15,7 @@ from resharder.server.config import Config
 from resharder.server.ingest.packed_boxes import pack
 from resharder.server.ingest.publisher import ACTIVE
 from resharder.server.main import Daemon
-from resharder.server.state.errors import FailedPrecondition
+from resharder.server.state.errors import FailedPrecondition, Unavailable
 from resharder.server.state.server import Attached, Worker, WorkerState
 from resharder.server.store import store as store_module
 from resharder.server.store.manifest import READY, VersionRecord
@@ -151,7 +151,7 @@ def test_a_medium_that_fails_while_small_files_are_written_costs_no_room(store: 
 
     epoch = claim(store)
     in_between(monkeypatch, fail)
-    with pytest.raises(OSError, match="the medium is full"):
+    with pytest.raises(Unavailable, match="the medium is full"):
         store.begin("policy", epoch, 0, "job")
     settle(store)
     assert store.used_bytes() == 0

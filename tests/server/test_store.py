@@ -185,6 +185,7 @@ def test_an_epoch_never_gets_files_of_another(store: Store) -> None:
     old = set()
     for step in range(3):
         old |= inodes(store.folder(publish(store, first, step)))
+    settle(store)
     keep = [path.open("rb") for path in store.root.rglob("*.safetensors")]  # else a freed inode's number may come again
     second = claim(store, "second")
     for step in range(4):

@@ -8,7 +8,8 @@ ResharderError
 │   ├── LayoutRejected    the slots do not tile the model, or one of them is invalid
 │   ├── StaleEpoch        a later job took the model over: this one can no longer write
 │   ├── Conflict          it exists with other content: other bytes of (epoch, step), another registration of this rank
-│   ├── OutOfRoom         the store has no room for the model, or too many versions are STAGING
+│   ├── OutOfRoom         the store has no room for the model, its medium is full, or too many versions are STAGING
+│   ├── StoreFailed       a file operation of the daemon failed; it may succeed when the medium works again
 │   ├── MessageTooLarge   one message exceeds the daemon's bound: a registration of very many tensors
 │   ├── AccessDenied      no valid certificate or token, or one without the role
 │   ├── NotFound          no such model, version, publisher or server
@@ -97,6 +98,10 @@ class OutOfRoom(Refused):
     reason = "NO_ROOM"
 
 
+class StoreFailed(Refused):
+    reason = "STORE_FAILED"
+
+
 class MessageTooLarge(Refused):
     reason = "MESSAGE_TOO_LARGE"
 
@@ -146,6 +151,7 @@ _BY_REASON: dict[str, type[ResharderError]] = {
     NO_VERSION: WaitTimeout,
     TOO_MANY_CALLS: WaitTimeout,
     TOO_FAST: WaitTimeout,
+    "STORE_FAILED": StoreFailed,
     "MESSAGE_TOO_LARGE": MessageTooLarge,
     "VERSION_ABORTED": VersionAborted,
 }

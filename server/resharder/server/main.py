@@ -25,8 +25,10 @@ from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.fleets.profiles import Profiles
 from resharder.server.fleets.verifications import Verifications
 from resharder.server.infra.addresses import is_loopback
+from resharder.server.infra.descriptors import Descriptors
 from resharder.server.infra.event_log import Events
 from resharder.server.infra.filesystem import raise_malloc_thresholds
+from resharder.server.infra.medium import medium_error
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.logs import configure_logs, log_event
 from resharder.server.observability.tracing.collector import Traced
@@ -179,7 +181,9 @@ class Daemon:
         _log.info("listening", **listens, store=str(self.config.store), limit=self.store.limit_bytes)
 
     def _tick(self) -> None:
+        descriptors = Descriptors()
         while not self._ended.wait(min(1.0, self.config.lease_seconds / 4)):
+            descriptors.look()
             try:
                 self.intake.expire()
             except Exception as error:
@@ -263,6 +267,8 @@ def serve(config: Config) -> None:
         daemon = Daemon(config)
     except (DaemonError, SecurityFilesError) as error:
         sys.exit(f"resharderd: {error}")
+    except OSError as error:
+        sys.exit(f"resharderd: {medium_error(error)}")
     daemon.start()
     while not ended.wait(1.0):  # without a timeout a signal that the kernel gives to another thread would never be seen
         pass

@@ -193,13 +193,13 @@ class Archive:
             self.store.release(record.model, record.number, _HOLDER)
 
     def _again(self, act: Callable[[], object], overtaken: Callable[[], bool] = lambda: False) -> None:
-        """Tries again what the archive fails at."""
+        """Tries again what the archive or the store's medium fails at."""
         for number in range(_TRIES):
             try:
                 act()
                 return
             except Unavailable as error:
-                if error.reason != "ARCHIVE_FAILED" or number == _TRIES - 1 or overtaken():
+                if error.reason not in ("ARCHIVE_FAILED", "STORE_FAILED") or number == _TRIES - 1 or overtaken():
                     raise
                 _log.warning("archive_tried", tries=number + 1, reason=str(error))
             self._closed.wait(self._pause * 2**number)

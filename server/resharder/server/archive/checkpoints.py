@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from io import RawIOBase
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,7 +22,9 @@ import xxhash
 from blake3 import blake3
 from resharder.server.archive.remote import CHUNK, Remote
 from resharder.server.infra.failpoints import failpoint
-from resharder.server.state.errors import DataLoss, NotFound, ResourceExhausted, Unavailable
+from resharder.server.infra.filesystem import touching, write_at
+from resharder.server.infra.medium import medium_error, medium_errors
+from resharder.server.state.errors import DataLoss, NotFound, Unavailable
 from resharder.server.store.manifest import VersionRecord
 from resharder.server.store.model_state import MODEL_NAME
 
@@ -112,7 +115,7 @@ class Checkpoints:
         return [name for name, file in zip(names, found, strict=True) if file != archived.files[name]]
 
     def fetch(self, archived: Archived, folder: Path) -> None:
-        """Every file into `folder`. Raises DataLoss (CHECKSUM), ResourceExhausted (NO_ROOM)."""
+        """Every file into `folder`. Raises DataLoss (CHECKSUM), OSError where it cannot be written."""
         place = _place(archived.model, archived.number)
         self._each(lambda name: self._fetch(f"{place}/{name}", archived.files[name], folder / name), list(archived.files))
 
@@ -127,8 +130,10 @@ class Checkpoints:
             file = source.open("rb", buffering=0)
         except FileNotFoundError:
             raise NotFound("VERSION_GONE", f"{source}: the store needed the room of this version") from None
+        except OSError as error:
+            raise medium_error(error) from error
         with file:
-            while chunk := file.read(CHUNK):
+            while chunk := _read(source, file):
                 self._check_open()
                 yield chunk
 
@@ -144,10 +149,7 @@ class Checkpoints:
         if self._remote.size(path) != said.size:
             raise DataLoss("CHECKSUM", f"{self.url}/{path}: expected {said.size} bytes, found {self._remote.size(path)}")
         counted = _Counted(self._remote.chunks(path))
-        try:
-            _write_new(target, said.size, self._while_open(counted))
-        except OSError as error:
-            raise ResourceExhausted("NO_ROOM", f"{target}: {said.size} bytes could not be written: {error}") from error
+        _write_new(target, said.size, self._while_open(counted))
         if counted.file() != said:
             raise DataLoss("CHECKSUM", f"{self.url}/{path}: expected hash {said.xxh3}, read {counted.file().xxh3}")
 
@@ -186,13 +188,22 @@ class _Counted:
         return File(self._size, self._hash.hexdigest())
 
 
+def _read(source: Path, file: RawIOBase) -> bytes:
+    with medium_errors(), touching(source, "reading"):
+        return file.read(CHUNK) or b""
+
+
 def _write_new(path: Path, size: int, chunks: Iterator[bytes]) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        if size:
-            os.posix_fallocate(descriptor, 0, size)  # all or nothing, before time is spent
-        for chunk in chunks:
-            file.write(chunk)
+    with touching(path, "writing", size):
+        descriptor, at = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), 0
+        try:
+            if size:
+                os.posix_fallocate(descriptor, 0, size)  # all or nothing, before time is spent
+            for chunk in chunks:
+                write_at(descriptor, chunk, at)
+                at += len(chunk)
+        finally:
+            os.close(descriptor)
 
 
 def _place(model: str, number: int) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 import structlog
+from resharder.server.infra.medium import medium_error
 
 _KEPT_BYTES = 16 << 10  # of the end of the output
 _LINES, _LONGEST = 5, 1000  # of it in the message
@@ -65,7 +66,13 @@ class Checks:
         with self._lock:
             if self._runs.get(key) is not run:
                 return
-        done(ok, message)
+        try:
+            done(ok, message)
+        except OSError as error:
+            _log.error("check_not_kept", check=run.name, key=key, reason=str(medium_error(error)))
+            with self._lock:  # it is started again for as long as it is needed
+                if self._runs.get(key) is run:
+                    del self._runs[key]
 
 
 class _Run:

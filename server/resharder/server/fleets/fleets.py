@@ -23,6 +23,7 @@ from resharder.server.fleets.pins import Holdable, Holds
 from resharder.server.fleets.reconciler import step
 from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.infra.event_log import Kind
+from resharder.server.infra.medium import medium_error
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from resharder.server.state.fleet import Fleet, MotionKind, PauseMode, View
 from resharder.server.state.server import (
@@ -205,6 +206,8 @@ class Fleets:
             self._wake.clear()
             try:
                 self.tick()
+            except OSError as error:
+                _log.error("tick_failed", reason=str(medium_error(error)))
             except Exception as error:
                 _log.error("tick_failed", exc_info=error)
 

@@ -5,12 +5,13 @@ the file those fields hold how long ago that was when the file was written. Time
 not count, and no clock of the host is trusted over it.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import structlog
 from pydantic import TypeAdapter, ValidationError
-from resharder.server.infra.filesystem import make_folder, write_file
+from resharder.server.infra.filesystem import make_folder, touching, write_file
 from resharder.server.state.fleet import Fleet
 
 _fleet = TypeAdapter(Fleet)
@@ -46,8 +47,16 @@ class FleetFiles:
         return count
 
     def save(self, fleet: Fleet, now: float) -> None:
-        """Raises OSError."""
-        write_file(self._folder / f"{fleet.name}.json", stored(fleet, now))
+        """Raises OSError; the file has what it had then, as far as the medium lets it."""
+        path = self._folder / f"{fleet.name}.json"
+        with touching(path, "reading"):
+            before = path.read_bytes() if path.exists() else None
+        try:
+            write_file(path, stored(fleet, now))
+        except OSError:
+            with suppress(OSError):  # the new content may stand there, where its folder's fsync is what failed
+                path.unlink() if before is None else write_file(path, before)
+            raise
 
 
 def stored(fleet: Fleet, now: float) -> bytes:

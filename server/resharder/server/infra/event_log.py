@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -23,6 +24,7 @@ import structlog
 from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.server.infra.caller import CALLER
 from resharder.server.infra.change_signal import ChangeSignal, Pause
+from resharder.server.infra.filesystem import sync, touching
 from resharder.v1 import operator_pb2
 
 Kind = Literal["daemon", "publisher", "version", "server", "fleet", "move", "operator", "archive"]
@@ -62,6 +64,8 @@ class Events:
         self._closed = False
         known = [event for name in (_OLDER, _FILE) for event in _read(root / name)]
         self._events = deque(known, maxlen=limit)
+        self._late: deque[bytes] = deque(maxlen=limit)
+        self._torn = False
         self._id = max((event.id for event in known), default=0)
         self._lines = _end_with_a_line(root / _FILE)
         self._file = _open(root / _FILE)
@@ -78,7 +82,8 @@ class Events:
                 self._write(event)
             self._events.append(event)
             self._changed.notify()
-            synced = os.dup(self._file) if kind == "operator" and not self._closed else None
+            with touching(self._root / _FILE, "syncing"):
+                synced = os.dup(self._file) if kind == "operator" and not self._closed else None
         if synced is not None:
             self._sync(synced)
         for listener in self.listeners:
@@ -116,6 +121,7 @@ class Events:
         """Ends every `follow`. What is added from here on is kept in memory alone."""
         with self._lock:
             if not self._closed:
+                self._write_late()
                 self._closed = True
                 os.close(self._file)
             self._changed.notify()
@@ -125,29 +131,40 @@ class Events:
             return list(takewhile(lambda event: event.id > id, reversed(self._events)))[::-1]
 
     def _write(self, event: Event) -> None:
-        """A full medium must not stop what the event tells of: the log gets it then."""
+        """A full medium must not stop what the event tells of: the log gets it then, and the file with the next event."""
+        self._late.append(json.dumps(asdict(event)).encode() + b"\n")
+        if error := self._write_late():
+            _log.error("event_not_written", **asdict(event) | {"error": error})
+
+    def _write_late(self) -> str:
+        """Why lines are left; empty where none are."""
         try:
-            if self._lines >= self._limit:
+            if self._late and self._lines >= self._limit:
                 self._rotate()
-            line = json.dumps(asdict(event)).encode() + b"\n"
-            self._lines += 1
-            if os.write(self._file, line) < len(line):
-                os.write(self._file, b"\n")
+            while self._late:
+                line = (b"\n" if self._torn else b"") + self._late[0]
+                done = os.write(self._file, line)
+                self._torn = 0 < done < len(line) or (self._torn and not done)
+                if done < len(line):
+                    return f"{done} of {len(line)} bytes were written"
+                self._late.popleft()
+                self._lines += 1
         except OSError as error:
-            _log.error("event_not_written", **asdict(event) | {"error": str(error)})
+            return str(error)
+        return ""
 
     def _rotate(self) -> None:
-        os.replace(self._root / _FILE, self._root / _OLDER)
+        with suppress(FileNotFoundError):  # renamed by an earlier call, which could not open the new one
+            os.replace(self._root / _FILE, self._root / _OLDER)
         full, self._file, self._lines = self._file, _open(self._root / _FILE), 0
         os.close(full)
 
     def _sync(self, file: int) -> None:
-        folder = os.open(self._root, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            os.fsync(file)
-            os.fsync(folder)  # the file's name, where it is new
+            with touching(self._root / _FILE, "syncing"):
+                os.fsync(file)
+            sync(self._root)  # the file's name, where it is new
         finally:
-            os.close(folder)
             os.close(file)
 
 

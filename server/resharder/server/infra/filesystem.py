@@ -5,10 +5,31 @@ import errno
 import fcntl
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 _ZEROS = bytes(4 << 20)
+
+
+class MediumRefused(OSError):
+    """A file operation that failed: its errno, the file, the operation, and how many bytes it needs (0: not known)."""
+
+    def __init__(self, error: OSError, path: Path, doing: str, needed: int) -> None:
+        super().__init__(error.errno, error.strerror or str(error), str(path))
+        self.doing, self.needed = doing, needed
+
+
+@contextmanager
+def touching(path: Path, doing: str, needed: int = 0) -> Iterator[None]:
+    """Raises MediumRefused for an OSError that comes out of it."""
+    try:
+        yield
+    except MediumRefused:
+        raise
+    except OSError as error:
+        raise MediumRefused(error, path, doing, needed) from error
 
 
 def raise_malloc_thresholds() -> None:
@@ -35,7 +56,8 @@ def unwritten_elsewhere(path: Path) -> bool:
 
 
 def _leasable(path: Path, kind: int) -> bool:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    with touching(path, "opening"):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         # An open by somebody else while the lease is held sends a signal, by default SIGIO, which kills.
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
@@ -44,7 +66,7 @@ def _leasable(path: Path, kind: int) -> bool:
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK):
             return False
-        raise
+        raise MediumRefused(error, path, "leasing", 0) from error
     finally:
         os.close(descriptor)
     return True
@@ -60,41 +82,65 @@ def anonymous_bytes() -> int:
 
 def make_folder(path: Path) -> Path:
     """The folder, made where it is missing; it and parents that are made with it are the owner's alone."""
-    if not path.is_dir():
-        make_folder(path.parent)
-        path.mkdir(mode=0o700, exist_ok=True)
+    with touching(path, "making the folder"):
+        if not path.is_dir():
+            make_folder(path.parent)
+            path.mkdir(mode=0o700, exist_ok=True)
     return path
 
 
 def write_zeros(path: Path, header: bytes, size: int) -> None:
-    """A file of `size` bytes that starts with `header`, every page there. Raises OSError (ENOSPC) where there is no room."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, size)  # all or nothing, before time is spent
-        os.pwrite(descriptor, header, 0)
-        at = len(header)
-        while at < size:
-            at += os.pwrite(descriptor, memoryview(_ZEROS)[: size - at], at)
-    finally:
-        os.close(descriptor)
+    """A file of `size` bytes that starts with `header`, every page there, so that a write to its mapping raises no
+    SIGBUS on a full medium. Raises MediumRefused (ENOSPC) where there is no room."""
+    with touching(path, "laying out", size):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # all or nothing, before time is spent
+            write_at(descriptor, header, 0)
+            for at in range(len(header), size, len(_ZEROS)):
+                write_at(descriptor, memoryview(_ZEROS)[: size - at], at)
+        finally:
+            os.close(descriptor)
+
+
+def write_at(descriptor: int, content: bytes | memoryview, at: int) -> None:
+    """All of it, in as many writes as the kernel takes."""
+    left = memoryview(content)
+    while left:
+        done = os.pwrite(descriptor, left, at)
+        left, at = left[done:], at + done
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """The whole file, on its medium, under its name only when complete."""
+    """The whole file, on its medium, under its name only when complete. Raises MediumRefused: the file is as it was then, but for
+    a failed fsync of its folder, after which the file has its new content and may lose it with the power."""
     part = path.with_name(path.name + ".part")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.rename(path)
+    try:
+        with touching(path, "writing", len(content)):
+            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                write_at(descriptor, content, 0)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            part.rename(path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
     sync(path.parent)
+
+
+def move(source: Path, target: Path) -> None:
+    with touching(target, "renaming to"):
+        source.rename(target)
 
 
 def sync(path: Path) -> None:
     """fsync of a file or folder."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with touching(path, "syncing"):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -18,6 +18,7 @@ from resharder.converters.storage.files import lay_out
 from resharder.converters.wire.chunk_frame import ChunkHeader
 from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.infra.failpoints import failpoint
+from resharder.server.infra.medium import MEDIUM, medium_error
 from resharder.server.ingest.packed_boxes import Boxes
 from resharder.server.ingest.publisher import ACTIVE, FENCED, MAX_WORLD, REGISTERING, Publisher, check_files
 from resharder.server.ingest.upload import ProofFailed, Staged, hash_digests
@@ -128,8 +129,8 @@ class Intake:
             stale = self.store.job_epoch(model, job)
             if stale is not None:
                 raise FailedPrecondition("STALE_EPOCH", f"job {job!r} had epoch {stale} of {model!r}, a later job took it over")
-            self._fence(model)
             before = self.store.new_claim(model, job, world_size)
+            self._fence(model)
             _log.info("publisher_created", model=model, job=job, epoch=before.epoch, world_size=world_size)
         publisher = Publisher(model, before.job, before.epoch, before.world_size, created=self._clock())
         self._publishers = self._publishers | {model: publisher}
@@ -176,17 +177,18 @@ class Intake:
         with self._lock:
             publisher = self.publisher(name, rank)
             publisher.check_usable()
-            if publisher.is_registered(rank, fingerprint):
-                return publisher
             try:
-                complete = publisher.add_slot(rank, fingerprint, specs, boxes)
+                if not publisher.is_registered(rank, fingerprint):
+                    publisher.add_slot(rank, fingerprint, specs, boxes)
             except FailedPrecondition as error:
                 publisher.reject(error)
                 raise
             finally:
                 self._changed.notify()
-        if complete:
-            self._activate(publisher)
+            if not publisher.is_complete:
+                return publisher
+            publisher.activating, publisher.stalled = True, None
+        self._activate(publisher)
         return publisher
 
     def _replace(self, name: str, rank: int, process: str) -> None:
@@ -204,7 +206,8 @@ class Intake:
             self._abort(staged, f"the process of rank {rank} was replaced by another")
 
     def _activate(self, publisher: Publisher) -> None:
-        """Long for large models, and nothing else of the publisher can happen meanwhile: so without the lock."""
+        """Long for large models, and nothing else of the publisher can happen meanwhile: so without the lock. Where a medium
+        fails, every rank is told, and the next one that registers tries again."""
         try:
             self.store.check_size(sum(spec.size for spec in publisher.specs))
             assigned, boxes = publisher.check_and_assign()
@@ -218,9 +221,12 @@ class Intake:
             self.observer.publish_phase("registration", publisher.model, self._clock() - publisher.created)
             _log.info("publisher_active", model=publisher.model, epoch=publisher.epoch, tensors=len(publisher.specs))
         except Exception as error:
-            known = error if isinstance(error, DaemonError) else FailedPrecondition("REGISTRATION_FAILED", repr(error))
+            known = _registration_error(error)
             with self._lock:
-                if publisher.state == REGISTERING:
+                publisher.activating = False
+                if known.reason in MEDIUM:
+                    publisher.stalled = known
+                elif publisher.state == REGISTERING:
                     publisher.reject(known)
                 self._changed.notify()
             _log.warning("publisher_rejected", model=publisher.model, epoch=publisher.epoch, reason=str(error))
@@ -235,6 +241,8 @@ class Intake:
             publisher.check_usable()
             if publisher.state == ACTIVE:
                 return publisher, publisher.assigned[rank]
+            if publisher.stalled is not None:
+                raise type(publisher.stalled)(publisher.stalled.reason, str(publisher.stalled))
             left = deadline - self._clock()
             if left <= 0:
                 missing = [r for r in range(publisher.world_size) if r not in publisher.registered]
@@ -427,8 +435,13 @@ class Intake:
                 self.store.commit(record, digests, staged.slot_digests())
         except ProofFailed as error:
             self.store.abort(record.model, record.number, str(error))
-        except Exception as error:
+        except (DaemonError, OSError) as error:
+            known = error if isinstance(error, DaemonError) else medium_error(error)
             if self.store.get(record.model, record.number).state != ABORTED:  # else its files went away under the proof
+                _log.error("commit_failed", version=record.name, reason=known.reason, error=str(known))
+                self.store.abort(record.model, record.number, f"the commit failed: {known.reason}: {known}")
+        except Exception as error:
+            if self.store.get(record.model, record.number).state != ABORTED:
                 _log.error("commit_failed", version=record.name, exc_info=error)
                 self.store.abort(record.model, record.number, f"the commit failed: {error!r}")
         finally:
@@ -523,6 +536,12 @@ def parse_name(name: str, kind: str) -> tuple[str, int]:
     ):
         return check_model_name(parts[1]), int(parts[3])
     raise InvalidArgument("RESOURCE_NAME", f"expected models/MODEL/{kind}/NUMBER, got {name[:200]!r}")
+
+
+def _registration_error(error: Exception) -> DaemonError:
+    if isinstance(error, DaemonError):
+        return error
+    return medium_error(error) if isinstance(error, OSError) else FailedPrecondition("REGISTRATION_FAILED", repr(error))
 
 
 def _not_staging(record: VersionRecord) -> FailedPrecondition:

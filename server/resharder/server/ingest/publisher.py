@@ -62,6 +62,8 @@ class Publisher:
     created: float = 0.0  # by the intake's clock
     state: str = REGISTERING
     error: DaemonError | None = None
+    stalled: DaemonError | None = None  # why the last activation failed, where the next one may not
+    activating: bool = False
     files: dict[str, bytes] = field(default_factory=dict)  # until ACTIVE
     registered: dict[int, str] = field(default_factory=dict)  # rank -> fingerprint of its registration
     specs: list[TensorSpec] = field(default_factory=list)
@@ -118,6 +120,11 @@ class Publisher:
             self.numbers[spec.name] = len(self.specs)
             self.specs.append(spec)
         return self.numbers[spec.name]
+
+    @property
+    def is_complete(self) -> bool:
+        """Every rank has registered, and nothing activates the publisher yet or again."""
+        return self.state == REGISTERING and len(self.registered) == self.world_size and not self.activating
 
     def is_registered(self, rank: int, fingerprint: str) -> bool:
         if self.registered.get(rank, fingerprint) != fingerprint:
@@ -201,7 +208,7 @@ class Publisher:
 
     def activate(self, assigned: dict[int, list[int]], boxes: dict[int, Boxes]) -> None:
         self.assigned, self.boxes, self.state = assigned, boxes, ACTIVE
-        self.held, self.files = {}, {}
+        self.held, self.files, self.stalled = {}, {}, None
 
     def reject(self, error: DaemonError) -> None:
         self.error, self.state = error, REJECTED

@@ -18,7 +18,7 @@ from resharder.converters.geometry.layout import Box, box_index, box_shape, box_
 from resharder.converters.storage.digest import MASK
 from resharder.converters.storage.files import BITS, Array, FileLayout, MappedFiles
 from resharder.converters.wire.chunk_frame import ChunkHeader
-from resharder.server.infra.filesystem import unwritten_elsewhere
+from resharder.server.infra.filesystem import touching, unwritten_elsewhere
 from resharder.server.ingest.packed_boxes import Slot
 from resharder.server.ingest.publisher import Publisher
 from resharder.server.state.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument
@@ -102,7 +102,8 @@ class Staged:
             if rank in self._sealed:
                 return None
             if self._maps is None:
-                self._maps = MappedFiles(self.folder, self._files, writable=True)
+                with touching(self.folder, "mapping"):
+                    self._maps = MappedFiles(self.folder, self._files, writable=True)
             self._landing += 1
             return self._maps
 
@@ -196,8 +197,12 @@ class Staged:
         return tuple((rank, hash_digests(values)) for rank, values in sorted(self._sealed.items()))
 
     def prove(self, threads: int, patience: float) -> dict[str, int]:
-        """The digest of every tensor, from the files, once nobody can write them. Raises ProofFailed."""
+        """The digest of every tensor, from the files, once nobody can write them. Raises ProofFailed, OSError."""
         self.close()
+        with touching(self.folder, "proving"):
+            return self._prove(threads, patience)
+
+    def _prove(self, threads: int, patience: float) -> dict[str, int]:
         paths = [self.folder / file.path for file in self._files]
         if self._shared and not _wait(lambda: all(unwritten_elsewhere(path) for path in paths), patience):
             busy = [path.name for path in paths if not unwritten_elsewhere(path)]

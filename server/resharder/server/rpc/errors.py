@@ -8,6 +8,7 @@ import structlog
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from resharder.converters.errors import ConversionError
+from resharder.server.infra.medium import is_refusal, medium_error
 from resharder.server.state.errors import DaemonError
 
 DOMAIN = "resharder"
@@ -18,6 +19,8 @@ _log = structlog.get_logger("resharder.rpc")
 async def abort(context: Any, error: Exception, refused: Callable[[str], None]) -> None:
     """End the call with the status of `error`, an ErrorInfo in its details, and call `refused(reason)`. Always raises."""
     reason: str
+    if isinstance(error, OSError) and is_refusal(error):
+        error = medium_error(error)
     if isinstance(error, DaemonError):
         code, reason, message = error.code, error.reason, str(error)
     elif isinstance(error, ConversionError):

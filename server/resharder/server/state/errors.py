@@ -5,9 +5,9 @@ DaemonError
 ├── NotFound
 ├── AlreadyExists        the same key with other content
 ├── FailedPrecondition   right call, wrong time: fenced epoch, missing chunks, layouts that do not tile
-├── ResourceExhausted    no room, too many versions STAGING, too many calls of one model or caller
+├── ResourceExhausted    no room, a full medium, no descriptors, too many versions STAGING, too many calls of one model or caller
 ├── DataLoss             bytes that are not the bytes that were sent
-├── Unavailable          not now: no version yet, draining
+├── Unavailable          not now: no version yet, draining, a medium that fails
 ├── DeadlineExceeded     waited as long as asked
 ├── Unauthenticated      nobody that the daemon knows
 └── PermissionDenied     somebody who may not
@@ -25,7 +25,7 @@ Reason = Literal[
     "REGISTRATION_FAILED", "RESOURCE_NAME", "SERVER_ELSEWHERE", "SERVER_UNKNOWN", "SLOT_DIFFERS", "STALE_EPOCH", "STEP",
     "TENSORS", "TENSOR_MISMATCH", "TOO_MANY_BOXES", "TOO_MANY_CALLS", "TOO_MANY_STAGING", "UNKNOWN_TENSOR", "VERSION_ABORTED",
     "VERSION_CLOSED", "VERSION_GONE", "VERSION_READY", "VERSION_RETIRED", "VERSION_UNKNOWN", "WAIT_SECONDS", "WORKER",
-    "WORLD_SIZE", "STORE_FILESYSTEM", "STORE_LOCKED", "STORE_OWNER",
+    "WORLD_SIZE", "NO_DESCRIPTORS", "STORE_FAILED", "STORE_FULL", "STORE_FILESYSTEM", "STORE_LOCKED", "STORE_OWNER",
     "ARCHIVE_FAILED", "KEEP", "NOT_ARCHIVED", "NO_ARCHIVE", "VERSION_DIFFERS",
     "MESSAGE", "MESSAGE_TOO_LARGE", "NOT_ALLOWED", "NO_IDENTITY", "TOKEN_UNKNOWN", "TOO_FAST",
     "MEMORY_UNKNOWN", "NOT_OFFERED", "TOO_MANY_KEYS",

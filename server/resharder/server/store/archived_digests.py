@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from resharder.converters.storage.files import MappedFiles
-from resharder.server.infra.filesystem import sync
+from resharder.server.infra.filesystem import sync, touching
 from resharder.server.state.errors import DataLoss
 from resharder.server.store import manifest
 from resharder.server.store.digests import digest_tensors
@@ -23,7 +23,7 @@ def proven(folder: Path, name: str, number: int, fingerprint: str) -> Manifest:
     record = found.record
     if (record.model, record.number, record.fingerprint) != (name, number, fingerprint):
         raise DataLoss("CHECKSUM", f"{what}: expected {fingerprint}, its manifest is that of {record.name}, {record.fingerprint}")
-    with MappedFiles(folder, found.files) as files:
+    with touching(folder, "proving"), MappedFiles(folder, found.files) as files:
         digests = digest_tensors(files, min(8, os.cpu_count() or 1))
     wrong = sorted(n for n in digests if digests[n] != found.digests.get(n))
     if wrong:

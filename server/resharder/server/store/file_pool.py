@@ -12,7 +12,7 @@ from threading import Condition
 
 import structlog
 from resharder.converters.storage.files import FileLayout
-from resharder.server.infra.filesystem import make_folder, unused_elsewhere, write_zeros
+from resharder.server.infra.filesystem import make_folder, move, touching, unused_elsewhere, write_at, write_zeros
 from resharder.server.state.errors import ResourceExhausted
 from resharder.server.store.manifest import READY, STAGING
 from resharder.server.store.model_state import Room, StoredModel
@@ -70,6 +70,7 @@ class Pool:
     # Sets of files
 
     def drop(self, model: StoredModel) -> None:
+        self.remove_stuck(model)
         room, model.room = model.room, None
         if room is not None:
             for path in room.pool:
@@ -80,6 +81,12 @@ class Pool:
         model.leaving += size
         model.background.submit(self._remove, model, path, size)
 
+    def remove_stuck(self, model: StoredModel) -> None:
+        """Tries again to remove what could not be removed."""
+        stuck, model.stuck = model.stuck, {}
+        for path, size in stuck.items():
+            self.discard(model, path, size)
+
     def top_up(self, model: StoredModel) -> None:
         """One set ahead of need, as long as the epoch has fewer than it uses in turn."""
         room = model.room
@@ -88,7 +95,7 @@ class Pool:
 
     def make_set(self, model: StoredModel, room: Room) -> None:
         room.pending += 1
-        room.failure = ""
+        room.failure = None
         model.background.submit(self._fault_in, model, room, self._next_path(model, room))
 
     def take_back(self, model: StoredModel, epoch: int, path: Path, size: int) -> None:
@@ -101,25 +108,33 @@ class Pool:
             self.discard(model, path, size)
 
     def _next_path(self, model: StoredModel, room: Room) -> Path:
-        self._serial += 1
-        return model.folder / "pool" / f"{room.epoch}-{self._serial}"
+        while True:
+            self._serial += 1
+            path = model.folder / "pool" / f"{room.epoch}-{self._serial}"
+            if not os.path.lexists(path):  # of an earlier daemon, where it could not be removed
+                return path
 
     # In the model's background, without the lock
 
     def _remove(self, model: StoredModel, path: Path, size: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
+        left = os.path.lexists(path)
+        if left:
+            _log.error("not_removed", model=model.name, folder=str(path), bytes=size)
         with self._changed:
             model.leaving -= size
+            if left:
+                model.stuck[path] = size
             self._changed.notify_all()
 
     def _fault_in(self, model: StoredModel, room: Room, path: Path) -> None:
-        failure = ""
+        failure = None
         try:
             make_folder(path)
             with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as writers:
                 list(writers.map(lambda layout: write_zeros(path / layout.path, layout.header, layout.size), room.layouts))
         except OSError as error:
-            failure = f"laying out {room.size} bytes failed: {error}"
+            failure = error
             _log.error("layout_failed", model=model.name, error=str(error))
         with self._changed:
             room.pending -= 1
@@ -133,21 +148,28 @@ class Pool:
     def _recycle(self, model: StoredModel, room: Room, path: Path) -> None:
         """Back to the pool if that is provably safe, else away."""
         try:
-            safe = _cleaned(path, room.layouts)
+            with touching(path, "cleaning"):
+                safe = _cleaned(path, room.layouts)
         except OSError as error:
             safe = False
             _log.error("recycling_failed", model=model.name, error=str(error))
         with self._changed:
             room.pending -= 1
-            if safe and model.room is room:
-                back = self._next_path(model, room)
-                make_folder(back.parent)
-                path.rename(back)
-                room.pool.append(back)
-            else:
+            if not (safe and model.room is room and self._put_back(model, room, path)):
                 self.discard(model, path, room.size)
                 self.top_up(model)
             self._changed.notify_all()
+
+    def _put_back(self, model: StoredModel, room: Room, path: Path) -> bool:
+        back = self._next_path(model, room)
+        try:
+            make_folder(back.parent)
+            move(path, back)
+        except OSError as error:
+            _log.error("recycling_failed", model=model.name, error=str(error))
+            return False
+        room.pool.append(back)
+        return True
 
 
 def _cleaned(path: Path, layouts: tuple[FileLayout, ...]) -> bool:
@@ -169,6 +191,6 @@ def _cleaned(path: Path, layouts: tuple[FileLayout, ...]) -> bool:
 def _write_header(path: Path, header: bytes) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        os.pwrite(descriptor, header, 0)
+        write_at(descriptor, header, 0)
     finally:
         os.close(descriptor)

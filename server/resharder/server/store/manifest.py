@@ -107,7 +107,7 @@ def _blake3(content: Mapping[str, Any], without: str = "") -> str:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """What a manifest of any format has in it, as it was written. Raises BadManifest."""
+    """What a manifest of any format has in it, as it was written. Raises BadManifest, OSError where it cannot be read."""
     try:
         content: dict[str, Any] = json.loads((folder / MANIFEST_FILE).read_bytes())
         field = _HASH.get(content["format"])
@@ -117,14 +117,14 @@ def load(folder: Path) -> dict[str, Any]:
             raise BadManifest(f"{folder.name}: the manifest is not the one that was written")
     except BadManifest:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadManifest(f"{folder.name}: {error!r}") from error
     return content
 
 
 def read(folder: Path) -> Manifest:
     """The manifest of a version's folder, checked against its files' sizes and headers. Raises BadManifest, also for one of an
-    older format, with digests of another kind."""
+    older format, with digests of another kind; OSError."""
     content = load(folder)
     if content["format"] != FORMAT:
         raise BadManifest(f"{folder.name}: expected a manifest of format {FORMAT}, found {content['format']}")
@@ -132,7 +132,7 @@ def read(folder: Path) -> Manifest:
 
 
 def parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
-    """What `load` gave, checked against the files' sizes and headers. Raises BadManifest."""
+    """What `load` gave, checked against the files' sizes and headers. Raises BadManifest, OSError."""
     try:
         layouts, others = [], []
         for name, said in content["files"].items():
@@ -147,7 +147,7 @@ def parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
         digests = {name: int(value, 16) for name, value in content["digests"].items()}
     except BadManifest:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadManifest(f"{folder.name}: {error!r}") from error
     return Manifest(record, tuple(layouts), digests, tuple(others))
 

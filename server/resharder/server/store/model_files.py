@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from resharder.server.infra.filesystem import make_folder, sync, write_file
+from resharder.server.infra.filesystem import make_folder, move, sync, touching, write_file
 
 
 def folders(model: Path) -> list[Path]:
@@ -16,23 +16,34 @@ def folders(model: Path) -> list[Path]:
 
 
 def write(model: Path, epoch: int, files: Mapping[str, bytes]) -> Path:
-    """A new folder, on its medium, in place of all others."""
+    """A new folder, on its medium, in place of all others. Raises MediumRefused: the folder that counted does so still."""
     parent = make_folder(model / "files")
     earlier = folders(model)
-    part = make_folder(parent / "new.part")
-    for name, content in files.items():
-        write_file(part / name, content)
+    drop_unfinished(model)
+    part = parent / "new.part"
     done = parent / f"{epoch}.{_numbers(earlier[-1])[1] + 1 if earlier else 1}"
-    part.rename(done)
-    sync(parent)
-    for older in earlier:
-        shutil.rmtree(older)
+    try:
+        make_folder(part)
+        for name, content in files.items():
+            write_file(part / name, content)
+        move(part, done)
+        sync(parent)
+    except OSError:
+        for unfinished in (done, part):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    for older in earlier:  # one that stays is older still: the next call tries again
+        shutil.rmtree(older, ignore_errors=True)
     return done
 
 
 def drop_unfinished(model: Path) -> None:
+    """And what an earlier daemon has not removed."""
+    for older in folders(model)[:-1]:
+        shutil.rmtree(older, ignore_errors=True)
     for part in (model / "files").glob("*.part"):
-        shutil.rmtree(part)
+        with touching(part, "removing"):
+            shutil.rmtree(part)
 
 
 def _numbers(folder: Path) -> tuple[int, int]:

@@ -4,7 +4,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,7 @@ from typing import Any
 
 import structlog
 from resharder.converters.storage.files import FileLayout
-from resharder.server.infra.filesystem import write_file
+from resharder.server.infra.filesystem import touching, write_at, write_file
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.store import manifest, model_files
 from resharder.server.store.manifest import ABORTED, READY, RETIRED, STAGING, VersionRecord
@@ -45,7 +46,7 @@ class Room:
     sets: int  # how many are used in turn
     pool: list[Path] = field(default_factory=list)
     pending: int = 0  # sets being made, taken for a version, or on their way out
-    failure: str = ""
+    failure: OSError | None = None  # of the last set that was to be made
 
 
 @dataclass
@@ -61,6 +62,7 @@ class StoredModel:
     room: Room | None = None
     yielding: set[tuple[int, str]] = field(default_factory=set)  # (number, holder) that let go when room is needed
     leaving: int = 0  # bytes of retired sets that are still there
+    stuck: dict[Path, int] = field(default_factory=dict)  # folders that could not be removed, and their bytes
     arriving: int = 0  # bytes of versions that come back
     published: bool = False  # it has config.json and so on
     expected: bool = False  # versions of it are about to come back
@@ -79,7 +81,7 @@ class StoredModel:
     def used(self) -> int:
         live = sum(r.size_bytes for r in self.records.values() if r.state in (READY, STAGING))
         ahead = self.room.size * (len(self.room.pool) + self.room.pending) if self.room else 0
-        return live + ahead + self.leaving + self.arriving
+        return live + ahead + self.leaving + sum(self.stuck.values()) + self.arriving
 
     def committed(self) -> int:
         return max(self.used(), self.room.size * self.room.sets if self.room else 0)
@@ -94,11 +96,11 @@ class StoredModel:
         for leftover in ("pool", "staging", "retired"):
             shutil.rmtree(self.folder / leftover, ignore_errors=True)
 
-    def write_claim(self, claim: Claim | None = None) -> None:
-        """The last numbers given out, and with `claim` that instead of the one it has."""
+    def write_claim(self, claim: Claim | None = None, jobs: Mapping[str, int] | None = None) -> None:
+        """The last numbers given out, and `claim` and `jobs` instead of those it has. Raises MediumRefused."""
         claim = claim or self.claim
-        said = asdict(claim) if claim else None
-        content = {"version": self.number, "epoch": self.epoch, "claim": said, "jobs": self.jobs}
+        said, epoch = (asdict(claim), max(self.epoch, claim.epoch)) if claim else (None, self.epoch)
+        content = {"version": self.number, "epoch": epoch, "claim": said, "jobs": dict(self.jobs if jobs is None else jobs)}
         write_file(self.folder / "claim.json", json.dumps(content).encode())
 
 
@@ -114,10 +116,11 @@ def check_model_name(name: str) -> str:
 
 
 def recovered(folder: Path) -> StoredModel:
-    """As a daemon of an earlier time left it; what was half done goes."""
+    """As a daemon of an earlier time left it; what was half done goes. Raises OSError where something cannot be read: that is not
+    taken for gone."""
     model = StoredModel(folder.name, folder)
     model.sweep()
-    with suppress(OSError, ValueError, KeyError):
+    with suppress(FileNotFoundError, ValueError, KeyError):
         said = json.loads((folder / "claim.json").read_bytes())
         model.number, model.epoch, model.jobs = int(said["version"]), int(said["epoch"]), dict(said["jobs"])
         if said["claim"]:
@@ -140,16 +143,40 @@ def recovered(folder: Path) -> StoredModel:
     return model
 
 
-def remember(root: Path, record: VersionRecord) -> None:
-    """In the journal of the store at `root`."""
-    path = root / "history.jsonl"
-    content: dict[str, Any] = {k: v for k, v in asdict(record).items() if k != "slots"}
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "ab") as file:
-        file.write(json.dumps(content).encode() + b"\n")
-        long = file.tell() > _JOURNAL_BYTES
-    if long:
-        path.replace(path.with_suffix(".1.jsonl"))
+class History:
+    """`history.jsonl` of the store at `root`. A line that the medium refuses is logged, and goes before the next one."""
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / "history.jsonl"
+        self._late: deque[bytes] = deque(maxlen=_HISTORY)
+        self._torn = False
+
+    def add(self, record: VersionRecord) -> None:
+        content: dict[str, Any] = {k: v for k, v in asdict(record).items() if k != "slots"}
+        self._late.append(json.dumps(content).encode() + b"\n")
+        self.flush()
+
+    def flush(self) -> None:
+        if not self._late:
+            return
+        try:
+            with touching(self._path, "appending to"):
+                self._append()
+        except OSError as error:
+            _log.error("history_not_written", lines=len(self._late), error=str(error))
+
+    def _append(self) -> None:
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            size = os.fstat(descriptor).st_size
+            torn, self._torn = self._torn, True
+            write_at(descriptor, (b"\n" if torn else b"") + b"".join(self._late), size)
+            self._torn = False
+            self._late.clear()
+        finally:
+            os.close(descriptor)
+        if size > _JOURNAL_BYTES:
+            self._path.replace(self._path.with_suffix(".1.jsonl"))
 
 
 def remembered(root: Path) -> Iterator[VersionRecord]:

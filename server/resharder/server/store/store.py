@@ -27,7 +27,8 @@ from typing import NamedTuple
 import structlog
 from resharder.converters.storage.files import INDEX_FILE, FileLayout, MappedFiles, index_json
 from resharder.server.infra.failpoints import failpoint
-from resharder.server.infra.filesystem import make_folder, sync, unused_elsewhere, write_file
+from resharder.server.infra.filesystem import make_folder, move, sync, touching, unused_elsewhere, write_file
+from resharder.server.infra.medium import medium_error, medium_errors
 from resharder.server.state.errors import (
     AlreadyExists,
     FailedPrecondition,
@@ -43,11 +44,11 @@ from resharder.server.store.manifest import ABORTED, MANIFEST_FILE, READY, RETIR
 from resharder.server.store.model_state import (
     MODEL_NAME,
     Claim,
+    History,
     Room,
     StoredModel,
     check_model_name,
     recovered,
-    remember,
     remembered,
 )
 from resharder.server.store.retention import surplus, wanted_sets
@@ -67,6 +68,10 @@ class Retirement(NamedTuple):
 class Store:
     """Thread-safe. `_lock` guards everything in `_models`; what takes long (writing pages, unlinking) runs outside of it. To look
     at claims, versions and holders takes no lock: they are replaced, never changed.
+
+    Where a file operation fails, a call raises Unavailable (STORE_FAILED) or ResourceExhausted (STORE_FULL, NO_DESCRIPTORS), and
+    memory and medium are as they were, but for numbers that are not given out again. What must not fail, because it follows from
+    what is done already, is logged and tried again later: history, retention, the removal of files.
     """
 
     def __init__(
@@ -79,29 +84,41 @@ class Store:
         shared: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.root = make_folder(root)
+        with medium_errors():
+            self.root = make_folder(root)
         self.keep_count, self.keep_bytes = keep_count, keep_bytes
         self.shared = shared  # whether clients on this host may map the files
         self._clock = clock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._models: dict[str, StoredModel] = {}
+        self._history = History(root)
         self._pool = Pool(root, self._changed, lambda: self._models.values())
         self._manifests: OrderedDict[tuple[str, int], Manifest] = OrderedDict()
         self._subscribers: list[Callable[[VersionRecord], None]] = []
         self._closed = False
-        self._guard = self._lock_folder()
         self.nonce_file = root / "nonce"
         self.nonce = secrets.token_bytes(32)
+        with medium_errors():
+            self._guard = self._lock_folder()
+            try:
+                self._open(limit_bytes)
+            except BaseException:
+                os.close(self._guard)
+                raise
+
+    def _open(self, limit_bytes: int) -> None:
+        root = self.root
         write_file(self.nonce_file, self.nonce)
-        if shared and not unused_elsewhere(self.nonce_file):
+        if self.shared and not unused_elsewhere(self.nonce_file):
             raise FailedPrecondition(
                 "STORE_FILESYSTEM",
                 f"{root}: this filesystem does not say who has files open (file leases), so clients must not map them: "
                 "choose another folder, or shared_memory=false",
             )
         self._recover()
-        room = os.statvfs(root)
+        with touching(root, "measuring"):
+            room = os.statvfs(root)
         self._pool.limit_bytes = limit_bytes or int(0.8 * (room.f_bavail * room.f_frsize + self.used_bytes()))
 
     @property
@@ -114,7 +131,8 @@ class Store:
         if owner != os.geteuid():  # /dev/shm is everybody's
             raise FailedPrecondition("STORE_OWNER", f"{self.root} belongs to user {owner}, expected {os.geteuid()}")
         self.root.chmod(0o700)
-        descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with touching(self.root / "lock", "opening"):
+            descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -132,6 +150,7 @@ class Store:
         for model in self._models.values():
             model.background.shutdown(wait=True)
             model.sweep()
+        self._history.flush()
         with suppress(OSError):
             os.close(self._guard)
 
@@ -163,16 +182,21 @@ class Store:
             model = self._models.get(name)
             return model.jobs.get(job) if model else None
 
+    @medium_errors()
     def new_claim(self, name: str, job: str, world_size: int) -> Claim:
         """The next epoch of the model, on its medium before it is used. The pool of earlier epochs goes."""
         check_model_name(name)
         with self._lock:
             model = self._make_model(name)
-            model.epoch += 1
-            model.jobs = dict([*model.jobs.items(), (job, model.epoch)][-100:])
-            claim = Claim(job, model.epoch, world_size)
-            model.write_claim(claim)
-            model.claim = claim
+            claim = Claim(job, model.epoch + 1, world_size)
+            jobs = dict([*model.jobs.items(), (job, claim.epoch)][-100:])
+            try:
+                model.write_claim(claim, jobs)
+            except OSError:
+                with suppress(OSError):  # it may stand there, where its folder's fsync is what failed
+                    model.write_claim()
+                raise
+            model.claim, model.epoch, model.jobs = claim, claim.epoch, jobs
             self._pool.drop(model)
             return claim
 
@@ -184,6 +208,7 @@ class Store:
 
     # Room
 
+    @medium_errors()
     def reserve(self, name: str, epoch: int, layouts: tuple[FileLayout, ...], files: Mapping[str, bytes]) -> None:
         """Room for the versions of an epoch, and the model's small files. Faulting pages in begins behind the caller.
 
@@ -211,18 +236,23 @@ class Store:
 
     # A version's way
 
+    @medium_errors()
     def begin(self, name: str, epoch: int, step: int, job: str) -> VersionRecord:
-        """A new STAGING version in files of the pool. Raises FailedPrecondition (STALE_EPOCH), ResourceExhausted (NO_ROOM)."""
+        """A new STAGING version in files of the pool. Raises FailedPrecondition (STALE_EPOCH), ResourceExhausted (NO_ROOM), and
+        STORE_FULL, STORE_FAILED where none can be laid out."""
         retired: list[VersionRecord] = []
         try:
             with self._changed:
                 model = self._model(name)
                 room = self._room_of(model, epoch)
+                room.failure = None  # the medium may work again
+                self._pool.remove_stuck(model)
                 path = self._take_set(model, room, retired)
                 room.pending += 1
             try:
-                for file in room.files.iterdir():
-                    write_file(path / file.name, file.read_bytes())
+                with touching(room.files, "copying"):
+                    for file in room.files.iterdir():
+                        write_file(path / file.name, file.read_bytes())
                 with self._changed:
                     self._room_of(model, epoch)
                     record = self._start(model, room, path, step, job)
@@ -248,7 +278,7 @@ class Store:
         now = round(self._clock(), 6)
         record = VersionRecord(model.name, model.number, STAGING, room.epoch, step, job, room.size, _count(room.layouts), now)
         make_folder(model.folder / "staging")
-        path.rename(self.folder(record))
+        move(path, self.folder(record))
         failpoint("begin.after-rename")
         model.put(record)
         return record
@@ -263,9 +293,11 @@ class Store:
         """`retired` gets the versions that gave way."""
         while not room.pool:
             if not room.pending and (room.failure or not self._pool.has_room(model, room.size)):
-                failure, room.failure = room.failure, ""
-                if failure or not self._give_way(retired):
-                    why = failure or f"no room for another version of {room.size} bytes"
+                failure, room.failure = room.failure, None
+                if failure is not None:
+                    raise medium_error(failure)
+                if not self._give_way(retired):
+                    why = f"no room for another version of {room.size} bytes"
                     raise ResourceExhausted("NO_ROOM", f"{model.name}: {why}; {self._pool.holdings()}")
             elif not room.pending:
                 self._pool.make_set(model, room)
@@ -288,12 +320,14 @@ class Store:
         """Of a STAGING version."""
         return self._room_of(self._model(record.model), record.epoch).layouts
 
+    @medium_errors()
     def commit(self, record: VersionRecord, digests: Mapping[str, int], slots: tuple[tuple[int, str], ...]) -> VersionRecord:
         """Makes a STAGING version READY. Its bytes must be complete and proven, its last writer gone."""
         folder = self.folder(record)
         layouts = {layout.path: layout for layout in self.layouts(record)}
-        names = [path.name for path in folder.iterdir() if path.name not in layouts]
-        content = {name: (folder / name).read_bytes() for name in names} | {k: v.header for k, v in layouts.items()}
+        with touching(folder, "reading"):
+            names = [path.name for path in folder.iterdir() if path.name not in layouts]
+            content = {name: (folder / name).read_bytes() for name in names} | {k: v.header for k, v in layouts.items()}
         sizes = {name: len(content[name]) for name in names} | {k: v.size for k, v in layouts.items()}
         record = replace(record, slots=slots, ready_time=round(self._clock(), 6))
         encoded, fingerprint = manifest.encode(record, content, sizes, digests)
@@ -309,20 +343,32 @@ class Store:
                 raise FailedPrecondition("VERSION_ABORTED", f"{record.name} was aborted: {model.records[record.number].reason}")
             parent = make_folder(model.folder / "versions")
             failpoint("commit.before-rename")
-            folder.rename(self.folder(done))
+            move(folder, self.folder(done))
             failpoint("commit.after-rename")
-            sync(parent)
+            self._sync_or_undo(parent, folder, self.folder(done))
             failpoint("commit.after-sync")
             model.put(done)
-            remember(self.root, done)
+            self._history.add(done)
             failpoint("commit.after-history")
-            retired = self._retain(model)
+            retired = self._retain_or_later(model)
             self._changed.notify_all()
         self._tell([done, *retired])
         return done
 
+    def _sync_or_undo(self, parent: Path, source: Path, target: Path) -> None:
+        """After `source` became `target`. Where both the sync and the way back fail, the version stands, durable or not."""
+        try:
+            sync(parent)
+        except OSError as error:
+            try:
+                move(target, source)
+            except OSError:
+                _log.error("version_not_synced", folder=str(target), error=str(error))
+                return
+            raise
+
     def abort(self, name: str, number: int, reason: str) -> VersionRecord:
-        """A STAGING version becomes ABORTED, its files leave; any other is returned as it is."""
+        """A STAGING version becomes ABORTED, its files leave; any other is returned as it is. No medium keeps it from that."""
         with self._changed:
             model = self._model(name)
             record = self.get(name, number)
@@ -334,39 +380,57 @@ class Store:
         self._tell([done])
         return done
 
-    def _retain(self, model: StoredModel, *, all_that_yield: bool = False) -> list[VersionRecord]:
+    def _retain_or_later(self, model: StoredModel) -> list[VersionRecord]:
+        """What cannot leave stays READY until the next call."""
+        retired: list[VersionRecord] = []
+        try:
+            self._retain(model, retired)
+        except OSError as error:
+            _log.error("version_not_retired", model=model.name, error=str(error))
+        return retired
+
+    def _retain(self, model: StoredModel, retired: list[VersionRecord], *, all_that_yield: bool = False) -> None:
+        """`retired` gets those that left. Raises OSError."""
         ready = sorted(model.of(READY), key=lambda r: r.number)
         holds = {(number, holder) for number, holders in model.holders.items() for holder in holders}
         held = {number for number, _ in (holds - model.yielding if all_that_yield else holds)}
-        retired = []
         for record in surplus(ready, held, self.keep_count, self.keep_bytes):
             done = replace(record, state=RETIRED, reason="newer versions took its place")
             self._leave(model, record, done)
             retired.append(done)
-        return retired
 
     def _leave(self, model: StoredModel, record: VersionRecord, done: VersionRecord) -> None:
-        path = make_folder(model.folder / "retired") / f"{record.number:08}"
-        failpoint("leave.before-rename")
-        self.folder(record).rename(path)
+        """Raises OSError for a READY version that cannot leave its folder; it is READY still. A STAGING one may leave from where
+        it is: no daemon that starts takes it for a version."""
+        path = self.folder(done)
+        try:
+            make_folder(path.parent)
+            failpoint("leave.before-rename")
+            move(self.folder(record), path)
+        except OSError:
+            if record.state == READY:
+                raise
+            path = self.folder(record)
         failpoint("leave.after-rename")
         model.put(done)
         model.yielding -= {(record.number, holder) for holder in model.holders.pop(record.number, ())}
         self._manifests.pop((model.name, done.number), None)
-        remember(self.root, done)
+        self._history.add(done)
         model.forget_old()
         self._pool.take_back(model, record.epoch, path, record.size_bytes)
 
     def _give_way(self, retired: list[VersionRecord]) -> bool:
         """Whether room becomes free that was not: versions that only yielding holders keep go, or others are on their way out."""
         for model in self._models.values():
-            if gone := self._retain(model, all_that_yield=True):
-                retired += gone
+            before = len(retired)
+            self._retain(model, retired, all_that_yield=True)
+            if len(retired) > before:
                 return True
         return any(model.leaving for model in self._models.values())
 
     # Versions that an operator drops, and those that come back
 
+    @medium_errors()
     def retire(self, name: str, numbers: Collection[int] = (), keep: int = 0, dry_run: bool = False) -> Retirement:
         """Drops READY versions that nobody uses: `numbers`, or without them all but the newest `keep`.
 
@@ -380,20 +444,27 @@ class Store:
             records = [self.get(name, number) for number in sorted(numbers or ready[:-keep])]
             asked = [record for record in records if record.state in (READY, STAGING)]
             free = [r for r in asked if r.state == READY and r.number != ready[-1] and not self._used(model, r.number)]
-            retired = tuple(free)
-            if not dry_run:
-                retired = tuple(replace(record, state=RETIRED, reason="retired by an operator") for record in free)
-                for record, done in zip(free, retired, strict=True):
-                    self._leave(model, record, done)
+        retired = tuple(free) if dry_run else tuple(self._retire(model, free))
+        gone = {record.number for record in retired}
+        kept = tuple(record for record in asked if record.number not in gone)
+        return Retirement(retired, kept, sum(record.size_bytes for record in retired))
+
+    def _retire(self, model: StoredModel, records: Collection[VersionRecord]) -> Iterator[VersionRecord]:
+        """One after the other, so that those before one that cannot leave are told."""
+        for record in records:
+            with self._changed:
+                if model.records[record.number].state != READY or self._used(model, record.number):
+                    continue
+                done = replace(record, state=RETIRED, reason="retired by an operator")
+                self._leave(model, record, done)
                 self._changed.notify_all()
-        if not dry_run:
-            self._tell(list(retired))
-        kept = tuple(record for record in asked if record not in free)
-        return Retirement(retired, kept, sum(record.size_bytes for record in free))
+            self._tell([done])
+            yield done
 
     def _used(self, model: StoredModel, number: int) -> bool:
         return bool(model.holders.get(number, frozenset()) - {_RESTORED})
 
+    @medium_errors()
     def expect(self, name: str, number: int, epoch: int, *, coming: bool) -> None:
         """The model has had these numbers elsewhere: later ones are greater. `coming`: versions of it are about to come back."""
         with self._lock:
@@ -402,6 +473,7 @@ class Store:
             model.expected = coming
             model.write_claim()
 
+    @medium_errors()
     def adopt(self, name: str, number: int, fingerprint: str, size: int, write: Callable[[Path], None]) -> VersionRecord:
         """A version of an earlier time becomes READY under its own number. `write(folder)` puts its files there, `size` bytes of
         safetensors, and the manifest; sizes, headers, small files and the digest of every tensor are proven afterwards.
@@ -410,24 +482,29 @@ class Store:
         (NO_ROOM), DataLoss (CHECKSUM), and what `write` raises; nothing is left behind then.
         """
         retired: list[VersionRecord] = []
-        with self._changed:
-            model = self._make_model(name)
-            part, past = (model.folder / kind for kind in (f"staging/{number:08}.back", f"retired/{number:08}"))
-            while part.exists() or past.exists():
-                self._wait()
-            known = model.records.get(number)
-            if known is not None and known.fingerprint != fingerprint:
-                raise AlreadyExists(
-                    "VERSION_DIFFERS", f"{known.name} is {known.state} here, with fingerprint {known.fingerprint!r}"
-                )
-            if known is not None and known.state == READY:
-                return known
-            model.number = max(model.number, number)
-            model.write_claim()
-            self._make_room(model, size, retired)
-            model.arriving += size
-            make_folder(part)
-        self._tell(retired)
+        try:
+            with self._changed:
+                model = self._make_model(name)
+                part, past = (model.folder / kind for kind in (f"staging/{number:08}.back", f"retired/{number:08}"))
+                self._pool.remove_stuck(model)
+                while (part.exists() or past.exists()) and not model.stuck.keys() & {part, past}:
+                    self._wait()
+                if model.stuck.keys() & {part, past}:
+                    raise Unavailable("STORE_FAILED", f"{part} or {past} cannot be removed; try again once this medium works")
+                known = model.records.get(number)
+                if known is not None and known.fingerprint != fingerprint:
+                    raise AlreadyExists(
+                        "VERSION_DIFFERS", f"{known.name} is {known.state} here, with fingerprint {known.fingerprint!r}"
+                    )
+                if known is not None and known.state == READY:
+                    return known
+                model.number = max(model.number, number)
+                model.write_claim()
+                self._make_room(model, size, retired)
+                make_folder(part)
+                model.arriving += size
+        finally:
+            self._tell(retired)
         try:
             write(part)
             failpoint("adopt.before-proof")
@@ -439,6 +516,8 @@ class Store:
             shutil.rmtree(part, ignore_errors=True)
             with self._changed:
                 model.arriving -= size
+                if os.path.lexists(part):
+                    model.stuck[part] = size
                 self._changed.notify_all()
         self._tell([found.record])
         return found.record
@@ -461,12 +540,12 @@ class Store:
             model_files.write(model.folder, record.epoch, {name: (part / name).read_bytes() for name in names})
             model.published = True
         parent = make_folder(model.folder / "versions")
-        part.rename(self.folder(record))
+        move(part, self.folder(record))
         failpoint("adopt.after-rename")
-        sync(parent)
+        self._sync_or_undo(parent, part, self.folder(record))
         model.put(record)
         model.expected = False
-        remember(self.root, record)
+        self._history.add(record)
         if record in surplus(sorted(ready, key=lambda r: r.number), (), self.keep_count, self.keep_bytes):
             self.hold(model.name, record.number, _RESTORED, yielding=True)
 
@@ -476,13 +555,15 @@ class Store:
         """Those that have ever had an ACTIVE publisher, and those of which versions are about to come back."""
         return sorted(m.name for m in self._models.values() if m.published or m.expected or m.of(READY))
 
+    @medium_errors()
     def model_files(self, name: str) -> dict[str, bytes]:
         """config.json, tokenizer files: those of the newest ACTIVE publisher. Raises NotFound (MODEL_UNKNOWN)."""
         with self._lock:
             folders = model_files.folders(self._model(name).folder)
             if not folders:
                 raise NotFound("MODEL_UNKNOWN", f"model {name!r} has no publisher yet; there are {self.models()}")
-            return {file.name: file.read_bytes() for file in folders[-1].iterdir() if file.name != INDEX_FILE}
+            with touching(folders[-1], "reading"):
+                return {file.name: file.read_bytes() for file in folders[-1].iterdir() if file.name != INDEX_FILE}
 
     def versions(self, name: str) -> list[VersionRecord]:
         """Oldest first, RETIRED and ABORTED ones of recent history too. Raises NotFound (MODEL_UNKNOWN)."""
@@ -530,7 +611,7 @@ class Store:
                 model.holders[number] = holders
                 return
             model.holders.pop(number, None)
-            retired = self._retain(model)
+            retired = self._retain_or_later(model)
             self._changed.notify_all()
         self._tell(retired)
 
@@ -538,6 +619,7 @@ class Store:
         model = self._models.get(name)
         return sorted(model.holders.get(number, ())) if model else []
 
+    @medium_errors()
     def manifest(self, name: str, number: int) -> Manifest:
         """Raises NotFound (VERSION_GONE) where the version is not READY."""
         holder = f"manifest-{secrets.token_hex(4)}"
@@ -546,7 +628,8 @@ class Store:
             with self._lock:
                 known = self._manifests.get((name, number))
             if known is None:
-                known = manifest.read(self.folder(record))
+                with touching(self.folder(record), "reading"):
+                    known = manifest.read(self.folder(record))
                 with self._lock:
                     self._manifests[name, number] = known
                     while len(self._manifests) > 2:  # a large one takes some 50 MiB
