@@ -43,8 +43,8 @@ SWITCHES = {
 NOT_OF_LATENT_ATTENTION = frozenset({"num_query_groups", "kv_channels"})
 """Attributes that Megatron's latent attention does not cut by."""
 
-PADDING = 512
-"""A multiple of the units in use: `make_vocab_size_divisible_by` is 128 by default."""
+PADDING = 128
+"""Megatron's default of `make_vocab_size_divisible_by`; the units in use divide it."""
 
 
 def compared(recipe: Recipe) -> dict[str, tuple[str, object]]:
