@@ -81,8 +81,8 @@ def test_the_claim_of_a_release_that_does_not_renew_lasts_as_before(daemon: Daem
 @pytest.mark.parametrize(
     "helper",
     [
-        "from resharder.client.inference.vllm import fetch; fetch.main()",
-        "from resharder.client.inference.vllm import renew; renew.main()",
+        "from resharder.client.inference.worker import fetch; fetch.main()",
+        "from resharder.client.inference.worker import renew_claim; renew_claim.main()",
     ],
 )
 def test_a_helper_ends_with_its_killed_parent(helper: str, daemon: Daemon) -> None:
