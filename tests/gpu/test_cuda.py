@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from resharder.client import connect
-from resharder.client.inference.vllm.compat import Host
+from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.worker import install
 from resharder.client.inference.worker.install import Fault
 from resharder.converters.geometry.layout import Range, box_index, full_box
@@ -87,7 +87,7 @@ def test_an_updated_server_on_a_gpu_answers_exactly_as_a_fresh_one(family: str, 
 
 def test_the_host_waits_once_for_all_pieces_of_an_install() -> None:
     live, pieces, source, wanted = moe_pieces("cuda")
-    host = Host(SimpleNamespace(parallel_config=SimpleNamespace(world_size=1)), torch.device("cuda"), 0)
+    host = VLLMHost(SimpleNamespace(parallel_config=SimpleNamespace(world_size=1)), torch.device("cuda"), 0)
     install._write_all(host, live, pieces[:1], source, Fault())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from resharder.client.inference.vllm.compat import Host
+from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.worker import install
 from resharder.client.inference.worker.install import Fault
 from resharder.client.inference.worker.sleep_backup import gaps
@@ -19,7 +19,7 @@ def test_pieces_lie_where_they_belong_and_their_digests_are_the_stores(monkeypat
     if as_device:
         monkeypatch.setattr(install, "_on_host", lambda tensor: False)
     live, pieces, source, wanted = moe_pieces("cpu")
-    host = Host(SimpleNamespace(parallel_config=SimpleNamespace(world_size=1)), torch.device("cpu"), 0)
+    host = VLLMHost(SimpleNamespace(parallel_config=SimpleNamespace(world_size=1)), torch.device("cpu"), 0)
     for fault, wrong in ((Fault("skip", (pieces[7].tensor,)), {pieces[7].tensor}), (Fault(), set())):
         written = install._write_all(host, live, pieces, source, fault)
         assert {p.tensor for p, found in written if found != source.expected[p.tensor, p.box]} == wrong

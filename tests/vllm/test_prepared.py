@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from resharder.client.inference.vllm import compat
 from resharder.client.inference.worker import install
 from resharder.client.inference.worker.install import Installed, InstallError, Prepared, Route
 from resharder.converters.geometry.layout import Piece, Range
@@ -29,13 +28,8 @@ class Copy:
         return self.digests
 
 
-@pytest.fixture(autouse=True)
-def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "calling_vllm", lambda host: nullcontext())
-
-
 def installed(copy: Copy) -> Installed:
-    host: Any = SimpleNamespace(device=torch.device("cpu"), neighbours=1)
+    host: Any = SimpleNamespace(device=torch.device("cpu"), neighbours=1, calling=nullcontext)
     source: Any = SimpleNamespace(expected={("w", piece.box): d for piece, d in zip(PIECES, STORED, strict=True)})
     recording: Any = None
     prepared: Any = Prepared(copy, STORED)  # type: ignore[arg-type]

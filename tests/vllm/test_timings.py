@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from resharder.client.inference.control.lease import _outcome_to_proto
 from resharder.client.inference.control.orders import Kind, Order, Outcome
-from resharder.client.inference.vllm import compat
+from resharder.client.inference.vllm.host import VLLMHost
 from resharder.v1 import resources_pb2
 
 from tests.support.daemon import Daemon
@@ -18,7 +18,7 @@ Worker = resources_pb2.Worker
 
 @pytest.fixture
 def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
-    monkeypatch.setattr(compat, "refuse_unsupported", lambda vllm_config: "")  # the agents here have no vLLM around them
+    monkeypatch.setattr(VLLMHost, "refusal", lambda host: "")  # the agents here have no vLLM around them
     with Daemon() as running:
         yield running
 

@@ -13,7 +13,7 @@ from resharder.client.inference.settings import Settings
 from resharder.client.inference.version_page import VARIABLE, page
 from resharder.client.inference.vllm import boot_loader, compat
 from resharder.client.inference.vllm.boot_loader import ResharderLoader
-from resharder.client.inference.vllm.compat import Host
+from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.worker.agent import Agent, _Staged
 from resharder.client.inference.worker.install import Installed
 from resharder.client.inference.worker.model_part import MODEL
@@ -52,7 +52,7 @@ def publish(daemon: Daemon, seed: int) -> str:
 
 
 def agent_of(daemon: Daemon) -> Agent:
-    host = Host(SimpleNamespace(), torch.device("cpu"), 0)
+    host = VLLMHost(SimpleNamespace(), torch.device("cpu"), 0)
     return Agent(host, Settings(daemon.endpoint, "s", "policy"))
 
 

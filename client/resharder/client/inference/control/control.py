@@ -14,32 +14,16 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from resharder.client.inference.control.fence import Claim, Fenced, acting
 from resharder.client.inference.control.gate import Gate, Position
-from resharder.client.inference.control.orders import Kind, Mode, Order, Outcome, State, Step, decide
-from resharder.client.inference.control.pausing import pause
+from resharder.client.inference.control.orders import Kind, Order, Outcome, State, Step, decide
+from resharder.client.inference.engine import Engine, Mode
 from resharder.client.inference.power import STAY_PAUSED, WEIGHTS, Power
 from resharder.client.tracing import Timings, timed
 
 logger = logging.getLogger("vllm.resharder.control")  # vLLM shows only what is under its own name
-
-
-class Engine(Protocol):
-    """The part of vLLM's EngineClient that is used. `collective_rpc` has no `timeout`: one desynchronises TP workers (vLLM issue
-    49972)."""
-
-    async def pause_generation(self, *, mode: Mode, clear_cache: bool) -> None: ...
-    async def resume_generation(self) -> None: ...
-    async def is_paused(self) -> bool: ...
-    async def sleep(self, level: int, mode: Mode) -> None: ...
-    async def wake_up(self, tags: list[str]) -> object: ...
-    async def is_sleeping(self) -> bool: ...
-    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Sequence[Any]: ...
-    async def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool: ...
-    async def reset_mm_cache(self) -> None: ...
-    async def reset_encoder_cache(self) -> None: ...
 
 
 class WorkersFailed(Exception):
@@ -327,6 +311,20 @@ class Control:
 
     def _paused(self) -> float:
         return 0.0 if self.state.paused_at is None else self._clock() - self.state.paused_at
+
+
+async def pause(engine: Engine, mode: Mode) -> None:
+    """When it returns, no step is under way and none begins; caches are as they were.
+
+    AsyncLLM.pause_generation (v1/engine/async_llm.py; 0.26, 0.28 and 0.32) asks the engine core, which answers when it is idle,
+    and then sleeps for 20 ms, so that the last tokens leave before it returns: "not required for correctness". They leave all the
+    same, before any later ones. So the engine core is asked here too, where there is one.
+    """
+    ask = getattr(getattr(engine, "engine_core", None), "pause_scheduler_async", None)
+    if ask is None:
+        await engine.pause_generation(mode=mode, clear_cache=False)
+    else:
+        await ask(mode=mode, clear_cache=False)
 
 
 def _problem(method: str, answer: Any) -> str:

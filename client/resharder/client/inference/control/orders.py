@@ -21,12 +21,11 @@ and for one that the engine refuses (fence.py). Nothing but RESUME opens the gat
 
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
-from typing import Literal
 
+from resharder.client.inference.engine import Mode
 from resharder.client.inference.power import Power
 from resharder.v1 import resources_pb2, server_pb2
 
-Mode = Literal["keep", "wait", "abort"]
 _MODES: dict[int, Mode] = {resources_pb2.KEEP: "keep", resources_pb2.WAIT: "wait", resources_pb2.ABORT: "abort"}
 
 

@@ -12,7 +12,7 @@ from resharder.client.errors import NO_VERSION, DaemonUnreachable, ResharderErro
 from resharder.client.inference.recording import inventory, recorder
 from resharder.client.inference.settings import Settings
 from resharder.client.inference.vllm import compat
-from resharder.client.inference.vllm.compat import Host
+from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.vllm.worker_rpc import AGENTS
 from resharder.client.inference.worker import install
 from resharder.client.inference.worker.agent import Agent
@@ -72,7 +72,7 @@ class _Booting:
 
     def load(self, model: torch.nn.Module) -> None:
         inventory.before_loading(model)
-        self.part.record(recorder.record(model, self.manifest.specs, compat.original_loader), self.manifest)
+        self.part.record(recorder.record(model, self.manifest.specs, self.agent.host.original_loader), self.manifest)
         self.agent.recorded()
         recording = self.part.known
         with timed(self.timings, "stage"):
@@ -89,7 +89,7 @@ class _Booting:
         """After post-load processing."""
         if self.source is None:
             raise UsageError("expected vLLM to call load_weights while it loads a model")
-        with compat.calling_vllm(self.agent.host):
+        with self.agent.host.calling():
             self.part.learn(model, self.source)
         self.agent.verifier.expect(self.part, self.source.expected)
         self.source.close()
@@ -99,10 +99,10 @@ class _Booting:
 def _begin(vllm_config: Any) -> Agent | None:
     """An agent with its boot version fixed; None where the server is to start without one. Raises ResharderError."""
     settings = Settings.from_environment()
-    rank = compat.rank_in_server(vllm_config, vllm_config.parallel_config.rank)
-    agent = Agent(Host(vllm_config, compat.device_here(vllm_config.device_config.device), rank), settings)
+    host = VLLMHost.of_loader(vllm_config)
+    agent = Agent(host, settings)
     # One for the whole server: its processes end together.
-    agent.renewal = Renewal() if rank == 0 else None
+    agent.renewal = Renewal() if host.rank == 0 else None
     wait, patience = (0.0, 5.0) if settings.prefer else (settings.boot_wait_seconds,) * 2
     try:
         renews = agent.renewal is not None
@@ -123,7 +123,11 @@ def _begin(vllm_config: Any) -> Agent | None:
 
 def _agent_of_model(vllm_config: Any) -> Agent | None:
     """Of the model that this configuration's drafter belongs to. vLLM gives the two different copies of its configuration."""
-    return next((a for a in AGENTS.values() if a.host.vllm_config.speculative_config is vllm_config.speculative_config), None)
+    speculative = vllm_config.speculative_config
+    for agent in AGENTS.values():
+        if isinstance(agent.host, VLLMHost) and agent.host.vllm_config.speculative_config is speculative:
+            return agent
+    return None
 
 
 def _is_missing(error: ResharderError) -> bool:

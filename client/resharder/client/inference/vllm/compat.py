@@ -8,12 +8,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from resharder.client.inference.control.fence import FENCED, Fence
+from resharder.client.inference.engine import Loader
 from resharder.client.inference.power import STAY_PAUSED
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.vllm import cpu
@@ -37,38 +37,7 @@ __all__ = [
     "register_model_loader",
 ]
 
-Loader = Callable[..., object]
 _GRPC_SERVERS = ("vllm.entrypoints.launchers.grpc_server", "vllm.entrypoints.grpc_server")
-
-
-@dataclass(frozen=True)
-class Host:
-    """The worker process a model lives in; `rank` counts over all data parallel replicas of the server."""
-
-    vllm_config: Any
-    device: torch.device
-    rank: int
-
-    @property
-    def neighbours(self) -> int:
-        """Workers that may share this machine's cores."""
-        return int(self.vllm_config.parallel_config.world_size)
-
-
-def host_of(worker: Any) -> Host:
-    return Host(worker.vllm_config, device_here(worker.device), rank_in_server(worker.vllm_config, worker.rank))
-
-
-def device_here(device: Any) -> torch.device:
-    """By its number: threads other than the worker's own begin with the first GPU as their current one, and vLLM's configuration
-    says no more than `cuda` (DeviceConfig; 0.26)."""
-    found = torch.device(device)
-    return torch.device("cuda", torch.cuda.current_device()) if found.type == "cuda" and found.index is None else found
-
-
-def model_config(vllm_config: Any, *, drafter: bool) -> Any:
-    """vLLM's ModelConfig of the model or of its drafter."""
-    return vllm_config.speculative_config.draft_model_config if drafter else vllm_config.model_config
 
 
 def is_drafter(vllm_config: Any, model_config: Any) -> bool:
@@ -289,22 +258,6 @@ def _put_back(module: torch.nn.Module) -> None:
 def _end_torchao(model: torch.nn.Module) -> None:
     if hasattr(model, "_original_do_torchao_reload"):
         model._do_torchao_reload = model._original_do_torchao_reload
-
-
-@contextmanager
-def calling_vllm(host: Host) -> Iterator[None]:
-    """What vLLM's own reload runs under: the worker's config and device."""
-    from vllm.config import set_current_vllm_config
-
-    with set_current_vllm_config(host.vllm_config), host.device, torch.no_grad():
-        yield
-
-
-def rank_in_server(vllm_config: Any, rank: int) -> int:
-    """Over all data parallel replicas. vLLM hides them from dense models, all but `data_parallel_index` (0.28 and later)."""
-    parallel = vllm_config.parallel_config
-    replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
-    return int(replica) * int(parallel.world_size) + rank
 
 
 def refuse_unsupported(vllm_config: Any) -> str:

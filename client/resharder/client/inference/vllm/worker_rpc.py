@@ -15,6 +15,7 @@ from resharder.client.inference.power import beside_others
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.settings import Settings
 from resharder.client.inference.vllm import compat
+from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.worker.agent import Agent
 from resharder.client.inference.worker.model_part import DRAFTER, MODEL, Models
 from resharder.client.inference.worker.reporter import PROCESS
@@ -25,7 +26,7 @@ AGENTS: WeakKeyDictionary[torch.nn.Module, Agent] = WeakKeyDictionary()
 def agent_of(worker: Any) -> tuple[Agent, Models]:
     model, drafter = worker.get_model(), compat.drafter_of(worker)
     if model not in AGENTS:
-        AGENTS[model] = Agent(compat.host_of(worker), Settings.from_environment())
+        AGENTS[model] = Agent(VLLMHost.of_worker(worker), Settings.from_environment())
     return AGENTS[model], {MODEL: model} | ({DRAFTER: drafter} if drafter is not None else {})
 
 

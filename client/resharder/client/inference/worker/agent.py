@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from resharder.client.errors import ResharderError
+from resharder.client.inference.engine import Host
 from resharder.client.inference.power import WEIGHTS, Slumber
 from resharder.client.inference.recording import recorder
 from resharder.client.inference.settings import Settings
 from resharder.client.inference.version_page import page
-from resharder.client.inference.vllm import compat
-from resharder.client.inference.vllm.compat import Host
 from resharder.client.inference.worker import install, sleep_backup
 from resharder.client.inference.worker.ahead import Ahead, compare
 from resharder.client.inference.worker.boot_lease import Renewal
@@ -150,7 +149,7 @@ class Agent:
                 return {}
             self._drop()
             staged = self._staged = _Staged(install_id, version, fallback)
-        if problem := compat.refuse_unsupported(self.host.vllm_config):
+        if problem := self.host.refusal():
             raise InstallError(problem)
         if self.stager is None:
             self.stage_with(claim(self.channel, self.settings, boot=False, patience=_RPC_PATIENCE).store)
@@ -167,7 +166,7 @@ class Agent:
         return {}
 
     def part(self, name: str) -> Part:
-        return self.parts.setdefault(name, Part(name, compat.model_config(self.host.vllm_config, drafter=name == DRAFTER)))
+        return self.parts.setdefault(name, Part(name, self.host.model_config(drafter=name == DRAFTER)))
 
     def record_running(self, models: Models, version: str) -> Manifest | None:
         """Records what was not recorded while it was loaded; the manifest of `version` if that took one."""
@@ -178,8 +177,8 @@ class Agent:
             if part.recording is None:
                 self.need_weights("record how versions get into them")
                 manifest = manifest or get_manifest(self.channel, version)
-                with compat.calling_vllm(self.host), compat.format_of_load(model):
-                    recording = recorder.record(model, manifest.specs, compat.original_loader)
+                with self.host.calling(), self.host.recordable(model):
+                    recording = recorder.record(model, manifest.specs, self.host.original_loader)
                 part.record(recording, manifest)
         self.recorded()
         return manifest

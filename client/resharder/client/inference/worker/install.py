@@ -17,11 +17,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from resharder.client.gpu.host_to_device import Placed
+from resharder.client.inference.engine import Host, ModelConfig
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.recording.recorder import Local, Recording
 from resharder.client.inference.settings import fault as asked_fault
-from resharder.client.inference.vllm import compat
-from resharder.client.inference.vllm.compat import Host
 from resharder.client.inference.worker.source import Source, as_torch
 from resharder.client.tracing import Timings, timed
 from resharder.converters.geometry.chunking import cut_chunks
@@ -277,7 +276,7 @@ class Prepared(NamedTuple):
 def install(
     host: Host,
     model: torch.nn.Module,
-    model_config: Any,
+    model_config: ModelConfig,
     recording: Recording,
     route: Route,
     source: Source,
@@ -304,7 +303,7 @@ def install(
         else:
             wrong.append(_difference(tensor, box, source.expected[tensor, box], found, where))
 
-    with compat.calling_vllm(host):
+    with host.calling():
         if not arrived:
             with record_function("resharder: copy and digest"):
                 live = live_now(model, frozenset(p.local for p in route.boxed))
@@ -320,7 +319,7 @@ def install(
         if route.loaded:
             names = [name for name in source.specs if name in route.loaded]
             fed = Feed(source, names, recording, fault)
-            with compat.reloading(model, model_config, route.modules), record_function("resharder: load_weights"):
+            with host.reloading(model, model_config, route.modules), record_function("resharder: load_weights"):
                 cast(Any, model).load_weights(iter(fed))
             wrong += fed.differences()
             proven |= fed.boxes

@@ -7,10 +7,10 @@ drafter's loader would put there is left out.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from resharder.client.gpu.host_to_device import HostCopy
+from resharder.client.inference.engine import ModelConfig
 from resharder.client.inference.recording.recorder import Recording
 from resharder.client.inference.worker import install
 from resharder.client.inference.worker.install import Evidence, InstallError, Prepared, Route
@@ -30,10 +30,10 @@ def shared_modules(models: Models, name: str) -> frozenset[str]:
 @dataclass
 class Part:
     """What is known of one of them: `recording` once it was recorded, `evidence` and `route` once a version went through its
-    loader. `config` is vLLM's ModelConfig of it, `shared` what `shared_modules` says."""
+    loader. `config` is the engine's configuration of it, `shared` what `shared_modules` says."""
 
     name: str
-    config: Any
+    config: ModelConfig
     shared: frozenset[str] = frozenset()
     recording: Recording | None = None
     evidence: Evidence | None = None
