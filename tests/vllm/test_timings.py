@@ -11,7 +11,7 @@ from resharder.v1 import resources_pb2
 from tests.support.daemon import Daemon
 from tests.support.operating import servers, wait_until
 from tests.vllm.test_control import Side
-from tests.vllm.test_worker_reports import booted, publish
+from tests.vllm.test_worker_reports import booted, own_page, publish  # noqa: F401  (a fixture)
 
 Worker = resources_pb2.Worker
 
