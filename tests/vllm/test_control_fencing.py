@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from resharder.client.errors import UsageError
 from resharder.client.inference.control.control import Control
-from resharder.client.inference.control.fence import FENCED, Fence, clock_id, guard
+from resharder.client.inference.control.fence import FENCED, Fence, clock_id
 from resharder.client.inference.control.gate import Gate, Lease, Position
 from resharder.client.inference.control.orders import Kind, Order, Outcome
 from resharder.client.inference.power import STAY_PAUSED, Power, Slumber
+from resharder.client.inference.vllm.engine_core import guard
 
 LEASE = 10.0
 OWN_TERM, NEXT_TERM = 1, 2

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from resharder.client.inference.recording.recorder import Recording, record
-from resharder.client.inference.vllm import compat
 from resharder.client.inference.vllm.blueprint import Server, worker_model, worker_recording
+from resharder.client.inference.vllm.reload import original_loader
 from resharder.converters.geometry.layout import ITEM_SIZES, Layout, Piece, TensorSpec, box_index, box_size, full_box
 from resharder.converters.geometry.piece_arrays import pack
 from resharder.converters.geometry.plan import plan_pieces
@@ -133,7 +133,7 @@ def proven_recording(
     parameter is filled by one piece, by an impure tensor, or is padding of the vocabulary."""
     readable = readable_config(config)
     with worker_model(readable, server, worker, memory=True, dtype="bfloat16") as model, torch.no_grad():
-        recording = record(model, specs, compat.original_loader)
+        recording = record(model, specs, original_loader)
         parameters = dict(model.named_parameters())
         for parameter in parameters.values():
             parameter.fill_(torch.nan)

@@ -11,7 +11,7 @@ import torch
 from resharder.client.errors import DaemonUnreachable, Refused, ResharderError, UsageError
 from resharder.client.inference.settings import Settings
 from resharder.client.inference.version_page import VARIABLE, page
-from resharder.client.inference.vllm import boot_loader, compat
+from resharder.client.inference.vllm import boot_loader
 from resharder.client.inference.vllm.boot_loader import ResharderLoader
 from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.worker.agent import Agent, _Staged
@@ -180,7 +180,7 @@ class OwnWeights:
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Starts a worker's load against an endpoint, in a mode."""
-    monkeypatch.setattr(compat, "DefaultModelLoader", OwnWeights)
+    monkeypatch.setattr(boot_loader, "DefaultModelLoader", OwnWeights)
     monkeypatch.setenv("RESHARDER_SERVER_ID", "s")
     monkeypatch.setenv("RESHARDER_BOOT_WAIT_SECONDS", "0.5")
     parallel = SimpleNamespace(rank=0, world_size=1, data_parallel_rank=0, enable_eplb=False)

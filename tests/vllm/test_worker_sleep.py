@@ -6,8 +6,9 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from resharder.client.inference.power import NOTHING_GAINED, Power, Slumber
-from resharder.client.inference.vllm import worker_rpc as workers
+from resharder.client.inference.power import Power, Slumber
+from resharder.client.inference.vllm import sleep
+from resharder.client.inference.vllm.sleep import NOTHING_GAINED
 from vllm.v1.worker import gpu_worker
 
 pytestmark = pytest.mark.compat
@@ -38,8 +39,8 @@ class Worker:
 
 def watched(last: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> tuple[Worker, Agent]:
     agent, worker = Agent(), Worker(last)
-    monkeypatch.setattr(workers, "agent_of", lambda worker: (agent, {}))
-    workers.watch_sleep(worker)
+    monkeypatch.setattr(sleep, "agent_of", lambda worker: (agent, {}))
+    sleep.watch_sleep(worker)
     return worker, agent
 
 

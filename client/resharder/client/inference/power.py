@@ -5,22 +5,13 @@ cache `kv_cache`. Sleep takes the memory behind both and leaves their addresses;
 weights are copied to the host and back, at level 2 they come back with whatever the memory happens to hold.
 """
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 from resharder.v1 import resources_pb2
 
-logger = logging.getLogger("vllm.resharder.power")
-
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
-STAY_PAUSED = (
-    "resharder: stay paused"  # beside tags: do not go on by itself when nothing sleeps any more (compat.let_stay_paused)
-)
-
-NOTHING_GAINED = "Memory usage increased after sleeping"
+STAY_PAUSED = "resharder: stay paused"  # beside tags to wake: the engine stays paused when nothing sleeps any more
 
 
 class Power(IntEnum):
@@ -60,16 +51,3 @@ class Slumber:
         if WEIGHTS in self.tags:
             return Power.ASLEEP_2 if self.level == 2 else Power.ASLEEP_1
         return Power.WEIGHTS_AWAKE if self.tags else Power.AWAKE
-
-
-@contextmanager
-def beside_others() -> Iterator[None]:
-    """For vLLM's sleep, which ends with a look at how much of the GPU is free (Worker.sleep in v1/worker/gpu_worker.py; 0.26 to
-    0.32) and fails where that is less than before: where another process, as a trainer, took some meanwhile (vLLM pull request
-    45620, verl issue 3902). All that was to sleep does so by then, and an engine that believes otherwise would read it."""
-    try:
-        yield
-    except AssertionError as error:
-        if NOTHING_GAINED not in str(error):
-            raise
-        logger.warning("asleep, but other processes took more of the GPU's memory meanwhile than that freed")

@@ -1,8 +1,8 @@
 """The fence around an engine: it obeys the newest leadership alone, and only while the lease behind an order lasts.
 
 A control side may be stopped at any point, also between its last look at the lease and the call to the engine. So the engine
-itself looks: each call made within `acting` travels with a token, and the engine core (compat.fence_engine_core), which takes
-calls one after the other, compares it with what it has seen.
+itself looks: each call made within `acting` travels with a token, and the engine core (vllm/engine_core.py), which takes calls
+one after the other, compares it with what it has seen.
 
     term    of the order. The daemon raises it with each LEAD, and LEAD itself goes to the engine: from then on the engine
             refuses every lower term
@@ -21,8 +21,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from resharder.client.errors import UsageError
 
 FENCED = "resharder_fenced"  # the engine core's method
 _REFUSED = "resharder: refused"
@@ -75,6 +73,18 @@ def acting(claim: Claim) -> Iterator[None]:
         _ACTING.reset(token)
 
 
+def claim_in_effect() -> Claim | None:
+    """The claim of the `acting` block around the caller."""
+    return _ACTING.get()
+
+
+def accepted(answer: Any) -> Any:
+    """Return the answer of an engine core's fence. Raises Fenced where the call was refused."""
+    if isinstance(answer, list) and answer[:1] == [_REFUSED]:
+        raise Fenced(answer[1], answer[2])
+    return answer
+
+
 class Fence:
     """The engine's side."""
 
@@ -94,31 +104,3 @@ class Fence:
     def refused(self, reason: str) -> Wire:
         """The answer to the caller: an exception would fill vLLM's log with a traceback."""
         return [_REFUSED, reason, self.term]
-
-
-def guard(client: Any) -> None:
-    """Send the calls that vLLM's client of an engine core makes within `acting` through the engine core's fence.
-
-    `_call_utility_async` carries every call to one engine core (v1/engine/core_client.py; 0.26, 0.28 and 0.32). Raises UsageError
-    where there is none.
-    """
-    plain = getattr(client, "_call_utility_async", None)
-    if plain is None:
-        raise UsageError(
-            f"expected an AsyncLLM, whose engine core is a process of its own, got a {type(client).__name__} as its client"
-        )
-    if hasattr(plain, "resharder"):
-        return
-
-    @functools.wraps(plain)
-    async def guarded(method: str, *args: Any, **to: Any) -> Any:
-        claim = _ACTING.get()
-        if claim is None:
-            return await plain(method, *args, **to)
-        answer = await plain(FENCED, claim.token(), method, list(args), **to)
-        if isinstance(answer, list) and answer[:1] == [_REFUSED]:
-            raise Fenced(answer[1], answer[2])
-        return answer
-
-    guarded.resharder = True  # type: ignore[attr-defined]
-    client._call_utility_async = guarded

@@ -16,7 +16,6 @@ from typing import Any
 from resharder.client.errors import UsageError, WaitTimeout
 from resharder.client.inference.control import metrics
 from resharder.client.inference.control.control import Control
-from resharder.client.inference.control.fence import guard
 from resharder.client.inference.control.gate import Gate, Position
 from resharder.client.inference.control.labels import Answer, answering
 from resharder.client.inference.control.lease import Identity, LeaseThread
@@ -24,7 +23,9 @@ from resharder.client.inference.control.orders import Order, Outcome
 from resharder.client.inference.power import Power
 from resharder.client.inference.settings import Settings
 from resharder.client.inference.version_page import page
-from resharder.client.inference.vllm import compat, outputs
+from resharder.client.inference.vllm import outputs, refusals
+from resharder.client.inference.vllm.engine_core import engines_are_here, guard, passes_kv
+from resharder.client.inference.vllm.sleep import cannot_sleep
 from resharder.client.rpc.channel import Channel
 
 logger = logging.getLogger("vllm.resharder.attach")
@@ -68,13 +69,13 @@ async def attach(engine: Any, settings: Settings | None = None, *, gate: Gate | 
     settings = settings or Settings.from_environment()
     config = engine.vllm_config
     refuse_unsupported(config)
-    world_size, passes_kv = config.parallel_config.world_size_across_dp, compat.passes_kv(config)
-    identity = Identity(settings.server, world_size, address, settings.model, settings.fleet, passes_kv)
+    world_size = config.parallel_config.world_size_across_dp
+    identity = Identity(settings.server, world_size, address, settings.model, settings.fleet, passes_kv(config))
     gate = gate or Gate(prefer=settings.prefer, hold_seconds=settings.hold_seconds)
 
     processor = getattr(engine, "output_processor", None)
     if processor is not None:
-        outputs.watch_outputs(processor, page(), one_clock=compat.engines_are_here(config))
+        outputs.watch_outputs(processor, page(), one_clock=engines_are_here(config))
     numbers = metrics.numbers()
     gate.watch(numbers)
     gate.lease.renewed = numbers.renewed
@@ -96,7 +97,7 @@ async def attach(engine: Any, settings: Settings | None = None, *, gate: Gate | 
         thread.reattach,
         lambda version: f"models/{thread.model}/versions/{version}",
         thread.tell,
-        compat.cannot_sleep(config),
+        cannot_sleep(config),
     )
     gate.when_empty = thread.tell
     try:
@@ -115,6 +116,6 @@ def refuse_unsupported(config: Any) -> None:
         "hybrid data-parallel load balancing": parallel.data_parallel_hybrid_lb,
     }
     problems = [f"Resharder does not install into servers with {name}" for name, used in refused.items() if used]
-    problems += [problem] if (problem := compat.refuse_unsupported(config)) else []
+    problems += [problem] if (problem := refusals.refuse_unsupported(config)) else []
     if problems:
         raise UsageError(f"{'; '.join(problems)}: start vLLM without, or leave the plugin out of VLLM_PLUGINS")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from resharder.client.inference.recording.recorder import Recording, record
-from resharder.client.inference.vllm import compat
+from resharder.client.inference.vllm.reload import original_loader
 from resharder.converters.architectures.checkpoint import HFConfig
 from resharder.converters.geometry.layout import TensorSpec
 from torch.overrides import TorchFunctionMode
@@ -47,7 +47,7 @@ def worker_recording(config: HFConfig, specs: Mapping[str, TensorSpec], server: 
     Raises what vLLM raises for a model or sizes that it does not serve.
     """
     with worker_model(config, server, worker, **options) as model:
-        return record(model, specs, compat.original_loader)
+        return record(model, specs, original_loader)
 
 
 @contextmanager

@@ -4,6 +4,8 @@ The folder given to vLLM needs config and tokenizer only. All processes of the s
 the version, so that no two ranks boot different ones.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -11,8 +13,9 @@ import torch
 from resharder.client.errors import NO_VERSION, DaemonUnreachable, ResharderError, UsageError
 from resharder.client.inference.recording import inventory, recorder
 from resharder.client.inference.settings import Settings
-from resharder.client.inference.vllm import compat
+from resharder.client.inference.vllm.drafters import is_drafter
 from resharder.client.inference.vllm.host import VLLMHost
+from resharder.client.inference.vllm.refusals import refuse_unsupported
 from resharder.client.inference.vllm.worker_rpc import AGENTS
 from resharder.client.inference.worker import install
 from resharder.client.inference.worker.agent import Agent
@@ -22,9 +25,12 @@ from resharder.client.inference.worker.model_part import DRAFTER, MODEL, Part
 from resharder.client.inference.worker.reporter import claim
 from resharder.client.inference.worker.source import Manifest, Source, Stager, get_manifest
 from resharder.client.tracing import Timings, timed
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 
-class ResharderLoader(compat.BaseModelLoader):  # type: ignore[misc]
+class ResharderLoader(BaseModelLoader):  # type: ignore[misc]
     """vLLM's loader interface. vLLM makes one for the model and another for its drafter, which follows the model: the same
     version, and vLLM's own loader where that was the model's. Raises ResharderError or InstallError, which end the server's start
     with their message."""
@@ -37,12 +43,12 @@ class ResharderLoader(compat.BaseModelLoader):  # type: ignore[misc]
         """Nothing to download: weights come with `load_weights`."""
 
     def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        if problem := compat.refuse_unsupported(vllm_config):
+        if problem := refuse_unsupported(vllm_config):
             raise UsageError(problem)
-        drafter = compat.is_drafter(vllm_config, model_config)
+        drafter = is_drafter(vllm_config, model_config)
         agent = _agent_of_model(vllm_config) if drafter else _begin(vllm_config)
         if agent is None or agent.boot is None or agent.stager is None:
-            loader = compat.DefaultModelLoader(replace(self.load_config, load_format="auto"))
+            loader = DefaultModelLoader(replace(self.load_config, load_format="auto"))
             return cast(torch.nn.Module, loader.load_model(vllm_config, model_config, *args, **kwargs))
         self._booting = booting = _Booting(agent, agent.stager, agent.boot, agent.part(DRAFTER if drafter else MODEL))
         model = cast(torch.nn.Module, super().load_model(vllm_config, model_config, *args, **kwargs))
@@ -133,3 +139,29 @@ def _agent_of_model(vllm_config: Any) -> Agent | None:
 def _is_missing(error: ResharderError) -> bool:
     """The daemon or a version is not there; anything else that it says stands."""
     return isinstance(error, DaemonUnreachable) or error.reason == NO_VERSION
+
+
+def watch_loading() -> None:
+    """Have `inventory` look at every model before and after its weights are loaded, whichever of vLLM's loaders does it."""
+    for loader in (DefaultModelLoader, DummyModelLoader):
+        loader.load_weights = _around(
+            loader.load_weights, before=lambda _, model, *args, **kwargs: inventory.before_loading(model)
+        )
+    BaseModelLoader.load_model = _around(BaseModelLoader.load_model, after=inventory.after_loading)
+
+
+def _around(method: Any, before: Callable[..., None] | None = None, after: Callable[[Any], None] | None = None) -> Any:
+    if hasattr(method, "resharder"):
+        return method
+
+    @functools.wraps(method)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(*args, **kwargs)
+        result = method(*args, **kwargs)
+        if after is not None:
+            after(result)
+        return result
+
+    watched.resharder = True  # type: ignore[attr-defined]
+    return watched

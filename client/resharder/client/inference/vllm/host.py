@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from resharder.client.inference.engine import Loader, ModelConfig
-from resharder.client.inference.vllm import compat
+from resharder.client.inference.vllm import reload
+from resharder.client.inference.vllm.refusals import refuse_unsupported
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class VLLMHost:
         return int(self.vllm_config.parallel_config.world_size)
 
     def refusal(self) -> str:
-        return compat.refuse_unsupported(self.vllm_config)
+        return refuse_unsupported(self.vllm_config)
 
     def model_config(self, *, drafter: bool) -> ModelConfig:
         config = self.vllm_config
@@ -49,15 +50,15 @@ class VLLMHost:
             yield
 
     def recordable(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        return compat.format_of_load(model)
+        return reload.format_of_load(model)
 
     def original_loader(self, tensor: torch.Tensor) -> Loader:
-        return compat.original_loader(tensor)
+        return reload.original_loader(tensor)
 
     def reloading(
         self, model: torch.nn.Module, model_config: ModelConfig, modules: frozenset[str]
     ) -> AbstractContextManager[None]:
-        return compat.reloading(model, model_config, modules)
+        return reload.reloading(model, model_config, modules)
 
 
 def device_here(device: Any) -> torch.device:

@@ -1,4 +1,4 @@
-"""What the plugin adds to vLLM's workers: methods for `collective_rpc`, and word of every sleep.
+"""What the plugin adds to vLLM's workers: methods for `collective_rpc`.
 
 The methods never raise and return plain dicts: an exception in one worker of several shifts every later reply of the engine (vLLM
 issue 49972).
@@ -11,10 +11,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from resharder.client.inference.power import beside_others
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.settings import Settings
-from resharder.client.inference.vllm import compat
+from resharder.client.inference.vllm.drafters import drafter_of
 from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.worker.agent import Agent
 from resharder.client.inference.worker.model_part import DRAFTER, MODEL, Models
@@ -24,7 +23,7 @@ AGENTS: WeakKeyDictionary[torch.nn.Module, Agent] = WeakKeyDictionary()
 
 
 def agent_of(worker: Any) -> tuple[Agent, Models]:
-    model, drafter = worker.get_model(), compat.drafter_of(worker)
+    model, drafter = worker.get_model(), drafter_of(worker)
     if model not in AGENTS:
         AGENTS[model] = Agent(VLLMHost.of_worker(worker), Settings.from_environment())
     return AGENTS[model], {MODEL: model} | ({DRAFTER: drafter} if drafter is not None else {})
@@ -99,26 +98,15 @@ def resharder_fingerprint(self: Any) -> dict[str, Any]:
 METHODS = (resharder_describe, resharder_stage, resharder_unstage, resharder_apply, resharder_fingerprint)
 
 
-def watch_sleep(worker: Any) -> None:
-    """Has a worker's agent know of its sleep, whoever asks for it: the control side, vLLM's own route, the program around it."""
-    if not hasattr(worker, "sleep"):  # WorkerBase itself has none
-        return
-    plain_sleep, plain_wake_up = worker.sleep, worker.wake_up
+def watch_workers(made: Callable[[Any], None]) -> None:
+    """Has every worker that is made from now on handed to `made`."""
+    from vllm.v1.worker.worker_base import WorkerBase
 
-    @functools.wraps(plain_sleep)
-    def sleep(level: int = 1) -> None:
-        agent, models = agent_of(worker)
-        with agent.verifier.undisturbed():
-            agent.fall_asleep(models, level)
-            with beside_others():
-                plain_sleep(level)
-            agent.slumber.begin(level)
+    plain = WorkerBase.__init__
 
-    @functools.wraps(plain_wake_up)
-    def wake_up(tags: list[str] | None = None) -> None:
-        agent, _ = agent_of(worker)
-        with agent.verifier.undisturbed():
-            plain_wake_up(tags)
-            agent.woke(tags)
+    @functools.wraps(plain)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        made(self)
 
-    worker.sleep, worker.wake_up = sleep, wake_up
+    WorkerBase.__init__ = watched
