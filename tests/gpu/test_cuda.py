@@ -9,8 +9,8 @@ import pytest
 import torch
 from resharder.client import connect
 from resharder.client.inference.vllm.host import VLLMHost
-from resharder.client.inference.worker import install
-from resharder.client.inference.worker.install import Fault
+from resharder.client.inference.worker import memory
+from resharder.client.inference.worker.faults import Fault
 from resharder.converters.geometry.layout import Range, box_index, full_box
 from resharder.converters.storage.digest import digest, digest_torch
 from safetensors.torch import load_file
@@ -88,13 +88,13 @@ def test_an_updated_server_on_a_gpu_answers_exactly_as_a_fresh_one(family: str, 
 def test_the_host_waits_once_for_all_pieces_of_an_install() -> None:
     live, pieces, source, wanted = moe_pieces("cuda")
     host = VLLMHost(SimpleNamespace(parallel_config=SimpleNamespace(world_size=1)), torch.device("cuda"), 0)
-    install._write_all(host, live, pieces[:1], source, Fault())
+    memory.write_all(host, live, pieces[:1], source, Fault())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
-            written = install._write_all(host, live, pieces, source, Fault())
+            written = memory.write_all(host, live, pieces, source, Fault())
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len([wait for wait in waits if "synchroniz" in str(wait.message)]) <= 1

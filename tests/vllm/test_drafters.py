@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from resharder.client.inference.recording.recorder import Recording, record
-from resharder.client.inference.worker.install import InstallError
+from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.model_part import DRAFTER, MODEL, Part, needs, shared_modules
 from resharder.client.inference.worker.source import Manifest
 from resharder.converters.geometry.layout import TensorSpec

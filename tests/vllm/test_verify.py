@@ -7,8 +7,9 @@ import pytest
 import torch
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.recording.recorder import Local, Recording
-from resharder.client.inference.worker.install import InstallError, Route
+from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.model_part import MODEL, Part
+from resharder.client.inference.worker.routing import Route
 from resharder.client.inference.worker.verify import Verifier
 from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, full_box
 from resharder.converters.storage.digest import digest_torch

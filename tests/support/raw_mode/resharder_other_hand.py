@@ -26,7 +26,7 @@ def watch(file: Path) -> None:
 
 def change(file: Path, line: str) -> bool:
     from resharder.client.inference.vllm.worker_rpc import AGENTS
-    from resharder.client.inference.worker.install import live_tensors
+    from resharder.client.inference.worker.memory import live_tensors
 
     _, rank, path = line.split()
     for model, agent in list(AGENTS.items()):

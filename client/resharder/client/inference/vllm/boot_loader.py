@@ -20,7 +20,8 @@ from resharder.client.inference.vllm.worker_rpc import AGENTS
 from resharder.client.inference.worker import install
 from resharder.client.inference.worker.agent import Agent
 from resharder.client.inference.worker.boot_lease import Renewal
-from resharder.client.inference.worker.install import Fault, Feed, Installed
+from resharder.client.inference.worker.faults import Fault
+from resharder.client.inference.worker.install import Feed, Installed
 from resharder.client.inference.worker.model_part import DRAFTER, MODEL, Part
 from resharder.client.inference.worker.reporter import claim
 from resharder.client.inference.worker.source import Manifest, Source, Stager, get_manifest

@@ -18,10 +18,12 @@ from resharder.client.inference.worker import install, sleep_backup
 from resharder.client.inference.worker.ahead import Ahead, compare
 from resharder.client.inference.worker.boot_lease import Renewal
 from resharder.client.inference.worker.direct_receiver import Open, Receiver, open_memory
-from resharder.client.inference.worker.install import Installed, InstallError, Prepared, Route
+from resharder.client.inference.worker.errors import InstallError
+from resharder.client.inference.worker.install import Installed, Prepared
 from resharder.client.inference.worker.model_part import DRAFTER, Models, Part, needs, shared_modules
 from resharder.client.inference.worker.profile import profiled
 from resharder.client.inference.worker.reporter import PROCESS, Reporter, claim
+from resharder.client.inference.worker.routing import Route, first_route
 from resharder.client.inference.worker.sleep_backup import Kept
 from resharder.client.inference.worker.source import Manifest, Source, Stager, get_manifest
 from resharder.client.inference.worker.verify import Verifier
@@ -333,7 +335,7 @@ class Agent:
             raise InstallError("the direct transfer failed, and what it was to bring is not staged here")
         for name, model in models.items():
             part = self.part(name)
-            route = part.route or install.first_route(part.known, model, part.shared)
+            route = part.route or first_route(part.known, model, part.shared)
             prepared = staged.prepared.get(name)
             done += install.install(self.host, model, part.config, part.known, route, source, arrived, prepared, staged.timings)
             if part.route is None:

@@ -16,7 +16,7 @@ from resharder.client.direct.transfer import Tensors
 from resharder.client.errors import ResharderError
 from resharder.client.gpu.digest import KeptProof
 from resharder.client.inference.worker.ahead import Ahead
-from resharder.client.inference.worker.install import live_now, read_all
+from resharder.client.inference.worker.memory import live_now, read_all
 from resharder.client.inference.worker.model_part import Models, Part
 from resharder.client.rpc.channel import Channel
 from resharder.client.tracing import Timings, timed

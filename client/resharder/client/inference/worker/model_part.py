@@ -12,8 +12,10 @@ import torch
 from resharder.client.gpu.host_to_device import HostCopy
 from resharder.client.inference.engine import ModelConfig
 from resharder.client.inference.recording.recorder import Recording
-from resharder.client.inference.worker import install
-from resharder.client.inference.worker.install import Evidence, InstallError, Prepared, Route
+from resharder.client.inference.worker.errors import InstallError
+from resharder.client.inference.worker.install import Prepared
+from resharder.client.inference.worker.memory import live_now
+from resharder.client.inference.worker.routing import Evidence, Route, decide, gather_evidence
 from resharder.client.inference.worker.source import Manifest, Needs, Source
 from resharder.converters.geometry.layout import Box, Layout
 
@@ -47,7 +49,7 @@ class Part:
         if self._copy is None or self._copy[0] is not self.route:
             tensors = {piece.tensor: self.known.layout.tensors[piece.tensor] for piece in self.route.boxed}
             self._copy = self.route, HostCopy(Layout(tensors, self.route.boxed), device)
-        placed = self._copy[1].place(source.arrays, install.live_now(model, frozenset(p.local for p in self.route.boxed)))
+        placed = self._copy[1].place(source.arrays, live_now(model, frozenset(p.local for p in self.route.boxed)))
         return Prepared(placed, [source.expected[piece.tensor, piece.box] for piece in self.route.boxed])
 
     def record(self, recording: Recording, manifest: Manifest) -> None:
@@ -71,13 +73,13 @@ class Part:
             self.recording = self.recording.without(shared)
         if self.recording is not None and self.evidence is not None:
             self.evidence = self.evidence.without(shared, self.recording)
-            self.route = install.decide(self.recording, self.evidence)
+            self.route = decide(self.recording, self.evidence)
 
     def learn(self, model: torch.nn.Module, source: Source) -> None:
         """After `source` went through its loader: which boxes can go straight into memory from now on. Raises InstallError."""
         recording = self.known
-        self.evidence = install.gather_evidence(model, recording, source, self.shared)
-        self.route = install.decide(recording, self.evidence)
+        self.evidence = gather_evidence(model, recording, source, self.shared)
+        self.route = decide(recording, self.evidence)
 
     @property
     def known(self) -> Recording:

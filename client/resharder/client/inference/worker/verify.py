@@ -21,9 +21,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from resharder.client.inference.recording import inventory
-from resharder.client.inference.worker import install
-from resharder.client.inference.worker.install import InstallError, Route
+from resharder.client.inference.worker.errors import InstallError
+from resharder.client.inference.worker.memory import live_tensors, read_all
 from resharder.client.inference.worker.model_part import MODEL, Models, Part
+from resharder.client.inference.worker.routing import Route, is_like
 from resharder.converters.geometry.chunking import cut_chunks
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Piece, box_size
 from resharder.converters.storage.digest import MASK
@@ -179,7 +180,7 @@ class Verifier:
         for name, model in models.items():
             part, baseline = self._parts[name], self._baselines[name]
             with self._held(epoch):
-                live = install.live_tensors(model)
+                live = live_tensors(model)
             compared: set[str] = set()
             wrong: set[str] = set()
             for piece in baseline.pieces if baseline.digests is not None else ():
@@ -201,13 +202,13 @@ class Verifier:
 
     def _box(self, part: Part, piece: Piece, tensor: torch.Tensor | None, epoch: int) -> int | None:
         """The digest of what lies there; None where the tensor is not the one that was recorded."""
-        if tensor is None or not install.is_like(part.known.locals[piece.local], tensor):
+        if tensor is None or not is_like(part.known.locals[piece.local], tensor):
             return None
         specs, total = part.known.layout.tensors, 0
         for chunk in cut_chunks([piece.box], [tensor.element_size()], _SLICE_BYTES):
             for _, box in chunk:
                 with self._held(epoch):
-                    total += install.read_all({piece.local: tensor}, [piece.part(box)], specs)[0]
+                    total += read_all({piece.local: tensor}, [piece.part(box)], specs)[0]
         return total & MASK
 
     def _print(self, tensor: torch.Tensor, epoch: int) -> int:
