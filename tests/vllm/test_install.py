@@ -222,7 +222,7 @@ def test_a_server_booted_from_the_daemon_takes_the_next_version_as_a_fresh_one_l
 def recorded(worker: Any) -> Recording:
     """Runs in the worker."""
     agent, _ = agent_of(worker)
-    return agent.parts[MODEL].known
+    return agent.parts.by_name[MODEL].known
 
 
 def recorded_without_a_server(folder: Path, server: Server, dtype: str) -> list[Recording]:

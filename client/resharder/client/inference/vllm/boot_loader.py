@@ -48,10 +48,12 @@ class ResharderLoader(BaseModelLoader):  # type: ignore[misc]
             raise UsageError(problem)
         drafter = is_drafter(vllm_config, model_config)
         agent = _agent_of_model(vllm_config) if drafter else _begin(vllm_config)
-        if agent is None or agent.boot is None or agent.stager is None:
+        if agent is None or agent.boot is None or agent.staging.stager is None:
             loader = DefaultModelLoader(replace(self.load_config, load_format="auto"))
             return cast(torch.nn.Module, loader.load_model(vllm_config, model_config, *args, **kwargs))
-        self._booting = booting = _Booting(agent, agent.stager, agent.boot, agent.part(DRAFTER if drafter else MODEL))
+        self._booting = booting = _Booting(
+            agent, agent.staging.stager, agent.boot, agent.parts.part(DRAFTER if drafter else MODEL)
+        )
         model = cast(torch.nn.Module, super().load_model(vllm_config, model_config, *args, **kwargs))
         booting.prove(model)
         if not drafter:
@@ -80,7 +82,7 @@ class _Booting:
     def load(self, model: torch.nn.Module) -> None:
         inventory.before_loading(model)
         self.part.record(recorder.record(model, self.manifest.specs, self.agent.host.original_loader), self.manifest)
-        self.agent.recorded()
+        self.agent.parts.count_needed_bytes()
         recording = self.part.known
         with timed(self.timings, "stage"):
             self.source = self.stager.stage(self.manifest, recording.needs)
@@ -124,7 +126,7 @@ def _begin(vllm_config: Any) -> Agent | None:
         if settings.prefer and _is_missing(error):
             return None
         raise
-    agent.stage_with(answer.store)
+    agent.staging.open(answer.store)
     return agent
 
 

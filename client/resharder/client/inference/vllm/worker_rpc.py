@@ -17,6 +17,7 @@ from resharder.client.inference.vllm.drafters import drafter_of
 from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.worker.agent import Agent
 from resharder.client.inference.worker.model_part import DRAFTER, MODEL, Models
+from resharder.client.inference.worker.profile import profiled
 from resharder.client.inference.worker.reporter import PROCESS
 
 AGENTS: WeakKeyDictionary[torch.nn.Module, Agent] = WeakKeyDictionary()
@@ -70,7 +71,11 @@ def resharder_apply(self: Any, install_id: str, profile: bool = False) -> dict[s
 
     def act(agent: Agent, models: Models) -> dict[str, Any]:
         try:
-            with agent.profiled(install_id) if profile else nullcontext():
+            with (
+                profiled(agent.channel, agent.settings.server, agent.host.rank, install_id, agent.host.device)
+                if profile
+                else nullcontext()
+            ):
                 return agent.apply(models, install_id)
         except Exception as error:
             agent.failed(install_id, f"{type(error).__name__}: {error}")

@@ -1,9 +1,14 @@
-"""A worker's side of the direct path: what ranks may write to, its link to them, and the digests of what then lies there."""
+"""A worker's side of the direct path: what ranks may write to, its link to them, and the digests of what then lies there.
+
+A version may be received before it is READY. It is verified against what the ranks sent then; once the version is READY it is
+enough to compare those digests with the store's: no memory is read, and nothing is paused.
+"""
 
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,13 +18,13 @@ import xxhash
 from resharder.client.direct.group import DirectFailed
 from resharder.client.direct.rendezvous import Link, declare, finish
 from resharder.client.direct.transfer import Tensors
-from resharder.client.errors import ResharderError
+from resharder.client.errors import NotFound, ResharderError
 from resharder.client.gpu.digest import KeptProof
-from resharder.client.inference.worker.ahead import Ahead
 from resharder.client.inference.worker.memory import live_now, read_all
 from resharder.client.inference.worker.model_part import Models, Part
 from resharder.client.rpc.channel import Channel
 from resharder.client.tracing import Timings, timed
+from resharder.client.versions.remote import Manifest, expected_digests, get_manifest
 from resharder.converters.geometry.layout import Box, Layout, Piece, TensorSpec
 from resharder.converters.geometry.piece_arrays import pack
 from resharder.converters.wire.direct import layout_to_proto
@@ -28,6 +33,7 @@ from resharder.v1 import direct_pb2, direct_pb2_grpc
 logger = logging.getLogger("vllm.resharder.direct")
 _UNKNOWN = "MEMORY_UNKNOWN"
 _WAIT = 60.0  # seconds; the daemon answers sooner
+_POLL_SECONDS = 1.0  # until a version is READY
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,21 @@ class Open:
     proto: direct_pb2.MemoryLayout
     fingerprint: str
     names: dict[str, frozenset[str]]
+
+
+@dataclass(frozen=True)
+class EarlyVersion:
+    """A version received before it is READY. `fingerprint` is reported until then; `digests` of `pieces` are those that the ranks
+    sent."""
+
+    version: str
+    fingerprint: str
+    pieces: tuple[Piece, ...]
+    digests: tuple[int, ...]
+
+    @property
+    def number(self) -> int:
+        return int(self.version.rpartition("/")[2])
 
 
 def open_memory(parts: Sequence[Part], rank: int) -> Open | None:
@@ -121,7 +142,7 @@ class Receiver:
         self._expected = tuple(expected[piece.tensor, piece.box] for piece in memory.layout.pieces)
         self._source = "the store holds"
 
-    def expect_said(self, memory: Open, version: str) -> Ahead:
+    def expect_early(self, memory: Open, version: str) -> EarlyVersion:
         """The same by what the ranks say, of a version that is not READY. Raises ResharderError."""
         if self._link is None:
             raise DirectFailed(f"{version}: there is no link to the ranks")
@@ -130,7 +151,7 @@ class Receiver:
         if len(said.digests) != len(memory.layout.pieces):
             raise DirectFailed(f"{version}: expected {len(memory.layout.pieces)} digests, got {len(said.digests)}")
         self._expected, self._source = tuple(said.digests), "the ranks said"
-        return Ahead(version, said.fingerprint, memory.layout.pieces, self._expected)
+        return EarlyVersion(version, said.fingerprint, memory.layout.pieces, self._expected)
 
     def receive(self, memory: Open, models: Models, install: str, timings: Timings) -> bool:
         """Whether everything is in memory now, by its digests. Where it is not, memory may hold a mix. Adds to `timings`."""
@@ -209,3 +230,27 @@ def _same(prepared: Tensors, found: Tensors) -> None:
     names = prepared.keys() | found.keys()
     if moved := sorted(name for name in names if prepared.get(name) is not found.get(name)):
         raise DirectFailed(f"{len(moved)} tensors are others than before the pause, {moved[0]} is one")
+
+
+def compare_with_store(channel: Channel, early: EarlyVersion, held: Callable[[], bool]) -> tuple[Manifest, str] | None:
+    """Once the version is READY: its manifest, and how the store's copy differs from what the worker holds, or nothing.
+    None when `held` says that nobody needs to know any more: so it ends where the version is ABORTED too."""
+    while held():
+        try:
+            manifest = get_manifest(channel, early.version)
+            return manifest, _difference_to_store(channel, manifest, early)
+        except ResharderError as error:
+            if not isinstance(error, NotFound):  # not READY yet
+                logger.warning("%s is compared with the store's copy later: %s", early.version, error)
+            time.sleep(_POLL_SECONDS)
+    return None
+
+
+def _difference_to_store(channel: Channel, manifest: Manifest, early: EarlyVersion) -> str:
+    needs: dict[str, dict[Box, None]] = defaultdict(dict)
+    for piece in early.pieces:
+        needs[piece.tensor][piece.box] = None
+    stored = expected_digests(channel, manifest, {name: tuple(boxes) for name, boxes in needs.items()})
+    pairs = zip(early.pieces, early.digests, strict=True)
+    wrong = [piece.tensor for piece, digest in pairs if stored[piece.tensor, piece.box] != digest]
+    return f"{len(wrong)} boxes are not what the store holds, {wrong[0]} is one" if wrong else ""

@@ -5,19 +5,20 @@ recorded, routed and proven by itself. Modules that vLLM shares between the two 
 drafter's loader would put there is left out.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from resharder.client.gpu.host_to_device import HostCopy
-from resharder.client.inference.engine import ModelConfig
+from resharder.client.inference.engine import Host, ModelConfig
+from resharder.client.inference.recording import recorder
 from resharder.client.inference.recording.recorder import Recording
 from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.install import Prepared
 from resharder.client.inference.worker.memory import live_now
 from resharder.client.inference.worker.routing import Evidence, Route, decide, gather_evidence
 from resharder.client.inference.worker.source import Manifest, Needs, Source
-from resharder.converters.geometry.layout import Box, Layout
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, box_size
 
 MODEL, DRAFTER = "model", "drafter"
 Models = Mapping[str, torch.nn.Module]  # by these names, the model first
@@ -104,3 +105,52 @@ def needs(parts: Iterable[Part]) -> Needs:
         for name, found in part.known.needs.items():
             boxes.setdefault(name, {}).update(dict.fromkeys(found))
     return {name: tuple(found) for name, found in boxes.items()}
+
+
+class ModelParts:
+    """The parts of one worker, and how many bytes of a version they read."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.by_name: dict[str, Part] = {}
+        self.needed_bytes = 0
+
+    def part(self, name: str) -> Part:
+        return self.by_name.setdefault(name, Part(name, self._host.model_config(drafter=name == DRAFTER)))
+
+    def record_running(self, models: Models, get_manifest: Callable[[], Manifest]) -> Manifest | None:
+        """Record the models that were not recorded while they were loaded. Returns the manifest if that took one."""
+        manifest = None
+        for name, model in models.items():
+            part = self.part(name)
+            part.share(shared_modules(models, name))
+            if part.recording is None:
+                manifest = manifest or get_manifest()
+                with self._host.calling(), self._host.recordable(model):
+                    recording = recorder.record(model, manifest.specs, self._host.original_loader)
+                part.record(recording, manifest)
+        self.count_needed_bytes()
+        return manifest
+
+    def count_needed_bytes(self) -> None:
+        """Update `needed_bytes` after a recording."""
+        specs = {name: spec for part in self.by_name.values() for name, spec in part.known.layout.tensors.items()}
+        self.needed_bytes = sum(
+            box_size(box) * ITEM_SIZES[specs[name].dtype] for name, boxes in self.needs().items() for box in boxes
+        )
+
+    def needs(self) -> Needs:
+        return needs(self.by_name.values())
+
+    @property
+    def loaded(self) -> frozenset[str]:
+        """HF tensors that go through `load_weights` in each install."""
+        return frozenset(name for part in self.by_name.values() for name in part.loaded)
+
+    def check(self, manifest: Manifest) -> None:
+        """Raises InstallError for a version of other tensors than were recorded."""
+        for part in self.by_name.values():
+            known = part.known.layout.tensors
+            if manifest.specs != known:
+                wrong = sorted(set(manifest.specs.items()) ^ set(known.items()))[:3]
+                raise InstallError(f"{manifest.name} has other tensors than the versions before it: {wrong}; restart the server")
