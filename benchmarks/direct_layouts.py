@@ -180,9 +180,9 @@ def megatron_trainer(config: HFConfig, ranks: int) -> Layouts:
 
 
 def vllm_workers(config: HFConfig, tp: int) -> Layouts:
-    from resharder.client.inference.vllm.blueprint import Server, worker_recording
+    from resharder.client.inference.vllm.blueprint import ServerSizes, worker_recording
 
-    server, found = Server(tp=tp), {}
+    server, found = ServerSizes(tp=tp), {}
     for worker in range(tp):
         recording = worker_recording(config, specs_of(config), server, worker, dtype="bfloat16")
         if recording.impure:

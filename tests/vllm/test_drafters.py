@@ -7,7 +7,7 @@ import pytest
 import torch
 from resharder.client.inference.recording.recorder import Recording, record
 from resharder.client.inference.worker.errors import InstallError
-from resharder.client.inference.worker.model_part import DRAFTER, MODEL, Part, needs, shared_modules
+from resharder.client.inference.worker.model_part import DRAFTER, MODEL, ModelPart, needs, shared_modules
 from resharder.client.inference.worker.source import Manifest
 from resharder.converters.geometry.layout import TensorSpec
 
@@ -81,12 +81,12 @@ def recorded(model: Model, *names: str) -> tuple[Recording, Manifest]:
     return recording, Manifest("models/m/versions/1", 1, "", "", specs, {}, ())
 
 
-def part_of(name: str, quantization: str | None = None) -> Part:
+def part_of(name: str, quantization: str | None = None) -> ModelPart:
     class Config:
         pass
 
     Config.quantization = quantization  # type: ignore[attr-defined]
-    return Part(name, Config())
+    return ModelPart(name, Config())
 
 
 def test_what_the_drafter_shares_is_the_models_to_write() -> None:

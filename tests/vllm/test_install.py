@@ -11,7 +11,7 @@ import vllm
 from packaging.version import Version
 from resharder.client.inference.power import KV_CACHE, STAY_PAUSED, WEIGHTS, Power
 from resharder.client.inference.recording.recorder import Recording
-from resharder.client.inference.vllm.blueprint import Server, worker_recording
+from resharder.client.inference.vllm.blueprint import ServerSizes, worker_recording
 from resharder.client.inference.vllm.worker_rpc import agent_of
 from resharder.client.inference.worker.model_part import MODEL
 from resharder.converters.geometry.layout import TensorSpec
@@ -225,7 +225,7 @@ def recorded(worker: Any) -> Recording:
     return agent.parts.by_name[MODEL].known
 
 
-def recorded_without_a_server(folder: Path, server: Server, dtype: str) -> list[Recording]:
+def recorded_without_a_server(folder: Path, server: ServerSizes, dtype: str) -> list[Recording]:
     config = json.loads((folder / "config.json").read_text())
     kind = {"float32": "F32", "bfloat16": "BF16"}[dtype]
     specs = {name: TensorSpec(name, kind, tuple(tensor.shape)) for name, tensor in load_checkpoint(folder).items()}
@@ -240,7 +240,7 @@ def test_workers_with_half_of_the_experts_each_record_what_is_recorded_without_a
     environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_MODEL": "experts"}
     options = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     with Engine(bare, load_format="resharder", environment=environment, **options) as engine:
-        assert engine.rpc(recorded) == recorded_without_a_server(a, Server(tp=2, ep=True), "bfloat16")
+        assert engine.rpc(recorded) == recorded_without_a_server(a, ServerSizes(tp=2, ep=True), "bfloat16")
 
 
 def test_two_workers_fetch_only_their_boxes_over_grpc(daemon: Daemon, tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_two_workers_fetch_only_their_boxes_over_grpc(daemon: Daemon, tmp_path: 
         assert engine.install(case.publish_b(), "b")["ok"]
         abouts = engine.rpc("resharder_describe")
         assert [about["rank"] for about in abouts] == [0, 1]
-        assert OLDER or engine.rpc(recorded) == recorded_without_a_server(case.a, Server(tp=2), "float32")
+        assert OLDER or engine.rpc(recorded) == recorded_without_a_server(case.a, ServerSizes(tp=2), "float32")
         for about in abouts:
             assert about["transport"] == "grpc"
             assert about["needed_bytes"] < 0.55 * case.bytes

@@ -8,7 +8,7 @@ import torch
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.recording.recorder import Local, Recording
 from resharder.client.inference.worker.errors import InstallError
-from resharder.client.inference.worker.model_part import MODEL, Part
+from resharder.client.inference.worker.model_part import MODEL, ModelPart
 from resharder.client.inference.worker.routing import Route
 from resharder.client.inference.worker.verify import Verifier
 from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, full_box
@@ -42,7 +42,7 @@ class Scene:
             "loaded.weight": Local((4, 4), (4, 1), torch.float32, frozenset(["loaded"])),
         }
         reads = {"w": frozenset(["weight"]), "l": frozenset(["loaded.weight"])}
-        part = Part(MODEL, None)
+        part = ModelPart(MODEL, None)
         part.recording = Recording(Layout(specs, (piece, other)), locals_, reads, {}, frozenset())
         part.route = Route((piece,), frozenset(["l"]), frozenset(["loaded"]), ())
         self.part, self.why = part, ""

@@ -21,7 +21,7 @@ from resharder.converters.geometry.piece_arrays import Ints, Pieces, pack
 from resharder.converters.geometry.plan import plan_pieces
 
 if TYPE_CHECKING:
-    from resharder.client.inference.vllm.blueprint import Server
+    from resharder.client.inference.vllm.blueprint import ServerSizes
     from resharder.converters.models.megatron.worlds import Parallel
 
 Config = Mapping[str, Any]
@@ -83,13 +83,13 @@ def parallel(world: int, tp: int, pp: int, vpp: int, cp: int, ep: int, etp: int)
     return Parallel(world, tp, pp, vpp or None, cp, ep, etp or None)
 
 
-def server(tp: int, pp: int, dp: int, ep: bool) -> "Server":
+def server(tp: int, pp: int, dp: int, ep: bool) -> "ServerSizes":
     """A server's sizes. Raises UsageError."""
     _positive(server_tp=tp, server_pp=pp, server_dp=dp)
     _need("vllm", "a server's layout needs vllm here: install it, or check the trainer alone")
-    from resharder.client.inference.vllm.blueprint import Server
+    from resharder.client.inference.vllm.blueprint import ServerSizes
 
-    return Server(tp, pp, dp, ep)
+    return ServerSizes(tp, pp, dp, ep)
 
 
 def settings(pairs: Sequence[str]) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _need(module: str, otherwise: str) -> None:
 def check(
     config: Config,
     trainer: "Parallel | None" = None,
-    server: "Server | None" = None,
+    server: "ServerSizes | None" = None,
     *,
     dtype: str = "bfloat16",
     options: Mapping[str, Any] | None = None,
@@ -198,7 +198,7 @@ def _refused_by(who: str) -> Iterator[None]:
 
 
 def _workers(
-    config: Config, specs: Mapping[str, TensorSpec], server: "Server", dtype: str, progress: Progress
+    config: Config, specs: Mapping[str, TensorSpec], server: "ServerSizes", dtype: str, progress: Progress
 ) -> tuple[Pieces[int], tuple[str, ...]]:
     from resharder.client.inference.vllm.blueprint import worker_recording
 

@@ -27,7 +27,7 @@ from vllm.model_executor.models import utils as model_utils
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerSizes:
     """A server's sizes, in workers; `ep`: experts are spread over all tensor and data parallel workers."""
 
     tp: int = 1
@@ -40,7 +40,9 @@ class Server:
         return self.tp * self.pp * self.dp
 
 
-def worker_recording(config: HFConfig, specs: Mapping[str, TensorSpec], server: Server, worker: int, **options: Any) -> Recording:
+def worker_recording(
+    config: HFConfig, specs: Mapping[str, TensorSpec], server: ServerSizes, worker: int, **options: Any
+) -> Recording:
     """What worker `worker` of the server would load of a checkpoint of `specs`. `options` go to vLLM's EngineArgs.
 
     Workers count as vLLM counts them: data parallel replicas outermost, then pipeline stages, then tensor parallel ranks.
@@ -52,7 +54,7 @@ def worker_recording(config: HFConfig, specs: Mapping[str, TensorSpec], server: 
 
 @contextmanager
 def worker_model(
-    config: HFConfig, server: Server, worker: int, *, memory: bool = False, **options: Any
+    config: HFConfig, server: ServerSizes, worker: int, *, memory: bool = False, **options: Any
 ) -> Iterator[torch.nn.Module]:
     """The model of that worker, in the state in which vLLM calls its `load_weights`, and vLLM's surroundings for doing so. With
     `memory` its parameters are real, without on the meta device."""
@@ -111,7 +113,7 @@ _FACTORIES = _BY_VALUE | {torch.empty, torch.empty_strided, torch.zeros, torch.o
 
 
 @contextmanager
-def _groups(server: Server, worker: int) -> Iterator[None]:
+def _groups(server: ServerSizes, worker: int) -> Iterator[None]:
     """vLLM's groups as worker `worker` sees them."""
     stage_size = server.pp * server.tp
     replica, rest = divmod(worker, stage_size)

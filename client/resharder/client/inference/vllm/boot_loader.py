@@ -22,9 +22,9 @@ from resharder.client.inference.worker.agent import Agent
 from resharder.client.inference.worker.boot_lease import Renewal
 from resharder.client.inference.worker.faults import Fault
 from resharder.client.inference.worker.install import Feed, Installed
-from resharder.client.inference.worker.model_part import DRAFTER, MODEL, Part
+from resharder.client.inference.worker.model_part import DRAFTER, MODEL, ModelPart
 from resharder.client.inference.worker.reporter import claim
-from resharder.client.inference.worker.source import Manifest, Source, Stager, get_manifest
+from resharder.client.inference.worker.source import Manifest, Stager, VersionSource, get_manifest
 from resharder.client.tracing import Timings, timed
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -73,8 +73,8 @@ class _Booting:
     agent: Agent
     stager: Stager
     manifest: Manifest
-    part: Part
-    source: Source | None = None
+    part: ModelPart
+    source: VersionSource | None = None
     installed: Installed = field(default_factory=lambda: Installed(0, 0, 0.0))
     stage_seconds: float = 0.0
     timings: Timings = field(default_factory=list)

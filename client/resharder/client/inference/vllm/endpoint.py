@@ -14,7 +14,7 @@ from resharder.client.inference.control.gate import Gate, GateMiddleware
 from resharder.client.inference.settings import Settings
 from resharder.client.inference.version_page import page
 from resharder.client.inference.vllm.attach import Handle, attach
-from resharder.client.inference.vllm.route_rules import HandsMiddleware
+from resharder.client.inference.vllm.route_rules import RouteRulesMiddleware
 
 
 class EndpointPlugin:
@@ -36,7 +36,7 @@ class EndpointPlugin:
         self._settings = Settings.from_environment()
         self._gate = Gate(prefer=self._settings.prefer, hold_seconds=self._settings.hold_seconds)
         app.add_middleware(GateMiddleware, gate=self._gate, installed=lambda: page().version)
-        app.add_middleware(HandsMiddleware)
+        app.add_middleware(RouteRulesMiddleware)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Raises UsageError for a server that is not supported."""

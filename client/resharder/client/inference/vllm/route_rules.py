@@ -21,25 +21,25 @@ _PUBLISH = "publish the weights as a version (`resharder.client.connect`, or `re
 _LONGEST_BODY = 1 << 16  # of a call whose body decides: larger ones are refused unread
 
 
-class Hand(Enum):
+class Handling(Enum):
     HARMLESS = "harmless"
     COORDINATED = "coordinated"
     REFUSED = "refused"
 
 
 @dataclass(frozen=True)
-class Rule:
+class RouteRule:
     """`instead`: the way through Resharder. `field`, `passes`: the call passes with one of these values in its JSON body."""
 
-    hand: Hand
+    hand: Handling
     instead: str = ""
     field: str = ""
     passes: frozenset[str] = frozenset()
 
 
-_HARMLESS, _COORDINATED = Rule(Hand.HARMLESS), Rule(Hand.COORDINATED)
-_WEIGHTS = Rule(Hand.REFUSED, _PUBLISH)
-_UNSUPPORTED = Rule(Hand.REFUSED, "restart the server with the other configuration")
+_HARMLESS, _COORDINATED = RouteRule(Handling.HARMLESS), RouteRule(Handling.COORDINATED)
+_WEIGHTS = RouteRule(Handling.REFUSED, _PUBLISH)
+_UNSUPPORTED = RouteRule(Handling.REFUSED, "restart the server with the other configuration")
 
 _INFERENCE = (
     "/classify",
@@ -88,13 +88,13 @@ _REQUESTS_AND_CACHES = (
 )
 
 # Every route of vLLM beyond GET; a part in braces stands for any.
-RULES: Mapping[tuple[str, str], Rule] = {
+RULES: Mapping[tuple[str, str], RouteRule] = {
     **{("POST", path): _HARMLESS for path in (*_INFERENCE, *_REQUESTS_AND_CACHES)},
     ("POST", "/sleep"): _COORDINATED,
     ("POST", "/wake_up"): _COORDINATED,
-    ("POST", "/release_kv_cache_memory"): Rule(Hand.REFUSED, "use `resharder sleep --server SERVER`"),
-    ("POST", "/pause"): Rule(Hand.REFUSED, "use `resharder drain --server SERVER`"),
-    ("POST", "/resume"): Rule(Hand.REFUSED, "use `resharder resume --server SERVER`"),
+    ("POST", "/release_kv_cache_memory"): RouteRule(Handling.REFUSED, "use `resharder sleep --server SERVER`"),
+    ("POST", "/pause"): RouteRule(Handling.REFUSED, "use `resharder drain --server SERVER`"),
+    ("POST", "/resume"): RouteRule(Handling.REFUSED, "use `resharder resume --server SERVER`"),
     ("POST", "/init_weight_transfer_engine"): _WEIGHTS,
     ("POST", "/shutdown_weight_transfer_engine"): _WEIGHTS,
     ("POST", "/start_weight_update"): _WEIGHTS,
@@ -102,9 +102,9 @@ RULES: Mapping[tuple[str, str], Rule] = {
     ("POST", "/update_weights"): _WEIGHTS,
     ("POST", "/finish_weight_update"): _WEIGHTS,
     ("POST", "/update_weight_version"): _WEIGHTS,
-    ("POST", "/weight_checker"): Rule(Hand.REFUSED, _PUBLISH, "action", frozenset({"checksum", "compare"})),
-    ("POST", "/collective_rpc"): Rule(
-        Hand.REFUSED, _PUBLISH, "method", frozenset({"resharder_describe", "resharder_fingerprint"})
+    ("POST", "/weight_checker"): RouteRule(Handling.REFUSED, _PUBLISH, "action", frozenset({"checksum", "compare"})),
+    ("POST", "/collective_rpc"): RouteRule(
+        Handling.REFUSED, _PUBLISH, "method", frozenset({"resharder_describe", "resharder_fingerprint"})
     ),
     ("POST", "/v1/load_lora_adapter"): _UNSUPPORTED,
     ("POST", "/v1/unload_lora_adapter"): _UNSUPPORTED,
@@ -118,7 +118,7 @@ RULES: Mapping[tuple[str, str], Rule] = {
 _TEMPLATES = [(method, path.split("/"), rule) for (method, path), rule in RULES.items() if "{" in path]
 
 
-def rule_of(method: str, path: str) -> Rule:
+def rule_of(method: str, path: str) -> RouteRule:
     if rule := RULES.get((method, path)):
         return rule
     parts = path.split("/")
@@ -133,7 +133,7 @@ def _fits(parts: list[str], template: list[str]) -> bool:
 def refusal(method: str, path: str, body: bytes | None) -> str:
     """Why the call is refused; empty where it passes. `body`: None for one that is too long."""
     rule = rule_of(method, path)
-    if rule.hand is not Hand.REFUSED or (rule.field and _said(body, rule.field) in rule.passes):
+    if rule.hand is not Handling.REFUSED or (rule.field and _said(body, rule.field) in rule.passes):
         return ""
     passes = f" ({rule.field} other than {' or '.join(sorted(rule.passes))})" if rule.field else ""
     return f"{method} {path}{passes} is refused: this server follows a Resharder daemon; {rule.instead}"
@@ -148,7 +148,7 @@ def _said(body: bytes | None, field: str) -> str:
     return str(said.get(field, "")) if isinstance(said, dict) else ""
 
 
-class HandsMiddleware:
+class RouteRulesMiddleware:
     """ASGI middleware, around the gate: a call is refused wherever the gate stands, without waiting for an install."""
 
     def __init__(self, app: App) -> None:

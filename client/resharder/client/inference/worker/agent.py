@@ -19,8 +19,8 @@ from resharder.client.inference.worker.install import Installed
 from resharder.client.inference.worker.model_part import ModelParts, Models
 from resharder.client.inference.worker.reporter import PROCESS, Reporter, claim
 from resharder.client.inference.worker.routing import Route, first_route
-from resharder.client.inference.worker.sleep_backup import Kept
-from resharder.client.inference.worker.source import Manifest, Source, get_manifest
+from resharder.client.inference.worker.sleep_backup import SleepBackup
+from resharder.client.inference.worker.source import Manifest, VersionSource, get_manifest
 from resharder.client.inference.worker.staging import Staged, Staging
 from resharder.client.inference.worker.verify import Verifier
 from resharder.client.rpc.channel import Channel
@@ -52,7 +52,7 @@ class Agent:
         self.installed: Installed | None = None
         self.slumber = Slumber()
         self.dropped = False  # a sleep took the weights, and no version came since
-        self._kept: Kept | None = None
+        self._sleep_backup: SleepBackup | None = None
         self._receiver = Receiver(self.channel, settings.server, host.rank, PROCESS, host.device)
         self._memory: Open | None = None  # what ranks may write to
         self._routes: list[Route | None] = []  # that it was made of
@@ -146,7 +146,7 @@ class Agent:
         with self.staging.lock:
             if self.staging.current is not None and self.staging.current.install == install_id:
                 self.staging.drop()
-                self.reporter.say_what_it_holds()
+                self.reporter.report_installed()
         return {}
 
     def _stage(self, models: Models, staged: Staged, manifest: Manifest | None) -> None:
@@ -181,7 +181,7 @@ class Agent:
         with self.verifier.undisturbed():
             return self._apply(models, staged, staged.source)
 
-    def _apply(self, models: Models, staged: Staged, source: Source) -> dict[str, Any]:
+    def _apply(self, models: Models, staged: Staged, source: VersionSource) -> dict[str, Any]:
         install_id = staged.install
         self.version, self.fingerprint, self._applied = 0, "", ""
         manifest, early = source.manifest, staged.early
@@ -220,7 +220,7 @@ class Agent:
             at_hand.close()
         self.reporter.correct(install_id, self.fingerprint, difference)
 
-    def _install(self, models: Models, staged: Staged, source: Source) -> None:
+    def _install(self, models: Models, staged: Staged, source: VersionSource) -> None:
         began, done, arrived = time.perf_counter(), Installed(0, 0, 0.0), False
         if staged.direct is not None and staged.direct is self._memory:
             arrived = self._receiver.receive(staged.direct, models, staged.install, staged.timings)
@@ -266,16 +266,16 @@ class Agent:
         self.dropped = True
         self._report(resources_pb2.Worker.EMPTY, holds=True)
         self._receiver.close()
-        self._kept = sleep_backup.keep(self.host.device, models, self.parts.by_name)
+        self._sleep_backup = sleep_backup.back_up(self.host.device, models, self.parts.by_name)
         sweep()
-        logger.info("kept %d bytes on the host that no version brings back", self._kept.size_bytes)
+        logger.info("kept %d bytes on the host that no version brings back", self._sleep_backup.size_bytes)
 
     def woke(self, tags: list[str] | None) -> None:
         """After vLLM gave memory back."""
         self.slumber.end(tags)
-        if WEIGHTS not in self.slumber.tags and self._kept is not None:
-            self._kept.put_back()
-            self._kept = None
+        if WEIGHTS not in self.slumber.tags and self._sleep_backup is not None:
+            self._sleep_backup.restore()
+            self._sleep_backup = None
 
     def booted(self, manifest: Manifest, installed: Installed, stage_seconds: float, timings: Timings | None = None) -> None:
         """Said of the model, and again of its drafter."""

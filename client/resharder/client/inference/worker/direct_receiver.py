@@ -21,7 +21,7 @@ from resharder.client.direct.transfer import Tensors
 from resharder.client.errors import NotFound, ResharderError
 from resharder.client.gpu.digest import KeptProof
 from resharder.client.inference.worker.memory import live_now, read_all
-from resharder.client.inference.worker.model_part import Models, Part
+from resharder.client.inference.worker.model_part import ModelPart, Models
 from resharder.client.rpc.channel import Channel
 from resharder.client.tracing import Timings, timed
 from resharder.client.versions.remote import Manifest, expected_digests, get_manifest
@@ -61,7 +61,7 @@ class EarlyVersion:
         return int(self.version.rpartition("/")[2])
 
 
-def open_memory(parts: Sequence[Part], rank: int) -> Open | None:
+def open_memory(parts: Sequence[ModelPart], rank: int) -> Open | None:
     """None where there is nothing yet."""
     if not parts or any(part.route is None for part in parts):
         return None

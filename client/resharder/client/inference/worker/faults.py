@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from resharder.client.inference.settings import fault as asked_fault
 from resharder.client.inference.worker.errors import InstallError
-from resharder.client.inference.worker.source import Source
+from resharder.client.inference.worker.source import VersionSource
 from resharder.converters.storage.digest import Array
 
 
@@ -20,7 +20,7 @@ class Fault:
     def from_environment() -> "Fault":
         return Fault(*asked_fault())
 
-    def applied(self, name: str, source: Source) -> Array | None:
+    def applied(self, name: str, source: VersionSource) -> Array | None:
         array = source.arrays[name]
         if name not in self.names:
             return array

@@ -15,7 +15,7 @@ from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.faults import Fault
 from resharder.client.inference.worker.memory import live_now, live_tensors, read_all, synchronize, write_all
 from resharder.client.inference.worker.routing import Route
-from resharder.client.inference.worker.source import Source, as_torch
+from resharder.client.inference.worker.source import VersionSource, as_torch
 from resharder.client.tracing import Timings, timed
 from resharder.converters.geometry.layout import Box, box_index, format_box
 from resharder.converters.storage.digest import digest
@@ -50,7 +50,7 @@ def install(
     model_config: ModelConfig,
     recording: Recording,
     route: Route,
-    source: Source,
+    source: VersionSource,
     arrived: bool = False,
     prepared: Prepared | None = None,
     timings: Timings | None = None,
@@ -108,7 +108,7 @@ def install(
 class Feed:
     """What `load_weights` gets: HF tensors whole. `digests` has those that it took, as they were when it was done with them."""
 
-    def __init__(self, source: Source, names: list[str], recording: Recording, fault: Fault) -> None:
+    def __init__(self, source: VersionSource, names: list[str], recording: Recording, fault: Fault) -> None:
         self._source, self._names, self._recording, self._fault = source, names, recording, fault
         self.digests: dict[str, dict[Box, int]] = {}
 

@@ -10,7 +10,7 @@ import torch
 from resharder.client.inference.engine import Host
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.worker.faults import Fault
-from resharder.client.inference.worker.source import Source, as_torch
+from resharder.client.inference.worker.source import VersionSource, as_torch
 from resharder.converters.geometry.chunking import cut_chunks
 from resharder.converters.geometry.layout import ITEM_SIZES, Piece, TensorSpec, View, box_index, box_size
 from resharder.converters.storage.digest import MASK, Array, digest, digest_on_device
@@ -88,7 +88,7 @@ def _write(tensor: torch.Tensor, piece: Piece, array: Array, spec: TensorSpec) -
 
 
 def write_all(
-    host: Host, live: Mapping[str, torch.Tensor], pieces: Iterable[Piece], source: Source, fault: Fault
+    host: Host, live: Mapping[str, torch.Tensor], pieces: Iterable[Piece], source: VersionSource, fault: Fault
 ) -> list[tuple[Piece, int]]:
     """What then lies in memory, piece by piece. On a device all copies are begun before the first is waited for; `source` stays
     mapped until the last has ended."""

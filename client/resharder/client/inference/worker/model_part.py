@@ -17,7 +17,7 @@ from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.install import Prepared
 from resharder.client.inference.worker.memory import live_now
 from resharder.client.inference.worker.routing import Evidence, Route, decide, gather_evidence
-from resharder.client.inference.worker.source import Manifest, Needs, Source
+from resharder.client.inference.worker.source import Manifest, Needs, VersionSource
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, box_size
 
 MODEL, DRAFTER = "model", "drafter"
@@ -31,7 +31,7 @@ def shared_modules(models: Models, name: str) -> frozenset[str]:
 
 
 @dataclass
-class Part:
+class ModelPart:
     """What is known of one of them: `recording` once it was recorded, `evidence` and `route` once a version went through its
     loader. `config` is the engine's configuration of it, `shared` what `shared_modules` says."""
 
@@ -43,7 +43,7 @@ class Part:
     route: Route | None = None
     _copy: tuple[Route, HostCopy] | None = None
 
-    def prepare(self, source: Source, model: torch.nn.Module, device: torch.device) -> Prepared | None:
+    def prepare(self, source: VersionSource, model: torch.nn.Module, device: torch.device) -> Prepared | None:
         """The copy of all boxes that go straight into a GPU's memory; `source` is registered. None where there are none."""
         if self.route is None or not self.route.boxed:
             return None
@@ -76,7 +76,7 @@ class Part:
             self.evidence = self.evidence.without(shared, self.recording)
             self.route = decide(self.recording, self.evidence)
 
-    def learn(self, model: torch.nn.Module, source: Source) -> None:
+    def learn(self, model: torch.nn.Module, source: VersionSource) -> None:
         """After `source` went through its loader: which boxes can go straight into memory from now on. Raises InstallError."""
         recording = self.known
         self.evidence = gather_evidence(model, recording, source, self.shared)
@@ -98,7 +98,7 @@ class Part:
         return self.recording.impure if self.recording else {}
 
 
-def needs(parts: Iterable[Part]) -> Needs:
+def needs(parts: Iterable[ModelPart]) -> Needs:
     """The boxes of each HF tensor that any of them reads."""
     boxes: dict[str, dict[Box, None]] = {}
     for part in parts:
@@ -112,11 +112,11 @@ class ModelParts:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self.by_name: dict[str, Part] = {}
+        self.by_name: dict[str, ModelPart] = {}
         self.needed_bytes = 0
 
-    def part(self, name: str) -> Part:
-        return self.by_name.setdefault(name, Part(name, self._host.model_config(drafter=name == DRAFTER)))
+    def part(self, name: str) -> ModelPart:
+        return self.by_name.setdefault(name, ModelPart(name, self._host.model_config(drafter=name == DRAFTER)))
 
     def record_running(self, models: Models, get_manifest: Callable[[], Manifest]) -> Manifest | None:
         """Record the models that were not recorded while they were loaded. Returns the manifest if that took one."""

@@ -86,7 +86,7 @@ class Reporter:
         with contextlib.suppress(ResharderError):
             self._channel.call(server_pb2_grpc.ServerServiceStub(self._channel.grpc).ReportWorker, request, timeout=10)
 
-    def say_what_it_holds(self) -> None:
+    def report_installed(self) -> None:
         """And no more of what it had staged."""
         with self._lock:
             self._latest = self._holding
@@ -117,4 +117,4 @@ class Reporter:
             claim(self._channel, self._settings, boot=False, renews=True, patience=0)
         except ResharderError:
             return
-        self.say_what_it_holds()
+        self.report_installed()

@@ -17,7 +17,7 @@ from resharder.client.inference.recording import inventory
 from resharder.client.inference.recording.recorder import Local, Recording
 from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.memory import live_tensors, read_all, strided
-from resharder.client.inference.worker.source import Source
+from resharder.client.inference.worker.source import VersionSource
 from resharder.converters.geometry.layout import ITEM_SIZES, Piece, box_size
 
 
@@ -83,7 +83,7 @@ def decide(recording: Recording, evidence: Evidence) -> Route:
 
 
 def gather_evidence(
-    model: torch.nn.Module, recording: Recording, source: Source, shared: frozenset[str] = frozenset()
+    model: torch.nn.Module, recording: Recording, source: VersionSource, shared: frozenset[str] = frozenset()
 ) -> Evidence:
     """Looks at a model into which `source` was just loaded, all of it but the modules in `shared`. Raises InstallError, with its
     name, for a tensor that loading made and that no recorded HF tensor can have been the source of."""

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 from resharder.client.inference.recording import inventory
-from resharder.client.inference.worker.model_part import Models, Part, shared_modules
+from resharder.client.inference.worker.model_part import ModelPart, Models, shared_modules
 from resharder.converters.geometry.layout import Piece, box_size
 
 
 @dataclass(frozen=True)
-class Kept:
+class SleepBackup:
     """Pairs of memory, as bytes, and its copy on the host."""
 
     copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
@@ -27,24 +27,24 @@ class Kept:
     def size_bytes(self) -> int:
         return sum(copy.nbytes for _, copy in self.copies)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for memory, copy in self.copies:
             memory.copy_(copy)
 
 
-def keep(device: torch.device, models: Models, parts: dict[str, Part]) -> Kept:
+def back_up(device: torch.device, models: Models, parts: dict[str, ModelPart]) -> SleepBackup:
     """Of what lies on `device`, which sleeps; called while it is awake."""
     found = [
         memory
         for name, model in models.items()
-        for memory in not_brought(model, parts.get(name), shared_modules(models, name))
+        for memory in not_installed(model, parts.get(name), shared_modules(models, name))
         if memory.device.type == device.type and memory.nbytes
     ]
     distinct = {(memory.data_ptr(), memory.nbytes): memory for memory in found}.values()
-    return Kept(tuple((memory, memory.to("cpu", copy=True)) for memory in distinct))
+    return SleepBackup(tuple((memory, memory.to("cpu", copy=True)) for memory in distinct))
 
 
-def not_brought(model: torch.nn.Module, part: Part | None, shared: frozenset[str] = frozenset()) -> Iterator[torch.Tensor]:
+def not_installed(model: torch.nn.Module, part: ModelPart | None, shared: frozenset[str] = frozenset()) -> Iterator[torch.Tensor]:
     """The memory, as bytes, that the model reads and no install writes; without a record of how versions get into it, all of it.
     `shared` modules belong to another model."""
     notes = inventory.NOTES.get(model, inventory.Notes())

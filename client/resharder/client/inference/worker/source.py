@@ -49,7 +49,7 @@ def shares_memory(access: resources_pb2.StoreAccess, settings: Settings) -> bool
     return False
 
 
-class Source:
+class VersionSource:
     """A version's tensors where this process can read them, and what the digests of the needed boxes must be.
 
     In a mirror only the needed boxes have bytes, and not all of those where it is not `whole`.
@@ -116,7 +116,7 @@ class Stager:
     def transport(self) -> str:
         return SHARED if self.shared else REMOTE
 
-    def stage(self, manifest: Manifest, needs: Needs, without: frozenset[str] = frozenset()) -> Source:
+    def stage(self, manifest: Manifest, needs: Needs, without: frozenset[str] = frozenset()) -> VersionSource:
         """`without`: tensors that need not be fetched, since they come another way. Raises ResharderError."""
         with self._lock:
             expected = expected_digests(self._channel, manifest, needs)
@@ -126,7 +126,7 @@ class Stager:
             else:
                 folder, files = DESCRIPTORS, self._mirror.prepare(manifest.files)
                 self._fetch(manifest, wanted, expected, [file.path for file in files])
-            source = Source(manifest, folder, files, self.transport, expected, whole=self.shared or not without)
+            source = VersionSource(manifest, folder, files, self.transport, expected, whole=self.shared or not without)
             source.populate(wanted)
             return source
 

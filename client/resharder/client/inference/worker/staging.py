@@ -11,7 +11,7 @@ from resharder.client.inference.worker.direct_receiver import EarlyVersion, Open
 from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.install import Prepared
 from resharder.client.inference.worker.model_part import ModelParts, Models
-from resharder.client.inference.worker.source import Manifest, Source, Stager, get_manifest
+from resharder.client.inference.worker.source import Manifest, Stager, VersionSource, get_manifest
 from resharder.client.rpc.channel import Channel
 from resharder.client.tracing import Timings
 from resharder.v1 import resources_pb2
@@ -26,7 +26,7 @@ class Staged:
     install: str
     version: str = ""
     fallback: str = ""  # the READY version to keep at hand, where `version` is not READY
-    source: Source | None = None
+    source: VersionSource | None = None
     seconds: float = 0.0
     timings: Timings = field(default_factory=list)
     direct: Open | None = None  # the memory that trainers' ranks write to
@@ -43,7 +43,7 @@ class Staging:
         self.stager: Stager | None = None
         self.current: Staged | None = None
         self._previous: Staged | None = None
-        self._fallback: Source | None = None  # kept while the version that is installed is not in the store
+        self._fallback: VersionSource | None = None  # kept while the version that is installed is not in the store
 
     def open(self, access: resources_pb2.StoreAccess) -> Stager:
         """Choose the transport to the store; later calls return the same stager."""
@@ -83,19 +83,19 @@ class Staging:
                 self._fallback, staged.source = staged.source, None
             self.drop()
 
-    def take_fallback(self) -> Source | None:
+    def take_fallback(self) -> VersionSource | None:
         """Hand the fallback to the caller, who closes it. Callers must hold `lock`."""
         found, self._fallback = self._fallback, None
         return found
 
-    def bring(self, models: Models, staged: Staged, memory: Open | None, manifest: Manifest | None) -> Source:
+    def bring(self, models: Models, staged: Staged, memory: Open | None, manifest: Manifest | None) -> VersionSource:
         """Fetch the version of `staged` and prepare its copies. `memory`: where ranks may write. Raises ResharderError and
         InstallError."""
         source = self._fallback_of(staged.version) or self._fetch(models, staged, memory, manifest)
         self._register(models, staged, source)
         return source
 
-    def _fetch(self, models: Models, staged: Staged, memory: Open | None, manifest: Manifest | None) -> Source:
+    def _fetch(self, models: Models, staged: Staged, memory: Open | None, manifest: Manifest | None) -> VersionSource:
         assert self.stager is not None
         manifest = manifest or get_manifest(self._channel, staged.fallback or staged.version)
         self._parts.check(manifest)
@@ -118,7 +118,7 @@ class Staging:
             raise InstallError(f"{version} is not READY, and its ranks cannot be reached over the direct path")
         staged.direct, staged.early = memory, self._receiver.expect_early(memory, version)
 
-    def _fallback_of(self, version: str) -> Source | None:
+    def _fallback_of(self, version: str) -> VersionSource | None:
         """Return the fallback if it is `version`; close any other."""
         with self.lock:
             found = self.take_fallback()
@@ -127,7 +127,7 @@ class Staging:
             return None
         return found
 
-    def _register(self, models: Models, staged: Staged, source: Source) -> None:
+    def _register(self, models: Models, staged: Staged, source: VersionSource) -> None:
         """Do before the pause what a GPU needs for its copies, so that the pause waits for the link alone."""
         boxed = [(piece.tensor, piece.box) for part in self._parts.by_name.values() if part.route for piece in part.route.boxed]
         if self._host.device.type != "cuda" or staged.direct is not None or not boxed:

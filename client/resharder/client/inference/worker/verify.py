@@ -23,7 +23,7 @@ import torch
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.memory import live_tensors, read_all
-from resharder.client.inference.worker.model_part import MODEL, Models, Part
+from resharder.client.inference.worker.model_part import MODEL, ModelPart, Models
 from resharder.client.inference.worker.routing import Route, is_like
 from resharder.converters.geometry.chunking import cut_chunks
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Piece, box_size
@@ -53,7 +53,7 @@ class Baseline:
 
 
 @dataclass
-class Found:
+class Comparison:
     tensors: int = 0
     covered_bytes: int = 0
     different: list[str] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Verifier:
 
     def __init__(
         self,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, ModelPart],
         device: torch.device,
         rank: int,
         version: Callable[[], int],
@@ -95,7 +95,7 @@ class Verifier:
             self._epoch += 1
             yield
 
-    def expect(self, part: Part, expected: Mapping[tuple[str, Box], int] | None) -> None:
+    def expect(self, part: ModelPart, expected: Mapping[tuple[str, Box], int] | None) -> None:
         """The digests of what was just installed, by HF tensor and box; None: not known yet."""
         self._expected[part.name] = expected
 
@@ -175,8 +175,8 @@ class Verifier:
     def _beside(self) -> AbstractContextManager[None]:
         return _on_a_stream(self._device) if self._device.type == "cuda" else nullcontext()
 
-    def _compare(self, models: Models, epoch: int) -> Found:
-        found = Found()
+    def _compare(self, models: Models, epoch: int) -> Comparison:
+        found = Comparison()
         for name, model in models.items():
             part, baseline = self._parts[name], self._baselines[name]
             with self._held(epoch):
@@ -200,7 +200,7 @@ class Verifier:
             found.different += [path if name == MODEL else f"{name}: {path}" for path in sorted(wrong)]
         return found
 
-    def _box(self, part: Part, piece: Piece, tensor: torch.Tensor | None, epoch: int) -> int | None:
+    def _box(self, part: ModelPart, piece: Piece, tensor: torch.Tensor | None, epoch: int) -> int | None:
         """The digest of what lies there; None where the tensor is not the one that was recorded."""
         if tensor is None or not is_like(part.known.locals[piece.local], tensor):
             return None
@@ -247,7 +247,7 @@ class Verifier:
         prints = {f.path: kept[f.path] if f.path in kept else inventory.fingerprint(f.tensor) for f in rest}
         return Baseline(route, digests, prints, fixed)
 
-    def _rest(self, model: torch.nn.Module, part: Part) -> list[inventory.Found]:
+    def _rest(self, model: torch.nn.Module, part: ModelPart) -> list[inventory.Found]:
         """Tensors that the model reads and that are not proven by boxes."""
         notes, everything = inventory.NOTES.get(model), inventory.reachable(model)
         known = set(notes.constant) | set(notes.made) if notes else set()
@@ -265,13 +265,13 @@ class Verifier:
         ]
 
 
-def _covered(part: Part, compared: set[str]) -> int:
+def _covered(part: ModelPart, compared: set[str]) -> int:
     """Bytes of HF tensors all of whose places were compared."""
     reads = part.known.reads
     return sum(_needed_bytes(part, tensor) for tensor in part.known.needs if reads.get(tensor) and reads[tensor] <= compared)
 
 
-def _needed_bytes(part: Part, tensor: str) -> int:
+def _needed_bytes(part: ModelPart, tensor: str) -> int:
     item = ITEM_SIZES[part.known.layout.tensors[tensor].dtype]
     return sum(box_size(box) * item for box in part.known.needs[tensor])
 
