@@ -20,7 +20,7 @@ import grpc
 import pytest
 from resharder.client import Operator, Tls
 from resharder.client.errors import AccessDenied, NotFound, ResharderError, UsageError, WaitTimeout
-from resharder.client.inference.settings import Settings
+from resharder.client.inference.settings import PluginSettings
 from resharder.client.rpc.channel import Channel
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
@@ -270,7 +270,7 @@ def test_a_wrong_environment_is_refused_by_name_also_by_the_plugin(
     with pytest.raises(UsageError, match=message):
         Tls.from_environment(environment)
     with pytest.raises(UsageError, match=message):
-        Settings.from_environment({"RESHARDER_ENDPOINT": "d:1", "RESHARDER_SERVER_ID": "s", **environment})
+        PluginSettings.from_environment({"RESHARDER_ENDPOINT": "d:1", "RESHARDER_SERVER_ID": "s", **environment})
 
 
 def test_certificates_that_are_none_are_refused_before_anything_is_sent(authority: Authority, tmp_path: Path) -> None:

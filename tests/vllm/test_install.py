@@ -9,7 +9,7 @@ import pytest
 import torch
 import vllm
 from packaging.version import Version
-from resharder.client.inference.power import KV_CACHE, STAY_PAUSED, WEIGHTS, Power
+from resharder.client.inference.power import KV_CACHE, STAY_PAUSED, WEIGHTS, PowerState
 from resharder.client.inference.recording.recorder import Recording
 from resharder.client.inference.vllm.blueprint import ServerSizes, worker_recording
 from resharder.client.inference.vllm.worker_rpc import agent_of
@@ -128,7 +128,7 @@ def test_after_a_sleep_at_level_2_an_install_brings_back_every_tensor_and_only_t
     assert engine.install(version_b, "before the sleep")["ok"]
     engine.sleep(2)
     about = engine.one("resharder_describe")
-    assert (about["version"], about["power"], about["dropped"]) == (0, Power.ASLEEP_2, True)
+    assert (about["version"], about["power"], about["dropped"]) == (0, PowerState.ASLEEP_2, True)
     asleep = engine.install(version_b, "asleep")
     assert "expected the weights to be awake to apply install asleep" in asleep["error"]
     assert not engine.one("resharder_fingerprint")["ok"]
@@ -138,7 +138,7 @@ def test_after_a_sleep_at_level_2_an_install_brings_back_every_tensor_and_only_t
     assert lost == {path for path in raw.tensors[0] if path.endswith("weight")}
     assert engine.one("resharder_apply", "asleep") | {"nonce": ""} == APPLIED_B
     engine.wake(KV_CACHE, STAY_PAUSED)
-    assert (engine.one("resharder_describe")["power"], engine.paused) == (Power.AWAKE, True)
+    assert (engine.one("resharder_describe")["power"], engine.paused) == (PowerState.AWAKE, True)
     engine.wake("scheduling")
     assert not engine.paused
     assert weights(engine) == raw.tensors
@@ -149,10 +149,10 @@ def test_a_sleep_at_level_1_costs_no_version_and_no_install(raw: Case, running: 
     engine, version_b = running
     assert engine.install(version_b, "before level 1")["ok"]
     engine.sleep(1)
-    assert engine.one("resharder_describe")["power"] == Power.ASLEEP_1
+    assert engine.one("resharder_describe")["power"] == PowerState.ASLEEP_1
     engine.wake(WEIGHTS, KV_CACHE)
     about = engine.one("resharder_describe")
-    assert (about["version"], about["power"], about["dropped"]) == (2, Power.AWAKE, False)
+    assert (about["version"], about["power"], about["dropped"]) == (2, PowerState.AWAKE, False)
     assert weights(engine) == raw.tensors
     assert engine.logprobs(PROMPT) == raw.logprobs
 

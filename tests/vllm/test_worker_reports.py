@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from resharder.client.errors import DaemonUnreachable, Refused, ResharderError, UsageError
-from resharder.client.inference.settings import Settings
+from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import VARIABLE, page
 from resharder.client.inference.vllm import boot_loader
 from resharder.client.inference.vllm.boot_loader import ResharderLoader
@@ -54,7 +54,7 @@ def publish(daemon: Daemon, seed: int) -> str:
 
 def agent_of(daemon: Daemon) -> Agent:
     host = VLLMHost(SimpleNamespace(), torch.device("cpu"), 0)
-    return Agent(host, Settings(daemon.endpoint, "s", "policy"))
+    return Agent(host, PluginSettings(daemon.endpoint, "s", "policy"))
 
 
 def booted(daemon: Daemon) -> tuple[Agent, Manifest]:

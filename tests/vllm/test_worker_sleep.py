@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from resharder.client.inference.power import Power, Slumber
+from resharder.client.inference.power import PowerState, SleepState
 from resharder.client.inference.vllm import sleep
 from resharder.client.inference.vllm.sleep import NOTHING_GAINED
 from vllm.v1.worker import gpu_worker
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.compat
 
 class Agent:
     def __init__(self) -> None:
-        self.slumber = Slumber()
+        self.slumber = SleepState()
         self.verifier = SimpleNamespace(undisturbed=nullcontext)
 
     def fall_asleep(self, models: object, level: int) -> None:
@@ -59,16 +59,16 @@ def test_a_worker_that_sleeps_is_known_to_though_other_processes_took_what_it_fr
 ) -> None:
     worker, agent = watched(last, monkeypatch)
     worker.sleep(2)
-    assert agent.slumber.power is Power.ASLEEP_2
+    assert agent.slumber.power is PowerState.ASLEEP_2
     worker.wake_up(["weights"])
-    assert agent.slumber.power is Power.WEIGHTS_AWAKE
+    assert agent.slumber.power is PowerState.WEIGHTS_AWAKE
 
 
 def test_any_other_failure_to_sleep_is_vllms_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, agent = watched(fails("the allocator is not there"), monkeypatch)
     with pytest.raises(AssertionError, match="allocator"):
         worker.sleep(1)
-    assert agent.slumber.power is Power.AWAKE
+    assert agent.slumber.power is PowerState.AWAKE
 
 
 def test_vllm_still_says_it_in_the_words_that_are_waited_for() -> None:

@@ -14,7 +14,7 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 STAY_PAUSED = "resharder: stay paused"  # beside tags to wake: the engine stays paused when nothing sleeps any more
 
 
-class Power(IntEnum):
+class PowerState(IntEnum):
     """From most awake to least; UNKNOWN: nobody has looked."""
 
     UNKNOWN = resources_pb2.POWER_UNSPECIFIED
@@ -25,16 +25,16 @@ class Power(IntEnum):
 
     @property
     def asleep(self) -> bool:
-        return self in (Power.ASLEEP_1, Power.ASLEEP_2)
+        return self in (PowerState.ASLEEP_1, PowerState.ASLEEP_2)
 
     @property
     def level(self) -> int:
         """vLLM's; 0 where the weights are there."""
-        return {Power.ASLEEP_1: 1, Power.ASLEEP_2: 2}.get(self, 0)
+        return {PowerState.ASLEEP_1: 1, PowerState.ASLEEP_2: 2}.get(self, 0)
 
 
 @dataclass
-class Slumber:
+class SleepState:
     """One worker's sleep. `level`: of the last one. `tags`: what sleeps now."""
 
     level: int = 0
@@ -47,7 +47,7 @@ class Slumber:
         self.tags -= self.tags if tags is None else set(tags)
 
     @property
-    def power(self) -> Power:
+    def power(self) -> PowerState:
         if WEIGHTS in self.tags:
-            return Power.ASLEEP_2 if self.level == 2 else Power.ASLEEP_1
-        return Power.WEIGHTS_AWAKE if self.tags else Power.AWAKE
+            return PowerState.ASLEEP_2 if self.level == 2 else PowerState.ASLEEP_1
+        return PowerState.WEIGHTS_AWAKE if self.tags else PowerState.AWAKE

@@ -17,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(frozen=True)
-class Settings:
+class PluginSettings:
     """Where the daemon is and who this server is.
 
     `prefer`: start on vLLM's own weights where the daemon has none, and serve those until it gives a version. `transport` is

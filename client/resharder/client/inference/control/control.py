@@ -16,11 +16,11 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from resharder.client.inference.control.fence import Claim, Fenced, acting
+from resharder.client.inference.control.fence import Fenced, OrderClaim, acting
 from resharder.client.inference.control.gate import Gate, Position
-from resharder.client.inference.control.orders import Kind, Order, Outcome, State, Step, decide
+from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome, State, Step, decide
 from resharder.client.inference.engine import Engine, Mode
-from resharder.client.inference.power import STAY_PAUSED, WEIGHTS, Power
+from resharder.client.inference.power import STAY_PAUSED, WEIGHTS, PowerState
 from resharder.client.tracing import Timings, timed
 
 logger = logging.getLogger("vllm.resharder.control")  # vLLM shows only what is under its own name
@@ -30,9 +30,9 @@ class WorkersFailed(Exception):
     """The message has every worker's word."""
 
 
-class Control:
+class OrderExecutor:
     """Not for concurrent use: one order at a time. `reattach` ends the stream to the daemon; it may be called from the loop.
-    `tell` is called when something changed that the daemon should hear of at once. `cannot_sleep`: why not; empty where it
+    `power_changed` is called when the engine fell asleep or woke. `cannot_sleep`: why not; empty where it
     can."""
 
     def __init__(
@@ -41,18 +41,18 @@ class Control:
         gate: Gate,
         reattach: Callable[[str], None],
         version_name: Callable[[int], str],
-        tell: Callable[[], None],
+        power_changed: Callable[[], None],
         cannot_sleep: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine, self._gate, self._tell = engine, gate, tell
+        self._engine, self._gate, self._power_changed = engine, gate, power_changed
         self._reattach, self._version_name, self._clock = reattach, version_name, clock
         self.state = State(cannot_sleep=cannot_sleep)
         self._turn = asyncio.Lock()  # held by the task that carries out an order, or by another hand's call
         self._holder: asyncio.Task[Any] | None = None
         self._watch()
 
-    async def carry_out(self, order: Order) -> Outcome | None:
+    async def carry_out(self, order: ControlOrder) -> Outcome | None:
         """Never raises but for cancellation; None where nothing is to be reported."""
         async with self._in_turn():
             return await self._carry_out(order)
@@ -71,7 +71,7 @@ class Control:
             finally:
                 self._holder = None
 
-    async def _carry_out(self, order: Order) -> Outcome | None:
+    async def _carry_out(self, order: ControlOrder) -> Outcome | None:
         try:
             if self._may_be_mistaken(order):
                 await self.look()
@@ -95,19 +95,19 @@ class Control:
     def _open_on(self) -> int | None:
         return self._gate.version if self._gate.position is Position.OPEN else None
 
-    def _claim(self, order: Order) -> Claim:
+    def _claim(self, order: ControlOrder) -> OrderClaim:
         lease = self._gate.lease
-        return Claim(order.term, lambda: lease.until_in(order.span) if order.leased else None)
+        return OrderClaim(order.term, lambda: lease.until_in(order.span) if order.leased else None)
 
-    def _must_hold(self, order: Order) -> None:
+    def _must_hold(self, order: ControlOrder) -> None:
         """Raises Fenced where the order's lease has ended, or the stream that it came by."""
         if not self._gate.lease.holds(order.span):
             raise Fenced("its lease has ended")
 
-    def _may_be_mistaken(self, order: Order) -> bool:
+    def _may_be_mistaken(self, order: ControlOrder) -> bool:
         """About how awake the engine is: others may have put it to sleep or woken it, another control side while it led too."""
         if order.kind is Kind.RESUME:
-            return self.state.power > Power.AWAKE or self.state.dropped
+            return self.state.power > PowerState.AWAKE or self.state.dropped
         return self.state.leads(order) and self.state.paused_at is None and order.kind in (Kind.APPLY, Kind.SLEEP, Kind.WAKE)
 
     async def look(self) -> None:
@@ -117,7 +117,7 @@ class Control:
         else:
             self._learn([])
 
-    async def _take(self, step: Step, order: Order) -> Outcome | None:
+    async def _take(self, step: Step, order: ControlOrder) -> Outcome | None:
         match step:
             case Step.LEAD:
                 # Another side may have led, and resumed, since this one paused; then the pause does not hold any more.
@@ -148,11 +148,11 @@ class Control:
                 return None
         return self._remember(Outcome(order.kind, order.install))
 
-    async def _apply(self, order: Order) -> Outcome | None:
+    async def _apply(self, order: ControlOrder) -> Outcome | None:
         self._gate.hold(f"version {order.version} is being installed")
         timings: Timings = []
         try:
-            if self.state.paused_at is None and self.state.power != Power.WEIGHTS_AWAKE:
+            if self.state.paused_at is None and self.state.power != PowerState.WEIGHTS_AWAKE:
                 began = self._clock()
                 with timed(timings, "pause"):
                     await pause(self._engine, order.mode)
@@ -184,7 +184,7 @@ class Control:
             raise WorkersFailed("expected the prefix cache and its KV connector to be reset, got a refusal by vLLM")
         self.state = replace(self.state, stale=False)
 
-    async def _resume(self, order: Order) -> Outcome:
+    async def _resume(self, order: ControlOrder) -> Outcome:
         # A leader may have taken over from one that paused the engine, or put it to sleep, and not got as far as the caches.
         leads = self.state.leads(order)
         paused = leads and (self.state.paused_at is not None or await self._engine.is_paused())
@@ -216,31 +216,33 @@ class Control:
 
     # Sleep and wake
 
-    async def _sleep(self, order: Order) -> None:
+    async def _sleep(self, order: ControlOrder) -> None:
         """Raises WorkersFailed where the engine is not so afterwards."""
         self._gate.shut("an operator put it to sleep")
         if self.state.power == order.power:
             return
-        await self._wake(Power.AWAKE)  # vLLM's sleep does nothing while anything sleeps (0.26 and 0.28), or the weights (0.32)
+        await self._wake(
+            PowerState.AWAKE
+        )  # vLLM's sleep does nothing while anything sleeps (0.26 and 0.28), or the weights (0.32)
         if order.mode == "wait":  # vLLM's sleep would wait by itself, and then sleep whether or not the lease still lives
             await pause(self._engine, order.mode)
         await self._engine.sleep(level=order.power.level, mode=order.mode)
         self.state = replace(self.state, paused_at=None, applied=None, resumed=None)
         self._expect(self.state.power == order.power, order.power)
 
-    async def _wake(self, power: Power) -> None:
+    async def _wake(self, power: PowerState) -> None:
         """Leaves the engine paused, and the gate where it is. Raises WorkersFailed where the engine is not so afterwards."""
-        tags = [tag for tag in self.state.asleep if tag == WEIGHTS or power == Power.AWAKE]
+        tags = [tag for tag in self.state.asleep if tag == WEIGHTS or power == PowerState.AWAKE]
         if not tags:
             return
         began = self._clock()
         # Each by its name: where none is named, 0.26 maps the memory of those that are awake a second time.
         await self._engine.wake_up([*tags, STAY_PAUSED])
         self._expect(self.state.power <= power, power)
-        if power == Power.AWAKE:
+        if power == PowerState.AWAKE:
             self.state = replace(self.state, paused_at=began)
 
-    def _expect(self, holds: bool, power: Power) -> None:
+    def _expect(self, holds: bool, power: PowerState) -> None:
         """vLLM only logs it where it does not sleep or wake."""
         if not holds:
             raise WorkersFailed(f"expected the engine to be {power.name}, it is {self.state.power.name}")
@@ -284,12 +286,12 @@ class Control:
     def _learn(self, answers: Sequence[Any]) -> None:
         """From what workers say of themselves; none: the engine is awake."""
         before = self.state.power
-        power = Power(max((answer["power"] for answer in answers), default=Power.AWAKE))
+        power = PowerState(max((answer["power"] for answer in answers), default=PowerState.AWAKE))
         asleep = {tag for answer in answers for tag in answer["asleep"]}
         dropped = any(answer["dropped"] for answer in answers) if answers else self.state.dropped
         self.state = replace(self.state, power=power, asleep=tuple(sorted(asleep)), dropped=dropped)
         if power != before:
-            self._tell()
+            self._power_changed()
 
     async def _workers(self, method: str, *args: Any) -> Sequence[Any]:
         """What the workers answered. With data parallelism those of the first engine alone answer, so every worker also reports

@@ -47,7 +47,7 @@ def clock_id() -> str:
 
 
 @dataclass(frozen=True)
-class Claim:
+class OrderClaim:
     """What an order acts on: its term, and when its lease ends (None: it needs none)."""
 
     term: int
@@ -60,11 +60,11 @@ class Claim:
         return [self.term, until, clock_id()]
 
 
-_ACTING: ContextVar[Claim | None] = ContextVar("resharder_acting", default=None)
+_ACTING: ContextVar[OrderClaim | None] = ContextVar("resharder_acting", default=None)
 
 
 @contextmanager
-def acting(claim: Claim) -> Iterator[None]:
+def acting(claim: OrderClaim) -> Iterator[None]:
     """Inside, calls to an engine whose client is guarded carry the claim's token; tasks begun inside inherit it."""
     token = _ACTING.set(claim)
     try:
@@ -73,7 +73,7 @@ def acting(claim: Claim) -> Iterator[None]:
         _ACTING.reset(token)
 
 
-def claim_in_effect() -> Claim | None:
+def claim_in_effect() -> OrderClaim | None:
     """The claim of the `acting` block around the caller."""
     return _ACTING.get()
 

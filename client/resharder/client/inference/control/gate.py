@@ -17,7 +17,7 @@ Where the fleet allows no server without a lease, an open gate is SHUT by itself
 is opened anew, whether the lease is renewed or not. That is looked up whenever somebody asks where the gate stands, so no timer
 can be late.
 
-The gate takes no orders over HTTP. All of it but `Lease.renew` runs on one event loop.
+The gate takes no orders over HTTP. All of it but `ServerLease.renew` runs on one event loop.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ STORED = "/v1/responses/"  # answers that were made earlier, by their id
 LEASE_ENDED = "the lease ended and the fleet allows no server without one"
 
 
-class Lease:
+class ServerLease:
     """Written by the thread of the stream, read on the event loop; `until` is of the monotonic clock. `strict`: without it the
     gate may not stand open. `lapses`: how often it ended while it was. `renewed` hears for how many seconds it lasts.
 
@@ -132,14 +132,14 @@ class Gate:
         *,
         prefer: bool = False,
         hold_seconds: float = 30.0,
-        lease: Lease | None = None,
+        lease: ServerLease | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._position = Position.OPEN if prefer else Position.SHUT
         self.version = 0  # the last one it was opened on
         self.in_flight = 0  # requests that were let through and are not answered yet
         self.when_empty: Callable[[], None] = lambda: None  # the gate is closed, and the last request is answered
-        self.lease = lease or Lease()
+        self.lease = lease or ServerLease()
         self._lapses = self.lease.lapses  # when it was opened
         self._reason = "no version is confirmed yet"
         self._hold_seconds, self._clock = hold_seconds, clock

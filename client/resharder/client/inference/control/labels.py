@@ -88,7 +88,7 @@ def answering() -> Iterator[Answer]:
         _CURRENT.reset(token)
 
 
-class Events:
+class EventLabeller:
     """Puts labels into the events of a stream, wherever its chunks are split."""
 
     def __init__(self) -> None:
@@ -119,14 +119,14 @@ class Signed:
     def __init__(self, send: Send, answer: Answer, installed: Callable[[], int]) -> None:
         self._send, self._answer, self._installed = send, answer, installed
         self._start: Message | None = None  # waits until it is known whether the answer is a whole one
-        self._events: Events | None = None
+        self._events: EventLabeller | None = None
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._answer.sends_from_here()
             self._start = message
             if _is_event_stream(message):
-                self._events = Events()
+                self._events = EventLabeller()
                 await self._begin(STREAMED)
             return
         if message["type"] == "websocket.accept":

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 
 import grpc
 from resharder.client.errors import ResharderError
-from resharder.client.inference.control.gate import Lease
-from resharder.client.inference.control.orders import Order, Outcome, order_from_proto
-from resharder.client.inference.power import Power
+from resharder.client.inference.control.gate import ServerLease
+from resharder.client.inference.control.orders import ControlOrder, Outcome, order_from_proto
+from resharder.client.inference.power import PowerState
 from resharder.client.rpc.channel import Channel
 from resharder.v1 import server_pb2, server_pb2_grpc
 
@@ -29,7 +29,7 @@ LONGEST_PAUSE_SECONDS = 5.0  # between attempts to reach the daemon
 
 
 @dataclass(frozen=True)
-class Identity:
+class ControlIdentity:
     """One control side. `server` is shared by all API servers of one server, `nonce` is this one's lifetime."""
 
     server: str
@@ -49,10 +49,10 @@ class LeaseThread:
     def __init__(
         self,
         channel: Channel,
-        identity: Identity,
-        lease: Lease,
-        carry_out: Callable[[Order], Awaitable[Outcome | None]],
-        about: Callable[[], tuple[Power, int, int]],
+        identity: ControlIdentity,
+        lease: ServerLease,
+        carry_out: Callable[[ControlOrder], Awaitable[Outcome | None]],
+        about: Callable[[], tuple[PowerState, int, int]],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._channel, self._identity, self._lease = channel, identity, lease
@@ -67,7 +67,7 @@ class LeaseThread:
         self._stream = 0  # its number; what belongs to an earlier one has no say any more
         self._call: grpc.Call | None = None
         self._busy = ""  # the install of the order being carried out
-        self._news = False  # there is something to report at once, though no order was carried out
+        self._report_due = False  # there is something to report at once, though no order was carried out
         self._outcomes: deque[Outcome] = deque()
         self._sent_at: deque[float] = deque()  # of reports that were not answered by RENEWED yet
         self._lease_seconds = FIRST_LEASE_SECONDS
@@ -91,10 +91,10 @@ class LeaseThread:
             logger.info("ending the stream to the daemon: %s", reason)
             call.cancel()
 
-    def tell(self) -> None:
+    def report_now(self) -> None:
         """Has a report sent at once."""
         with self._moved:
-            self._news = True
+            self._report_due = True
             self._moved.notify_all()
 
     # On the thread
@@ -172,12 +172,12 @@ class LeaseThread:
 
     def _next_outcome(self, number: int, last: float) -> Outcome | None:
         """None when it is time for a renewal, there is other news, or the stream has ended."""
-        while not self._outcomes and not self._news and self._stream == number:
+        while not self._outcomes and not self._report_due and self._stream == number:
             # Looked at anew after each wake-up: the first answer says how long leases are.
             if (left := last + self._lease_seconds / 3 - time.monotonic()) <= 0:
                 return None
             self._moved.wait(left)
-        self._news = False
+        self._report_due = False
         return self._outcomes.popleft() if self._outcomes and self._stream == number else None
 
     def _report(self, message: server_pb2.ControlReport) -> server_pb2.ControlReport:
@@ -214,7 +214,7 @@ class LeaseThread:
 
     # On the loop
 
-    async def _in_turn(self, number: int, order: Order) -> None:
+    async def _in_turn(self, number: int, order: ControlOrder) -> None:
         async with self._one_at_a_time:
             with self._moved:
                 if self._stream != number:

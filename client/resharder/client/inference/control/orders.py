@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 
 from resharder.client.inference.engine import Mode
-from resharder.client.inference.power import Power
+from resharder.client.inference.power import PowerState
 from resharder.v1 import resources_pb2, server_pb2
 
 _MODES: dict[int, Mode] = {resources_pb2.KEEP: "keep", resources_pb2.WAIT: "wait", resources_pb2.ABORT: "abort"}
@@ -43,11 +43,11 @@ class Kind(IntEnum):
 
 _LEADERS = (Kind.STAGE, Kind.UNSTAGE, Kind.APPLY, Kind.SLEEP, Kind.WAKE)
 _LEASED = (Kind.APPLY, Kind.RESUME, Kind.SLEEP, Kind.WAKE)
-_POWERS = {Kind.SLEEP: (Power.ASLEEP_1, Power.ASLEEP_2), Kind.WAKE: (Power.WEIGHTS_AWAKE, Power.AWAKE)}
+_POWERS = {Kind.SLEEP: (PowerState.ASLEEP_1, PowerState.ASLEEP_2), Kind.WAKE: (PowerState.WEIGHTS_AWAKE, PowerState.AWAKE)}
 
 
 @dataclass(frozen=True)
-class Order:
+class ControlOrder:
     """`install`: of an order about power, the id of that change."""
 
     kind: Kind
@@ -55,11 +55,11 @@ class Order:
     version: int = 0
     mode: Mode = "keep"
     reason: str = ""
-    power: Power = Power.UNKNOWN
+    power: PowerState = PowerState.UNKNOWN
     profile: bool = False  # of APPLY: in every worker
     ahead_of: int = 0  # of STAGE: the READY version to fall back on, where `version` is not READY
     term: int = 0  # of the leadership under which it was given
-    span: int = 0  # of the lease (gate.Lease) in which it was received
+    span: int = 0  # of the lease (gate.ServerLease) in which it was received
 
     @property
     def leased(self) -> bool:
@@ -86,7 +86,7 @@ class State:
     led: int | None = None  # the term that LEAD brought last
     resumed_in: int | None = None  # the term in which this side last had the engine running, as its leader
     paused_at: float | None = None  # when the pause that still holds was asked for; a sleep's own pause is not counted
-    power: Power = Power.UNKNOWN
+    power: PowerState = PowerState.UNKNOWN
     asleep: tuple[str, ...] = ()  # vLLM's tags of what sleeps
     stale: bool = False  # vLLM's caches may hold what other weights made
     dropped: bool = False  # some worker's weights went away with a sleep at level 2, and no version came since
@@ -96,11 +96,11 @@ class State:
     resumed: Outcome | None = None
     changed: Outcome | None = None  # the last SLEEP or WAKE
 
-    def leads(self, order: Order) -> bool:
+    def leads(self, order: ControlOrder) -> bool:
         """Whether this side led when the order was given: another one's LEAD begins a higher term."""
         return self.led == order.term
 
-    def resumed_as(self, order: Order) -> Outcome:
+    def resumed_as(self, order: ControlOrder) -> Outcome:
         """The answer to a RESUME that holds already: the earlier one, if it is the same order."""
         done = self.resumed
         return done if done and done.install == order.install else Outcome(order.kind, order.install)
@@ -119,7 +119,7 @@ class Step(Enum):
     REATTACH = "reattach"
 
 
-def decide(state: State, open_on: int | None, alive: bool, order: Order) -> Step | Outcome:
+def decide(state: State, open_on: int | None, alive: bool, order: ControlOrder) -> Step | Outcome:
     """What to do, or the answer if there is nothing to do. `open_on`: the version the gate is open on, None while closed."""
     if order.kind in _LEADERS and not state.leads(order):
         return _refused(order, f"{order.kind.name} came to a control side that does not lead")
@@ -140,7 +140,7 @@ def decide(state: State, open_on: int | None, alive: bool, order: Order) -> Step
             return Step.APPLY
         case Kind.RESUME if order.version < 1:
             return _refused(order, f"expected a version to resume on, got {order.version}")
-        case Kind.RESUME if state.power > Power.AWAKE:
+        case Kind.RESUME if state.power > PowerState.AWAKE:
             return _refused(order, f"expected the engine to be awake, it is {state.power.name}")
         case Kind.RESUME if state.dropped:
             return _refused(order, "expected a version to be installed first: a sleep at level 2 dropped the weights")
@@ -159,7 +159,7 @@ def decide(state: State, open_on: int | None, alive: bool, order: Order) -> Step
     raise ValueError(f"expected an order to carry out, got {order.kind.name}")
 
 
-def _answered(state: State, order: Order) -> Outcome | None:
+def _answered(state: State, order: ControlOrder) -> Outcome | None:
     """What this very order was answered before."""
     match order.kind:
         case Kind.STAGE:
@@ -173,15 +173,15 @@ def _answered(state: State, order: Order) -> Outcome | None:
     return done if done and (done.kind, done.install) == (order.kind, order.install) else None
 
 
-def _refused(order: Order, error: str) -> Outcome:
+def _refused(order: ControlOrder, error: str) -> Outcome:
     return Outcome(order.kind, order.install, ok=False, error=error)
 
 
-def order_from_proto(message: server_pb2.Order) -> Order:
+def order_from_proto(message: server_pb2.Order) -> ControlOrder:
     """Raises ValueError for a kind, pause mode or power that this release does not know."""
     mode = _MODES.get(message.pause_mode, "keep") if message.pause_mode in (0, *_MODES) else None
     if mode is None:
         raise ValueError(f"expected a pause mode of {sorted(_MODES)}, got {message.pause_mode}")
-    kind, power = Kind(message.kind), Power(message.power)
-    order = Order(kind, message.install, message.version, mode, message.reason, power, message.profile, message.ahead_of)
+    kind, power = Kind(message.kind), PowerState(message.power)
+    order = ControlOrder(kind, message.install, message.version, mode, message.reason, power, message.profile, message.ahead_of)
     return replace(order, term=message.term)

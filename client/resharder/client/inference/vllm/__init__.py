@@ -29,7 +29,7 @@ def register() -> None:
         os.environ[_RAY_PREFIXES] = ",".join([*prefixes, "RESHARDER_"])
     from resharder.client.errors import UsageError
     from resharder.client.inference import version_page
-    from resharder.client.inference.settings import Settings
+    from resharder.client.inference.settings import PluginSettings
     from vllm import __version__
 
     if problem := too_old(__version__):
@@ -37,7 +37,7 @@ def register() -> None:
     if (warning := untested(__version__)) and os.environ.get(_WARNED) != __version__:
         os.environ[_WARNED] = __version__
         logging.getLogger("vllm.resharder").warning(warning)
-    version_page.provide(Settings.from_environment().server)
+    version_page.provide(PluginSettings.from_environment().server)
     from resharder.client.inference.vllm import boot_loader, engine_core, refusals, sleep, worker_rpc
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.v1.worker.worker_base import WorkerBase

@@ -15,13 +15,13 @@ from typing import Any
 
 from resharder.client.errors import UsageError, WaitTimeout
 from resharder.client.inference.control import metrics
-from resharder.client.inference.control.control import Control
+from resharder.client.inference.control.control import OrderExecutor
 from resharder.client.inference.control.gate import Gate, Position
 from resharder.client.inference.control.labels import Answer, answering
-from resharder.client.inference.control.lease import Identity, LeaseThread
-from resharder.client.inference.control.orders import Order, Outcome
-from resharder.client.inference.power import Power
-from resharder.client.inference.settings import Settings
+from resharder.client.inference.control.lease import ControlIdentity, LeaseThread
+from resharder.client.inference.control.orders import ControlOrder, Outcome
+from resharder.client.inference.power import PowerState
+from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import page
 from resharder.client.inference.vllm import outputs, refusals
 from resharder.client.inference.vllm.engine_core import engines_are_here, guard, passes_kv
@@ -31,7 +31,7 @@ from resharder.client.rpc.channel import Channel
 logger = logging.getLogger("vllm.resharder.attach")
 
 
-class Handle:
+class Attachment:
     """What an attached program sees. Not for other threads than the event loop's."""
 
     def __init__(self, gate: Gate, thread: LeaseThread) -> None:
@@ -62,15 +62,17 @@ class Handle:
         self._thread.close()
 
 
-async def attach(engine: Any, settings: Settings | None = None, *, gate: Gate | None = None, address: str = "") -> Handle:
+async def attach(
+    engine: Any, settings: PluginSettings | None = None, *, gate: Gate | None = None, address: str = ""
+) -> Attachment:
     """Starts following with `engine` (vLLM's EngineClient, the general plugin loaded in its workers) and returns at once; the
     daemon need not be there yet. `settings`: by default the environment's. Raises UsageError for an engine that is not supported.
     """
-    settings = settings or Settings.from_environment()
+    settings = settings or PluginSettings.from_environment()
     config = engine.vllm_config
     refuse_unsupported(config)
     world_size = config.parallel_config.world_size_across_dp
-    identity = Identity(settings.server, world_size, address, settings.model, settings.fleet, passes_kv(config))
+    identity = ControlIdentity(settings.server, world_size, address, settings.model, settings.fleet, passes_kv(config))
     gate = gate or Gate(prefer=settings.prefer, hold_seconds=settings.hold_seconds)
 
     processor = getattr(engine, "output_processor", None)
@@ -80,32 +82,32 @@ async def attach(engine: Any, settings: Settings | None = None, *, gate: Gate | 
     gate.watch(numbers)
     gate.lease.renewed = numbers.renewed
 
-    async def carry_out(order: Order) -> Outcome | None:
+    async def carry_out(order: ControlOrder) -> Outcome | None:
         outcome = await control.carry_out(order)
         if outcome is not None:
             numbers.carried_out(outcome)
         return outcome
 
-    def about() -> tuple[Power, int, int]:
+    def about() -> tuple[PowerState, int, int]:
         return control.state.power, gate.in_flight, gate.shown
 
     guard(getattr(engine, "engine_core", None))
     thread = LeaseThread(Channel(settings.endpoint), identity, gate.lease, carry_out, about, asyncio.get_running_loop())
-    control = Control(
+    control = OrderExecutor(
         engine,
         gate,
         thread.reattach,
         lambda version: f"models/{thread.model}/versions/{version}",
-        thread.tell,
+        thread.report_now,
         cannot_sleep(config),
     )
-    gate.when_empty = thread.tell
+    gate.when_empty = thread.report_now
     try:
         await control.look()
     except Exception as error:  # whoever leads looks again when it begins to
         logger.warning("whether the engine sleeps is not known yet: %s", error)
     thread.start()
-    return Handle(gate, thread)
+    return Attachment(gate, thread)
 
 
 def refuse_unsupported(config: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from resharder.client.errors import NO_VERSION, DaemonUnreachable, ResharderError, UsageError
 from resharder.client.inference.recording import inventory, recorder
-from resharder.client.inference.settings import Settings
+from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.vllm.drafters import is_drafter
 from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.vllm.refusals import refuse_unsupported
@@ -107,7 +107,7 @@ class _Booting:
 
 def _begin(vllm_config: Any) -> Agent | None:
     """An agent with its boot version fixed; None where the server is to start without one. Raises ResharderError."""
-    settings = Settings.from_environment()
+    settings = PluginSettings.from_environment()
     host = VLLMHost.of_loader(vllm_config)
     agent = Agent(host, settings)
     # One for the whole server: its processes end together.

@@ -11,9 +11,9 @@ from typing import Any
 
 from resharder.client.errors import UsageError
 from resharder.client.inference.control.gate import Gate, GateMiddleware
-from resharder.client.inference.settings import Settings
+from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import page
-from resharder.client.inference.vllm.attach import Handle, attach
+from resharder.client.inference.vllm.attach import Attachment, attach
 from resharder.client.inference.vllm.route_rules import RouteRulesMiddleware
 
 
@@ -25,15 +25,15 @@ class EndpointPlugin:
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        self._settings: Settings | None = None
+        self._settings: PluginSettings | None = None
         self._gate: Gate | None = None
-        self.handle: Handle | None = None
+        self.handle: Attachment | None = None
 
     def attach_router(self, app: Any) -> None:
         """Raises UsageError for a wrong environment."""
         if not os.environ.get("RESHARDER_ENDPOINT"):
             return
-        self._settings = Settings.from_environment()
+        self._settings = PluginSettings.from_environment()
         self._gate = Gate(prefer=self._settings.prefer, hold_seconds=self._settings.hold_seconds)
         app.add_middleware(GateMiddleware, gate=self._gate, installed=lambda: page().version)
         app.add_middleware(RouteRulesMiddleware)

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from resharder.client.inference.recording import inventory
-from resharder.client.inference.settings import Settings
+from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.vllm.drafters import drafter_of
 from resharder.client.inference.vllm.host import VLLMHost
 from resharder.client.inference.worker.agent import Agent
@@ -26,7 +26,7 @@ AGENTS: WeakKeyDictionary[torch.nn.Module, Agent] = WeakKeyDictionary()
 def agent_of(worker: Any) -> tuple[Agent, Models]:
     model, drafter = worker.get_model(), drafter_of(worker)
     if model not in AGENTS:
-        AGENTS[model] = Agent(VLLMHost.of_worker(worker), Settings.from_environment())
+        AGENTS[model] = Agent(VLLMHost.of_worker(worker), PluginSettings.from_environment())
     return AGENTS[model], {MODEL: model} | ({DRAFTER: drafter} if drafter is not None else {})
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from resharder.client.errors import ResharderError
 from resharder.client.inference.engine import Host
-from resharder.client.inference.power import WEIGHTS, Slumber
-from resharder.client.inference.settings import Settings
+from resharder.client.inference.power import WEIGHTS, SleepState
+from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import page
 from resharder.client.inference.worker import install, sleep_backup
 from resharder.client.inference.worker.boot_lease import Renewal
@@ -39,7 +39,7 @@ class Agent:
     """One worker's model and its drafter, what is known of them, and what is staged for them. Called from vLLM's thread, but for
     `_stage`."""
 
-    def __init__(self, host: Host, settings: Settings) -> None:
+    def __init__(self, host: Host, settings: PluginSettings) -> None:
         self.host, self.settings = host, settings
         self.channel = Channel(settings.endpoint)
         self.reporter = Reporter(self.channel, settings)
@@ -50,7 +50,7 @@ class Agent:
         page().write(host.rank, 0)
         self.fingerprint = ""  # of that version
         self.installed: Installed | None = None
-        self.slumber = Slumber()
+        self.slumber = SleepState()
         self.dropped = False  # a sleep took the weights, and no version came since
         self._sleep_backup: SleepBackup | None = None
         self._receiver = Receiver(self.channel, settings.server, host.rank, PROCESS, host.device)

@@ -9,7 +9,7 @@ import sys
 import time
 
 from resharder.client.errors import ResharderError
-from resharder.client.inference.settings import Settings
+from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.worker.reporter import claim
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.parent_watch import end_with
@@ -18,7 +18,7 @@ _AGAIN_SECONDS = 1.0  # after a renewal that failed
 _ANSWER_SECONDS = 5.0  # for one renewal
 
 
-def renew(channel: Channel, settings: Settings) -> None:
+def renew(channel: Channel, settings: PluginSettings) -> None:
     """Returns once a control side has attached."""
     while True:
         pause = _AGAIN_SECONDS
@@ -34,7 +34,7 @@ def renew(channel: Channel, settings: Settings) -> None:
 
 def main() -> int:
     end_with(int(sys.argv[1]))
-    settings = Settings.from_environment()
+    settings = PluginSettings.from_environment()
     print("up", flush=True)
     if sys.stdin.readline():
         with Channel(settings.endpoint) as channel:

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable
 
 from resharder.client.errors import NotFound, ResharderError
-from resharder.client.inference.settings import Settings
+from resharder.client.inference.settings import PluginSettings
 from resharder.client.rpc.channel import Channel
 from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
 
@@ -16,7 +16,7 @@ _REPORT_SECONDS = 2.0  # a daemon that came back hears of this worker after at m
 
 def claim(
     channel: Channel,
-    settings: Settings,
+    settings: PluginSettings,
     *,
     boot: bool,
     renews: bool = False,
@@ -36,7 +36,7 @@ def claim(
 class Reporter:
     """Tells the daemon the worker's state, again and again, so that a daemon that was restarted learns it too."""
 
-    def __init__(self, channel: Channel, settings: Settings) -> None:
+    def __init__(self, channel: Channel, settings: PluginSettings) -> None:
         self._channel, self._settings = channel, settings
         self._holding = self._latest = resources_pb2.Worker()
         self._lock = threading.Lock()

@@ -20,7 +20,7 @@ import torch
 from numpy.lib.array_utils import byte_bounds
 from resharder.client.errors import ResharderError
 from resharder.client.gpu.pinned_pages import Registered, box_of, register
-from resharder.client.inference.settings import GRPC, Settings
+from resharder.client.inference.settings import GRPC, PluginSettings
 from resharder.client.rpc.channel import Channel
 from resharder.client.versions.remote import Manifest as Manifest
 from resharder.client.versions.remote import Needs as Needs
@@ -40,7 +40,7 @@ class StagingFailed(ResharderError):
     reason = "STAGING_FAILED"
 
 
-def shares_memory(access: resources_pb2.StoreAccess, settings: Settings) -> bool:
+def shares_memory(access: resources_pb2.StoreAccess, settings: PluginSettings) -> bool:
     """Whether this process sees the daemon's store: it finds the daemon's nonce where the daemon put it."""
     if not access.nonce_file or settings.transport == GRPC:
         return False
@@ -107,7 +107,7 @@ def as_torch(array: Array, dtype: str) -> torch.Tensor:
 class Stager:
     """Makes versions readable for one worker process, one at a time."""
 
-    def __init__(self, channel: Channel, access: resources_pb2.StoreAccess, settings: Settings) -> None:
+    def __init__(self, channel: Channel, access: resources_pb2.StoreAccess, settings: PluginSettings) -> None:
         self._channel, self.shared = channel, shares_memory(access, settings)
         self._mirror = Mirror(settings.staging_dir)
         self._lock = threading.Lock()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from resharder.client.inference.engine import Host
-from resharder.client.inference.settings import Settings
+from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.worker.direct_receiver import EarlyVersion, Open, Receiver
 from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.install import Prepared
@@ -37,7 +37,7 @@ class Staged:
 class Staging:
     """At most one install at a time. `lock` guards what the engine's thread and the staging thread share."""
 
-    def __init__(self, host: Host, channel: Channel, settings: Settings, parts: ModelParts, receiver: Receiver) -> None:
+    def __init__(self, host: Host, channel: Channel, settings: PluginSettings, parts: ModelParts, receiver: Receiver) -> None:
         self._host, self._channel, self._settings, self._parts, self._receiver = host, channel, settings, parts, receiver
         self.lock = threading.Lock()
         self.stager: Stager | None = None
