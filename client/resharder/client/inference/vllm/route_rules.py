@@ -1,8 +1,8 @@
 """Rules for vLLM's own routes that change the engine, on a server that follows the daemon.
 
-    HARMLESS      inference and reads; caches, profilers, aborted requests   passes
-    COORDINATED   sleep and wake_up: serialized with orders (control/control.py)   passes
-    REFUSED       weights, labels, the pause, workers' RPCs                  409 and the command to use instead
+    HARMLESS      inference and reads; caches, profilers, aborted requests       passes
+    COORDINATED   sleep and wake_up: serialized with orders (control/control.py) passes
+    REFUSED       weights, labels, the pause, workers' RPCs                      409 and the command to use instead
 
 Routes exist by VLLM_SERVER_DEV_MODE, by `--tokens-only`, or by other options. The table is read against 0.26, 0.28 and 0.32; a
 test compares it with the routes of the installed vLLM. A path that is not in the table passes: other plugins have routes too.
