@@ -272,8 +272,8 @@ def test_it_says_which_term_it_has_seen_and_an_order_knows_the_span_it_came_in()
         second.orders.put(server_pb2.Order(kind="STAGE", install="i2", term=8))
         second.next_outcome()
         assert [order.term for order in side.orders] == [7, 8]
-        assert not side.lease.holds(side.orders[0].span)
-        assert side.lease.holds(side.orders[1].span)
+        assert not side.lease.permits(side.orders[0].span)
+        assert side.lease.permits(side.orders[1].span)
 
 
 def test_a_later_stream_that_named_an_order_which_is_given_up_is_ended_too() -> None:
@@ -299,11 +299,11 @@ def test_a_lease_that_lapsed_begins_a_new_span_and_the_first_renewal_does_not() 
     lease = ServerLease(lambda: now)
     span = lease.span
     lease.renew(10.0)
-    assert lease.holds(span)
+    assert lease.permits(span)
     now = 9.0
     lease.renew(19.0)
-    assert lease.holds(span)
+    assert lease.permits(span)
     now = 19.0
-    assert not lease.holds(span)
+    assert not lease.permits(span)
     lease.renew(30.0)
-    assert (lease.alive, lease.holds(span), lease.holds(lease.span)) == (True, False, True)
+    assert (lease.alive, lease.permits(span), lease.permits(lease.span)) == (True, False, True)

@@ -19,7 +19,7 @@ from resharder.client.inference.worker.install import Installed
 from resharder.client.inference.worker.model_part import MODEL
 from resharder.client.inference.worker.reporter import PROCESS, claim
 from resharder.client.inference.worker.source import Manifest, get_manifest
-from resharder.client.inference.worker.staging import Staged
+from resharder.client.inference.worker.staging import StagedInstall
 from resharder.v1 import resources_pb2
 from vllm.config.load import LoadConfig
 
@@ -148,7 +148,7 @@ def test_a_worker_that_loaded_from_elsewhere_says_that_it_holds_nothing_of_ours(
 
 def test_a_worker_takes_back_what_it_staged_and_before_weights_are_dropped_what_it_holds(daemon: Daemon) -> None:
     agent, _ = booted(daemon)
-    agent.staging.current = Staged("an-install")
+    agent.staging.current = StagedInstall("an-install")
     agent._report(Worker.STAGED, install="an-install", version=2)
     heard(daemon, lambda w: w.state == Worker.STAGED, "the worker is STAGED")
     agent.unstage("another")

@@ -75,7 +75,7 @@ class OrderExecutor:
         try:
             if self._may_be_mistaken(order):
                 await self.look()
-            step = decide(self.state, self._open_on, self._gate.lease.holds(order.span), order)
+            step = decide(self.state, self._gate.open_on, self._gate.lease.permits(order.span), order)
             with acting(self._claim(order)):
                 outcome = step if isinstance(step, Outcome) else await self._take(step, order)
         except Fenced as refusal:
@@ -91,17 +91,13 @@ class OrderExecutor:
             outcome = self._remember(Outcome(order.kind, order.install, False, problem, self._paused()))
         return None if order.kind is Kind.LEAD else outcome
 
-    @property
-    def _open_on(self) -> int | None:
-        return self._gate.version if self._gate.position is Position.OPEN else None
-
     def _claim(self, order: ControlOrder) -> OrderClaim:
         lease = self._gate.lease
         return OrderClaim(order.term, lambda: lease.until_in(order.span) if order.leased else None)
 
     def _must_hold(self, order: ControlOrder) -> None:
         """Raises Fenced where the order's lease has ended, or the stream that it came by."""
-        if not self._gate.lease.holds(order.span):
+        if not self._gate.lease.permits(order.span):
             raise Fenced("its lease has ended")
 
     def _may_be_mistaken(self, order: ControlOrder) -> bool:
@@ -188,12 +184,12 @@ class OrderExecutor:
         # A leader may have taken over from one that paused the engine, or put it to sleep, and not got as far as the caches.
         leads = self.state.leads(order)
         paused = leads and (self.state.paused_at is not None or await self._engine.is_paused())
-        if not paused and self._open_on == order.version:
+        if not paused and self._gate.open_on == order.version:
             self.state = replace(self.state, resumed_in=order.term if leads else self.state.resumed_in)
             return self.state.resumed_as(order)
         if paused and self.state.paused_at is None:
             await self.look()
-            decided = decide(self.state, None, self._gate.lease.holds(order.span), order)
+            decided = decide(self.state, None, self._gate.lease.permits(order.span), order)
             if isinstance(decided, Outcome):
                 return decided
             self.state = replace(self.state, stale=True)

@@ -96,11 +96,11 @@ class ServerLease:
         until = self.until  # read before `span`, see `renew`
         return until if self.span == span else float("-inf")
 
-    def holds(self, span: int) -> bool:
+    def permits(self, span: int) -> bool:
         """Whether an order received in `span` may act."""
         return self._clock() < self.until_in(span)
 
-    def held_since(self, lapses: int) -> bool:
+    def unbroken_since(self, lapses: int) -> bool:
         """Whether it lives, and always has since there were so many lapses; always so where it is not strict."""
         return not self.strict or (self.alive and self.lapses == lapses)
 
@@ -154,9 +154,14 @@ class Gate:
 
     @property
     def position(self) -> Position:
-        if self._position is Position.OPEN and not self.lease.held_since(self._lapses):
+        if self._position is Position.OPEN and not self.lease.unbroken_since(self._lapses):
             self.shut(LEASE_ENDED)
         return self._position
+
+    @property
+    def open_on(self) -> int | None:
+        """The version that it is open on, 0 for vLLM's own weights; `None` while it is closed."""
+        return self.version if self.position is Position.OPEN else None
 
     @property
     def shown(self) -> int:

@@ -180,20 +180,20 @@ class _Tape:
 
     def _wrap(self, tensor: torch.Tensor) -> torch.Tensor:
         self._keep.append(tensor)
-        wrapped = tensor.as_subclass(_Recorded)
+        wrapped = tensor.as_subclass(_RecordedTensor)
         wrapped.tape = self
         return wrapped
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One torch call with a recorded tensor among its arguments."""
         name = getattr(function, "__name__", "")
-        if function is torch.Tensor.copy_ and isinstance(source := args[1] if len(args) > 1 else kwargs["src"], _Recorded):
+        if function is torch.Tensor.copy_ and isinstance(source := args[1] if len(args) > 1 else kwargs["src"], _RecordedTensor):
             self._copied(args[0], source)
             return args[0]
-        if function is torch.Tensor.__setitem__ and isinstance(args[2], _Recorded):
+        if function is torch.Tensor.__setitem__ and isinstance(args[2], _RecordedTensor):
             self._copied(args[0][args[1]], args[2])
             return None
-        if name in ("clone", "cpu", "cuda", "detach", "pin_memory") and isinstance(args[0], _Recorded):
+        if name in ("clone", "cpu", "cuda", "detach", "pin_memory") and isinstance(args[0], _RecordedTensor):
             return args[0]
         if name == "to":
             return self._to(*args, **kwargs)
@@ -210,7 +210,7 @@ class _Tape:
         return self._derive(result, sources)
 
     def _sources(self, value: Any) -> frozenset[str]:
-        if isinstance(value, _Recorded):
+        if isinstance(value, _RecordedTensor):
             return self._made_of.get(_storage(value), frozenset())
         if isinstance(value, dict):
             value = tuple(value.values())
@@ -225,7 +225,7 @@ class _Tape:
         return self._wrap(result)
 
     def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not isinstance(tensor, _Recorded):
+        if not isinstance(tensor, _RecordedTensor):
             raise _Unfollowable("a tensor is cast to the kind of a weight")
         other = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
         dtype = other.dtype if other is not None else torch._C._nn._parse_to(*args, **kwargs)[1]
@@ -241,7 +241,7 @@ class _Tape:
         return {"__bool__": False, "__int__": 1}.get(how, 1.0 if tensor.is_floating_point() else 1)
 
     def _changed(self, target: Any, how: str, sources: frozenset[str]) -> None:
-        if isinstance(target, _Recorded):
+        if isinstance(target, _RecordedTensor):
             self._overwritten(target)
         else:
             self._not_pure(sources, self._owner(target), f"{how} into a parameter")
@@ -260,9 +260,9 @@ class _Tape:
             self.impure[name] = why
             self.reads[name].add(local)
 
-    def _copied(self, target: torch.Tensor, source: "_Recorded") -> None:
+    def _copied(self, target: torch.Tensor, source: "_RecordedTensor") -> None:
         names = self._sources(source)
-        if isinstance(target, _Recorded):
+        if isinstance(target, _RecordedTensor):
             self._overwritten(target)
             self._made_of[_storage(target)] = self._sources(target) | names
             return
@@ -307,7 +307,7 @@ class _Tape:
 _IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__set__", "__setitem__"}
 
 
-class _Recorded(torch.Tensor):
+class _RecordedTensor(torch.Tensor):
     """A tensor without values that tells its tape what is done with it."""
 
     tape: _Tape
@@ -322,7 +322,7 @@ class _Recorded(torch.Tensor):
 
 
 def _tapes(value: Any) -> Iterator[_Tape]:
-    if isinstance(value, _Recorded):
+    if isinstance(value, _RecordedTensor):
         yield value.tape
     elif isinstance(value, dict):
         for v in value.values():

@@ -16,7 +16,7 @@ from typing import Any
 from resharder.client.errors import UsageError, WaitTimeout
 from resharder.client.inference.control import metrics
 from resharder.client.inference.control.control import OrderExecutor
-from resharder.client.inference.control.gate import Gate, Position
+from resharder.client.inference.control.gate import Gate
 from resharder.client.inference.control.labels import Answer, answering
 from resharder.client.inference.control.lease import ControlIdentity, LeaseThread
 from resharder.client.inference.control.orders import ControlOrder, Outcome
@@ -31,7 +31,7 @@ from resharder.client.rpc.channel import Channel
 logger = logging.getLogger("vllm.resharder.attach")
 
 
-class Attachment:
+class AttachedEngine:
     """What an attached program sees. Not for other threads than the event loop's."""
 
     def __init__(self, gate: Gate, thread: LeaseThread) -> None:
@@ -40,7 +40,7 @@ class Attachment:
     @property
     def version(self) -> int | None:
         """The version being served; None while none is: not yet confirmed, being installed, or torn."""
-        return self._gate.version or None if self._gate.position is Position.OPEN else None
+        return self._gate.open_on or None
 
     async def wait(self, version: int, timeout: float | None = None) -> int:
         """Until that version or a later one is served; the one that is. Raises WaitTimeout after `timeout` seconds."""
@@ -64,7 +64,7 @@ class Attachment:
 
 async def attach(
     engine: Any, settings: PluginSettings | None = None, *, gate: Gate | None = None, address: str = ""
-) -> Attachment:
+) -> AttachedEngine:
     """Starts following with `engine` (vLLM's EngineClient, the general plugin loaded in its workers) and returns at once; the
     daemon need not be there yet. `settings`: by default the environment's. Raises UsageError for an engine that is not supported.
     """
@@ -107,7 +107,7 @@ async def attach(
     except Exception as error:  # whoever leads looks again when it begins to
         logger.warning("whether the engine sleeps is not known yet: %s", error)
     thread.start()
-    return Attachment(gate, thread)
+    return AttachedEngine(gate, thread)
 
 
 def refuse_unsupported(config: Any) -> None:

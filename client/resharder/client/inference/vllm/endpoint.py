@@ -13,7 +13,7 @@ from resharder.client.errors import UsageError
 from resharder.client.inference.control.gate import Gate, GateMiddleware
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import page
-from resharder.client.inference.vllm.attach import Attachment, attach
+from resharder.client.inference.vllm.attach import AttachedEngine, attach
 from resharder.client.inference.vllm.route_rules import RouteRulesMiddleware
 
 
@@ -27,7 +27,7 @@ class EndpointPlugin:
     def __init__(self) -> None:
         self._settings: PluginSettings | None = None
         self._gate: Gate | None = None
-        self.handle: Attachment | None = None
+        self.handle: AttachedEngine | None = None
 
     def attach_router(self, app: Any) -> None:
         """Raises UsageError for a wrong environment."""

@@ -21,7 +21,7 @@ from resharder.client.inference.worker.reporter import PROCESS, Reporter, claim
 from resharder.client.inference.worker.routing import Route, first_route
 from resharder.client.inference.worker.sleep_backup import SleepBackup
 from resharder.client.inference.worker.source import Manifest, VersionSource, get_manifest
-from resharder.client.inference.worker.staging import Staged, Staging
+from resharder.client.inference.worker.staging import StagedInstall, Staging
 from resharder.client.inference.worker.verify import Verifier
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.driver_lock import DRIVER
@@ -149,7 +149,7 @@ class Agent:
                 self.reporter.report_installed()
         return {}
 
-    def _stage(self, models: Models, staged: Staged, manifest: Manifest | None) -> None:
+    def _stage(self, models: Models, staged: StagedInstall, manifest: Manifest | None) -> None:
         started = time.perf_counter()
         try:
             with timed(staged.timings, "stage"), unswept(), quick_turns():
@@ -181,7 +181,7 @@ class Agent:
         with self.verifier.undisturbed():
             return self._apply(models, staged, staged.source)
 
-    def _apply(self, models: Models, staged: Staged, source: VersionSource) -> dict[str, Any]:
+    def _apply(self, models: Models, staged: StagedInstall, source: VersionSource) -> dict[str, Any]:
         install_id = staged.install
         self.version, self.fingerprint, self._applied = 0, "", ""
         manifest, early = source.manifest, staged.early
@@ -220,7 +220,7 @@ class Agent:
             at_hand.close()
         self.reporter.correct(install_id, self.fingerprint, difference)
 
-    def _install(self, models: Models, staged: Staged, source: VersionSource) -> None:
+    def _install(self, models: Models, staged: StagedInstall, source: VersionSource) -> None:
         began, done, arrived = time.perf_counter(), Installed(0, 0, 0.0), False
         if staged.direct is not None and staged.direct is self._memory:
             arrived = self._receiver.receive(staged.direct, models, staged.install, staged.timings)
@@ -283,7 +283,7 @@ class Agent:
         self.learned()
         sweep()
         self.installed = self.installed + installed if self.installed else installed
-        staged = Staged("", seconds=stage_seconds, timings=timings or [])
+        staged = StagedInstall("", seconds=stage_seconds, timings=timings or [])
         self._report(resources_pb2.Worker.BOOTED, version=manifest.number, staged=staged, holds=True)
 
     def _report(
@@ -293,7 +293,7 @@ class Agent:
         version: int = 0,
         install: str = "",
         error: str = "",
-        staged: Staged | None = None,
+        staged: StagedInstall | None = None,
         holds: bool = False,
         altered: resources_pb2.Verification | None = None,
     ) -> None:

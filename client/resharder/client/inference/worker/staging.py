@@ -20,7 +20,7 @@ logger = logging.getLogger("vllm.resharder.worker")
 
 
 @dataclass
-class Staged:
+class StagedInstall:
     """An install that is staged or being staged; `source` is set when it is complete."""
 
     install: str
@@ -41,8 +41,8 @@ class Staging:
         self._host, self._channel, self._settings, self._parts, self._receiver = host, channel, settings, parts, receiver
         self.lock = threading.Lock()
         self.stager: Stager | None = None
-        self.current: Staged | None = None
-        self._previous: Staged | None = None
+        self.current: StagedInstall | None = None
+        self._previous: StagedInstall | None = None
         self._fallback: VersionSource | None = None  # kept while the version that is installed is not in the store
 
     def open(self, access: resources_pb2.StoreAccess) -> Stager:
@@ -55,13 +55,13 @@ class Staging:
     def transport(self) -> str:
         return self.stager.transport if self.stager else ""
 
-    def begin(self, install_id: str, version: str, fallback: str) -> Staged | None:
+    def begin(self, install_id: str, version: str, fallback: str) -> StagedInstall | None:
         """Replace what is staged; `None` if this install is staged already."""
         with self.lock:
             if self.current is not None and self.current.install == install_id:
                 return None
             self.drop()
-            self.current = Staged(install_id, version, fallback)
+            self.current = StagedInstall(install_id, version, fallback)
             return self.current
 
     def drop(self) -> None:
@@ -72,11 +72,11 @@ class Staging:
             self.current.prepared = {}
         self.current, self._previous = None, self.current
 
-    def dropped(self, install_id: str) -> Staged | None:
+    def dropped(self, install_id: str) -> StagedInstall | None:
         """Return the record of the install that was dropped last, if it is this one."""
         return self._previous if self._previous is not None and self._previous.install == install_id else None
 
-    def finish(self, staged: Staged) -> None:
+    def finish(self, staged: StagedInstall) -> None:
         """Drop an install that was applied or failed; keep its fallback while its version is not READY."""
         with self.lock:
             if staged.early is not None:
@@ -88,14 +88,14 @@ class Staging:
         found, self._fallback = self._fallback, None
         return found
 
-    def bring(self, models: Models, staged: Staged, memory: Open | None, manifest: Manifest | None) -> VersionSource:
+    def bring(self, models: Models, staged: StagedInstall, memory: Open | None, manifest: Manifest | None) -> VersionSource:
         """Fetch the version of `staged` and prepare its copies. `memory`: where ranks may write. Raises ResharderError and
         InstallError."""
         source = self._fallback_of(staged.version) or self._fetch(models, staged, memory, manifest)
         self._register(models, staged, source)
         return source
 
-    def _fetch(self, models: Models, staged: Staged, memory: Open | None, manifest: Manifest | None) -> VersionSource:
+    def _fetch(self, models: Models, staged: StagedInstall, memory: Open | None, manifest: Manifest | None) -> VersionSource:
         assert self.stager is not None
         manifest = manifest or get_manifest(self._channel, staged.fallback or staged.version)
         self._parts.check(manifest)
@@ -110,7 +110,7 @@ class Staging:
         self._receiver.expect(memory, source.expected)
         return source
 
-    def _join_early(self, models: Models, staged: Staged, memory: Open | None) -> None:
+    def _join_early(self, models: Models, staged: StagedInstall, memory: Open | None) -> None:
         version = staged.version
         if memory is None or self._parts.loaded:
             raise InstallError(f"{version} is not READY, and not all of it can come over the direct path here")
@@ -127,7 +127,7 @@ class Staging:
             return None
         return found
 
-    def _register(self, models: Models, staged: Staged, source: VersionSource) -> None:
+    def _register(self, models: Models, staged: StagedInstall, source: VersionSource) -> None:
         """Do before the pause what a GPU needs for its copies, so that the pause waits for the link alone."""
         boxed = [(piece.tensor, piece.box) for part in self._parts.by_name.values() if part.route for piece in part.route.boxed]
         if self._host.device.type != "cuda" or staged.direct is not None or not boxed:
