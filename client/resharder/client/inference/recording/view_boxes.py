@@ -9,7 +9,7 @@ from resharder.converters.geometry.layout import Box, Piece, Range, View, full_b
 MAX_PARTS = 4096  # more boxes than this for one copy is no layout but a permutation
 
 
-class Part(NamedTuple):
+class ViewPart(NamedTuple):
     """`box` of the tensor goes to `offset + sum(i[d] * strides[d])` of the destination."""
 
     box: Box
@@ -25,7 +25,7 @@ class _Axis(NamedTuple):
     stride: int
 
 
-def boxes_of_view(shape: tuple[int, ...], source: View, offset: int, strides: tuple[int, ...]) -> list[Part] | None:
+def boxes_of_view(shape: tuple[int, ...], source: View, offset: int, strides: tuple[int, ...]) -> list[ViewPart] | None:
     """The boxes of a contiguous tensor of `shape` that `source`, a view of it, covers; element i of the view goes to
     `offset + sum(i[d] * strides[d])` of the destination. None where boxes cannot say it (broadcasts, permutations).
     """
@@ -55,7 +55,9 @@ def boxes_of_view(shape: tuple[int, ...], source: View, offset: int, strides: tu
     return _parts(axes, start, shape, offset)
 
 
-def boxes_of_copy(shape: tuple[int, ...], copied: View, source: View, offset: int, strides: tuple[int, ...]) -> list[Part] | None:
+def boxes_of_copy(
+    shape: tuple[int, ...], copied: View, source: View, offset: int, strides: tuple[int, ...]
+) -> list[ViewPart] | None:
     """`boxes_of_view` where `source` is a view of a contiguous copy of `copied`, which is the view of the tensor."""
     parts = boxes_of_view(copied.shape, source, offset, strides)
     if parts is None:
@@ -65,7 +67,7 @@ def boxes_of_copy(shape: tuple[int, ...], copied: View, source: View, offset: in
     return None if None in found else [part for some in found if some for part in some]
 
 
-def _parts(axes: list[list[_Axis]], start: list[int], shape: tuple[int, ...], offset: int) -> list[Part] | None:
+def _parts(axes: list[list[_Axis]], start: list[int], shape: tuple[int, ...], offset: int) -> list[ViewPart] | None:
     """Each dimension keeps one axis; the others are counted through, one part for each of their indices."""
     kept: list[_Axis] = []
     outer: list[tuple[int, _Axis]] = []
@@ -91,7 +93,7 @@ def _parts(axes: list[list[_Axis]], start: list[int], shape: tuple[int, ...], of
             first[d] += i * axis.step
             to += i * axis.stride
         box = tuple(Range(s, a.length, a.step if a.length > 1 else 1) for s, a in zip(first, kept, strict=True))
-        parts.append(Part(box, to, tuple(a.stride for a in kept)))
+        parts.append(ViewPart(box, to, tuple(a.stride for a in kept)))
     return parts
 
 
