@@ -16,7 +16,7 @@ from resharder.client.direct.rendezvous import Link, declare, finish
 from resharder.client.direct.sent import Sent
 from resharder.client.errors import ResharderError
 from resharder.client.rpc.channel import Channel
-from resharder.client.runtime.driver_lock import DRIVER
+from resharder.client.runtime.driver_lock import DRIVER_LOCK
 from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.layout import Layout
 from resharder.converters.geometry.piece_arrays import pack
@@ -132,7 +132,7 @@ class Sender:
     def _run(self, member: direct_pb2.Member, group: str) -> None:
         try:
             link = self._links.get(group)
-            with DRIVER.undisturbed():  # by the hand-over, which goes on beside it
+            with DRIVER_LOCK.priority():  # by the hand-over, which goes on beside it
                 took = link.run()
         except DirectFailed as error:
             self._failed(member, group, error)

@@ -14,7 +14,7 @@ from resharder.client.gpu.digest import KeptProof
 from resharder.client.gpu.schedule import Moves, schedule
 from resharder.client.gpu.streams import Lane, Mark
 from resharder.client.gpu.table import Table, addresses_of, check_fit
-from resharder.client.runtime.driver_lock import DRIVER
+from resharder.client.runtime.driver_lock import DRIVER_LOCK
 from resharder.client.runtime.switch_interval import quick_turns
 from resharder.converters.geometry.copy_table import copies_of
 from resharder.converters.geometry.layout import Layout, Piece
@@ -76,7 +76,7 @@ class ToHost:
         def begin(k: int) -> None:
             if k >= len(self._buffers):
                 _all(emptied[k - len(self._buffers)])
-            with DRIVER.slowly(), self._lane.work():  # beside this, transfers took 300 ms that take 180
+            with DRIVER_LOCK.background(), self._lane.work():  # beside this, transfers took 300 ms that take 180
                 fill.run(k, target_base=self._at(k))
                 filled.append(self._lane.mark())
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 from numpy.lib.array_utils import byte_bounds
-from resharder.client.runtime.driver_lock import DRIVER
+from resharder.client.runtime.driver_lock import DRIVER_LOCK
 from resharder.converters.geometry.layout import Box, box_index
 from resharder.converters.storage.digest import Array
 from resharder.converters.storage.pages import Span, forget_pages
@@ -107,7 +107,7 @@ def _let_go(spans: list[Span], device: torch.device, gently: bool) -> None:
 
 @contextmanager
 def _pace(gently: bool) -> Iterator[None]:
-    with DRIVER.slowly():
+    with DRIVER_LOCK.background():
         began = time.monotonic()
         yield
     if gently:

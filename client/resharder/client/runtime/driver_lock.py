@@ -1,8 +1,8 @@
-"""Who goes first where transfers meet a process's other work.
+"""Priority of transfers over long calls into the CUDA driver, in one process.
 
-While CUDA's driver registers or lets go of pages, other threads' kernels are not launched. Beside a hand-over to the host
-transfers took 300 ms that take 180 alone. While Python looks for garbage no thread goes on: half a second beside a trainer's
-model of many tensors.
+While the driver registers or releases pages, it delays the kernel launches of all other threads: a
+transfer of 180 ms took 300 ms beside a hand-over to the host. A garbage collection stops every
+thread, for half a second beside a trainer's model of many tensors.
 """
 
 import gc
@@ -13,44 +13,47 @@ from contextlib import contextmanager
 from resharder.client.runtime.switch_interval import quick_turns
 
 
-class Turnstile:
-    """Those `undisturbed` wait for the calls under way and for no others, nor for other threads' Python longer than they must;
-    `slowly` waits until nobody is undisturbed."""
+class DriverLock:
+    """Priority sections wait only for background calls under way; background calls wait for all priority sections.
+
+    Sections of one kind run side by side.
+    """
 
     def __init__(self) -> None:
-        self._news, self._undisturbed, self._slow = threading.Condition(), 0, 0
-        self._collects = False  # the process, by itself
+        self._changed, self._priority, self._background = threading.Condition(), 0, 0
+        self._gc_was_enabled = False
 
     @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        with self._news:
-            self._undisturbed += 1
-            if self._undisturbed == 1:
-                self._collects = gc.isenabled()
+    def priority(self) -> Iterator[None]:
+        """Hold back new background calls, disable garbage collection and shorten the switch interval."""
+        with self._changed:
+            self._priority += 1
+            if self._priority == 1:
+                self._gc_was_enabled = gc.isenabled()
                 gc.disable()
-            self._news.wait_for(lambda: not self._slow)
+            self._changed.wait_for(lambda: not self._background)
         try:
             with quick_turns():
                 yield
         finally:
-            with self._news:
-                self._undisturbed -= 1
-                if not self._undisturbed and self._collects:
+            with self._changed:
+                self._priority -= 1
+                if not self._priority and self._gc_was_enabled:
                     gc.enable()
-                self._news.notify_all()
+                self._changed.notify_all()
 
     @contextmanager
-    def slowly(self) -> Iterator[None]:
-        """For one short call at a time."""
-        with self._news:
-            self._news.wait_for(lambda: not self._undisturbed)
-            self._slow += 1
+    def background(self) -> Iterator[None]:
+        """Run one short call into the driver once no priority section is active."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._priority)
+            self._background += 1
         try:
             yield
         finally:
-            with self._news:
-                self._slow -= 1
-                self._news.notify_all()
+            with self._changed:
+                self._background -= 1
+                self._changed.notify_all()
 
 
-DRIVER = Turnstile()
+DRIVER_LOCK = DriverLock()

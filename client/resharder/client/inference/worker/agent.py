@@ -24,7 +24,7 @@ from resharder.client.inference.worker.source import Manifest, VersionSource, ge
 from resharder.client.inference.worker.staging import StagedInstall, Staging
 from resharder.client.inference.worker.verify import Verifier
 from resharder.client.rpc.channel import Channel
-from resharder.client.runtime.driver_lock import DRIVER
+from resharder.client.runtime.driver_lock import DRIVER_LOCK
 from resharder.client.runtime.gc_pauses import sweep, unswept
 from resharder.client.runtime.switch_interval import quick_turns
 from resharder.client.tracing import Timings, timed

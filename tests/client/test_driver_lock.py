@@ -6,7 +6,7 @@ import threading
 from typing import NamedTuple
 
 import pytest
-from resharder.client.runtime.driver_lock import Turnstile
+from resharder.client.runtime.driver_lock import DriverLock
 
 LONG = 60.0
 
@@ -22,12 +22,12 @@ def state() -> State:
     return State(sys.getswitchinterval(), gc.isenabled())
 
 
-def test_who_is_undisturbed_waits_for_the_call_under_way_and_for_no_other() -> None:
-    turnstile, calls, begun, go = Turnstile(), list[int](), threading.Event(), threading.Event()
+def test_priority_work_waits_for_the_call_under_way_and_for_no_other() -> None:
+    lock, calls, begun, go = DriverLock(), list[int](), threading.Event(), threading.Event()
 
     def work() -> None:
         for number in range(5):
-            with turnstile.slowly():
+            with lock.background():
                 calls.append(number)
                 begun.set()
                 assert go.wait(LONG)
@@ -38,7 +38,7 @@ def test_who_is_undisturbed_waits_for_the_call_under_way_and_for_no_other() -> N
     entered = threading.Event()
 
     def transfer() -> None:
-        with turnstile.undisturbed(), turnstile.undisturbed():
+        with lock.priority(), lock.priority():
             entered.set()
             worker.join(0.2)
             calls.append(-1)
@@ -52,24 +52,24 @@ def test_who_is_undisturbed_waits_for_the_call_under_way_and_for_no_other() -> N
     assert calls == [0, -1, 1, 2, 3, 4]
 
 
-def test_nobody_is_held_up_by_other_threads_python_while_somebody_is_undisturbed() -> None:
-    turnstile, before = Turnstile(), state()
-    with turnstile.undisturbed():
+def test_priority_work_is_not_held_up_by_other_threads_python() -> None:
+    lock, before = DriverLock(), state()
+    with lock.priority():
         within = state()
-        with turnstile.undisturbed():
+        with lock.priority():
             assert state() == within
         assert state() == within
     assert within.interval < before.interval / 100
     assert (before.collects, within.collects) == (True, False)
     assert state() == before
-    with turnstile.slowly():
+    with lock.background():
         assert state() == before
 
 
 def test_a_process_that_looks_for_garbage_itself_goes_on_doing_so() -> None:
     gc.disable()
     try:
-        with Turnstile().undisturbed():
+        with DriverLock().priority():
             pass
         assert not gc.isenabled()
     finally:
@@ -77,13 +77,13 @@ def test_a_process_that_looks_for_garbage_itself_goes_on_doing_so() -> None:
 
 
 def test_errors_leave_nobody_waiting() -> None:
-    turnstile = Turnstile()
-    for enter in (turnstile.undisturbed, turnstile.slowly):
+    lock = DriverLock()
+    for enter in (lock.priority, lock.background):
         before = state()
         with pytest.raises(ValueError, match="in the middle"), enter():
             raise ValueError("in the middle")
         assert state() == before
-    with turnstile.undisturbed():
+    with lock.priority():
         pass
-    with turnstile.slowly():
+    with lock.background():
         pass
