@@ -15,7 +15,7 @@ from resharder.client.gpu.schedule import Moves, schedule
 from resharder.client.gpu.streams import Lane, Mark
 from resharder.client.gpu.table import Table, addresses_of, check_fit
 from resharder.client.runtime.driver_lock import DRIVER_LOCK
-from resharder.client.runtime.switch_interval import quick_turns
+from resharder.client.runtime.switch_interval import short_switch_interval
 from resharder.converters.geometry.copy_table import copies_of
 from resharder.converters.geometry.layout import Layout, Piece
 from resharder.converters.geometry.piece_arrays import Ints, pack
@@ -62,7 +62,7 @@ class ToHost:
             self._fill = source, Table(self._fills, *begins, self._device)
         fill, empty, proof = self._fill[1], Table(self._empties, *begins, torch.device("cpu")), self._proof.at(tensors)
         self._lane.begin()
-        with ThreadPoolExecutor(self._threads, "resharder-to-host") as pool, quick_turns():
+        with ThreadPoolExecutor(self._threads, "resharder-to-host") as pool, short_switch_interval():
             try:
                 self._copy(fill, empty, pool)
             finally:

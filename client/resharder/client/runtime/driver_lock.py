@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from resharder.client.runtime.switch_interval import quick_turns
+from resharder.client.runtime.switch_interval import short_switch_interval
 
 
 class DriverLock:
@@ -33,7 +33,7 @@ class DriverLock:
                 gc.disable()
             self._changed.wait_for(lambda: not self._background)
         try:
-            with quick_turns():
+            with short_switch_interval():
                 yield
         finally:
             with self._changed:

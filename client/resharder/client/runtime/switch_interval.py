@@ -1,8 +1,9 @@
-"""Whose turn it is in Python's interpreter.
+"""The interpreter's switch interval, shortened while latency matters.
 
-A thread that needs the interpreter's lock again, as after each kernel that it launched and each call of NCCL, waits for it as
-long as `sys.getswitchinterval` says, 5 ms, where another thread computes in Python. Beside one that stages a version of many
-tensors a server's steps are slow then, and a transfer of hundreds of calls takes more than a second.
+A thread that needs the interpreter's lock again, for example after each kernel launch or NCCL call,
+waits up to `sys.getswitchinterval()` (5 ms by default) while another thread computes in Python.
+Beside a thread that stages a version of many tensors, that slows a server's steps and makes a
+transfer of hundreds of calls take more than a second.
 """
 
 import sys
@@ -10,13 +11,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_INTERVAL = 50e-6  # seconds; with less, both threads are slower for the changes
+_INTERVAL = 50e-6  # seconds; below this, switching slows both threads
 _lock, _users, _before = threading.Lock(), 0, 0.0
 
 
 @contextmanager
-def quick_turns() -> Iterator[None]:
-    """Whoever computes in Python meanwhile hands over at once when others have something to do, and takes longer for that."""
+def short_switch_interval() -> Iterator[None]:
+    """Shorten the switch interval of the process; nested and concurrent uses share one setting."""
     global _users, _before
     with _lock:
         _users += 1

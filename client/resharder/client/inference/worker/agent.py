@@ -26,7 +26,7 @@ from resharder.client.inference.worker.verify import Verifier
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.driver_lock import DRIVER_LOCK
 from resharder.client.runtime.gc_pauses import sweep, unswept
-from resharder.client.runtime.switch_interval import quick_turns
+from resharder.client.runtime.switch_interval import short_switch_interval
 from resharder.client.tracing import Timings, timed
 from resharder.converters.errors import ConversionError
 from resharder.v1 import resources_pb2
