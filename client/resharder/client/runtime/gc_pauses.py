@@ -1,40 +1,49 @@
-"""Python's collector of garbage in a worker. It stops every thread while it looks at objects, and a version of many tensors is
-many objects: with 18,867 tensors each look took a quarter of a second, while clients waited for tokens."""
+"""Garbage collection in a worker, kept out of the time in which clients wait for tokens.
+
+A collection stops every thread while it visits objects, and a version of many tensors is many
+objects: with 18,867 tensors each collection took a quarter of a second.
+"""
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _MORE = 1_000_000  # objects, some 100 MB
-_least = 0  # objects that were there at the last sweep
-_made = 0  # since then, unswept, or since their number was last looked at; those that are gone again are among them
+_frozen = 0  # objects frozen by the last `collect_and_freeze`
+_made = 0  # upper bound on the objects frozen since then by `gc_paused`
 
 
-def sweep() -> None:
-    """Of everything; from then on nothing of what is there is looked at. At a boot and before sleep at level 2: nobody waits."""
-    global _least, _made
+def collect_and_freeze() -> None:
+    """Run a full collection, then freeze all survivors.
+
+    For moments without requests: at boot and before sleep at level 2.
+    """
+    global _frozen, _made
     gc.unfreeze()
     gc.collect()
     gc.freeze()
-    _least, _made = gc.get_freeze_count(), 0
+    _frozen, _made = gc.get_freeze_count(), 0
 
 
 @contextmanager
-def unswept() -> Iterator[None]:
-    """What is made meanwhile is not looked at either; it goes when nobody refers to it. Garbage of that time stays until the next
-    `sweep`, which is now where a million objects more are there than after the last one."""
+def gc_paused() -> Iterator[None]:
+    """Disable collections inside the block and freeze what it leaves.
+
+    Objects made inside are freed by reference count alone; their cycles remain until the next
+    `collect_and_freeze`, which runs here once a million objects were added since the last one.
+    """
     global _made
-    swept = gc.isenabled()
-    if _made > _MORE:  # to count those that are there takes a tenth of a second of all threads: not each time
-        _made = gc.get_freeze_count() - _least
+    was_enabled = gc.isenabled()
+    if _made > _MORE:  # counting stops all threads for a tenth of a second: not each time
+        _made = gc.get_freeze_count() - _frozen
         if _made > _MORE:
-            sweep()
+            collect_and_freeze()
     gc.collect(1)
     gc.disable()
     try:
         yield
     finally:
-        _made += gc.get_count()[0]  # since the line above: while it is disabled nothing else sets it back
+        _made += gc.get_count()[0]  # since `gc.collect(1)`: nothing resets it while collections are disabled
         gc.freeze()
-        if swept:
+        if was_enabled:
             gc.enable()

@@ -25,7 +25,7 @@ from resharder.client.inference.worker.staging import StagedInstall, Staging
 from resharder.client.inference.worker.verify import Verifier
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.driver_lock import DRIVER_LOCK
-from resharder.client.runtime.gc_pauses import sweep, unswept
+from resharder.client.runtime.gc_pauses import collect_and_freeze, gc_paused
 from resharder.client.runtime.switch_interval import short_switch_interval
 from resharder.client.tracing import Timings, timed
 from resharder.converters.errors import ConversionError
@@ -281,7 +281,7 @@ class Agent:
         """Said of the model, and again of its drafter."""
         self.version, self.fingerprint = manifest.number, manifest.fingerprint
         self.learned()
-        sweep()
+        collect_and_freeze()
         self.installed = self.installed + installed if self.installed else installed
         staged = StagedInstall("", seconds=stage_seconds, timings=timings or [])
         self._report(resources_pb2.Worker.BOOTED, version=manifest.number, staged=staged, holds=True)

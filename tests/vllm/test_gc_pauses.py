@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from resharder.client.runtime import gc_pauses
-from resharder.client.runtime.gc_pauses import sweep, unswept
+from resharder.client.runtime.gc_pauses import collect_and_freeze, gc_paused
 
 
 class Thing:
@@ -23,9 +23,9 @@ def as_before() -> Iterator[None]:
     gc.enable()
 
 
-def test_what_is_made_unswept_is_not_looked_at_and_goes_with_its_last_reference() -> None:
-    sweep()
-    with unswept():
+def test_what_is_made_while_gc_is_paused_is_not_looked_at_and_goes_with_its_last_reference() -> None:
+    collect_and_freeze()
+    with gc_paused():
         assert not gc.isenabled()
         things = [Thing(circular=False) for _ in range(1000)]
     assert gc.isenabled()
@@ -36,21 +36,21 @@ def test_what_is_made_unswept_is_not_looked_at_and_goes_with_its_last_reference(
     assert gone() is None
 
 
-def test_garbage_of_that_time_goes_with_the_next_sweep() -> None:
-    with unswept():
+def test_garbage_of_that_time_goes_with_the_next_collection() -> None:
+    with gc_paused():
         gone = weakref.ref(Thing(circular=True))
     gc.collect()
     assert gone() is not None
-    sweep()
+    collect_and_freeze()
     assert gone() is None
 
 
 def test_garbage_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gc_pauses, "_MORE", 10_000)
-    sweep()
+    collect_and_freeze()
     seen = []
     for _ in range(6):
-        with unswept():
+        with gc_paused():
             garbage = [Thing(circular=True) for _ in range(4000)]
             seen.append(weakref.ref(garbage[0]))
             del garbage
@@ -62,23 +62,23 @@ def test_garbage_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_objects_are_not_counted_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes all threads' time."""
-    sweep()
+    collect_and_freeze()
     count, calls = gc.get_freeze_count, list[int]()
     monkeypatch.setattr(gc, "get_freeze_count", lambda: calls.append(1) or count())
     monkeypatch.setattr(gc_pauses, "_MORE", 10_000)
     for versions, counted in ((5, 0), (2, 1), (3, 1)):
         for _ in range(versions):
-            with unswept():
+            with gc_paused():
                 things = [Thing(circular=False) for _ in range(2000)]
             del things
         assert len(calls) == counted
 
 
 def test_a_collector_that_was_off_stays_off_and_errors_leave_it_as_it_was() -> None:
-    with pytest.raises(ValueError, match="in the middle"), unswept():
+    with pytest.raises(ValueError, match="in the middle"), gc_paused():
         raise ValueError("in the middle")
     assert gc.isenabled()
     gc.disable()
-    with unswept():
+    with gc_paused():
         pass
     assert not gc.isenabled()
