@@ -289,7 +289,7 @@ def test_replicas_are_sent_once_and_evenly() -> None:
     from resharder.client.rpc.channel import Channel
     from resharder.client.trainer.identity import Identity
     from resharder.client.trainer.model_files import config_file
-    from resharder.client.trainer.rank_layout import Held, Holding
+    from resharder.client.trainer.rank_layout import RankBox, RankLayout
     from resharder.client.trainer.registration import register
     from resharder.converters.geometry.layout import TensorSpec, box_size, full_box
 
@@ -297,8 +297,8 @@ def test_replicas_are_sent_once_and_evenly() -> None:
     with Daemon() as daemon, Channel(daemon.endpoint) as channel:
         registered = []
         for rank in range(4):
-            holding = Holding(specs, tuple(Held(name, full_box(spec.shape), rank > 0) for name, spec in specs.items()))
-            registered.append(register(channel, "policy", [config_file(CONFIG)], Identity("even", rank, 4), holding))
+            rank_layout = RankLayout(specs, tuple(RankBox(name, full_box(spec.shape), rank > 0) for name, spec in specs.items()))
+            registered.append(register(channel, "policy", [config_file(CONFIG)], Identity("even", rank, 4), rank_layout))
         slots = [registration.assignment(60)[0] for registration in registered]
     sent = [sum(box_size(box) for box in slot.boxes) for slot in slots]
     assert sum(sent) == sum(256 * (64 + i) for i in range(16))

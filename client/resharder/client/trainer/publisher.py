@@ -35,13 +35,13 @@ from resharder.client.trainer.lease import Lease
 from resharder.client.trainer.model_files import Config, Tokenizer, config_file, plain_config, tokenizer_files
 from resharder.client.trainer.rank_layout import (
     DeclaredTensor,
-    Holding,
     LiveTensors,
+    RankLayout,
     TensorItem,
+    assigned_items,
     declare,
-    holding_of_declared,
-    holding_of_layout,
-    numbered,
+    declared_rank_layout,
+    rank_layout_of,
 )
 from resharder.client.trainer.registration import Registration, register
 from resharder.client.trainer.rendezvous import meet
@@ -95,7 +95,7 @@ class Publisher:
         self._sender: Sender | None = None
         self._files: list[resources_pb2.ModelFile] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._holding: Holding | None = None
+        self._rank_layout: RankLayout | None = None
         self._registration: Registration | None = None
         self._live: LiveTensors | None = None
         self._from_gpu: Transport | None = None
@@ -147,7 +147,7 @@ class Publisher:
             self._live, self._from_gpu = LiveTensors(layout, tensors), None
             self._model, self._chunks = model, megatron_chunks(model)
             self._open_sender(layout, tensors)
-            self._register(holding_of_layout(layout), wait)
+            self._register(rank_layout_of(layout), wait)
 
     def attach_config(self, hf_config: Config, tokenizer: Tokenizer | None = None) -> None:
         """The files that the model's versions carry, for a trainer that publishes tensors."""
@@ -162,7 +162,7 @@ class Publisher:
         with self._alone():
             self._live, self._model, self._chunks = None, None, ()
             self._close_sender()
-            self._register(holding_of_declared(declared), wait)
+            self._register(declared_rank_layout(declared), wait)
 
     def publish(self, step: int, *, sync: bool = False, direct: bool = True) -> Handle:
         """Hands this rank's part of the attached model over; returns when the trainer may change its weights.
@@ -191,14 +191,14 @@ class Publisher:
             if self._live is not None:
                 raise UsageError("expected publish(step): a model is attached")
             once = not callable(items) and iter(items) is items
-            if self._holding is None:
+            if self._rank_layout is None:
                 items = list(items) if once and not callable(items) else items
                 once = False
-                self._register(holding_of_declared(declare(_opened(items), self._shapes)), wait=True)
-            holding = self._holding
-            if holding is None:
+                self._register(declared_rank_layout(declare(_opened(items), self._shapes)), wait=True)
+            rank_layout = self._rank_layout
+            if rank_layout is None:
                 raise UsageError("expected registered tensors")
-            return self._publish(step, lambda positions: numbered(holding, positions, _opened(items)), once=once)
+            return self._publish(step, lambda positions: assigned_items(rank_layout, positions, _opened(items)), once=once)
 
     @contextmanager
     def generation(
@@ -312,26 +312,26 @@ class Publisher:
             self._sender.close()
         self._sender = None
 
-    def _register(self, holding: Holding, wait: bool) -> None:
+    def _register(self, rank_layout: RankLayout, wait: bool) -> None:
         if not self._files:
             raise UsageError("expected the model's config: pass config to connect, or call attach_config first")
-        self._holding = holding
-        self._registration = register(self._channel, self.model, self._files, self.identity, holding)
+        self._rank_layout = rank_layout
+        self._registration = register(self._channel, self.model, self._files, self.identity, rank_layout)
         self._attempts.registered(self._registration.newest_version)
         if self._lease is not None:
             self._lease.stop()
         self._lease = Lease(self._channel, self._registration, self.identity.rank, self._again_if_idle, self._give_up_lost)
         if self._sender is not None:
             self._sender.declare(self._registration.name)
-        compile_for(ITEM_SIZES[spec.dtype] for spec in holding.tensors.values())  # while others register, not in a publish
+        compile_for(ITEM_SIZES[spec.dtype] for spec in rank_layout.tensors.values())  # while others register, not in a publish
         if wait:
             self._registration.assignment(self._register_timeout)
 
     def _again(self) -> None:
         """Registers as before with a daemon that has lost this publisher: it was started anew."""
-        if self._holding is None:
+        if self._rank_layout is None:
             raise UsageError("expected something attached")
-        self._registration = register(self._channel, self.model, self._files, self.identity, self._holding)
+        self._registration = register(self._channel, self.model, self._files, self.identity, self._rank_layout)
         if self._lease is not None:
             self._lease.follow(self._registration)
         if self._newest is not None:

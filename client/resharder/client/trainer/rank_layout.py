@@ -18,22 +18,22 @@ TensorItem = tuple[str, torch.Tensor] | tuple[str, Index, torch.Tensor]
 """(hf_name, whole tensor) or (hf_name, index, the part that the index selects)."""
 
 
-class Held(NamedTuple):
+class RankBox(NamedTuple):
     tensor: str
     box: Box
     replica: bool = False
 
 
 @dataclass(frozen=True)
-class Holding:
-    """`tensors` are the HF tensors that `held` speaks of, by name."""
+class RankLayout:
+    """The boxes that a rank registers, and the HF tensors that they are part of, by name."""
 
     tensors: dict[str, TensorSpec]
-    held: tuple[Held, ...]
+    boxes: tuple[RankBox, ...]
 
     @cached_property
     def positions(self) -> dict[tuple[str, Box], int]:
-        return {(held.tensor, held.box): position for position, held in enumerate(self.held)}
+        return {(each.tensor, each.box): position for position, each in enumerate(self.boxes)}
 
 
 class DeclaredTensor(NamedTuple):
@@ -46,14 +46,14 @@ class DeclaredTensor(NamedTuple):
     part: Index | None = None
 
 
-def holding_of_layout(layout: Layout) -> Holding:
-    return Holding(dict(layout.tensors), tuple(Held(piece.tensor, piece.box, piece.replica) for piece in layout.pieces))
+def rank_layout_of(layout: Layout) -> RankLayout:
+    return RankLayout(dict(layout.tensors), tuple(RankBox(piece.tensor, piece.box, piece.replica) for piece in layout.pieces))
 
 
-def holding_of_declared(declared: Iterable[DeclaredTensor | tuple[Any, ...]]) -> Holding:
+def declared_rank_layout(declared: Iterable[DeclaredTensor | tuple[Any, ...]]) -> RankLayout:
     """Raises UsageError for a dtype that safetensors lacks, two shapes of one tensor, or a piece declared twice."""
     specs: dict[str, TensorSpec] = {}
-    held: dict[tuple[str, Box], Held] = {}
+    boxes: dict[tuple[str, Box], RankBox] = {}
     for entry in declared:
         name, dtype, shape, index = DeclaredTensor(*entry)
         spec = TensorSpec(name, dtype_name(name, dtype), tuple(shape))
@@ -62,10 +62,10 @@ def holding_of_declared(declared: Iterable[DeclaredTensor | tuple[Any, ...]]) ->
                 f"{name}: declared as {specs[name].dtype} {list(specs[name].shape)} and as {spec.dtype} {list(shape)}"
             )
         box = box_of(name, index, spec.shape)
-        if (name, box) in held:
+        if (name, box) in boxes:
             raise UsageError(f"{name}{format_box(box)}: declared twice")
-        held[name, box] = Held(name, box)
-    return Holding(specs, tuple(held.values()))
+        boxes[name, box] = RankBox(name, box)
+    return RankLayout(specs, tuple(boxes.values()))
 
 
 def declare(items: Iterable[TensorItem], shapes: Mapping[str, tuple[int, ...]]) -> list[DeclaredTensor]:
@@ -148,20 +148,20 @@ def _memory_form(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
 
 
-def numbered(holding: Holding, positions: Iterable[int], items: Iterable[TensorItem]) -> Iterator["Item"]:
+def assigned_items(rank_layout: RankLayout, positions: Iterable[int], items: Iterable[TensorItem]) -> Iterator["Item"]:
     """Those of `items` that are assigned, by their number in the slot. Raises UsageError unless `items` are exactly what the rank
     registered, in any order."""
     numbers = {position: number for number, position in enumerate(positions)}
-    open_ = dict(holding.positions)
+    open_ = dict(rank_layout.positions)
     for item in items:
         name, index, tensor = split_item(item)
-        spec = holding.tensors.get(name)
+        spec = rank_layout.tensors.get(name)
         if spec is None:
-            raise UsageError(f"{name}: this rank registered no such tensor; it holds {len(holding.tensors)} others")
+            raise UsageError(f"{name}: this rank registered no such tensor; it holds {len(rank_layout.tensors)} others")
         box = box_of(name, index, spec.shape)
         position = open_.pop((name, box), None)
         if position is None:
-            again = "came twice" if (name, box) in holding.positions else "was not registered by this rank"
+            again = "came twice" if (name, box) in rank_layout.positions else "was not registered by this rank"
             raise UsageError(f"{name}{format_box(box)}: {again}")
         number = numbers.get(position)
         if dtype_name(name, tensor.dtype) != spec.dtype or tensor.numel() != _count(box) or not _same_shape(tensor, box):

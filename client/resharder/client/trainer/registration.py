@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from resharder.client.errors import StaleEpoch, WaitTimeout, refusal
 from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.identity import Identity
-from resharder.client.trainer.rank_layout import Holding
+from resharder.client.trainer.rank_layout import RankLayout
 from resharder.client.transport.base import Slot
 from resharder.converters.wire.boxes import boxes_to_proto, spec_to_proto
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
@@ -19,8 +19,8 @@ _POLL_SECONDS = 20.0
 class Registration:
     """One publisher as the daemon knows it. `assignment` asks once and keeps the answer."""
 
-    def __init__(self, channel: Channel, publisher: resources_pb2.Publisher, identity: Identity, holding: Holding) -> None:
-        self._channel, self._identity, self._holding = channel, identity, holding
+    def __init__(self, channel: Channel, publisher: resources_pb2.Publisher, identity: Identity, rank_layout: RankLayout) -> None:
+        self._channel, self._identity, self._rank_layout = channel, identity, rank_layout
         self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
         self._assigned: tuple[Slot, Sequence[int]] | None = None
         self._lock = threading.Lock()
@@ -64,20 +64,20 @@ class Registration:
                 raise WaitTimeout(waiting)
 
     def _slot(self, answer: publisher_pb2.Assignment) -> tuple[Slot, Sequence[int]]:
-        held = [self._holding.held[position] for position in answer.boxes]
+        assigned = [self._rank_layout.boxes[position] for position in answer.boxes]
         slot = Slot(
             rank=self._identity.rank,
-            boxes=tuple(h.box for h in held),
-            specs=tuple(self._holding.tensors[h.tensor] for h in held),
+            boxes=tuple(each.box for each in assigned),
+            specs=tuple(self._rank_layout.tensors[each.tensor] for each in assigned),
             chunk_bytes=answer.chunk_bytes,
         )
         return slot, list(answer.boxes)
 
 
 def register(
-    channel: Channel, model: str, files: Sequence[resources_pb2.ModelFile], identity: Identity, holding: Holding
+    channel: Channel, model: str, files: Sequence[resources_pb2.ModelFile], identity: Identity, rank_layout: RankLayout
 ) -> Registration:
-    """Claims the model for the job and says what this rank holds. The model's files are rank 0's.
+    """Claims the model for the job and registers this rank's layout. The model's files are rank 0's.
 
     Raises LayoutRejected, OutOfRoom, StaleEpoch.
     """
@@ -89,17 +89,17 @@ def register(
     )
     publisher = channel.call(stub.CreatePublisher, claim)
     raise_refusal(publisher)
-    numbers = {name: number for number, name in enumerate(holding.tensors)}
+    numbers = {name: number for number, name in enumerate(rank_layout.tensors)}
     request = publisher_pb2.RegisterSlotRequest(
         publisher=publisher.name,
         rank=identity.rank,
         process=identity.process,
-        tensors=[spec_to_proto(spec) for spec in holding.tensors.values()],
-        boxes=boxes_to_proto((numbers[held.tensor], held.box, held.replica) for held in holding.held),
+        tensors=[spec_to_proto(spec) for spec in rank_layout.tensors.values()],
+        boxes=boxes_to_proto((numbers[each.tensor], each.box, each.replica) for each in rank_layout.boxes),
     )
     registered = channel.call(stub.RegisterSlot, request, timeout=300)
     raise_refusal(registered)
-    return Registration(channel, registered, identity, holding)
+    return Registration(channel, registered, identity, rank_layout)
 
 
 def raise_refusal(publisher: resources_pb2.Publisher) -> None:
