@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from resharder.client.direct.group import DirectFailed, Group, Part, connect, make_group
+from resharder.client.direct.base import DirectFailed, Group, Part
+from resharder.client.direct.rendezvous import connect, make_group
 from resharder.client.direct.transfer import Transfer
 from resharder.client.gpu.digest import Proof
 from resharder.client.gpu.schedule import quota_of, schedule

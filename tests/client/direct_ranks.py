@@ -14,7 +14,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from resharder.client.direct.group import DirectFailed, Group, connect, make_group
+from resharder.client.direct.base import DirectFailed, Group
+from resharder.client.direct.rendezvous import connect, make_group
 from resharder.client.direct.transfer import Transfer
 from resharder.client.gpu.schedule import Schedule, quota_of, schedule
 from resharder.converters.geometry.copy_table import Copies, copies_of

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from resharder.client.direct.group import DirectFailed
+from resharder.client.direct.base import DirectFailed
 from resharder.client.direct.links import Links
 
 from tests.support.operating import wait_until

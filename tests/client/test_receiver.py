@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from resharder.client.direct.group import DirectFailed
+from resharder.client.direct.base import DirectFailed
 from resharder.client.inference.worker.direct_receiver import _same
 
 

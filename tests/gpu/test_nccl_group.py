@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from resharder.client.direct.group import Group, Part, connect, make_group
+from resharder.client.direct.base import Group, Part
+from resharder.client.direct.rendezvous import connect, make_group
 from torch.distributed import TCPStore
 
 pytestmark = [

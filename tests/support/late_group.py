@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from resharder.client.direct.group import Group
+from resharder.client.direct.base import Group
 
 
 class Late:

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from resharder.client.direct.group import DirectFailed
+from resharder.client.direct.base import DirectFailed
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from resharder.client.direct.group import DirectFailed, Part
+from resharder.client.direct.base import DirectFailed, Part
 from resharder.client.direct.nccl_bindings import NAP, Pair
 from resharder.client.gpu.streams import Lane
 

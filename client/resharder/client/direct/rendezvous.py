@@ -1,26 +1,21 @@
-"""How members of a group meet: keys through the daemon, then a group of their own, then a transfer over it."""
+"""How the members of a group find each other: keys in a torch Store that the daemon keeps, then a process group of their own."""
 
 import datetime
+import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from resharder.client.direct.group import DirectFailed, Group, connect, make_group
-from resharder.client.direct.transfer import Follower, Seconds, Tensors, Transfer
+from resharder.client.direct.base import DirectFailed, Group, Part
+from resharder.client.direct.gloo import GlooGroup
 from resharder.client.errors import ResharderError
-from resharder.client.gpu.schedule import Schedule, quota_of, schedule
 from resharder.client.rpc.channel import Channel
-from resharder.converters.errors import ConversionError
-from resharder.converters.wire.direct import copies_from_proto
 from resharder.v1 import direct_pb2, direct_pb2_grpc
+from torch._C._distributed_c10d import PrefixStore
 
 _ASK = 10.0  # seconds of one call
-_LONGEST = 60.0  # seconds of one that waits
-_NEVER_SET = "over"  # a key of nobody's
-_OVER = "NOT_OFFERED"
 
 
 class DaemonStore(dist.Store):  # type: ignore[name-defined,misc]
@@ -69,91 +64,51 @@ class DaemonStore(dist.Store):  # type: ignore[name-defined,misc]
             raise RuntimeError(str(error)) from error
 
 
-class Link:
-    """One process's side of a group, kept from version to version. `memory`: for packing, where several links share it."""
+def make_group(
+    store: Any,
+    prefix: str,
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout: float,
+    peers: Iterable[int] | None = None,
+    most_peers: int = 0,
+) -> Group:
+    """Meets others of `size` processes at a torch Store under `prefix`, which is to be another for each group. `peers`: those
+    that this one exchanges something with, and they with it; all by default. Only those make up the group that are connected by
+    that, for it fails for all. `most_peers`: the most that any of them has, alike for all. Raises DirectFailed where they are not
+    there within `timeout` seconds."""
+    within = PrefixStore(f"resharder/{prefix}", store)
+    if device.type == "cuda":
+        from resharder.client.direct.nccl_group import NcclGroup
 
-    def __init__(
-        self, channel: Channel, message: direct_pb2.DirectLink, device: torch.device, memory: torch.Tensor | None = None
-    ) -> None:
-        """Raises DirectFailed where the members do not meet, or this one cannot."""
-        self.id, self.seconds, self._channel = message.group, message.seconds, channel
-        group: Group | None = None
-        try:
-            quota = quota_of(message.most_peers, message.most_made, message.staging_bytes)
-            found = schedule(copies_from_proto(message.copies), message.rank, quota)
-            sends, receives = _peers(found)
-            store, meet = DaemonStore(channel, message.group), (message.rank, message.size, device, message.seconds)
-            group = make_group(store, message.group, *meet, peers={*sends, *receives}, most_peers=message.most_peers)
-            connect(group, device, sends, receives, message.seconds)
-            self._transfer = Transfer(found, group, device, memory)
-        except (RuntimeError, ValueError, ResharderError, ConversionError) as error:
-            if group is not None:
-                group.abort(str(error))
-                group.close()
-            raise DirectFailed(f"group {message.group}: {error}") from error
-
-    @property
-    def received(self) -> int:
-        """Bytes that come with each version."""
-        return self._transfer.schedule.received
-
-    def prepare(self, sources: Tensors, targets: Tensors) -> None:
-        """Raises DirectFailed where tensors are not as they were declared."""
-        try:
-            self._transfer.prepare(sources, targets)
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise DirectFailed(f"group {self.id}: {error}") from error
-
-    @property
-    def complete(self) -> dict[str, int]:
-        """The last round that writes into each target local."""
-        return self._transfer.schedule.complete
-
-    def run(self, follower: Follower | None = None, meanwhile: Callable[[], None] | None = None) -> Seconds:
-        """As `Transfer.run` has it. Raises DirectFailed; the link is of no use then."""
-        return self._transfer.run(self.seconds, follower, meanwhile)
-
-    def watched(self) -> AbstractContextManager[None]:
-        """A transfer that runs inside fails as soon as the group is over for the daemon, as when a rank's stream has ended; NCCL
-        does not notice that its process is gone."""
-        return until_over(self._channel, self.id, self.seconds, self._transfer.group.abort)
-
-    def close(self) -> None:
-        self._transfer.group.close()
+        others = set(range(size)) - {rank} if peers is None else set(peers)
+        return NcclGroup(within, rank, others, device, timeout, max(most_peers, len(others)))
+    if peers is None:
+        return GlooGroup(within, rank, list(range(size)), timeout)
+    members = connected(within, rank, peers, time.monotonic() + timeout)
+    return GlooGroup(PrefixStore(f"of {members[0]}", within), rank, members, timeout)
 
 
-@contextmanager
-def until_over(channel: Channel, group: str, seconds: float, over: Callable[[str], None]) -> Iterator[None]:
-    """Calls `over`, in another thread, if the daemon says meanwhile that the group is; not where it says nothing."""
-
-    def heard(call: Any) -> None:
-        if not call.cancelled() and (error := call.exception()) is not None and (said := channel.error(error)).reason == _OVER:
-            over(str(said))
-
-    request = direct_pb2.GetGroupKeyRequest(group=group, key=_NEVER_SET, wait_seconds=min(seconds, _LONGEST))
-    call = direct_pb2_grpc.DirectServiceStub(channel.grpc).GetGroupKey.future(request, timeout=seconds + _ASK)
-    call.add_done_callback(heard)
+def connected(store: Any, rank: int, peers: Iterable[int], deadline: float) -> list[int]:
+    """All that `rank` reaches from peer to peer, and itself, when each says at the store whom it exchanges something with."""
+    store.set(f"peers/{rank}", json.dumps(sorted(peers)))
+    found, left = set[int](), [rank]
     try:
-        yield
-    finally:
-        call.cancel()
+        while left:
+            if (each := left.pop()) not in found:
+                store.wait([f"peers/{each}"], datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                found.add(each)
+                left += json.loads(store.get(f"peers/{each}"))
+    except (RuntimeError, ValueError) as error:
+        raise DirectFailed(f"expected rank {each} to say in time whom it sends to: {error}") from error
+    return sorted(found)
 
 
-def _peers(found: Schedule) -> tuple[list[int], list[int]]:
-    """Whom it sends to, and whom it receives from."""
-    sends = {post.peer for each in found.rounds for post in each.sends}
-    return sorted(sends), sorted({post.peer for each in found.rounds for post in each.receives})
-
-
-def finish(channel: Channel, member: direct_pb2.Member, group: str, error: str = "", seconds: float = 0.0, size: int = 0) -> None:
-    """Tells the daemon how it went for this member. Raises ResharderError."""
-    request = direct_pb2.FinishTransferRequest(
-        member=member, group=group, ok=not error, error=error, seconds=seconds, size_bytes=size
-    )
-    channel.call(direct_pb2_grpc.DirectServiceStub(channel.grpc).FinishTransfer, request, timeout=_ASK, patience=0)
-
-
-def declare(channel: Channel, member: direct_pb2.Member, fingerprint: str, layout: direct_pb2.MemoryLayout) -> None:
-    """Raises ResharderError."""
-    request = direct_pb2.DeclareMemoryRequest(member=member, fingerprint=fingerprint, layout=layout)
-    channel.call(direct_pb2_grpc.DirectServiceStub(channel.grpc).DeclareMemory, request, timeout=120)
+def connect(group: Group, device: torch.device, sends: Sequence[int], receives: Sequence[int], timeout: float) -> None:
+    """A byte to and from each of these ranks, in a round of its own: connections take a fraction of a second when they are first
+    used, and servers need not be paused for that."""
+    byte = torch.zeros(1, dtype=torch.uint8, device=device)
+    deadline = time.monotonic() + timeout
+    got = [Part(peer, torch.empty_like(byte)) for peer in sorted(receives)]
+    group.post([Part(peer, byte) for peer in sorted(sends)], got, deadline).wait(deadline)

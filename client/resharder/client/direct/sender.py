@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import xxhash
-from resharder.client.direct.group import DirectFailed
-from resharder.client.direct.links import Links
-from resharder.client.direct.rendezvous import Link, declare, finish
-from resharder.client.direct.sent import Sent
+from resharder.client.direct.base import DirectFailed
+from resharder.client.direct.links import Link, Links
+from resharder.client.direct.member_calls import declare, finish
+from resharder.client.direct.sent_digests import Sent
 from resharder.client.errors import ResharderError
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.driver_lock import DRIVER_LOCK

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from resharder.client.direct.group import DirectFailed, Group, Part, Pending
+from resharder.client.direct.base import DirectFailed, Group, Part, Pending
 from resharder.client.gpu.schedule import SLOTS, Post, Schedule
 from resharder.client.gpu.streams import Lane, Mark
 from resharder.client.gpu.table import Table, addresses_of, check_fit

@@ -15,8 +15,9 @@ from itertools import pairwise
 import grpc
 import torch
 import xxhash
-from resharder.client.direct.group import DirectFailed
-from resharder.client.direct.rendezvous import Link, declare, finish
+from resharder.client.direct.base import DirectFailed
+from resharder.client.direct.links import Link
+from resharder.client.direct.member_calls import declare, finish
 from resharder.client.direct.transfer import Tensors
 from resharder.client.errors import NotFound, ResharderError
 from resharder.client.gpu.digest import KeptProof

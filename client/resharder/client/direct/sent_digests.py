@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from resharder.client.direct.group import DirectFailed
+from resharder.client.direct.base import DirectFailed
 from resharder.client.gpu.digest import KeptProof
 from resharder.converters.geometry.layout import View, box_shape
 from resharder.converters.geometry.piece_arrays import Ints, Pieces

@@ -2,7 +2,7 @@
 
 import threading
 
-from resharder.client.direct.rendezvous import until_over
+from resharder.client.direct.links import until_over
 from resharder.client.rpc.channel import Channel
 
 from tests.support.daemon import Daemon

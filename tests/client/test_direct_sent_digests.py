@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from resharder.client.direct.group import DirectFailed
-from resharder.client.direct.sent import Sent
+from resharder.client.direct.base import DirectFailed
+from resharder.client.direct.sent_digests import Sent
 from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec, box_index
 from resharder.converters.geometry.piece_arrays import pack
 from resharder.converters.storage.digest import digest
