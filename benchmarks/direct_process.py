@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from resharder.client.direct.base import DirectFailed, Group, Part
+from resharder.client.direct.base import DirectFailed, DirectGroup, PeerMessage
 from resharder.client.direct.rendezvous import connect, make_group
 from resharder.client.direct.transfer import Transfer
 from resharder.client.gpu.digest import Proof
@@ -91,7 +91,7 @@ class Process:
         self.tensors = {n: torch.empty(size, dtype=t, device=self.device) for n, (size, t) in memory_of(self.layout).items()}
         self.facts = dict[str, Any]()
 
-    def new_group(self, prefix: str, peers: Sequence[int] | None = None) -> Group:
+    def new_group(self, prefix: str, peers: Sequence[int] | None = None) -> DirectGroup:
         """Of those that it exchanges something with, by default."""
         before, place = self.free(), self.place
         if peers is None:
@@ -135,7 +135,7 @@ class Process:
             ).sum()
         return int(total)
 
-    def transfer(self, way: Way, group: Group) -> Transfer:
+    def transfer(self, way: Way, group: DirectGroup) -> Transfer:
         shortest = 1 << 62 if way.direct_bytes is None else way.direct_bytes
         found = schedule(self.place.part, self.rank, quota_of(*self.place.most, way.staging), shortest)
         transfer = Transfer(found, group, self.device)
@@ -154,12 +154,12 @@ class Process:
             found.append((begin, time.monotonic(), said))
         return found[warm_up:]
 
-    def plain(self, group: Group, memory: torch.Tensor, size: int, crossed: bool) -> None:
+    def plain(self, group: DirectGroup, memory: torch.Tensor, size: int, crossed: bool) -> None:
         """Messages of `size` bytes that are all of `memory`: each sender to one receiver, or half of it to each."""
         others = self.place.others
         peers = list(others) if crossed else [others[self.rank % len(others)]]
         parts = [
-            Part(peer, half[i : i + size])
+            PeerMessage(peer, half[i : i + size])
             for peer, half in zip(peers, memory.view(len(peers), -1), strict=True)
             for i in range(0, half.numel(), size)
         ]
@@ -187,7 +187,7 @@ class Process:
         s = schedule(self.place.part, self.rank, quota_of(*self.place.most, job.ways[0].staging))
         return {"links": links, "ways": ways, "bytes": s.sent + s.received, "plain": plain, **self.facts}
 
-    def tried(self, way: Way, group: Group, rounds: int, held: list[int]) -> dict[str, Any]:
+    def tried(self, way: Way, group: DirectGroup, rounds: int, held: list[int]) -> dict[str, Any]:
         """`held`: digests of what was compared element by element, once it was."""
         transfer = self.transfer(way, group)
         if not self.place.sends:
@@ -203,7 +203,7 @@ class Process:
         s = transfer.schedule
         return {"took": took, "rounds": len(s.rounds), "messages": s.messages, "staging": transfer.staging, "wrong": wrong}
 
-    def prove(self, way: Way, group: Group, rounds: int) -> None:
+    def prove(self, way: Way, group: DirectGroup, rounds: int) -> None:
         """Transfers that end with the digests of all that arrived; some of those are compared with digests taken otherwise."""
         transfer, found = self.transfer(way, group), list[int]()
         begin = time.monotonic()

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from resharder.client.direct.base import DirectFailed, Group
+from resharder.client.direct.base import DirectFailed, DirectGroup
 from resharder.client.direct.rendezvous import connect, make_group
 from resharder.client.direct.transfer import Transfer
 from resharder.client.gpu.schedule import Schedule, quota_of, schedule
@@ -91,10 +91,10 @@ class Process:
             layout = [*trainer.values(), *workers.values()][rank]
             self.sides[name] = copies_of(plan(trainer, workers)), layout
 
-    def group(self, prefix: str, rank: int | None = None, size: int = 4, peers: set[int] | None = None) -> Group:
+    def group(self, prefix: str, rank: int | None = None, size: int = 4, peers: set[int] | None = None) -> DirectGroup:
         return make_group(self.store, prefix, self.rank if rank is None else rank, size, CPU, LONG, peers)
 
-    def transfer(self, group: Group, kind: str) -> Transfer:
+    def transfer(self, group: DirectGroup, kind: str) -> Transfer:
         copies, _ = self.sides[kind]
         found = scheduled(copies, self.rank)
         assert found.staging <= STAGING * copies.most_peers

@@ -25,7 +25,7 @@ class DirectFailed(ResharderError):
         self.torn = torn
 
 
-class Part(NamedTuple):
+class PeerMessage(NamedTuple):
     """A message: `memory` is bytes in one dimension, contiguous."""
 
     peer: int
@@ -42,14 +42,14 @@ class Pending(Protocol):
         """What `lane` gets to do from now on comes after them. Without streams that is to wait."""
 
 
-class Group(Protocol):
+class DirectGroup(Protocol):
     """What processes send over; `size` of them. Their ranks are those of all that met, not all of whom need be in it. One thread
     at a time uses it; `abort` and `close` may come from any."""
 
     rank: int
     size: int
 
-    def post(self, sends: Sequence[Part], receives: Sequence[Part], deadline: float) -> Pending:
+    def post(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], deadline: float) -> Pending:
         """Begins to send and receive, on the current stream where there are streams. Both sides of a pair post alike, in the same
         order. Raises DirectFailed."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from resharder.client.direct.base import DirectFailed, Part
+from resharder.client.direct.base import DirectFailed, PeerMessage
 from resharder.client.gpu.streams import Lane
 
 _UNUSED = 0x7FFFFFFF  # a tag
@@ -32,7 +32,7 @@ class GlooGroup:
         except RuntimeError as error:
             raise DirectFailed(f"expected {size} processes to meet within {timeout:g} s: {error}") from error
 
-    def post(self, sends: Sequence[Part], receives: Sequence[Part], deadline: float) -> "_Works":
+    def post(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], deadline: float) -> "_GlooWork":
         self.check()
         works = []
         try:
@@ -44,7 +44,7 @@ class GlooGroup:
                 self._sent[peer] += 1
         except (RuntimeError, AttributeError) as error:
             raise self.failed(error) from error
-        return _Works(self, works)
+        return _GlooWork(self, works)
 
     def failed(self, error: Exception) -> DirectFailed:
         return DirectFailed(self._why or f"rank {self.rank}: {error}")
@@ -73,7 +73,7 @@ class GlooGroup:
         self._gloo = None
 
 
-class _Works:
+class _GlooWork:
     def __init__(self, group: GlooGroup, works: list[tuple[Any, torch.Tensor]]) -> None:
         self._group, self._works = group, works
 

@@ -1,7 +1,7 @@
-"""A process's links to groups, kept from version to version.
+"""A process's links to groups, reused from version to version.
 
-`Links` has those of a rank, and meets each in a thread of its own: to meet takes seconds, in which other servers, that have met
-before, may stand still for what this rank sends to them.
+Meeting a group takes seconds, in which servers that have met before may be paused for a transfer
+from this rank: `TransferLinks` meets each group in a thread of its own.
 """
 
 import threading
@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from resharder.client.direct.base import DirectFailed, Group
+from resharder.client.direct.base import DirectFailed, DirectGroup
 from resharder.client.direct.rendezvous import DaemonStore, connect, make_group
 from resharder.client.direct.transfer import Follower, Seconds, Tensors, Transfer
 from resharder.client.errors import ResharderError
@@ -30,7 +30,7 @@ Failed = Callable[[str, Exception], None]
 """Told of a group that goes wrong, in any thread; its link is dropped by then."""
 
 
-class Link:
+class TransferLink:
     """One process's side of a group, kept from version to version. `memory`: for packing, where several links share it."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Link:
     ) -> None:
         """Raises DirectFailed where the members do not meet, or this one cannot."""
         self.id, self.seconds, self._channel = message.group, message.seconds, channel
-        group: Group | None = None
+        group: DirectGroup | None = None
         try:
             quota = quota_of(message.most_peers, message.most_made, message.staging_bytes)
             found = schedule(copies_from_proto(message.copies), message.rank, quota)
@@ -106,20 +106,20 @@ def _peers(found: Schedule) -> tuple[list[int], list[int]]:
     return sorted(sends), sorted({post.peer for each in found.rounds for post in each.receives})
 
 
-class Links:
+class TransferLinks:
     """`tensors` are what is sent. One thread at a time asks."""
 
     def __init__(self, tensors: Tensors, device: torch.device) -> None:
         self._tensors, self._device = tensors, device
-        self._met: dict[str, Future[Link | None]] = {}
+        self._met: dict[str, Future[TransferLink | None]] = {}
         self._preparing = threading.Lock()  # kernels are compiled
 
-    def meet(self, group: str, make: Callable[[], Link], failed: Failed) -> None:
+    def meet(self, group: str, make: Callable[[], TransferLink], failed: Failed) -> None:
         """Begins to. `make` is called on a stream of its own; it raises DirectFailed, or RuntimeError where no memory is left."""
-        met = self._met[group] = Future[Link | None]()
+        met = self._met[group] = Future[TransferLink | None]()
 
         def run() -> None:
-            link: Link | None = None
+            link: TransferLink | None = None
             try:
                 with self._apart():
                     link = self._prepared(make())
@@ -131,7 +131,7 @@ class Links:
 
         threading.Thread(target=run, name="resharder-meet", daemon=True).start()
 
-    def get(self, group: str) -> Link:
+    def get(self, group: str) -> TransferLink:
         """Once it has been met. Raises DirectFailed where there is none."""
         met = self._met.get(group)
         link = met.result() if met is not None else None
@@ -150,7 +150,7 @@ class Links:
                     self._met.pop(group, None)
                     failed(group, error)
 
-    def _prepared(self, link: Link) -> Link:
+    def _prepared(self, link: TransferLink) -> TransferLink:
         try:
             with self._preparing:
                 link.prepare(self._tensors, {})

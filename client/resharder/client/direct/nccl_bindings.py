@@ -76,7 +76,7 @@ def _library() -> Any:
     return library
 
 
-class Pair:
+class PairCommunicator:
     """A communicator of two: this process and `peer`, each with a GPU of its own.
 
     For one thread at a time; `abort` may come from any.

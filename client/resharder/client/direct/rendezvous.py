@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from resharder.client.direct.base import DirectFailed, Group, Part
+from resharder.client.direct.base import DirectFailed, DirectGroup, PeerMessage
 from resharder.client.direct.gloo import GlooGroup
 from resharder.client.errors import ResharderError
 from resharder.client.rpc.channel import Channel
@@ -73,7 +73,7 @@ def make_group(
     timeout: float,
     peers: Iterable[int] | None = None,
     most_peers: int = 0,
-) -> Group:
+) -> DirectGroup:
     """Meets others of `size` processes at a torch Store under `prefix`, which is to be another for each group. `peers`: those
     that this one exchanges something with, and they with it; all by default. Only those make up the group that are connected by
     that, for it fails for all. `most_peers`: the most that any of them has, alike for all. Raises DirectFailed where they are not
@@ -105,10 +105,10 @@ def connected(store: Any, rank: int, peers: Iterable[int], deadline: float) -> l
     return sorted(found)
 
 
-def connect(group: Group, device: torch.device, sends: Sequence[int], receives: Sequence[int], timeout: float) -> None:
+def connect(group: DirectGroup, device: torch.device, sends: Sequence[int], receives: Sequence[int], timeout: float) -> None:
     """A byte to and from each of these ranks, in a round of its own: connections take a fraction of a second when they are first
     used, and servers need not be paused for that."""
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
     deadline = time.monotonic() + timeout
-    got = [Part(peer, torch.empty_like(byte)) for peer in sorted(receives)]
-    group.post([Part(peer, byte) for peer in sorted(sends)], got, deadline).wait(deadline)
+    got = [PeerMessage(peer, torch.empty_like(byte)) for peer in sorted(receives)]
+    group.post([PeerMessage(peer, byte) for peer in sorted(sends)], got, deadline).wait(deadline)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import xxhash
 from resharder.client.direct.base import DirectFailed
-from resharder.client.direct.links import Link, Links
+from resharder.client.direct.links import TransferLink, TransferLinks
 from resharder.client.direct.member_calls import declare, finish
-from resharder.client.direct.sent_digests import Sent
+from resharder.client.direct.sent_digests import SentDigests
 from resharder.client.errors import ResharderError
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.driver_lock import DRIVER_LOCK
@@ -62,9 +62,9 @@ class Sender:
         self._channel, self._rank, self._tensors, self._process = channel, rank, tensors, uuid.uuid4().hex
         self._device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         self._layout = layout_to_proto(pack({rank: layout}))
-        self._links = Links(tensors, self._device)
+        self._links = TransferLinks(tensors, self._device)
         self._memory = xxhash.xxh3_128_hexdigest(self._layout.SerializeToString(deterministic=True))
-        self._sent: dict[str, Sent] = {}  # by group, once it was asked for their digests
+        self._sent: dict[str, SentDigests] = {}  # by group, once it was asked for their digests
         self._buffers: torch.Tensor | None = None
         self._stream: Any = None
 
@@ -127,7 +127,7 @@ class Sender:
         except RuntimeError as error:  # there is no memory left
             failed(message.group, error)
             return
-        self._links.meet(message.group, partial(Link, self._channel, message, self._device, self._buffers), failed)
+        self._links.meet(message.group, partial(TransferLink, self._channel, message, self._device, self._buffers), failed)
 
     def _run(self, member: direct_pb2.Member, group: str) -> None:
         try:
@@ -143,7 +143,7 @@ class Sender:
     def _say(self, request: direct_pb2.OfferVersionRequest, task: direct_pb2.DirectTask) -> None:
         try:
             if task.HasField("sent"):
-                self._sent[task.group] = Sent(layout_from_proto(task.sent, self._rank), self._device)
+                self._sent[task.group] = SentDigests(layout_from_proto(task.sent, self._rank), self._device)
             if task.group not in self._sent:
                 raise DirectFailed(f"rank {self._rank} does not know what it sends over group {task.group}")
             digests = self._sent[task.group].digests(self._tensors)

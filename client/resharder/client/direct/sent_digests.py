@@ -13,7 +13,7 @@ from resharder.converters.models.tensor_io import view_of
 from resharder.converters.storage.digest import digest_torch
 
 
-class Sent:
+class SentDigests:
     """Over one group, version after version."""
 
     def __init__(self, pieces: Pieces[int], device: torch.device) -> None:

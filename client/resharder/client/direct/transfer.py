@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from resharder.client.direct.base import DirectFailed, Group, Part, Pending
+from resharder.client.direct.base import DirectFailed, DirectGroup, PeerMessage, Pending
 from resharder.client.gpu.schedule import SLOTS, Post, Schedule
 from resharder.client.gpu.streams import Lane, Mark
 from resharder.client.gpu.table import Table, addresses_of, check_fit
@@ -40,7 +40,7 @@ class Seconds(NamedTuple):
 class Transfer:
     """One process's side of one plan over one group: made once, prepared and run for every version, by one thread at a time."""
 
-    def __init__(self, schedule: Schedule, group: Group, device: torch.device, memory: torch.Tensor | None = None) -> None:
+    def __init__(self, schedule: Schedule, group: DirectGroup, device: torch.device, memory: torch.Tensor | None = None) -> None:
         """`memory`: of the device, for buffers; transfers that do not run at once may share it."""
         self.schedule, self.group, self._device = schedule, group, device
         slots = min(SLOTS, len(schedule.rounds) - 1)
@@ -55,7 +55,7 @@ class Transfer:
         self._reads = _used(schedule.packs.source, schedule.local.source, sent, made)
         self._writes = _used(schedule.unpacks.target, schedule.local.target, received)
         self._pointers: list[int] | None = None
-        self._exchanges: list[tuple[list[Part], list[Part]]]
+        self._exchanges: list[tuple[list[PeerMessage], list[PeerMessage]]]
         self._tables: tuple[Table, Table, Table]
         self._sources: Tensors
 
@@ -206,10 +206,10 @@ def _slot(slots: list[torch.Tensor], k: int) -> torch.Tensor:
     return slots[(k - 1) % SLOTS]
 
 
-def _part(post: Post, names: tuple[str, ...], tensors: Tensors, slots: list[torch.Tensor], k: int) -> Part:
+def _part(post: Post, names: tuple[str, ...], tensors: Tensors, slots: list[torch.Tensor], k: int) -> PeerMessage:
     peer, local, at, size = post
     memory = _slot(slots, k) if local < 0 else _bytes(names[local], tensors[names[local]], at + size)
-    return Part(peer, memory[at : at + size])
+    return PeerMessage(peer, memory[at : at + size])
 
 
 def _bytes(name: str, tensor: torch.Tensor, needed: int) -> torch.Tensor:

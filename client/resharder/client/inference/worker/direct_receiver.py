@@ -16,7 +16,7 @@ import grpc
 import torch
 import xxhash
 from resharder.client.direct.base import DirectFailed
-from resharder.client.direct.links import Link
+from resharder.client.direct.links import TransferLink
 from resharder.client.direct.member_calls import declare, finish
 from resharder.client.direct.transfer import Tensors
 from resharder.client.errors import NotFound, ResharderError
@@ -87,7 +87,7 @@ class Receiver:
         self._channel, self._device = channel, device
         self._stub = direct_pb2_grpc.DirectServiceStub(channel.grpc)
         self._member = direct_pb2.Member(owner=f"servers/{server}", rank=rank, process=process)
-        self._link: Link | None = None
+        self._link: TransferLink | None = None
         self._targets: dict[str, torch.Tensor] = {}
         self._proof: KeptProof | None = None  # on a GPU
         self._expected: tuple[int, ...] = ()
@@ -110,7 +110,7 @@ class Receiver:
             try:  # what takes its time, before the pause
                 if self._link is None or self._link.id != message.group:
                     self.close()
-                    self._link = Link(self._channel, message, self._device)
+                    self._link = TransferLink(self._channel, message, self._device)
                     if self._device.type == "cuda":
                         self._proof = KeptProof(memory.layout, self._device, self._link.complete)
                 self._targets = _targets(models, memory)
@@ -191,7 +191,7 @@ class Receiver:
         except grpc.RpcError as error:
             raise self._channel.error(error) from error
 
-    def _finished(self, link: Link, seconds: float) -> None:
+    def _finished(self, link: TransferLink, seconds: float) -> None:
         try:
             finish(self._channel, self._member, link.id, seconds=seconds, size=link.received)
         except ResharderError as error:  # everything is here and proven all the same
