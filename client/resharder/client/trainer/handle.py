@@ -102,3 +102,9 @@ class Handle:
 
 def behind(version: resources_pb2.Version) -> bool:
     return bool(version.servers_serving < version.servers_following)
+
+
+def delivered(version: resources_pb2.Version, rank: int) -> bool:
+    """Whether the daemon has this rank's part already: only digests are compared then."""
+    sealed = any(slot.rank == rank and slot.state == resources_pb2.Slot.SEALED for slot in version.slots)
+    return bool(version.state != State.STAGING or sealed)
