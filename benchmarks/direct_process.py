@@ -12,7 +12,7 @@ import torch
 from resharder.client.direct.base import DirectFailed, DirectGroup, PeerMessage
 from resharder.client.direct.rendezvous import connect, make_group
 from resharder.client.direct.transfer import Transfer
-from resharder.client.gpu.digest import Proof
+from resharder.client.gpu.digest import Digester
 from resharder.client.gpu.schedule import quota_of, schedule
 from resharder.converters.geometry.copy_table import Copies
 from resharder.converters.geometry.layout import Layout, Piece
@@ -226,13 +226,13 @@ class Process:
             wanted = digest_torch(values(piece, shape, 0, self.device), piece.box, shape)
             self.facts["unproven"] += wanted != found[i]
 
-    def proof(self, complete: dict[str, int] | None = None) -> Proof | None:
+    def proof(self, complete: dict[str, int] | None = None) -> Digester | None:
         """None on a CPU. `complete`: for a transfer that it follows."""
         if self.device.type != "cuda" or self.place.sends:
             return None
-        return Proof(self.layout, self.tensors, self.device, complete)
+        return Digester(self.layout, self.tensors, self.device, complete)
 
-    def digests(self, proof: Proof | None) -> list[int]:
+    def digests(self, proof: Digester | None) -> list[int]:
         return proof.digests() if proof else [held.digest for held in held_digests(self.layout, self.tensors)]
 
 

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import torch
 from resharder.client.gpu import move_kernel
-from resharder.client.gpu.device_to_host import ToHost
-from resharder.client.gpu.digest import Proof
-from resharder.client.gpu.host_to_device import HostCopy
+from resharder.client.gpu.device_to_host import DeviceToHost
+from resharder.client.gpu.digest import Digester
+from resharder.client.gpu.host_to_device import HostToDevice
 from resharder.client.gpu.table import _on_host
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, Piece, Range, TensorSpec, box_index, box_shape
 from resharder.converters.models.tensor_io import view_of
@@ -74,14 +74,14 @@ def some_layout() -> Made:
 
 def digests_are_those_of_the_host() -> None:
     layout, tensors, wanted = some_layout()
-    assert Proof(layout, tensors, torch.device("cpu")).digests() == wanted
+    assert Digester(layout, tensors, torch.device("cpu")).digests() == wanted
 
 
 def digests_of_what_arrives_in_parts_are_the_same() -> None:
     """Twice; tensors hold something else until they have arrived, and those that nothing is said of until the end."""
     layout, tensors, wanted = some_layout()
     complete = {name: random.randrange(3) for name in tensors if random.random() < 0.8}
-    proof = Proof(layout, tensors, torch.device("cpu"), complete)
+    proof = Digester(layout, tensors, torch.device("cpu"), complete)
     held = {name: tensor.clone() for name, tensor in tensors.items()}
     for _ in range(2):
         for tensor in tensors.values():
@@ -109,15 +109,15 @@ def boxes_go_to_the_hosts_memory_and_back() -> None:
     layout = Layout(layout.tensors, tuple(layout.pieces[i] for i in chosen))
     arrays = {name: np.zeros(spec.shape, BITS[ITEM_SIZES[spec.dtype]]) for name, spec in layout.tensors.items()}
     cpu = torch.device("cpu")
-    assert ToHost(Layout({}, ()), cpu, 1).run({}, {}) == []
+    assert DeviceToHost(Layout({}, ()), cpu, 1).run({}, {}) == []
     for threads, size in ((1, 64 << 20), (3, 160 << 10)):
         for array in arrays.values():
             array[...] = 0
-        assert ToHost(layout, cpu, threads, size).run(arrays, tensors) == [wanted[i] for i in chosen]
+        assert DeviceToHost(layout, cpu, threads, size).run(arrays, tensors) == [wanted[i] for i in chosen]
     held = {name: tensor.clone() for name, tensor in tensors.items()}
     for piece in layout.pieces:
         tensors[piece.local].zero_()
-    assert HostCopy(layout, cpu).place(arrays, tensors).run() == [wanted[i] for i in chosen]
+    assert HostToDevice(layout, cpu).place(arrays, tensors).run() == [wanted[i] for i in chosen]
     assert all(bits_of(held[name]) == bits_of(tensor) for name, tensor in tensors.items())
     for piece in layout.pieces:
         part = np.array(arrays[piece.tensor][box_index(piece.box)])

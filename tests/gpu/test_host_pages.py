@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
-from resharder.client.gpu.host_to_device import HostCopy
+from resharder.client.gpu.host_to_device import HostToDevice
 from resharder.client.gpu.pinned_pages import register
 from resharder.client.transport.base import Slot
 from resharder.client.transport.gpu_buffers import FromGpu
@@ -93,7 +93,7 @@ def test_boxes_of_read_only_pages_reach_the_gpu_and_have_the_digests_of_the_host
     read = MappedFiles(folder, lay_out(SPECS.values()))
     registered = register(read.arrays.values(), torch.device("cuda", 0))
     assert registered is not None
-    found = HostCopy(layout, torch.device("cuda", 0)).place(read.arrays, tensors).run()
+    found = HostToDevice(layout, torch.device("cuda", 0)).place(read.arrays, tensors).run()
     registered.close()
     read.close()
     check(folder, layout, tensors, found)

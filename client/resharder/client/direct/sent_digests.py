@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from resharder.client.direct.base import DirectFailed
-from resharder.client.gpu.digest import KeptProof
+from resharder.client.gpu.digest import CachedDigester
 from resharder.converters.geometry.layout import View, box_shape
 from resharder.converters.geometry.piece_arrays import Ints, Pieces
 from resharder.converters.models.tensor_io import view_of
@@ -19,7 +19,7 @@ class SentDigests:
     def __init__(self, pieces: Pieces[int], device: torch.device) -> None:
         self._pieces, self._on_gpu = pieces, device.type == "cuda"
         self._plain, self._changed = np.flatnonzero(pieces.plus == 0), np.flatnonzero(pieces.plus != 0)
-        self._proof = KeptProof(_take(pieces, self._plain), device)
+        self._digester = CachedDigester(_take(pieces, self._plain), device)
 
     def digests(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
         """In the order of the pieces. After what the current stream has yet to do. Raises DirectFailed."""
@@ -28,7 +28,7 @@ class SentDigests:
             if not self._on_gpu:
                 return [_digest(self._pieces, i, tensors) for i in range(len(self._pieces))]
             found = np.zeros(len(self._pieces), np.uint64)
-            found[self._plain] = self._proof.at(tensors).digests()
+            found[self._plain] = self._digester.at(tensors).digests()
             for i in self._changed.tolist():
                 found[i] = _digest(self._pieces, i, tensors)
         except (KeyError, ValueError, RuntimeError) as error:

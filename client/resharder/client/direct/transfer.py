@@ -19,7 +19,7 @@ _AHEAD = 8  # rounds that the host may be ahead of the device: the driver's queu
 
 
 class Follower(Protocol):
-    """Works on what has arrived while the rest is on its way, on the current stream: `resharder.client.gpu.digest.Proof`."""
+    """Works on what has arrived while the rest is on its way, on the current stream: `resharder.client.gpu.digest.Digester`."""
 
     def begin(self) -> None:
         """A transfer begins."""

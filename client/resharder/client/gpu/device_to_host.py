@@ -1,7 +1,7 @@
 """Boxes of a GPU's tensors into the host's pages, by way of pinned buffers: a kernel fills one while threads empty another.
 
 The same kernel could write to the pages themselves, were they registered with CUDA for each version. That takes time, and so does
-letting go of them, which whoever proves the version waits for; in both, other threads' kernels wait. 61 GB were READY after 7.3 s
+releasing them, for which the verification of the version waits; other threads' kernels wait in both. 61 GB were READY after 7.3 s
 that way and after 5.6 s this way (benchmarks/results/direct_install.md).
 """
 
@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
-from resharder.client.gpu.digest import KeptProof
+from resharder.client.gpu.digest import CachedDigester
 from resharder.client.gpu.schedule import Moves, schedule
 from resharder.client.gpu.streams import Lane, Mark
 from resharder.client.gpu.table import Table, addresses_of, check_fit
@@ -29,7 +29,7 @@ _ALIGN = 16  # bytes: the widest words of the kernel
 _RUN = 2 << 20  # bytes that a thread copies at a time, so that all have as much to do
 
 
-class ToHost:
+class DeviceToHost:
     """Planned once for a layout and run for every version. Its buffers, pinned where the tensors are a GPU's, are kept."""
 
     def __init__(self, layout: Layout, device: torch.device, threads: int, buffer_bytes: int = BUFFER_BYTES) -> None:
@@ -43,7 +43,7 @@ class ToHost:
         self._buffers = [
             torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(min(_BUFFERS, self._rounds))
         ]
-        self._lane, self._proof = Lane(device), KeptProof(layout, device)
+        self._lane, self._digester = Lane(device), CachedDigester(layout, device)
         self._fill: tuple[Ints, Table] | None = None  # and where tensors lie for it
 
     def run(self, arrays: Mapping[str, Array], tensors: Tensors) -> list[int]:
@@ -60,14 +60,14 @@ class ToHost:
         begins = np.append(source[:, 0], 0), np.append(target[:, 0], 0)
         if self._fill is None or not np.array_equal(self._fill[0], source):
             self._fill = source, Table(self._fills, *begins, self._device)
-        fill, empty, proof = self._fill[1], Table(self._empties, *begins, torch.device("cpu")), self._proof.at(tensors)
+        fill, empty, digester = self._fill[1], Table(self._empties, *begins, torch.device("cpu")), self._digester.at(tensors)
         self._lane.begin()
         with ThreadPoolExecutor(self._threads, "resharder-to-host") as pool, short_switch_interval():
             try:
                 self._copy(fill, empty, pool)
             finally:
                 self._lane.drain()
-        return proof.digests()
+        return digester.digests()
 
     def _copy(self, fill: Table, empty: Table, pool: ThreadPoolExecutor) -> None:
         filled: list[Mark] = []

@@ -1,4 +1,4 @@
-"""The proof on a GPU: digests of all that a process holds of a version, in a few kernels however many tensors there are."""
+"""Digests of all boxes that a process has of a version: on a GPU a few kernels, however many tensors there are."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -26,8 +26,8 @@ class _Items(NamedTuple):
     add: Callable[[torch.Tensor], None]
 
 
-class Proof:
-    """For the pieces of one layout where they are now: to be made anew where a tensor has moved."""
+class Digester:
+    """Digests of the pieces of one layout at their present addresses; a tensor that moves needs a new one."""
 
     def __init__(
         self,
@@ -93,21 +93,21 @@ class Proof:
         return found
 
 
-class KeptProof:
-    """The proof of one layout over the versions: made anew where a tensor has moved."""
+class CachedDigester:
+    """The `Digester` of one layout, reused from version to version and replaced when a tensor has moved."""
 
     def __init__(self, layout: Layout | Pieces[int], device: torch.device, complete: Mapping[str, int] | None = None) -> None:
-        """As `Proof` has them."""
+        """Takes the arguments of `Digester`."""
         self._pieces = pack({0: layout}) if isinstance(layout, Layout) else layout
         self._device, self._complete = device, complete
         self._names = [self._pieces.locals[i] for i in np.unique(self._pieces.local).tolist()]
-        self._made: tuple[list[int], Proof] | None = None
+        self._made: tuple[list[int], Digester] | None = None
 
-    def at(self, tensors: Mapping[str, torch.Tensor]) -> Proof:
+    def at(self, tensors: Mapping[str, torch.Tensor]) -> Digester:
         """Where these lie. Raises KeyError where one is missing."""
         where = [tensors[name].data_ptr() for name in self._names]
         if self._made is None or self._made[0] != where:
-            self._made = where, Proof(self._pieces, tensors, self._device, self._complete)
+            self._made = where, Digester(self._pieces, tensors, self._device, self._complete)
         return self._made[1]
 
 

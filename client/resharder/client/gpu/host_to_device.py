@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from resharder.client.gpu.digest import KeptProof, Proof
+from resharder.client.gpu.digest import CachedDigester, Digester
 from resharder.client.gpu.schedule import schedule
 from resharder.client.gpu.table import Table, addresses_of, check_fit
 from resharder.converters.geometry.copy_table import copies_of
@@ -18,7 +18,7 @@ from resharder.converters.storage.files import folder_layout
 Tensors = Mapping[str, torch.Tensor]
 
 
-class HostCopy:
+class HostToDevice:
     """Planned once for a layout, placed for every version."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
@@ -28,9 +28,9 @@ class HostCopy:
         copies = copies_of(plan_pieces(pack({0: whole}), pack({0: layout})), [0], [0])
         self._names, self._locals = copies.source_locals, copies.target_locals
         self._moves = schedule(copies, 0, 0).local
-        self._proof = KeptProof(layout, device)
+        self._digester = CachedDigester(layout, device)
 
-    def place(self, arrays: Mapping[str, Array], tensors: Tensors) -> "Placed":
+    def place(self, arrays: Mapping[str, Array], tensors: Tensors) -> "BoundCopy":
         """For tensors that lie still, and `arrays` in registered pages. Raises KeyError and ValueError for tensors that are not
         as the layout has them."""
         host = np.array([(arrays[n].ctypes.data, arrays[n].ctypes.data + arrays[n].nbytes) for n in self._names], np.int64)
@@ -40,17 +40,17 @@ class HostCopy:
         table = Table(self._moves, *begins, self._device)
         table.compile()
         where = dict(zip(self._locals, device[:, 0].tolist(), strict=True))
-        return Placed(self._layout, where, table, self._proof.at(tensors))
+        return BoundCopy(self._layout, where, table, self._digester.at(tensors))
 
 
 @dataclass(frozen=True)
-class Placed:
+class BoundCopy:
     """`where`: the addresses of local tensors."""
 
     layout: Layout
     where: dict[str, int]
     table: Table
-    proof: Proof
+    digester: Digester
 
     def is_at(self, tensors: Tensors) -> bool:
         """Whether it was placed for these."""
@@ -60,4 +60,4 @@ class Placed:
         """Copies, and takes the digests of what lies on the device then, in the order of the layout's pieces. After what the
         current stream has yet to do; returns when it is done."""
         self.table.run(0)
-        return self.proof.digests()
+        return self.digester.digests()

@@ -29,7 +29,7 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pair:
+class PairExchange:
     """What a pair exchanges. Tile `i` is of round `round[i]` and lies at `packed_at[i]` and `unpacked_at[i]` of the pair's part
     of its slot there, -1 where it is not packed or not unpacked; `packed[k]` and `unpacked[k]` are the sizes of those parts."""
 
@@ -43,7 +43,7 @@ class Pair:
     unpacked: tuple[int, ...]
 
 
-def pair_of(copies: Copies, quota: int, direct_bytes: int) -> Pair:
+def pair_of(copies: Copies, quota: int, direct_bytes: int) -> PairExchange:
     shape = shape_of(copies)
     kind, run, order = _kinds(copies, shape, direct_bytes)
     sizes = shape.sizes
@@ -89,7 +89,7 @@ def pair_of(copies: Copies, quota: int, direct_bytes: int) -> Pair:
         size = int(in_slot[through][j] + tiles.sizes[j] - in_slot[through][i])
         messages.append(Message(int(number[i]), *source, *target, size))
     tiles = tiles._replace(box=order[tiles.box])
-    return Pair(rounds, tuple(messages), tiles, number, in_slot[0], in_slot[1], parts[0], parts[1])
+    return PairExchange(rounds, tuple(messages), tiles, number, in_slot[0], in_slot[1], parts[0], parts[1])
 
 
 def _stream(sizes: Ints, begins: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> Ints:

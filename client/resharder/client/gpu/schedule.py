@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from resharder.client.gpu.pairs import Pair, pair_of, up
+from resharder.client.gpu.pairs import PairExchange, pair_of, up
 from resharder.client.gpu.tiles import TILE, Tiles, shape_of, tiles_of
 from resharder.converters.geometry.copy_table import ALIGN, Copies
 from resharder.converters.geometry.layout import View
@@ -183,7 +183,7 @@ def _ready(copies: Copies, rank: int) -> tuple[tuple[Ready, ...], Ints]:
     return tuple(ready), at
 
 
-def _moves(copies: Copies, pair: Pair, base: dict[int, int], ready_at: Ints, sends: bool) -> Moves:
+def _moves(copies: Copies, pair: PairExchange, base: dict[int, int], ready_at: Ints, sends: bool) -> Moves:
     """What one side of the pair packs or unpacks."""
     at = pair.packed_at if sends else pair.unpacked_at
     which = at >= 0

@@ -85,7 +85,7 @@ def _addresses(local: Ints, at: Ints, begins: Ints) -> Ints:
     return found
 
 
-class _Memory:
+class _ByteRows:
     def __init__(self, address: int, rows: int, width: int, stride: int) -> None:
         self.__array_interface__ = {
             "shape": (rows, width),
@@ -99,6 +99,6 @@ class _Memory:
 def _on_host(rows: Ints, word: int, source_base: int, target_base: int) -> Iterator[tuple[Bytes, Bytes]]:
     for source, target, count, width, source_stride, target_stride in rows.tolist():
         yield (
-            np.asarray(_Memory(source + source_base, count, width * word, source_stride * word)),
-            np.asarray(_Memory(target + target_base, count, width * word, target_stride * word)),
+            np.asarray(_ByteRows(source + source_base, count, width * word, source_stride * word)),
+            np.asarray(_ByteRows(target + target_base, count, width * word, target_stride * word)),
         )

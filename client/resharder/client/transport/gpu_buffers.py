@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from resharder.client.gpu.device_to_host import ToHost
+from resharder.client.gpu.device_to_host import DeviceToHost
 from resharder.client.gpu.pinned_pages import box_of, spans_of
 from resharder.client.transport.base import Slot
 from resharder.converters.geometry.layout import Layout, Piece
@@ -36,7 +36,7 @@ class FromGpu:
 
     def __init__(self, device: torch.device, threads: int, otherwise: "Callable[[], Transport]") -> None:
         self._device, self._threads, self._otherwise = device, threads, otherwise
-        self._copy: tuple[Layout, ToHost] | None = None
+        self._copy: tuple[Layout, DeviceToHost] | None = None
 
     def deliver(self, version: resources_pb2.Version, slot: Slot, items: "Iterable[Item]") -> list[int]:
         if isinstance(items, Sequence) and all(tensor.device == self._device for _, tensor in items):
@@ -46,7 +46,7 @@ class FromGpu:
     def _write(self, folder: Path, slot: Slot, tensors: dict[str, torch.Tensor]) -> list[int]:
         names, began = {spec.name for spec in slot.specs}, time.monotonic()
         files = [file for file in read_layout(folder) if any(t.spec.name in names for t in file.tensors)]
-        copy, maps = self._to_host(slot, tensors), MappedFiles(folder, files, writable=True)
+        copy, maps = self._device_to_host(slot, tensors), MappedFiles(folder, files, writable=True)
         try:
             planned = time.monotonic()
             spans = spans_of(box_of(maps.arrays[spec.name], box) for spec, box in zip(slot.specs, slot.boxes, strict=True))
@@ -63,10 +63,10 @@ class FromGpu:
             # Unmapping a million pages takes its time, and the trainer may be waiting.
             threading.Thread(target=_close, args=(maps,), name="resharder-unmap").start()
 
-    def _to_host(self, slot: Slot, tensors: dict[str, torch.Tensor]) -> ToHost:
+    def _device_to_host(self, slot: Slot, tensors: dict[str, torch.Tensor]) -> DeviceToHost:
         layout = layout_of(slot, tensors)
         if self._copy is None or self._copy[0] != layout:
-            self._copy = layout, ToHost(layout, self._device, self._threads)
+            self._copy = layout, DeviceToHost(layout, self._device, self._threads)
         return self._copy[1]
 
 

@@ -89,7 +89,7 @@ class Receiver:
         self._member = direct_pb2.Member(owner=f"servers/{server}", rank=rank, process=process)
         self._link: TransferLink | None = None
         self._targets: dict[str, torch.Tensor] = {}
-        self._proof: KeptProof | None = None  # on a GPU
+        self._proof: CachedDigester | None = None  # on a GPU
         self._expected: tuple[int, ...] = ()
         self._source = ""  # of what is expected
         self._finishing: threading.Thread | None = None  # tells the daemon of the last transfer
@@ -112,7 +112,7 @@ class Receiver:
                     self.close()
                     self._link = TransferLink(self._channel, message, self._device)
                     if self._device.type == "cuda":
-                        self._proof = KeptProof(memory.layout, self._device, self._link.complete)
+                        self._proof = CachedDigester(memory.layout, self._device, self._link.complete)
                 self._targets = _targets(models, memory)
                 self._link.prepare({}, self._targets)
                 if self._proof is not None:

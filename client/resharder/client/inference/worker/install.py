@@ -37,7 +37,7 @@ class Installed:
 class Prepared(NamedTuple):
     """A copy of all of a route's boxes that was made ready while clients were served, and the digests that it has to find."""
 
-    copy: Placed
+    copy: BoundCopy
     expected: list[int]
 
     def is_for(self, route: Route, live: Mapping[str, torch.Tensor]) -> bool:

@@ -41,7 +41,7 @@ class ModelPart:
     recording: Recording | None = None
     evidence: Evidence | None = None
     route: Route | None = None
-    _copy: tuple[Route, HostCopy] | None = None
+    _copy: tuple[Route, HostToDevice] | None = None
 
     def prepare(self, source: VersionSource, model: torch.nn.Module, device: torch.device) -> Prepared | None:
         """The copy of all boxes that go straight into a GPU's memory; `source` is registered. None where there are none."""
