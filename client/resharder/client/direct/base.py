@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from resharder.client.errors import ResharderError
-from resharder.client.gpu.streams import Lane
+from resharder.client.gpu.streams import WorkStream
 
 
 class DirectFailed(ResharderError):
@@ -38,8 +38,8 @@ class Pending(Protocol):
     def wait(self, deadline: float) -> None:
         """Until they are there, or until `deadline` (time.monotonic), then DirectFailed."""
 
-    def come_before(self, lane: Lane, deadline: float) -> None:
-        """What `lane` gets to do from now on comes after them. Without streams that is to wait."""
+    def come_before(self, stream: WorkStream, deadline: float) -> None:
+        """What `stream` gets to do from now on comes after them. Without streams that is to wait."""
 
 
 class DirectGroup(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from resharder.client.direct.base import DirectFailed, PeerMessage
-from resharder.client.gpu.streams import Lane
+from resharder.client.gpu.streams import WorkStream
 
 _UNUSED = 0x7FFFFFFF  # a tag
 _PATIENCE = datetime.timedelta(milliseconds=1)
@@ -85,5 +85,5 @@ class _GlooWork:
                 raise self._group.failed(error) from error
         self._works = []
 
-    def come_before(self, lane: Lane, deadline: float) -> None:
+    def come_before(self, stream: WorkStream, deadline: float) -> None:
         self.wait(deadline)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from resharder.client.direct.base import DirectFailed, PeerMessage
 from resharder.client.direct.nccl_bindings import NAP, PairCommunicator
-from resharder.client.gpu.streams import Lane
+from resharder.client.gpu.streams import WorkStream
 
 logger = logging.getLogger(__name__)
 _CTAS, _LEAST_CTAS = 64, 4
@@ -117,5 +117,5 @@ class _RecordedEvent:
                 raise self._group.fail(f"rank {self._group.rank}: the messages did not arrive in time")
             time.sleep(NAP)
 
-    def come_before(self, lane: Lane, deadline: float) -> None:
-        lane.after(self._event)
+    def come_before(self, stream: WorkStream, deadline: float) -> None:
+        stream.after(self._event)

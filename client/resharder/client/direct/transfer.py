@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from resharder.client.direct.base import DirectFailed, DirectGroup, PeerMessage, Pending
 from resharder.client.gpu.schedule import SLOTS, Post, Schedule
-from resharder.client.gpu.streams import Lane, Mark
+from resharder.client.gpu.streams import Mark, WorkStream
 from resharder.client.gpu.table import Table, addresses_of, check_fit
 from resharder.converters.geometry.copy_table import ALIGN
 from resharder.converters.geometry.piece_arrays import Ints
@@ -47,8 +47,8 @@ class Transfer:
         sizes = [*[schedule.pack_slot] * slots, *[schedule.unpack_slot] * slots, schedule.ready_size]
         buffers = _buffers(sizes, device, memory)
         self._packed, self._unpacked, self._ready = buffers[:slots], buffers[slots:-1], buffers[-1]
-        self._pack, self._wire, self._unpack = (Lane(device, before) for before in (1, 2, 1))
-        self._follow = Lane(device)
+        self._pack, self._wire, self._unpack = (WorkStream(device, before) for before in (1, 2, 1))
+        self._follow = WorkStream(device)
         posts = [(exchange.sends, exchange.receives) for exchange in schedule.rounds]
         sent, received = ([post.local for pair in posts for post in pair[i]] for i in (0, 1))
         made = [ready.local for ready in schedule.ready]
@@ -110,15 +110,15 @@ class Transfer:
         except BaseException as error:
             self.group.abort(str(error) or type(error).__name__)
             self.group.close()
-            for lane in (*self._lanes, self._follow):
-                lane.drain()
+            for stream in (*self._streams, self._follow):
+                stream.drain()
             if isinstance(error, RuntimeError | DirectFailed):
                 raise DirectFailed(str(error), torn=begun and self._fills) from error
             raise
-        return Seconds(time.monotonic() - started, *(lane.seconds for lane in self._lanes))
+        return Seconds(time.monotonic() - started, *(stream.seconds for stream in self._streams))
 
     @property
-    def _lanes(self) -> tuple[Lane, Lane, Lane]:
+    def _streams(self) -> tuple[WorkStream, WorkStream, WorkStream]:
         return self._pack, self._wire, self._unpack
 
     @property
@@ -129,8 +129,8 @@ class Transfer:
         """Round 0 needs no slots. Round `k` takes the slots of `k - 2`, packed once that was sent, received once that was
         unpacked."""
         packs, _, local = self._tables
-        for lane in (*self._lanes, self._follow):
-            lane.begin()
+        for stream in (*self._streams, self._follow):
+            stream.begin()
         if follower is not None:
             with self._follow.work():
                 follower.begin()
@@ -159,9 +159,9 @@ class Transfer:
             meanwhile()
         if wire:
             wire[-1].wait(deadline)
-        for lane in self._lanes:
-            lane.drain()
-        self._follow.come_before_others()
+        for stream in self._streams:
+            stream.drain()
+        self._follow.join_current()
 
     def _make_ready(self) -> None:
         for local, view, plus, at in self.schedule.ready:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from resharder.client.gpu.digest import CachedDigester
 from resharder.client.gpu.schedule import Moves, schedule
-from resharder.client.gpu.streams import Lane, Mark
+from resharder.client.gpu.streams import Mark, WorkStream
 from resharder.client.gpu.table import Table, addresses_of, check_fit
 from resharder.client.runtime.driver_lock import DRIVER_LOCK
 from resharder.client.runtime.switch_interval import short_switch_interval
@@ -43,7 +43,7 @@ class DeviceToHost:
         self._buffers = [
             torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(min(_BUFFERS, self._rounds))
         ]
-        self._lane, self._digester = Lane(device), CachedDigester(layout, device)
+        self._copies, self._digester = WorkStream(device), CachedDigester(layout, device)
         self._fill: tuple[Ints, Table] | None = None  # and where tensors lie for it
 
     def run(self, arrays: Mapping[str, Array], tensors: Tensors) -> list[int]:
@@ -61,12 +61,12 @@ class DeviceToHost:
         if self._fill is None or not np.array_equal(self._fill[0], source):
             self._fill = source, Table(self._fills, *begins, self._device)
         fill, empty, digester = self._fill[1], Table(self._empties, *begins, torch.device("cpu")), self._digester.at(tensors)
-        self._lane.begin()
+        self._copies.begin()
         with ThreadPoolExecutor(self._threads, "resharder-to-host") as pool, short_switch_interval():
             try:
                 self._copy(fill, empty, pool)
             finally:
-                self._lane.drain()
+                self._copies.drain()
         return digester.digests()
 
     def _copy(self, fill: Table, empty: Table, pool: ThreadPoolExecutor) -> None:
@@ -76,9 +76,9 @@ class DeviceToHost:
         def begin(k: int) -> None:
             if k >= len(self._buffers):
                 _all(emptied[k - len(self._buffers)])
-            with DRIVER_LOCK.background(), self._lane.work():  # beside this, transfers took 300 ms that take 180
+            with DRIVER_LOCK.background(), self._copies.work():  # beside this, transfers took 300 ms that take 180
                 fill.run(k, target_base=self._at(k))
-                filled.append(self._lane.mark())
+                filled.append(self._copies.mark())
 
         for k in range(self._rounds):
             for ahead in range(len(filled), min(k + 2, self._rounds)):  # the next one while this one is waited for

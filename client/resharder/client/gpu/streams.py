@@ -11,11 +11,11 @@ import torch
 Mark = Any  # a torch.cuda.Event, None on a CPU
 
 
-class Lane:
-    """A stream, or none. Its work comes after what was begun on the current stream when it was made ready by `begin`."""
+class WorkStream:
+    """A CUDA stream, or none on a CPU. Its work comes after what the current stream had at the time of `begin`."""
 
     def __init__(self, device: torch.device, before: int = 0) -> None:
-        """`before`: kernels of lanes with more of it are started first, up to 3."""
+        """`before`: kernels of streams with a higher value start first, up to 3."""
         self._stream: Any = _stream(device, before) if device.type == "cuda" else None
         self._spans: list[tuple[Any, Any]] = []
         self._seconds = 0.0
@@ -27,7 +27,7 @@ class Lane:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """What is begun inside goes to this lane and counts as its work."""
+        """Run what is launched inside on this stream and count it as its work."""
         if self._stream is None:
             started = time.perf_counter()
             try:
@@ -41,7 +41,7 @@ class Lane:
             self._spans.append((before, self.mark()))
 
     def mark(self) -> Mark:
-        """The point that this lane has come to."""
+        """Record an event at the present end of this stream."""
         if self._stream is None:
             return None
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call,unused-ignore]
@@ -49,17 +49,17 @@ class Lane:
         return event
 
     def after(self, mark: Mark) -> None:
-        """What this lane gets to do from now on comes after `mark`."""
+        """Make later work of this stream wait for `mark`."""
         if self._stream is not None and mark is not None:
             self._stream.wait_event(mark)
 
-    def come_before_others(self) -> None:
-        """What the current stream gets to do from now on comes after this lane's work."""
+    def join_current(self) -> None:
+        """Make later work of the current stream wait for this one."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def drain(self) -> None:
-        """Waits until it has nothing to do."""
+        """Wait until all work of this stream is done."""
         if self._stream is not None:
             self._stream.synchronize()
 
