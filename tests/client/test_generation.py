@@ -119,9 +119,9 @@ def generation(
         gpus.set_aside(rank)
 
     operator: Any = gpus
-    part = Part(
+    part = GenerationPart(
         kind(store or HashStore(), rank, len(gpus.here), "job", number),
-        Fleet(operator, "policy"),
+        SharedFleet(operator, "policy"),
         level=2,
         timeout=timeout,
         set_aside=set_aside,

@@ -37,7 +37,7 @@ class Generation:
     servers: tuple[str, ...]
 
 
-class Fleet:
+class SharedFleet:
     """The servers of one fleet, as one generation sees them."""
 
     def __init__(self, operator: Operator, name: str) -> None:
@@ -64,13 +64,13 @@ class Fleet:
         return late
 
 
-class Part:
+class GenerationPart:
     """One rank's part in one generation. `timeout`: seconds for each wait but that for other ranks' bodies."""
 
     def __init__(
         self,
         ranks: Ranks,
-        fleet: Fleet,
+        fleet: SharedFleet,
         *,
         level: int,
         timeout: float,
@@ -134,8 +134,8 @@ class Part:
         """Servers asleep, then memory back. Raises ServersNotAsleep: memory is still aside."""
         try:
             self._agree_to_end(failed)
-            self._until(lambda: not holding(self._fleet.look(), but_lost=True))
-            occupied = holding(self._fleet.look())
+            self._until(lambda: not occupying(self._fleet.look(), but_lost=True))
+            occupied = occupying(self._fleet.look())
         except Exception as error:
             raise ServersNotAsleep(f"expected fleet {self._fleet.name} to be put to sleep, got: {error}; {_ADVICE}") from error
         finally:

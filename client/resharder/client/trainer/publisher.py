@@ -215,7 +215,7 @@ class Publisher:
             with Operator(self._channel.endpoint, connect_timeout=self._channel.patience, tls=self._channel.tls) as operator:
                 part = Part(
                     meet(self.identity, self.model),
-                    Fleet(operator, fleet or self.model),
+                    SharedFleet(operator, fleet or self.model),
                     level=level,
                     timeout=bound(timeout),
                     set_aside=aside,
