@@ -12,7 +12,7 @@ from resharder.client.operator.answers import FleetStatus, ServerStatus
 from resharder.client.operator.convert import answer
 from resharder.client.trainer.colocate import Fleet, Generation, Part
 from resharder.client.trainer.handle import Handle
-from resharder.client.trainer.identity import Identity
+from resharder.client.trainer.identity import RankIdentity
 from resharder.client.trainer.rendezvous import Ranks, meet
 from resharder.v1 import resources_pb2
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
@@ -347,4 +347,4 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 def test_several_ranks_without_torch_distributed_are_refused() -> None:
     with pytest.raises(UsageError, match=r"torch\.distributed over all 2 ranks"):
-        meet(Identity("job", 0, 2), "policy")
+        meet(RankIdentity("job", 0, 2), "policy")

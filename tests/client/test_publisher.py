@@ -287,7 +287,7 @@ def test_a_bound_on_how_far_ahead_makes_publish_wait(daemon: Daemon) -> None:
 
 def test_replicas_are_sent_once_and_evenly() -> None:
     from resharder.client.rpc.channel import Channel
-    from resharder.client.trainer.identity import Identity
+    from resharder.client.trainer.identity import RankIdentity
     from resharder.client.trainer.model_files import config_file
     from resharder.client.trainer.rank_layout import RankBox, RankLayout
     from resharder.client.trainer.registration import register
@@ -298,7 +298,7 @@ def test_replicas_are_sent_once_and_evenly() -> None:
         registered = []
         for rank in range(4):
             rank_layout = RankLayout(specs, tuple(RankBox(name, full_box(spec.shape), rank > 0) for name, spec in specs.items()))
-            registered.append(register(channel, "policy", [config_file(CONFIG)], Identity("even", rank, 4), rank_layout))
+            registered.append(register(channel, "policy", [config_file(CONFIG)], RankIdentity("even", rank, 4), rank_layout))
         slots = [registration.assignment(60)[0] for registration in registered]
     sent = [sum(box_size(box) for box in slot.boxes) for slot in slots]
     assert sum(sent) == sum(256 * (64 + i) for i in range(16))

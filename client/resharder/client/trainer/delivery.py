@@ -15,7 +15,7 @@ from resharder.client.errors import TOO_MANY_STAGING, UNREGISTERED, NotFound, Ou
 from resharder.client.rpc.channel import Backoff, Channel
 from resharder.client.trainer.handle import Handle, State, delivered
 from resharder.client.trainer.session import PublisherSession
-from resharder.client.transport.base import Slot
+from resharder.client.transport.base import AssignedSlot
 from resharder.client.transport.host_buffers import digests_of
 from resharder.client.transport.selection import TransportSelector
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
@@ -80,7 +80,9 @@ class Delivery:
             restarts -= 1
             timings.clear()
 
-    def _begin(self, step: int, timings: tracing.Timings, direct: bool) -> tuple[Slot, Sequence[int], resources_pb2.Version]:
+    def _begin(
+        self, step: int, timings: tracing.Timings, direct: bool
+    ) -> tuple[AssignedSlot, Sequence[int], resources_pb2.Version]:
         """Return the slot, its positions and the version to fill; registers again with a daemon that was restarted."""
         restarts = _RESTARTS
         while True:
@@ -127,7 +129,7 @@ class Delivery:
             raise
 
     def _send(
-        self, slot: Slot, positions: Sequence[int], version: resources_pb2.Version, read: "Read", timings: tracing.Timings
+        self, slot: AssignedSlot, positions: Sequence[int], version: resources_pb2.Version, read: "Read", timings: tracing.Timings
     ) -> Handle:
         if version.state == State.ABORTED:
             raise VersionAborted(f"{version.name} (step {version.step}) was aborted: {version.reason}")

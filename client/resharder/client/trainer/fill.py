@@ -14,7 +14,7 @@ import torch
 from resharder.client.errors import CorruptData
 from resharder.client.trainer.model_files import Config, plain_config
 from resharder.client.transport.host_buffers import host_bits
-from resharder.client.versions.source import Source, Wanted, open_source
+from resharder.client.versions.source import Wanted, WeightSource, open_source
 from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import ConversionError, LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import ITEM_SIZES, Layout, Piece, box_shape, box_size, format_box
@@ -118,7 +118,7 @@ def _check(layout: Layout, tensors: Mapping[str, torch.Tensor], source: Source) 
     return wanted
 
 
-def _write(source: Source, wanted: Mapping[Wanted, Sequence[Piece]], tensors: Mapping[str, torch.Tensor]) -> None:
+def _write(source: WeightSource, wanted: Mapping[Wanted, Sequence[Piece]], tensors: Mapping[str, torch.Tensor]) -> None:
     keys = list(wanted)
     for position, box, bits in source.parts(keys):
         values = tensor_of_bits(bits, source.specs[keys[position][0]].dtype)
@@ -126,7 +126,7 @@ def _write(source: Source, wanted: Mapping[Wanted, Sequence[Piece]], tensors: Ma
             write_piece(tensors, piece.part(box), values)
 
 
-def _provable(piece: Piece, layout: Layout, source: Source) -> bool:
+def _provable(piece: Piece, layout: Layout, source: WeightSource) -> bool:
     """Whether the model holds the very bits of the source."""
     return not piece.plus and layout.tensors[piece.tensor].dtype == source.specs[piece.tensor].dtype
 
@@ -136,7 +136,7 @@ def _prove(
     pieces: Iterable[Piece],
     expected: int,
     layout: Layout,
-    source: Source,
+    source: WeightSource,
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
     name, box = key
@@ -153,7 +153,7 @@ def _prove(
             )
 
 
-def _unused(source: Source, config: Mapping[str, object]) -> tuple[str, ...]:
+def _unused(source: WeightSource, config: Mapping[str, object]) -> tuple[str, ...]:
     try:
         known = expected_shapes(config)
     except ConversionError:

@@ -8,14 +8,14 @@ from resharder.client.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Identity:
+class RankIdentity:
     job: str
     rank: int
     world_size: int
     process: str = field(default_factory=lambda: secrets.token_hex(16))  # another one for each `connect`
 
 
-def identify(job: str | None, rank: int | None, world_size: int | None) -> Identity:
+def identify(job: str | None, rank: int | None, world_size: int | None) -> RankIdentity:
     """With torch.distributed initialised and no `job`, one broadcast of a random one: the only collective there is."""
     if (rank is None) != (world_size is None):
         raise UsageError(f"expected rank and world_size together, got rank={rank}, world_size={world_size}")
@@ -24,7 +24,7 @@ def identify(job: str | None, rank: int | None, world_size: int | None) -> Ident
         rank, world_size = _place()
     if not 0 <= rank < world_size:
         raise UsageError(f"expected 0 <= rank < world_size, got rank={rank}, world_size={world_size}")
-    return Identity(job or _random_job(world_size), rank, world_size)
+    return RankIdentity(job or _random_job(world_size), rank, world_size)
 
 
 def _place() -> tuple[int, int]:

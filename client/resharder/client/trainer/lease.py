@@ -9,7 +9,7 @@ from resharder.client.trainer.registration import Registration, State, raise_ref
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc
 
 
-class Lease:
+class PublisherLease:
     """Renews three times per lease, in a thread of its own. `lost` is why it gave up: a later job, or a refusal.
 
     A daemon that does not answer is tried again; one that no longer knows the publisher is told of it by `again`. `renewed` is

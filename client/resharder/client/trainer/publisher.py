@@ -19,7 +19,7 @@ from resharder.client.trainer.attempts import Attempts
 from resharder.client.trainer.colocate import Fleet, Generation, Part
 from resharder.client.trainer.delivery import Delivery
 from resharder.client.trainer.handle import Handle
-from resharder.client.trainer.identity import Identity
+from resharder.client.trainer.identity import RankIdentity
 from resharder.client.trainer.model_checks import compare_replicas, refuse_stale
 from resharder.client.trainer.model_files import Config, Tokenizer, config_file, plain_config, tokenizer_files
 from resharder.client.trainer.rank_layout import (
@@ -58,7 +58,7 @@ class Publisher:
         self,
         channel: Channel,
         model: str,
-        identity: Identity,
+        identity: RankIdentity,
         *,
         transport: str,
         max_ahead: int | None,

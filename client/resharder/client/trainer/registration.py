@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from resharder.client.errors import StaleEpoch, WaitTimeout, refusal
 from resharder.client.rpc.channel import Channel
-from resharder.client.trainer.identity import Identity
+from resharder.client.trainer.identity import RankIdentity
 from resharder.client.trainer.rank_layout import RankLayout
-from resharder.client.transport.base import Slot
+from resharder.client.transport.base import AssignedSlot
 from resharder.converters.wire.boxes import boxes_to_proto, spec_to_proto
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
 
@@ -19,10 +19,12 @@ _POLL_SECONDS = 20.0
 class Registration:
     """One publisher as the daemon knows it. `assignment` asks once and keeps the answer."""
 
-    def __init__(self, channel: Channel, publisher: resources_pb2.Publisher, identity: Identity, rank_layout: RankLayout) -> None:
+    def __init__(
+        self, channel: Channel, publisher: resources_pb2.Publisher, identity: RankIdentity, rank_layout: RankLayout
+    ) -> None:
         self._channel, self._identity, self._rank_layout = channel, identity, rank_layout
         self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
-        self._assigned: tuple[Slot, Sequence[int]] | None = None
+        self._assigned: tuple[AssignedSlot, Sequence[int]] | None = None
         self._lock = threading.Lock()
         self.name: str = publisher.name
         self.epoch: int = publisher.epoch
@@ -35,7 +37,7 @@ class Registration:
         """Whether every rank had registered when this one asked."""
         return self._assigned is not None
 
-    def assignment(self, timeout: float) -> tuple[Slot, Sequence[int]]:
+    def assignment(self, timeout: float) -> tuple[AssignedSlot, Sequence[int]]:
         """The slot, and for each of its boxes the position in what the rank registered. Waits for all ranks to register.
 
         Raises LayoutRejected, OutOfRoom, StaleEpoch, WaitTimeout after `timeout` seconds.
@@ -63,9 +65,9 @@ class Registration:
             if time.monotonic() >= end:
                 raise WaitTimeout(waiting)
 
-    def _slot(self, answer: publisher_pb2.Assignment) -> tuple[Slot, Sequence[int]]:
+    def _slot(self, answer: publisher_pb2.Assignment) -> tuple[AssignedSlot, Sequence[int]]:
         assigned = [self._rank_layout.boxes[position] for position in answer.boxes]
-        slot = Slot(
+        slot = AssignedSlot(
             rank=self._identity.rank,
             boxes=tuple(each.box for each in assigned),
             specs=tuple(self._rank_layout.tensors[each.tensor] for each in assigned),
@@ -75,7 +77,7 @@ class Registration:
 
 
 def register(
-    channel: Channel, model: str, files: Sequence[resources_pb2.ModelFile], identity: Identity, rank_layout: RankLayout
+    channel: Channel, model: str, files: Sequence[resources_pb2.ModelFile], identity: RankIdentity, rank_layout: RankLayout
 ) -> Registration:
     """Claims the model for the job and registers this rank's layout. The model's files are rank 0's.
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 import torch.distributed as dist
 from resharder.client.errors import UsageError
-from resharder.client.trainer.identity import Identity
+from resharder.client.trainer.identity import RankIdentity
 from torch._C._distributed_c10d import HashStore, Store
 
 _WORDS = ("aside", "settled", "left", "failed", "ended")
@@ -51,7 +51,7 @@ class Ranks:
         return f"{self._scope}/{number}/{word}"
 
 
-def meet(identity: Identity, model: str) -> Ranks:
+def meet(identity: RankIdentity, model: str) -> Ranks:
     """Every rank comes to every meeting. Raises UsageError where torch.distributed does not span the trainer's ranks."""
     scope = f"resharder/{identity.job}/{model}"
     return Ranks(_store(identity), identity.rank, identity.world_size, scope, _number(scope))
@@ -62,7 +62,7 @@ def _number(scope: str) -> int:
     return _meetings[scope]
 
 
-def _store(identity: Identity) -> Store:
+def _store(identity: RankIdentity) -> Store:
     if identity.world_size == 1:
         return HashStore()
     if not (dist.is_initialized() and dist.get_world_size() == identity.world_size):

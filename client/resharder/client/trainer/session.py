@@ -9,11 +9,11 @@ from resharder.client.errors import ResharderError, UsageError
 from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.attempts import Attempts
 from resharder.client.trainer.handle import Handle, delivered
-from resharder.client.trainer.identity import Identity
-from resharder.client.trainer.lease import Lease
+from resharder.client.trainer.identity import RankIdentity
+from resharder.client.trainer.lease import PublisherLease
 from resharder.client.trainer.rank_layout import RankLayout
 from resharder.client.trainer.registration import Registration, register
-from resharder.client.transport.base import Slot
+from resharder.client.transport.base import AssignedSlot
 from resharder.v1 import operator_pb2, operator_pb2_grpc, publisher_pb2, publisher_pb2_grpc, resources_pb2
 
 
@@ -24,14 +24,14 @@ class PublisherSession:
     rank then registers again with the same layout, and aborts versions that can no longer complete.
     """
 
-    def __init__(self, channel: Channel, model: str, identity: Identity, register_timeout: float) -> None:
+    def __init__(self, channel: Channel, model: str, identity: RankIdentity, register_timeout: float) -> None:
         self.identity, self._channel, self._model = identity, channel, model
         self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
         self._register_timeout = register_timeout
         self._files: Sequence[resources_pb2.ModelFile] = ()
         self._rank_layout: RankLayout | None = None
         self._registration: Registration | None = None
-        self._lease: Lease | None = None
+        self._lease: PublisherLease | None = None
         self._attempts = Attempts()
         self._newest: Handle | None = None
         self._lost = ""  # the newest version's name, if it was lost in a restart of the daemon
@@ -78,7 +78,9 @@ class PublisherSession:
         self._attempts.registered(registration.newest_version)
         if self._lease is not None:
             self._lease.stop()
-        self._lease = Lease(self._channel, registration, self.identity.rank, self._register_again_if_idle, self.abort_lost)
+        self._lease = PublisherLease(
+            self._channel, registration, self.identity.rank, self._register_again_if_idle, self.abort_lost
+        )
         return registration
 
     def register_again(self) -> None:
@@ -100,7 +102,7 @@ class PublisherSession:
             finally:
                 self._lock.release()
 
-    def assignment(self) -> tuple[Slot, Sequence[int]]:
+    def assignment(self) -> tuple[AssignedSlot, Sequence[int]]:
         """This rank's slot and the registered positions of its boxes. Waits for all ranks to register."""
         return self.registration.assignment(self._register_timeout)
 

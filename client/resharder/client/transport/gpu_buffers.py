@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from resharder.client.gpu.device_to_host import DeviceToHost
 from resharder.client.gpu.pinned_pages import box_of, spans_of
-from resharder.client.transport.base import Slot
+from resharder.client.transport.base import AssignedSlot
 from resharder.converters.geometry.layout import Layout, Piece
 from resharder.converters.storage.files import MappedFiles, read_layout
 from resharder.converters.storage.pages import map_pages
@@ -38,12 +38,12 @@ class FromGpu:
         self._device, self._threads, self._otherwise = device, threads, otherwise
         self._copy: tuple[Layout, DeviceToHost] | None = None
 
-    def deliver(self, version: resources_pb2.Version, slot: Slot, items: "Iterable[Item]") -> list[int]:
+    def deliver(self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]") -> list[int]:
         if isinstance(items, Sequence) and all(tensor.device == self._device for _, tensor in items):
             return self._write(Path(version.folder), slot, {str(number): tensor for number, tensor in items})
         return self._otherwise().deliver(version, slot, items)
 
-    def _write(self, folder: Path, slot: Slot, tensors: dict[str, torch.Tensor]) -> list[int]:
+    def _write(self, folder: Path, slot: AssignedSlot, tensors: dict[str, torch.Tensor]) -> list[int]:
         names, began = {spec.name for spec in slot.specs}, time.monotonic()
         files = [file for file in read_layout(folder) if any(t.spec.name in names for t in file.tensors)]
         copy, maps = self._device_to_host(slot, tensors), MappedFiles(folder, files, writable=True)
@@ -63,14 +63,14 @@ class FromGpu:
             # Unmapping a million pages takes its time, and the trainer may be waiting.
             threading.Thread(target=_close, args=(maps,), name="resharder-unmap").start()
 
-    def _device_to_host(self, slot: Slot, tensors: dict[str, torch.Tensor]) -> DeviceToHost:
+    def _device_to_host(self, slot: AssignedSlot, tensors: dict[str, torch.Tensor]) -> DeviceToHost:
         layout = layout_of(slot, tensors)
         if self._copy is None or self._copy[0] != layout:
             self._copy = layout, DeviceToHost(layout, self._device, self._threads)
         return self._copy[1]
 
 
-def layout_of(slot: Slot, tensors: dict[str, torch.Tensor]) -> Layout:
+def layout_of(slot: AssignedSlot, tensors: dict[str, torch.Tensor]) -> Layout:
     """Of a slot's boxes, each in a local tensor that is called by its number."""
     pieces = (
         Piece(spec.name, box, str(number), 0, tuple(tensors[str(number)].stride()))

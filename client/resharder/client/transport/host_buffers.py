@@ -8,7 +8,7 @@ later ones wait.
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from resharder.client.transport.base import Slot
+from resharder.client.transport.base import AssignedSlot
 from resharder.converters.geometry.layout import Box
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import BITS, Array
@@ -45,7 +45,7 @@ def host_parts(items: "Iterable[Item]", boxes: Sequence[Box], cuts: Sequence[Seq
         yield from stage.flush()
 
 
-def digests_of(slot: Slot, items: "Iterable[Item]") -> list[int]:
+def digests_of(slot: AssignedSlot, items: "Iterable[Item]") -> list[int]:
     """The digest of each box, with nothing sent."""
     cuts, digests = slot.cuts(PART_BYTES), [0] * len(slot.boxes)
     for number, part, array in host_parts(items, slot.boxes, cuts):

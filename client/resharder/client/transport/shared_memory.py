@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
-from resharder.client.transport.base import Slot
+from resharder.client.transport.base import AssignedSlot
 from resharder.client.transport.host_buffers import PART_BYTES, add_digest, host_parts
 from resharder.converters.geometry.layout import Box, Range, TensorSpec, box_index, run_start
 from resharder.converters.storage.digest import copy_and_digest, digest
@@ -57,13 +57,13 @@ class SharedMemory:
     def __init__(self, threads: int) -> None:
         self._threads = threads
 
-    def deliver(self, version: resources_pb2.Version, slot: Slot, items: "Iterable[Item]") -> list[int]:
+    def deliver(self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]") -> list[int]:
         names = {spec.name for spec in slot.specs}
         files = [file for file in read_layout(Path(version.folder)) if any(t.spec.name in names for t in file.tensors)]
-        with _Files(Path(version.folder), files) as opened, ThreadPoolExecutor(self._threads) as pool:
+        with _WritableFiles(Path(version.folder), files) as opened, ThreadPoolExecutor(self._threads) as pool:
             return self._write(opened, slot, items, pool)
 
-    def _write(self, files: "_Files", slot: Slot, items: "Iterable[Item]", pool: ThreadPoolExecutor) -> list[int]:
+    def _write(self, files: "_WritableFiles", slot: AssignedSlot, items: "Iterable[Item]", pool: ThreadPoolExecutor) -> list[int]:
         cuts, digests = slot.cuts(PART_BYTES), [0] * len(slot.boxes)
         for number, part, source in host_parts(items, slot.boxes, cuts):
             spec, box = slot.specs[number], cuts[number][part]
@@ -76,7 +76,7 @@ class SharedMemory:
         return digests
 
 
-class _Files:
+class _WritableFiles:
     """A version's files, open for writing until the context ends."""
 
     def __init__(self, folder: Path, files: list[FileLayout]) -> None:
@@ -102,7 +102,7 @@ class _Files:
             map_pages(byte_bounds(target))
         return copy_and_digest(target, source, box, spec.shape)
 
-    def __enter__(self) -> "_Files":
+    def __enter__(self) -> "_WritableFiles":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -26,7 +26,7 @@ _VERSION = re.compile(SCHEME + r"(?P<endpoint>[^/]+:\d+)/models/(?P<model>[A-Za-
 Wanted = tuple[str, Box]
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """A whole checkpoint, of which boxes are read."""
 
     name: str
@@ -42,7 +42,7 @@ class Source(Protocol):
 
 
 @contextmanager
-def open_source(source: str | Path, *, shared: bool = True) -> Iterator[Source]:
+def open_source(source: str | Path, *, shared: bool = True) -> Iterator[WeightSource]:
     """`shared`: map a version's files where this process can see the daemon's store.
 
     Where torch.distributed has several ranks, `latest` is what it is for rank 0: one broadcast. Raises UsageError, NotFound,
@@ -51,7 +51,7 @@ def open_source(source: str | Path, *, shared: bool = True) -> Iterator[Source]:
     with ExitStack() as stack:
         if not str(source).startswith(SCHEME):
             folder = Path(source)
-            yield _Files(str(folder), _mapped(stack, folder))
+            yield _FolderSource(str(folder), _mapped(stack, folder))
             return
         found = _VERSION.fullmatch(str(source))
         if found is None:
@@ -67,7 +67,7 @@ def open_source(source: str | Path, *, shared: bool = True) -> Iterator[Source]:
             yield _Version(channel, manifest)
 
 
-class _Files:
+class _FolderSource:
     """Mapped safetensors files: only the pages of what is read are touched."""
 
     def __init__(self, name: str, files: MappedFiles) -> None:
@@ -106,7 +106,7 @@ class _SharedVersion(_Version):
 
     def __init__(self, channel: Channel, manifest: Manifest, files: MappedFiles) -> None:
         super().__init__(channel, manifest)
-        self._files = _Files(manifest.name, files)
+        self._files = _FolderSource(manifest.name, files)
 
     def parts(self, wanted: Sequence[Wanted]) -> Iterator[Arrived]:
         return self._files.parts(wanted)
