@@ -75,10 +75,10 @@ class Model(torch.nn.Module):
         return loaded
 
 
-def recorded(model: Model, *names: str) -> tuple[Recording, Manifest]:
+def recorded(model: Model, *names: str) -> tuple[Recording, VersionManifest]:
     specs = {name: TensorSpec(name, "F32", (4, 4)) for name in names}
     recording = record(model, specs, lambda parameter: lambda p, tensor: p.data.copy_(tensor))
-    return recording, Manifest("models/m/versions/1", 1, "", "", specs, {}, ())
+    return recording, VersionManifest("models/m/versions/1", 1, "", "", specs, {}, ())
 
 
 def part_of(name: str, quantization: str | None = None) -> ModelPart:

@@ -57,7 +57,7 @@ def agent_of(daemon: Daemon) -> Agent:
     return Agent(host, PluginSettings(daemon.endpoint, "s", "policy"))
 
 
-def booted(daemon: Daemon) -> tuple[Agent, Manifest]:
+def booted(daemon: Daemon) -> tuple[Agent, VersionManifest]:
     """A worker as it is after it has loaded version 1."""
     agent, manifest = agent_of(daemon), get_manifest_of(daemon, publish(daemon, 1))
     claim(agent.channel, agent.settings, boot=True, patience=60)
@@ -65,7 +65,7 @@ def booted(daemon: Daemon) -> tuple[Agent, Manifest]:
     return agent, manifest
 
 
-def get_manifest_of(daemon: Daemon, version: str) -> Manifest:
+def get_manifest_of(daemon: Daemon, version: str) -> VersionManifest:
     return get_manifest(agent_of(daemon).channel, version)
 
 

@@ -27,7 +27,7 @@ Needs = Mapping[str, tuple[Box, ...]]
 
 
 @dataclass(frozen=True)
-class Manifest:
+class VersionManifest:
     """A version as the daemon describes it."""
 
     name: str
@@ -47,11 +47,11 @@ class Arrived(NamedTuple):
     array: Array
 
 
-def get_manifest(channel: Channel, version: str) -> Manifest:
+def get_manifest(channel: Channel, version: str) -> VersionManifest:
     stub = server_pb2_grpc.ServerServiceStub(channel.grpc)
     answer = channel.call(stub.GetManifest, server_pb2.GetManifestRequest(version=version))
     specs = [spec_from_proto(tensor.spec) for tensor in answer.tensors]
-    return Manifest(
+    return VersionManifest(
         answer.version.name,
         answer.version.number,
         answer.version.fingerprint,
@@ -62,7 +62,7 @@ def get_manifest(channel: Channel, version: str) -> Manifest:
     )
 
 
-def boxes_request(manifest: Manifest, boxes: Iterable[tuple[str, Box]]) -> server_pb2.BoxesRequest:
+def boxes_request(manifest: VersionManifest, boxes: Iterable[tuple[str, Box]]) -> server_pb2.BoxesRequest:
     boxes = list(boxes)
     names = list(dict.fromkeys(name for name, _ in boxes))
     position = {name: i for i, name in enumerate(names)}
@@ -74,7 +74,7 @@ def boxes_request(manifest: Manifest, boxes: Iterable[tuple[str, Box]]) -> serve
     )
 
 
-def expected_digests(channel: Channel, manifest: Manifest, needs: Needs) -> dict[tuple[str, Box], int]:
+def expected_digests(channel: Channel, manifest: VersionManifest, needs: Needs) -> dict[tuple[str, Box], int]:
     """The store's digests of all needed boxes; whole tensors are in the manifest already."""
     expected: dict[tuple[str, Box], int] = {}
     asked = []
@@ -91,7 +91,7 @@ def expected_digests(channel: Channel, manifest: Manifest, needs: Needs) -> dict
     return expected
 
 
-def download(channel: Channel, manifest: Manifest, boxes: Sequence[tuple[str, Box]]) -> Iterator[Arrived]:
+def download(channel: Channel, manifest: VersionManifest, boxes: Sequence[tuple[str, Box]]) -> Iterator[Arrived]:
     """The boxes in parts, in order. After a cut connection it goes on with the first box that is not complete, whose parts
     then come again. Raises ResharderError."""
     done, backoff = 0, Backoff(_PATIENCE)
@@ -108,7 +108,7 @@ def download(channel: Channel, manifest: Manifest, boxes: Sequence[tuple[str, Bo
                 raise channel.error(error) from error
 
 
-def _stream(channel: Channel, manifest: Manifest, boxes: Sequence[tuple[str, Box]]) -> Iterator[Arrived]:
+def _stream(channel: Channel, manifest: VersionManifest, boxes: Sequence[tuple[str, Box]]) -> Iterator[Arrived]:
     kinds = [np.dtype(BITS[ITEM_SIZES[manifest.specs[name].dtype]]) for name, _ in boxes]
     chunks = cut_chunks([box for _, box in boxes], [kind.itemsize for kind in kinds], _CHUNK_BYTES)
     ask = channel.grpc.unary_stream(_DOWNLOAD, request_serializer=server_pb2.BoxesRequest.SerializeToString)

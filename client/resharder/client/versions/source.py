@@ -15,7 +15,7 @@ from resharder.client.errors import NotFound, ResharderError, UsageError
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
 from resharder.client.transport.shared_memory import shares_memory
-from resharder.client.versions.remote import Arrived, Manifest, download, expected_digests, get_manifest
+from resharder.client.versions.remote import Arrived, VersionManifest, download, expected_digests, get_manifest
 from resharder.converters.geometry.layout import Box, TensorSpec, box_index
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import FileLayout, MappedFiles, read_checkpoint_layout
@@ -86,7 +86,7 @@ class _FolderSource:
 class _Version:
     """A version of a daemon on another host, or one whose files this process may not see."""
 
-    def __init__(self, channel: Channel, manifest: Manifest) -> None:
+    def __init__(self, channel: Channel, manifest: VersionManifest) -> None:
         self.name = manifest.name
         self.specs: Mapping[str, TensorSpec] = manifest.specs
         self._channel, self._manifest = channel, manifest
@@ -104,7 +104,7 @@ class _Version:
 class _SharedVersion(_Version):
     """A version whose files are mapped: the store keeps them as long as they are."""
 
-    def __init__(self, channel: Channel, manifest: Manifest, files: MappedFiles) -> None:
+    def __init__(self, channel: Channel, manifest: VersionManifest, files: MappedFiles) -> None:
         super().__init__(channel, manifest)
         self._files = _FolderSource(manifest.name, files)
 

@@ -277,7 +277,9 @@ class Agent:
             self._sleep_backup.restore()
             self._sleep_backup = None
 
-    def booted(self, manifest: Manifest, installed: Installed, stage_seconds: float, timings: Timings | None = None) -> None:
+    def booted(
+        self, manifest: VersionManifest, installed: Installed, stage_seconds: float, timings: Timings | None = None
+    ) -> None:
         """Said of the model, and again of its drafter."""
         self.version, self.fingerprint = manifest.number, manifest.fingerprint
         self.learned()

@@ -53,7 +53,7 @@ class ModelPart:
         placed = self._copy[1].place(source.arrays, live_now(model, frozenset(p.local for p in self.route.boxed)))
         return Prepared(placed, [source.expected[piece.tensor, piece.box] for piece in self.route.boxed])
 
-    def record(self, recording: Recording, manifest: Manifest) -> None:
+    def record(self, recording: Recording, manifest: VersionManifest) -> None:
         """Raises InstallError where `manifest` lacks something that it needs, or its loader cannot be told what to leave out."""
         recording = recording.without(self.shared)
         if recording.unloaded and self.config.quantization is None:

@@ -22,8 +22,8 @@ from resharder.client.errors import ResharderError
 from resharder.client.gpu.pinned_pages import Registered, box_of, register
 from resharder.client.inference.settings import GRPC, PluginSettings
 from resharder.client.rpc.channel import Channel
-from resharder.client.versions.remote import Manifest as Manifest
 from resharder.client.versions.remote import Needs as Needs
+from resharder.client.versions.remote import VersionManifest as VersionManifest
 from resharder.client.versions.remote import boxes_request, expected_digests
 from resharder.client.versions.remote import get_manifest as get_manifest
 from resharder.converters.geometry.layout import Box, TensorSpec
@@ -57,7 +57,7 @@ class VersionSource:
 
     def __init__(
         self,
-        manifest: Manifest,
+        manifest: VersionManifest,
         folder: Path,
         files: tuple[FileLayout, ...],
         transport: str,
@@ -130,7 +130,7 @@ class Stager:
             source.populate(wanted)
             return source
 
-    def _fetch(self, manifest: Manifest, needs: Needs, expected: dict[tuple[str, Box], int], files: list[str]) -> None:
+    def _fetch(self, manifest: VersionManifest, needs: Needs, expected: dict[tuple[str, Box], int], files: list[str]) -> None:
         boxes = [(name, box) for name, found in needs.items() for box in found]
         command = [
             sys.executable,
