@@ -10,7 +10,7 @@ import pytest
 from resharder.client.errors import GenerationEnded, ResharderError, ServersNotAsleep, UsageError, WaitTimeout
 from resharder.client.operator.answers import FleetStatus, ServerStatus
 from resharder.client.operator.convert import answer
-from resharder.client.trainer.colocate import Fleet, Generation, Part
+from resharder.client.trainer.colocate import Generation, GenerationPart, SharedFleet
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.identity import RankIdentity
 from resharder.client.trainer.rendezvous import Ranks, meet

@@ -18,8 +18,9 @@ from resharder.client.inference.worker.agent import Agent
 from resharder.client.inference.worker.install import Installed
 from resharder.client.inference.worker.model_part import MODEL
 from resharder.client.inference.worker.reporter import PROCESS, claim
-from resharder.client.inference.worker.source import Manifest, get_manifest
+from resharder.client.inference.worker.source import get_manifest
 from resharder.client.inference.worker.staging import StagedInstall
+from resharder.client.versions.remote import VersionManifest
 from resharder.v1 import resources_pb2
 from vllm.config.load import LoadConfig
 

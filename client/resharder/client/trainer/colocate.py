@@ -207,7 +207,7 @@ def lagging(servers: Sequence[ServerStatus], version: int) -> dict[str, str]:
     return {server.name: seen(server) for server in live if not serves(server, version)}
 
 
-def holding(servers: Iterable[ServerStatus], *, but_lost: bool = False) -> dict[str, str]:
+def occupying(servers: Iterable[ServerStatus], *, but_lost: bool = False) -> dict[str, str]:
     """Those that may hold GPU memory: not asleep, as they were last seen."""
     return {
         server.name: seen(server)

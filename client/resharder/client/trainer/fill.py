@@ -96,7 +96,7 @@ def _place(piece: Piece) -> tuple[object, ...]:
     return piece.local, piece.offset, piece.strides, box_shape(piece.box), piece.plus
 
 
-def _check(layout: Layout, tensors: Mapping[str, torch.Tensor], source: Source) -> dict[Wanted, list[Piece]]:
+def _check(layout: Layout, tensors: Mapping[str, torch.Tensor], source: WeightSource) -> dict[Wanted, list[Piece]]:
     """The pieces that each box of the source goes into. Raises what cannot work."""
     missing = [name for name in layout.tensors if name not in source.specs]
     if missing:

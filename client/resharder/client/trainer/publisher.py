@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from resharder.client import tracing
 from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
-from resharder.client.rpc.channel import Backoff, Channel, bound
-from resharder.client.trainer.attempts import Attempts
-from resharder.client.trainer.colocate import Fleet, Generation, Part
+from resharder.client.rpc.channel import Channel, bound
+from resharder.client.trainer.backpressure import Backpressure
+from resharder.client.trainer.colocate import Generation, GenerationPart, SharedFleet
 from resharder.client.trainer.delivery import Delivery
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.identity import RankIdentity
@@ -213,7 +213,7 @@ class Publisher:
 
         try:
             with Operator(self._channel.endpoint, connect_timeout=self._channel.patience, tls=self._channel.tls) as operator:
-                part = Part(
+                part = GenerationPart(
                     meet(self.identity, self.model),
                     SharedFleet(operator, fleet or self.model),
                     level=level,

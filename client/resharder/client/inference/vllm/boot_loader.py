@@ -24,7 +24,7 @@ from resharder.client.inference.worker.faults import Fault
 from resharder.client.inference.worker.install import Feed, Installed
 from resharder.client.inference.worker.model_part import DRAFTER, MODEL, ModelPart
 from resharder.client.inference.worker.reporter import claim
-from resharder.client.inference.worker.source import Manifest, Stager, VersionSource, get_manifest
+from resharder.client.inference.worker.source import Stager, VersionManifest, VersionSource, get_manifest
 from resharder.client.tracing import Timings, timed
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -72,7 +72,7 @@ class _Booting:
 
     agent: Agent
     stager: Stager
-    manifest: Manifest
+    manifest: VersionManifest
     part: ModelPart
     source: VersionSource | None = None
     installed: Installed = field(default_factory=lambda: Installed(0, 0, 0.0))

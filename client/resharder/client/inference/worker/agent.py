@@ -20,7 +20,7 @@ from resharder.client.inference.worker.model_part import ModelParts, Models
 from resharder.client.inference.worker.reporter import PROCESS, Reporter, claim
 from resharder.client.inference.worker.routing import Route, first_route
 from resharder.client.inference.worker.sleep_backup import SleepBackup
-from resharder.client.inference.worker.source import Manifest, VersionSource, get_manifest
+from resharder.client.inference.worker.source import VersionManifest, VersionSource, get_manifest
 from resharder.client.inference.worker.staging import StagedInstall, Staging
 from resharder.client.inference.worker.verify import Verifier
 from resharder.client.rpc.channel import Channel
@@ -45,7 +45,7 @@ class Agent:
         self.reporter = Reporter(self.channel, settings)
         self.parts = ModelParts(host)
         self.renewal: Renewal | None = None  # of the server's claim, while it boots
-        self.boot: Manifest | None = None  # what the model was booted from, for its drafter
+        self.boot: VersionManifest | None = None  # what the model was booted from, for its drafter
         self._version = 0
         page().write(host.rank, 0)
         self.fingerprint = ""  # of that version
@@ -133,7 +133,7 @@ class Agent:
         if self.staging.stager is None:
             self.staging.open(claim(self.channel, self.settings, boot=False, patience=_RPC_PATIENCE).store)
 
-        def get() -> Manifest:
+        def get() -> VersionManifest:
             self.need_weights("record how versions get into them")
             return get_manifest(self.channel, fallback or version)
 
@@ -149,10 +149,10 @@ class Agent:
                 self.reporter.report_installed()
         return {}
 
-    def _stage(self, models: Models, staged: StagedInstall, manifest: Manifest | None) -> None:
+    def _stage(self, models: Models, staged: StagedInstall, manifest: VersionManifest | None) -> None:
         started = time.perf_counter()
         try:
-            with timed(staged.timings, "stage"), unswept(), quick_turns():
+            with timed(staged.timings, "stage"), gc_paused(), short_switch_interval():
                 source = self.staging.bring(models, staged, self._memory, manifest)
         except (ResharderError, ConversionError, InstallError, OSError, ValueError) as error:
             with self.staging.lock:
@@ -187,7 +187,7 @@ class Agent:
         manifest, early = source.manifest, staged.early
         number, fingerprint = (early.number, early.fingerprint) if early else (manifest.number, manifest.fingerprint)
         try:
-            with timed(staged.timings, "apply"), DRIVER.undisturbed():  # pages of an earlier version may still be let go
+            with timed(staged.timings, "apply"), DRIVER_LOCK.priority():  # pages of an earlier version may still be let go
                 self._install(models, staged, source)
         finally:
             self.staging.finish(staged)
@@ -201,7 +201,7 @@ class Agent:
 
     def _compare(self, early: EarlyVersion, install_id: str) -> None:
         """Once the version is READY, with the store's copy."""
-        with quick_turns():
+        with short_switch_interval():
             found = compare_with_store(self.channel, early, lambda: self._applied == install_id)
         if found is None:
             return
@@ -267,7 +267,7 @@ class Agent:
         self._report(resources_pb2.Worker.EMPTY, holds=True)
         self._receiver.close()
         self._sleep_backup = sleep_backup.back_up(self.host.device, models, self.parts.by_name)
-        sweep()
+        collect_and_freeze()
         logger.info("kept %d bytes on the host that no version brings back", self._sleep_backup.size_bytes)
 
     def woke(self, tags: list[str] | None) -> None:

@@ -20,12 +20,12 @@ from resharder.client.direct.links import TransferLink
 from resharder.client.direct.member_calls import declare, finish
 from resharder.client.direct.transfer import Tensors
 from resharder.client.errors import NotFound, ResharderError
-from resharder.client.gpu.digest import KeptProof
+from resharder.client.gpu.digest import CachedDigester
 from resharder.client.inference.worker.memory import live_now, read_all
 from resharder.client.inference.worker.model_part import ModelPart, Models
 from resharder.client.rpc.channel import Channel
 from resharder.client.tracing import Timings, timed
-from resharder.client.versions.remote import Manifest, expected_digests, get_manifest
+from resharder.client.versions.remote import VersionManifest, expected_digests, get_manifest
 from resharder.converters.geometry.layout import Box, Layout, Piece, TensorSpec
 from resharder.converters.geometry.piece_arrays import pack
 from resharder.converters.wire.direct import layout_to_proto
@@ -233,7 +233,7 @@ def _same(prepared: Tensors, found: Tensors) -> None:
         raise DirectFailed(f"{len(moved)} tensors are others than before the pause, {moved[0]} is one")
 
 
-def compare_with_store(channel: Channel, early: EarlyVersion, held: Callable[[], bool]) -> tuple[Manifest, str] | None:
+def compare_with_store(channel: Channel, early: EarlyVersion, held: Callable[[], bool]) -> tuple[VersionManifest, str] | None:
     """Once the version is READY: its manifest, and how the store's copy differs from what the worker holds, or nothing.
     None when `held` says that nobody needs to know any more: so it ends where the version is ABORTED too."""
     while held():
@@ -247,7 +247,7 @@ def compare_with_store(channel: Channel, early: EarlyVersion, held: Callable[[],
     return None
 
 
-def _difference_to_store(channel: Channel, manifest: Manifest, early: EarlyVersion) -> str:
+def _difference_to_store(channel: Channel, manifest: VersionManifest, early: EarlyVersion) -> str:
     needs: dict[str, dict[Box, None]] = defaultdict(dict)
     for piece in early.pieces:
         needs[piece.tensor][piece.box] = None

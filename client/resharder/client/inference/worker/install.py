@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
-from resharder.client.gpu.host_to_device import Placed
+from resharder.client.gpu.host_to_device import BoundCopy
 from resharder.client.inference.engine import Host, ModelConfig
 from resharder.client.inference.recording.recorder import Recording
 from resharder.client.inference.worker.errors import InstallError

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from resharder.client.gpu.host_to_device import HostCopy
+from resharder.client.gpu.host_to_device import HostToDevice
 from resharder.client.inference.engine import Host, ModelConfig
 from resharder.client.inference.recording import recorder
 from resharder.client.inference.recording.recorder import Recording
@@ -17,7 +17,7 @@ from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.install import Prepared
 from resharder.client.inference.worker.memory import live_now
 from resharder.client.inference.worker.routing import Evidence, Route, decide, gather_evidence
-from resharder.client.inference.worker.source import Manifest, Needs, VersionSource
+from resharder.client.inference.worker.source import Needs, VersionManifest, VersionSource
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, box_size
 
 MODEL, DRAFTER = "model", "drafter"
@@ -49,7 +49,7 @@ class ModelPart:
             return None
         if self._copy is None or self._copy[0] is not self.route:
             tensors = {piece.tensor: self.known.layout.tensors[piece.tensor] for piece in self.route.boxed}
-            self._copy = self.route, HostCopy(Layout(tensors, self.route.boxed), device)
+            self._copy = self.route, HostToDevice(Layout(tensors, self.route.boxed), device)
         placed = self._copy[1].place(source.arrays, live_now(model, frozenset(p.local for p in self.route.boxed)))
         return Prepared(placed, [source.expected[piece.tensor, piece.box] for piece in self.route.boxed])
 
@@ -118,7 +118,7 @@ class ModelParts:
     def part(self, name: str) -> ModelPart:
         return self.by_name.setdefault(name, ModelPart(name, self._host.model_config(drafter=name == DRAFTER)))
 
-    def record_running(self, models: Models, get_manifest: Callable[[], Manifest]) -> Manifest | None:
+    def record_running(self, models: Models, get_manifest: Callable[[], VersionManifest]) -> VersionManifest | None:
         """Record the models that were not recorded while they were loaded. Returns the manifest if that took one."""
         manifest = None
         for name, model in models.items():
@@ -147,7 +147,7 @@ class ModelParts:
         """HF tensors that go through `load_weights` in each install."""
         return frozenset(name for part in self.by_name.values() for name in part.loaded)
 
-    def check(self, manifest: Manifest) -> None:
+    def check(self, manifest: VersionManifest) -> None:
         """Raises InstallError for a version of other tensors than were recorded."""
         for part in self.by_name.values():
             known = part.known.layout.tensors

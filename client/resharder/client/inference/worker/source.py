@@ -116,7 +116,7 @@ class Stager:
     def transport(self) -> str:
         return SHARED if self.shared else REMOTE
 
-    def stage(self, manifest: Manifest, needs: Needs, without: frozenset[str] = frozenset()) -> VersionSource:
+    def stage(self, manifest: VersionManifest, needs: Needs, without: frozenset[str] = frozenset()) -> VersionSource:
         """`without`: tensors that need not be fetched, since they come another way. Raises ResharderError."""
         with self._lock:
             expected = expected_digests(self._channel, manifest, needs)

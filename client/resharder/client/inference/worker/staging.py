@@ -11,7 +11,7 @@ from resharder.client.inference.worker.direct_receiver import EarlyVersion, Open
 from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.install import Prepared
 from resharder.client.inference.worker.model_part import ModelParts, Models
-from resharder.client.inference.worker.source import Manifest, Stager, VersionSource, get_manifest
+from resharder.client.inference.worker.source import Stager, VersionManifest, VersionSource, get_manifest
 from resharder.client.rpc.channel import Channel
 from resharder.client.tracing import Timings
 from resharder.v1 import resources_pb2
@@ -88,14 +88,18 @@ class Staging:
         found, self._fallback = self._fallback, None
         return found
 
-    def bring(self, models: Models, staged: StagedInstall, memory: Open | None, manifest: Manifest | None) -> VersionSource:
+    def bring(
+        self, models: Models, staged: StagedInstall, memory: Open | None, manifest: VersionManifest | None
+    ) -> VersionSource:
         """Fetch the version of `staged` and prepare its copies. `memory`: where ranks may write. Raises ResharderError and
         InstallError."""
         source = self._fallback_of(staged.version) or self._fetch(models, staged, memory, manifest)
         self._register(models, staged, source)
         return source
 
-    def _fetch(self, models: Models, staged: StagedInstall, memory: Open | None, manifest: Manifest | None) -> VersionSource:
+    def _fetch(
+        self, models: Models, staged: StagedInstall, memory: Open | None, manifest: VersionManifest | None
+    ) -> VersionSource:
         assert self.stager is not None
         manifest = manifest or get_manifest(self._channel, staged.fallback or staged.version)
         self._parts.check(manifest)
