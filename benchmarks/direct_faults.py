@@ -67,7 +67,10 @@ class Trial:
     def power(self, power: "resources_pb2.Power") -> float:
         began = time.monotonic()
         with Operator(self.system.daemon.endpoint) as operator:
-            operator.set_power("policy", power)
+            if power == AWAKE:
+                operator.wake("policy")
+            else:
+                operator.sleep("policy", level=1 if power == ASLEEP_1 else 2)
         wait_until(lambda: servers(self.system.daemon)[0].power == power, resources_pb2.Power.Name(power), 120)
         return time.monotonic() - began
 

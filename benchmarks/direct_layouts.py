@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from resharder.converters.checkpoint import HFConfig, expected_shapes
-from resharder.converters.layout import Layout, Piece, Range, TensorSpec, box_shape
+from resharder.converters.architectures.checkpoint import HFConfig, expected_shapes
+from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec, box_shape
 
 Layouts = dict[str, Layout]  # by process
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
@@ -172,7 +172,7 @@ def megatron_trainer(config: HFConfig, ranks: int) -> Layouts:
     from tests.support import megatron_shim  # noqa: F401
 
     # isort: split
-    from resharder.converters.worlds import Parallel, world_layouts
+    from resharder.converters.models.megatron.worlds import Parallel, world_layouts
 
     parallel = Parallel(ranks, tp=ranks, ep=ranks if config.get("num_experts") else 1)
     found = world_layouts(config, parallel, dtype=torch.bfloat16, vocab_multiple=ranks)
@@ -180,9 +180,9 @@ def megatron_trainer(config: HFConfig, ranks: int) -> Layouts:
 
 
 def vllm_workers(config: HFConfig, tp: int) -> Layouts:
-    from resharder.client.vllm.blueprint import Server, worker_recording
+    from resharder.client.inference.vllm.blueprint import ServerSizes, worker_recording
 
-    server, found = Server(tp=tp), {}
+    server, found = ServerSizes(tp=tp), {}
     for worker in range(tp):
         recording = worker_recording(config, specs_of(config), server, worker, dtype="bfloat16")
         if recording.impure:

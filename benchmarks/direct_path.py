@@ -16,11 +16,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from resharder.client.direct.schedule import DIRECT_BYTES
 from resharder.client.direct.transfer import Seconds
-from resharder.converters.copies import copies_of
-from resharder.converters.layout import Layout
-from resharder.converters.plan import plan
+from resharder.client.gpu.schedule import DIRECT_BYTES
+from resharder.converters.geometry.copy_table import copies_of
+from resharder.converters.geometry.layout import Layout
+from resharder.converters.geometry.plan import plan
 from rich.console import Console
 from rich.table import Table
 from torch.distributed import TCPStore

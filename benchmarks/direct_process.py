@@ -9,15 +9,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from resharder.client.direct.group import DirectFailed, Group, Part, connect, make_group
-from resharder.client.direct.proof import Proof
-from resharder.client.direct.schedule import quota_of, schedule
+from resharder.client.direct.base import DirectFailed, DirectGroup, PeerMessage
+from resharder.client.direct.rendezvous import connect, make_group
 from resharder.client.direct.transfer import Transfer
-from resharder.converters.copies import Copies
-from resharder.converters.digest import digest_torch
-from resharder.converters.layout import Layout, Piece
-from resharder.converters.local import view_of
-from resharder.converters.replicas import held_digests
+from resharder.client.gpu.digest import Digester
+from resharder.client.gpu.schedule import quota_of, schedule
+from resharder.converters.geometry.copy_table import Copies
+from resharder.converters.geometry.layout import Layout, Piece
+from resharder.converters.models.replicas import held_digests
+from resharder.converters.models.tensor_io import view_of
+from resharder.converters.storage.digest import digest_torch
 from torch.distributed import TCPStore
 
 from benchmarks.direct_layouts import memory_of
@@ -90,7 +91,7 @@ class Process:
         self.tensors = {n: torch.empty(size, dtype=t, device=self.device) for n, (size, t) in memory_of(self.layout).items()}
         self.facts = dict[str, Any]()
 
-    def new_group(self, prefix: str, peers: Sequence[int] | None = None) -> Group:
+    def new_group(self, prefix: str, peers: Sequence[int] | None = None) -> DirectGroup:
         """Of those that it exchanges something with, by default."""
         before, place = self.free(), self.place
         if peers is None:
@@ -134,7 +135,7 @@ class Process:
             ).sum()
         return int(total)
 
-    def transfer(self, way: Way, group: Group) -> Transfer:
+    def transfer(self, way: Way, group: DirectGroup) -> Transfer:
         shortest = 1 << 62 if way.direct_bytes is None else way.direct_bytes
         found = schedule(self.place.part, self.rank, quota_of(*self.place.most, way.staging), shortest)
         transfer = Transfer(found, group, self.device)
@@ -153,12 +154,12 @@ class Process:
             found.append((begin, time.monotonic(), said))
         return found[warm_up:]
 
-    def plain(self, group: Group, memory: torch.Tensor, size: int, crossed: bool) -> None:
+    def plain(self, group: DirectGroup, memory: torch.Tensor, size: int, crossed: bool) -> None:
         """Messages of `size` bytes that are all of `memory`: each sender to one receiver, or half of it to each."""
         others = self.place.others
         peers = list(others) if crossed else [others[self.rank % len(others)]]
         parts = [
-            Part(peer, half[i : i + size])
+            PeerMessage(peer, half[i : i + size])
             for peer, half in zip(peers, memory.view(len(peers), -1), strict=True)
             for i in range(0, half.numel(), size)
         ]
@@ -186,7 +187,7 @@ class Process:
         s = schedule(self.place.part, self.rank, quota_of(*self.place.most, job.ways[0].staging))
         return {"links": links, "ways": ways, "bytes": s.sent + s.received, "plain": plain, **self.facts}
 
-    def tried(self, way: Way, group: Group, rounds: int, held: list[int]) -> dict[str, Any]:
+    def tried(self, way: Way, group: DirectGroup, rounds: int, held: list[int]) -> dict[str, Any]:
         """`held`: digests of what was compared element by element, once it was."""
         transfer = self.transfer(way, group)
         if not self.place.sends:
@@ -202,7 +203,7 @@ class Process:
         s = transfer.schedule
         return {"took": took, "rounds": len(s.rounds), "messages": s.messages, "staging": transfer.staging, "wrong": wrong}
 
-    def prove(self, way: Way, group: Group, rounds: int) -> None:
+    def prove(self, way: Way, group: DirectGroup, rounds: int) -> None:
         """Transfers that end with the digests of all that arrived; some of those are compared with digests taken otherwise."""
         transfer, found = self.transfer(way, group), list[int]()
         begin = time.monotonic()
@@ -225,13 +226,13 @@ class Process:
             wanted = digest_torch(values(piece, shape, 0, self.device), piece.box, shape)
             self.facts["unproven"] += wanted != found[i]
 
-    def proof(self, complete: dict[str, int] | None = None) -> Proof | None:
+    def proof(self, complete: dict[str, int] | None = None) -> Digester | None:
         """None on a CPU. `complete`: for a transfer that it follows."""
         if self.device.type != "cuda" or self.place.sends:
             return None
-        return Proof(self.layout, self.tensors, self.device, complete)
+        return Digester(self.layout, self.tensors, self.device, complete)
 
-    def digests(self, proof: Proof | None) -> list[int]:
+    def digests(self, proof: Digester | None) -> list[int]:
         return proof.digests() if proof else [held.digest for held in held_digests(self.layout, self.tensors)]
 
 

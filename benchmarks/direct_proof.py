@@ -7,8 +7,8 @@ from statistics import median
 from unittest.mock import patch
 
 import torch
-from resharder.client.direct import proof_kernel
-from resharder.client.direct.proof import Proof
+from resharder.client.gpu import digest_kernel
+from resharder.client.gpu.digest import Digester
 from rich.console import Console
 from rich.table import Table
 
@@ -37,10 +37,10 @@ def main() -> None:
     size = sum(tensor.nbytes for tensor in tensors.values())
     memory = torch.ones(1 << 30, dtype=torch.int64, device=device)
     reading = memory.nbytes / seconds(memory.sum)
-    proof, table = Proof(layout, tensors, device), Table("block (rows, words, warps)", "ms", "GB/s", "of the read")
+    proof, table = Digester(layout, tensors, device), Table("block (rows, words, warps)", "ms", "GB/s", "of the read")
     digests = proof.digests()
     for block in BLOCKS:
-        with patch.object(proof_kernel, "add_digests_of_words", partial(proof_kernel.add_digests_of_words, block=block)):
+        with patch.object(digest_kernel, "add_digests_of_words", partial(digest_kernel.add_digests_of_words, block=block)):
             if proof.digests() != digests:
                 raise AssertionError(f"{block}: other digests")
             took = seconds(proof.digests)

@@ -233,7 +233,7 @@ class System:
     def serve_ahead(self, ahead: bool) -> None:
         """Whether servers take versions that are not READY."""
         with Operator(self.daemon.endpoint) as operator:
-            operator.update_fleet("policy", serve_ahead=ahead)
+            operator.set_fleet("policy", serve_ahead=ahead)
 
     def begin_publish(self, seed: int | None = None) -> int:
         """The number of the request; `trainer.requests.reply` waits for it."""

@@ -23,10 +23,10 @@ if CPU:
 from demo.jobs import answer, next_request
 from resharder.client import connect
 from resharder.client.direct.transfer import Seconds, Transfer
-from resharder.converters.building import build_chunks
-from resharder.converters.layout import Piece
-from resharder.converters.local import view_of
-from resharder.converters.megatron import local_layout
+from resharder.converters.models.megatron.build import build_chunks
+from resharder.converters.geometry.layout import Piece
+from resharder.converters.models.tensor_io import view_of
+from resharder.converters.models.megatron.layout import local_layout
 
 from tests.support.late_group import Late
 

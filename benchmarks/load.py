@@ -29,13 +29,7 @@ from threading import Thread
 from types import SimpleNamespace
 
 import grpc
-from resharder.v1 import (
-    operator_pb2,
-    operator_pb2_grpc,
-    publisher_pb2,
-    publisher_pb2_grpc,
-    resources_pb2,
-)
+from resharder.v1 import operator_pb2, operator_pb2_grpc, publisher_pb2, publisher_pb2_grpc, resources_pb2
 from rich.console import Console
 from rich.table import Table
 
@@ -83,7 +77,7 @@ def _publish_as(endpoint: str, job: str, rank: int, world_size: int, every: floa
     import torch
     from resharder.client import connect
     from resharder.client.errors import WaitTimeout
-    from resharder.client.trainer import DeclaredTensor
+    from resharder.client.trainer.connect import DeclaredTensor
 
     name, weight = f"rank.{rank}.weight", torch.zeros(ELEMENTS, dtype=torch.bfloat16)
     options = {"model": MODEL, "job": job, "world_size": world_size, "config": CONFIG, "transport": "grpc"}

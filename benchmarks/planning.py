@@ -20,12 +20,12 @@ from tests.support import megatron_shim  # noqa: F401
 import re
 
 import torch
-from resharder.client.vllm.blueprint import Server, worker_recording
-from resharder.converters.checkpoint import expected_shapes
-from resharder.converters.layout import Layout, Piece, TensorSpec
-from resharder.converters.packed import Pieces, pack
-from resharder.converters.plan import Plan, plan_pieces
-from resharder.converters.worlds import Parallel, world_layouts
+from resharder.client.inference.vllm.blueprint import ServerSizes, worker_recording
+from resharder.converters.architectures.checkpoint import expected_shapes
+from resharder.converters.geometry.layout import Layout, Piece, TensorSpec
+from resharder.converters.geometry.piece_arrays import Pieces, pack
+from resharder.converters.geometry.plan import Plan, plan_pieces
+from resharder.converters.models.megatron.worlds import Parallel, world_layouts
 from rich.console import Console
 from rich.table import Table
 
@@ -79,7 +79,7 @@ def sources(work: Work, trainer: Parallel) -> Pieces[int]:
 
 def targets(work: Work, specs: dict[str, TensorSpec], workers: int) -> Pieces[int]:
     """Data parallel attention, experts over all workers: what large MoE models are served with."""
-    server = Server(dp=workers, ep=True)
+    server = ServerSizes(dp=workers, ep=True)
     experts = 1 + max(int(found[2]) for name in specs if (found := EXPERT.match(name)))
     least, more = divmod(experts, workers)  # the first `more` workers have one more
     first = {worker * least + min(worker, more): worker for worker in range(workers)}
@@ -94,7 +94,7 @@ def targets(work: Work, specs: dict[str, TensorSpec], workers: int) -> Pieces[in
     return pack({worker: _layout(specs, pieces) for worker, pieces in found_of.items()})
 
 
-def _recorded(work: Work, specs: dict[str, TensorSpec], server: Server, worker: int) -> tuple[Piece, ...]:
+def _recorded(work: Work, specs: dict[str, TensorSpec], server: ServerSizes, worker: int) -> tuple[Piece, ...]:
     recording = worker_recording(work.config, specs, server, worker, dtype="bfloat16")
     if recording.impure:
         print(

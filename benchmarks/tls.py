@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from resharder.client.publisher import Publisher
-from resharder.client.tls import Tls
-from resharder.client.trainer import DeclaredTensor, connect
+from resharder.client.rpc.tls import Tls
+from resharder.client.trainer.connect import DeclaredTensor, connect
+from resharder.client.trainer.publisher import Publisher
 
 from benchmarks.rows import Row, show, write
 from tests.support.daemon import Daemon

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import torch
-from resharder.converters.checkpoint import expected_shapes
+from resharder.converters.architectures.checkpoint import expected_shapes
 
 from benchmarks import shapes
 from tests.support.ports import free_port

@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from resharder.converters.digest import digest
-from resharder.converters.files import MappedFiles, read_layout
-from resharder.converters.layout import full_box
+from resharder.converters.geometry.layout import full_box
+from resharder.converters.storage.digest import digest
+from resharder.converters.storage.files import MappedFiles, read_layout
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
 
 from tests.support.daemon import Daemon

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from random import Random
 
-from resharder.server.kernel import anonymous_bytes
+from resharder.server.infra.filesystem import anonymous_bytes
 
 from tests.support.fuzzed import World, fuzzed
 

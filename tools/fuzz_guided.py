@@ -14,7 +14,7 @@ from pathlib import Path
 
 import atheris
 
-_COMPILED = ["resharder.converters.digest"]  # by numba, which takes its bytecode as it is
+_COMPILED = ["resharder.converters.storage.digest"]  # by numba, which takes its bytecode as it is
 with atheris.instrument_imports(include=["resharder.server", "resharder.converters"], exclude=_COMPILED):
     import resharder.server.main  # noqa: F401
 

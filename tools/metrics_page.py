@@ -9,9 +9,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric
-from resharder.client.vllm.metrics import Numbers
-from resharder.server import metrics
-from resharder.server.metrics.states import NOTHING, families
+from resharder.client.inference.control.metrics import Numbers
+from resharder.server.observability import metrics
+from resharder.server.observability.metrics.gauges import NOTHING, families
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 

@@ -4,15 +4,15 @@ import random
 
 import numpy as np
 import torch
-from resharder.client.direct import kernel
-from resharder.client.direct.host_copy import HostCopy
-from resharder.client.direct.pack import _on_host
-from resharder.client.direct.proof import Proof
-from resharder.client.direct.to_host import ToHost
-from resharder.converters.digest import digest
-from resharder.converters.files import BITS
-from resharder.converters.layout import ITEM_SIZES, Box, Layout, Piece, Range, TensorSpec, box_index, box_shape
-from resharder.converters.local import view_of
+from resharder.client.gpu import move_kernel
+from resharder.client.gpu.device_to_host import DeviceToHost
+from resharder.client.gpu.digest import Digester
+from resharder.client.gpu.host_to_device import HostToDevice
+from resharder.client.gpu.table import _on_host
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, Piece, Range, TensorSpec, box_index, box_shape
+from resharder.converters.models.tensor_io import view_of
+from resharder.converters.storage.digest import digest
+from resharder.converters.storage.files import BITS
 
 SHAPES = {
     "F64": [(6, 10), (3, 2, 8), ()],
@@ -35,7 +35,7 @@ def tiles_are_moved_as_the_host_does() -> None:
         outcome = torch.zeros(2, 1 << 17, dtype=torch.uint8)
         row = [source.data_ptr(), 0, rows, width, width + gap, width + 1]
         table = torch.tensor([row, [row[0] + 64 * word, 1 << 16, *row[2:]]] if width < 8192 else [row])
-        kernel.move(table, word, 0, outcome[0].data_ptr())
+        move_kernel.move(table, word, 0, outcome[0].data_ptr())
         for from_, to in _on_host(table.numpy(), word, 0, outcome[1].data_ptr()):
             np.copyto(to, from_)
         assert outcome[0].any(), word
@@ -74,14 +74,14 @@ def some_layout() -> Made:
 
 def digests_are_those_of_the_host() -> None:
     layout, tensors, wanted = some_layout()
-    assert Proof(layout, tensors, torch.device("cpu")).digests() == wanted
+    assert Digester(layout, tensors, torch.device("cpu")).digests() == wanted
 
 
 def digests_of_what_arrives_in_parts_are_the_same() -> None:
     """Twice; tensors hold something else until they have arrived, and those that nothing is said of until the end."""
     layout, tensors, wanted = some_layout()
     complete = {name: random.randrange(3) for name in tensors if random.random() < 0.8}
-    proof = Proof(layout, tensors, torch.device("cpu"), complete)
+    proof = Digester(layout, tensors, torch.device("cpu"), complete)
     held = {name: tensor.clone() for name, tensor in tensors.items()}
     for _ in range(2):
         for tensor in tensors.values():
@@ -109,15 +109,15 @@ def boxes_go_to_the_hosts_memory_and_back() -> None:
     layout = Layout(layout.tensors, tuple(layout.pieces[i] for i in chosen))
     arrays = {name: np.zeros(spec.shape, BITS[ITEM_SIZES[spec.dtype]]) for name, spec in layout.tensors.items()}
     cpu = torch.device("cpu")
-    assert ToHost(Layout({}, ()), cpu, 1).run({}, {}) == []
+    assert DeviceToHost(Layout({}, ()), cpu, 1).run({}, {}) == []
     for threads, size in ((1, 64 << 20), (3, 160 << 10)):
         for array in arrays.values():
             array[...] = 0
-        assert ToHost(layout, cpu, threads, size).run(arrays, tensors) == [wanted[i] for i in chosen]
+        assert DeviceToHost(layout, cpu, threads, size).run(arrays, tensors) == [wanted[i] for i in chosen]
     held = {name: tensor.clone() for name, tensor in tensors.items()}
     for piece in layout.pieces:
         tensors[piece.local].zero_()
-    assert HostCopy(layout, cpu).place(arrays, tensors).run() == [wanted[i] for i in chosen]
+    assert HostToDevice(layout, cpu).place(arrays, tensors).run() == [wanted[i] for i in chosen]
     assert all(bits_of(held[name]) == bits_of(tensor) for name, tensor in tensors.items())
     for piece in layout.pieces:
         part = np.array(arrays[piece.tensor][box_index(piece.box)])

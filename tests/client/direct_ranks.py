@@ -14,13 +14,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from resharder.client.direct.group import DirectFailed, Group, connect, make_group
-from resharder.client.direct.schedule import Schedule, quota_of, schedule
+from resharder.client.direct.base import DirectFailed, DirectGroup
+from resharder.client.direct.rendezvous import connect, make_group
 from resharder.client.direct.transfer import Transfer
-from resharder.converters.copies import Copies, copies_of
-from resharder.converters.layout import Layout, box_index
-from resharder.converters.local import view_of
-from resharder.converters.plan import plan
+from resharder.client.gpu.schedule import Schedule, quota_of, schedule
+from resharder.converters.geometry.copy_table import Copies, copies_of
+from resharder.converters.geometry.layout import Layout, box_index
+from resharder.converters.geometry.plan import plan
+from resharder.converters.models.tensor_io import view_of
 from torch.distributed import TCPStore
 
 from benchmarks.direct_layouts import DENSE, EXPERTS, memory_of, written_trainer, written_workers
@@ -90,10 +91,10 @@ class Process:
             layout = [*trainer.values(), *workers.values()][rank]
             self.sides[name] = copies_of(plan(trainer, workers)), layout
 
-    def group(self, prefix: str, rank: int | None = None, size: int = 4, peers: set[int] | None = None) -> Group:
+    def group(self, prefix: str, rank: int | None = None, size: int = 4, peers: set[int] | None = None) -> DirectGroup:
         return make_group(self.store, prefix, self.rank if rank is None else rank, size, CPU, LONG, peers)
 
-    def transfer(self, group: Group, kind: str) -> Transfer:
+    def transfer(self, group: DirectGroup, kind: str) -> Transfer:
         copies, _ = self.sides[kind]
         found = scheduled(copies, self.rank)
         assert found.staging <= STAGING * copies.most_peers

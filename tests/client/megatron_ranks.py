@@ -12,10 +12,10 @@ from typing import Any
 from tests.support.megatron_models import build_model, fill_from_hf, logits, wrap_ddp, wrap_float16
 
 # isort: split
-import resharder.client.trainer as resharder
+import resharder.client.trainer.connect as resharder
 import torch
 import torch.distributed as dist
-from resharder.client.filling import fill
+from resharder.client.trainer.fill import fill
 from resharder.converters.models import local_layout
 from transformers import AutoModelForCausalLM
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from resharder.client.cli.named_version import named_version
 from resharder.client.operator import Operator
-from resharder.client.publisher import Publisher
-from resharder.client.trainer import DeclaredTensor, Handle, connect
+from resharder.client.trainer.connect import DeclaredTensor, Handle, connect
+from resharder.client.trainer.publisher import Publisher
 from safetensors.torch import load_file
 
 CONFIG = {"model_type": "nobody", "architectures": ["NobodyForCausalLM"], "hidden_size": 64}
@@ -72,7 +73,8 @@ def together(act: Callable[[int], Any], ranks: int) -> list[Any]:
 
 def exported(endpoint: str, version: str, folder: Path) -> dict[str, torch.Tensor]:
     with Operator(endpoint) as operator:
-        operator.export(operator.find_version(version), folder)
+        found = named_version(operator, version)
+        operator.export(found.number, folder, model=found.model)
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 

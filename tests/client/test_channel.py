@@ -2,7 +2,7 @@
 
 import random
 
-from resharder.client.channel import Backoff
+from resharder.client.rpc.channel import Backoff
 
 
 def test_waiting_leaves_the_random_numbers_of_a_trainer_alone() -> None:

@@ -13,12 +13,12 @@ from tests.support.megatron_models import build_model
 
 # isort: split
 import torch
-from resharder.client.check import Report, check, parallel, settings
 from resharder.client.errors import UsageError
+from resharder.client.tools.check import Report, check, parallel, settings
 from resharder.converters.errors import LayoutError, UnsupportedModel
-from resharder.converters.layout import Layout
-from resharder.converters.megatron import local_layout
-from resharder.converters.worlds import Parallel, world_layouts
+from resharder.converters.geometry.layout import Layout
+from resharder.converters.models.megatron.layout import local_layout
+from resharder.converters.models.megatron.worlds import Parallel, world_layouts
 
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen3_tied", 8, {"tp": 2, "pp": 2}),
@@ -71,7 +71,7 @@ def test_a_stage_that_is_missing_is_named_by_its_first_tensor(monkeypatch: pytes
     def without_the_last_stage(config: Any, trainer: Parallel, **options: Any) -> Any:
         return ((rank, layout if rank < 2 else Layout({}, ())) for rank, layout in everyone(config, trainer, **options))
 
-    monkeypatch.setattr("resharder.converters.worlds.world_layouts", without_the_last_stage)
+    monkeypatch.setattr("resharder.converters.models.megatron.worlds.world_layouts", without_the_last_stage)
     with pytest.raises(LayoutError, match=r"model\.norm\.weight: the targets want it, no source holds it"):
         checked("qwen3", 4, tp=2, pp=2)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from resharder.client import doctor
+from resharder.client.tools import doctor
 from resharder.server.config import Config
-from resharder.server.room import wanted_sets
-from resharder.server.store import Store
+from resharder.server.store.retention import wanted_sets
+from resharder.server.store.store import Store
 
 from tests.client.models import CONFIG, connected, equal, publish_all, weights
 from tests.support.command import answer, resharder

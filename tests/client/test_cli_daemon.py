@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from resharder.client.operator import Motion, Operator, Want
+from resharder.client.operator import Operator
+from resharder.client.operator.answers import UpdateStrategy, VersionTarget
+from resharder.client.operator.states import StrategyKind, TargetKind
 
 from tests.client.models import connected, equal, exported, publish_all, weights
 from tests.support.command import answer, resharder, running
@@ -181,16 +183,16 @@ def test_what_is_waited_for_and_followed_goes_on_over_a_restart_of_the_daemon() 
         for number in (1, 2):
             publish_all(publishers, 10 * number, weights(number))[0].wait_ready(60)
         publishers[0].close()
-        operator.update_fleet("policy", want=Want(kind=Want.NUMBER, version=1))
+        operator.set_fleet("policy", target=VersionTarget(TargetKind.NUMBER, version=1))
         with SimulatedServer(daemon, "a"):
-            operator.update_fleet("policy", motion=Motion(kind=Motion.CANARY, approval=True))
-            asked = operator.update_fleet("policy", want=Want(kind=Want.NUMBER, version=2))
+            operator.set_fleet("policy", strategy=UpdateStrategy(StrategyKind.CANARY, approval=True))
+            asked = operator.set_fleet("policy", target=VersionTarget(TargetKind.NUMBER, version=2))
             moved = pool.submit(operator.wait_moved, asked, timeout=120)
             next(event for event in seen if event.what == "holding")
             daemon.kill()
             daemon.start()
             next(event for event in seen if event.what == "started")
-            operator.decide("policy", go_on=True)
+            operator.approve("policy")
             assert moved.result().settled_version == 2
 
 

@@ -5,7 +5,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from resharder.client.cli import completing, words
+from resharder.client.cli import completion, format
+from resharder.client.operator.answers import ServerStatus, VersionStatus
+from resharder.client.operator.convert import answer as converted
 from resharder.v1 import operator_pb2, resources_pb2
 
 from tests.support.command import answer, resharder
@@ -119,12 +121,13 @@ def test_fleet_set_asks_for_what_is_given_alone(fake: FakeOperator) -> None:
 
 
 def test_what_is_served_ahead_is_shown_as_such() -> None:
-    server = resources_pb2.Server(name="servers/a", state=Server.SERVING, ahead=True)
-    assert words.state(server) == "SERVING, ahead"
+    server = converted(ServerStatus, Server(name="servers/a", state=Server.SERVING, ahead=True))
+    assert format.state(server) == "SERVING, ahead"
     staging = resources_pb2.Version(state=resources_pb2.Version.STAGING, servers_serving=1, servers_following=2)
     ready = resources_pb2.Version(state=resources_pb2.Version.READY, servers_serving=2, servers_following=2)
     arriving = resources_pb2.Version(state=resources_pb2.Version.STAGING, servers_following=2)
-    assert [row[6] for row in words.version_rows([staging, ready, arriving])] == ["1/2, ahead", "2/2", "–"]
+    shown = [converted(VersionStatus, version) for version in (staging, ready, arriving)]
+    assert [row[6] for row in format.version_rows(shown)] == ["1/2, ahead", "2/2", "–"]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +212,7 @@ def test_gc_says_what_goes_and_drops_nothing_unless_told_to(fake: FakeOperator, 
 
 
 def test_the_shell_completes_what_the_daemon_knows(fake: FakeOperator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completing, "SECONDS", 60.0)
+    monkeypatch.setattr(completion, "SECONDS", 60.0)
     fake.versions.append(resources_pb2.Version(model="policy", number=12, state=resources_pb2.Version.READY))
     fake.versions.append(resources_pb2.Version(model="policy", number=11, state=resources_pb2.Version.RETIRED))
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from resharder.client.direct.group import DirectFailed, make_group
+from resharder.client.direct.base import DirectFailed
 from resharder.client.direct.nccl_group import ctas_of
-from resharder.converters.worlds import Parallel, world_layouts
+from resharder.client.direct.rendezvous import make_group
+from resharder.converters.models.megatron.worlds import Parallel, world_layouts
 from torch.distributed import HashStore, TCPStore
 
 from benchmarks.direct_layouts import DENSE, EXPERTS, written_trainer

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from resharder.client.direct.group import DirectFailed
-from resharder.client.direct.links import Links
+from resharder.client.direct.base import DirectFailed
+from resharder.client.direct.links import TransferLinks
 
 from tests.support.operating import wait_until
 
@@ -31,7 +31,7 @@ class Link:
 
 class Site:
     def __init__(self) -> None:
-        self.links = Links({}, CPU)
+        self.links = TransferLinks({}, CPU)
         self.made: dict[str, Link] = {}
         self.failures: list[tuple[str, str]] = []
         self.failed = threading.Event()

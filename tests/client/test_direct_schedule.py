@@ -13,15 +13,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from resharder.client.direct import pairs, tiles
-from resharder.client.direct import schedule as schedules
-from resharder.client.direct.pack import Table, addresses_of
-from resharder.client.direct.schedule import Moves, Schedule, quota_of, schedule
-from resharder.converters.copies import Copies, copies_of
-from resharder.converters.layout import Box, Layout, Piece, Range, TensorSpec, box_index, box_shape, box_size
-from resharder.converters.local import read_piece, view_of
-from resharder.converters.packed import Ints
-from resharder.converters.plan import plan
+from resharder.client.gpu import pairs, tiles
+from resharder.client.gpu import schedule as schedules
+from resharder.client.gpu.schedule import Moves, Schedule, quota_of, schedule
+from resharder.client.gpu.table import Table, addresses_of
+from resharder.converters.geometry.copy_table import Copies, copies_of
+from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, box_index, box_shape, box_size
+from resharder.converters.geometry.piece_arrays import Ints
+from resharder.converters.geometry.plan import plan
+from resharder.converters.models.tensor_io import read_piece, view_of
 
 from tests.support.shardings import sharding
 

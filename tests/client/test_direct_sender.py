@@ -4,9 +4,9 @@ import threading
 
 import pytest
 import torch
-from resharder.client.channel import Channel
 from resharder.client.direct import sender
-from resharder.converters.layout import Layout, Piece, TensorSpec, full_box
+from resharder.client.rpc.channel import Channel
+from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, full_box
 from resharder.v1 import direct_pb2
 
 from tests.support.daemon import Daemon

@@ -8,11 +8,12 @@ from typing import NamedTuple, get_args
 import grpc
 import pytest
 import resharder.converters.errors as conversion
-import resharder.server.errors as server
+import resharder.server.state.errors as server
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from resharder.client import errors as client
-from resharder.server import intake
+from resharder.server.ingest import coordinator
+from resharder.server.rpc import errors as rpc_errors
 
 ROOT = Path(__file__).parents[2]
 AT_START = {"STORE_FILESYSTEM", "STORE_LOCKED", "STORE_OWNER"}
@@ -54,7 +55,7 @@ def _said(argument: ast.expr) -> list[str]:
     if isinstance(argument, ast.Constant):
         return [argument.value]
     assert ast.unparse(argument) == "_CLOSED[record.state]", f"not a reason that can be read here: {ast.unparse(argument)}"
-    return list(intake._CLOSED.values())
+    return list(coordinator._CLOSED.values())
 
 
 def test_the_documented_reasons_are_exactly_those_that_the_daemon_sends() -> None:
@@ -74,7 +75,7 @@ def test_every_reason_that_the_daemon_may_use_is_used() -> None:
 class Refusal(grpc.RpcError):
     def __init__(self, status: str, reason: str) -> None:
         self._status, self._details = grpc.StatusCode[status], any_pb2.Any()
-        self._details.Pack(error_details_pb2.ErrorInfo(reason=reason, domain=server.DOMAIN))
+        self._details.Pack(error_details_pb2.ErrorInfo(reason=reason, domain=rpc_errors.DOMAIN))
 
     def code(self) -> grpc.StatusCode:
         return self._status

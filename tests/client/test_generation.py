@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from resharder.client.errors import GenerationEnded, ResharderError, ServersNotAsleep, UsageError, WaitTimeout
-from resharder.client.generation import Fleet, Generation, Part
-from resharder.client.handle import Handle
-from resharder.client.identity import Identity
-from resharder.client.ranks import Ranks, meet
+from resharder.client.operator.answers import FleetStatus, ServerStatus
+from resharder.client.operator.convert import answer
+from resharder.client.trainer.colocate import Generation, GenerationPart, SharedFleet
+from resharder.client.trainer.handle import Handle
+from resharder.client.trainer.identity import RankIdentity
+from resharder.client.trainer.rendezvous import Ranks, meet
 from resharder.v1 import resources_pb2
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
@@ -42,7 +44,13 @@ class Gpus:
         self._lock = threading.Lock()
         self._change(Power.ASLEEP_2)
 
-    def set_power(self, fleet: str, power: int) -> None:
+    def wake(self, fleet: str) -> None:
+        self._set_power(Power.AWAKE)
+
+    def sleep(self, fleet: str, *, level: int) -> None:
+        self._set_power(Power.ASLEEP_1 if level == 1 else Power.ASLEEP_2)
+
+    def _set_power(self, power: int) -> None:
         if power == Power.AWAKE:
             self.before_wake()
         with self._lock:
@@ -51,12 +59,12 @@ class Gpus:
                 self.violations.append(f"woken while ranks hold memory: {self.here}")
             self._change(power)
 
-    def servers(self, fleet: str) -> list[resources_pb2.Server]:
+    def servers(self, fleet: str) -> list[ServerStatus]:
         with self._lock:
-            return [Server.FromString(server.SerializeToString()) for server in self.running.values()]
+            return [answer(ServerStatus, server) for server in self.running.values()]
 
-    def fleets(self) -> list[resources_pb2.Fleet]:
-        return [self.policy]
+    def fleets(self) -> list[FleetStatus]:
+        return [answer(FleetStatus, self.policy)]
 
     def set_aside(self, rank: int) -> None:
         with self._lock:
@@ -111,9 +119,9 @@ def generation(
         gpus.set_aside(rank)
 
     operator: Any = gpus
-    part = Part(
+    part = GenerationPart(
         kind(store or HashStore(), rank, len(gpus.here), "job", number),
-        Fleet(operator, "policy"),
+        SharedFleet(operator, "policy"),
         level=2,
         timeout=timeout,
         set_aside=set_aside,
@@ -197,11 +205,11 @@ def test_memory_is_not_brought_back_while_a_server_may_be_awake() -> None:
 def test_servers_that_cannot_be_told_to_sleep_keep_memory_aside() -> None:
     gpus = Gpus()
 
-    def unreachable(fleet: str, power: int) -> None:
+    def unreachable(fleet: str, *, level: int) -> None:
         raise ResharderError("the daemon is gone")
 
     with pytest.raises(ServersNotAsleep, match=r"put to sleep, got: the daemon is gone.*bring_back"), generation(gpus):
-        gpus.set_power = unreachable  # type: ignore[method-assign]
+        gpus.sleep = unreachable  # type: ignore[method-assign]
     assert gpus.here == [False]
 
 
@@ -339,4 +347,4 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 def test_several_ranks_without_torch_distributed_are_refused() -> None:
     with pytest.raises(UsageError, match=r"torch\.distributed over all 2 ranks"):
-        meet(Identity("job", 0, 2), "policy")
+        meet(RankIdentity("job", 0, 2), "policy")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from resharder.client.errors import ServersNotAsleep, UsageError, VersionAborted
-from resharder.client.trainer import Publisher, connect
+from resharder.client.trainer.connect import Publisher, connect
 from resharder.v1 import resources_pb2
 
 from tests.client.models import CONFIG

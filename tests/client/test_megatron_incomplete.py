@@ -13,7 +13,8 @@ from tests.support.megatron_models import build_model
 # isort: split
 import torch
 from resharder.client.errors import LayoutRejected
-from resharder.client.trainer import connect
+from resharder.client.trainer.connect import connect
+from resharder.converters.errors import LayoutError
 
 from tests.support.daemon import Daemon
 from tests.support.operating import versions
@@ -61,12 +62,22 @@ def test_a_pipeline_stage_that_lacks_a_layer_registers_no_smaller_model(daemon: 
     assert versions(daemon) == {}
 
 
+def refused_at_once(daemon: Daemon, model: str, config: dict[str, Any], chunks: list[torch.nn.Module]) -> str:
+    """The refusal of a rank's own attach, which the daemon hears nothing of."""
+    with (
+        connect(daemon.endpoint, model=model, job="j", rank=0, world_size=1) as publisher,
+        pytest.raises(LayoutError) as refused,
+    ):
+        publisher.attach(chunks, config)
+    return str(refused.value)
+
+
 def test_a_model_with_fewer_layers_than_its_config_is_refused(daemon: Daemon) -> None:
     fewer = copy.deepcopy(CONFIG) | {"num_hidden_layers": 2, "layer_types": CONFIG["layer_types"][:2]}
-    said = register(daemon, "fewer-layers", CONFIG, [build(0, 1, fewer)])
-    assert "model.layers.2.input_layernorm.weight: expected [128], no rank holds it" in said
+    said = refused_at_once(daemon, "fewer-layers", CONFIG, build(0, 1, fewer))
+    assert "num_hidden_layers is 4 in the config, the model has num_layers=2" in said
 
 
 def test_a_tied_model_is_refused_where_the_config_has_a_head_of_its_own(daemon: Daemon) -> None:
-    said = register(daemon, "tied", CONFIG, [build(rank, 2, TIED) for rank in range(2)])
-    assert "lm_head.weight: expected [203, 128], no rank holds it" in said
+    said = refused_at_once(daemon, "tied", CONFIG, build(0, 1, TIED))
+    assert "tie_word_embeddings is False in the config" in said

@@ -13,7 +13,7 @@ from tests.support.megatron_models import build_model, fill_from_hf, wrap_ddp
 import torch
 from resharder.client.errors import StaleParameters
 from resharder.client.operator import Operator
-from resharder.client.trainer import Publisher, connect
+from resharder.client.trainer.connect import Publisher, connect
 from resharder.converters.errors import UnsupportedModel
 from transformer_engine.pytorch.float8_tensor import Float8Tensor
 

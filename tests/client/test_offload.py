@@ -15,10 +15,10 @@ from tests.support.megatron_models import build_model, wrap_ddp
 # isort: split
 import torch
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-from resharder.client import offload
 from resharder.client.errors import UsageError
-from resharder.client.keeping import eval_mode, keep_rng
-from resharder.client.offload import set_aside
+from resharder.client.trainer import offload
+from resharder.client.trainer.offload import set_aside
+from resharder.client.trainer.saved_state import eval_mode, keep_rng
 
 from tests.support.tiny_hf import tiny_config
 

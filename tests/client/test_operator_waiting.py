@@ -1,21 +1,24 @@
 """When a command on a fleet has come to its end."""
 
+from dataclasses import replace
+
 import pytest
-from resharder.client import waiting
+from resharder.client.operator import waiting
+from resharder.client.operator.answers import FleetStatus, ServerStatus
+from resharder.client.operator.convert import answer
+from resharder.client.operator.states import ServerPower
 from resharder.v1 import resources_pb2
 
 Fleet, Move, Server = resources_pb2.Fleet, resources_pb2.Move, resources_pb2.Server
 
 
-def fleet(
-    move: int, state: int, *, wanted: int = 2, settled: int = 1, failed: dict[str, str] | None = None
-) -> resources_pb2.Fleet:
+def fleet(move: int, state: int, *, wanted: int = 2, settled: int = 1, failed: dict[str, str] | None = None) -> FleetStatus:
     moves = Move(id=move, state=state, from_version=1, to_version=2, failed=failed)
-    return Fleet(name="f", wanted_version=wanted, settled_version=settled, move=moves)
+    return answer(FleetStatus, Fleet(name="f", wanted_version=wanted, settled_version=settled, move=moves))
 
 
-def server(version: int, state: int = Server.SERVING, name: str = "servers/a", **fields: object) -> resources_pb2.Server:
-    return Server(name=name, state=state, version=version, **fields)
+def server(version: int, state: int = Server.SERVING, name: str = "servers/a", **fields: object) -> ServerStatus:
+    return answer(ServerStatus, Server(name=name, state=state, version=version, **fields))
 
 
 def test_a_move_has_ended_when_it_is_done_and_every_server_in_service_is_there() -> None:
@@ -49,13 +52,13 @@ def test_a_fleet_that_is_there_already_or_has_nothing_to_want_is_not_waited_for(
     there = fleet(1, Move.DONE, settled=2)
     assert waiting.moved(there)(there, [server(2)])
     assert waiting.went_well(there, there)
-    nothing = Fleet(name="f")
+    nothing = answer(FleetStatus, Fleet(name="f"))
     assert waiting.moved(nothing)(nothing, [server(0, Server.BOOTING)])
 
 
 def test_awake_means_serving_and_drained_means_that_the_last_answer_is_given() -> None:
-    none = Fleet()
-    awake = waiting.powered(resources_pb2.AWAKE)
+    none = answer(FleetStatus, Fleet())
+    awake = waiting.powered(ServerPower.AWAKE)
     assert not awake(none, [server(1, power=resources_pb2.ASLEEP_2)])
     assert not awake(none, [server(1, Server.APPLYING, power=resources_pb2.AWAKE)])
     assert awake(none, [server(1, power=resources_pb2.AWAKE), server(1, Server.LOST)])
@@ -63,7 +66,7 @@ def test_awake_means_serving_and_drained_means_that_the_last_answer_is_given() -
     other = server(1, name="servers/b")
     assert not waiting.drained()(none, [busy])
     assert not waiting.drained("servers/b")(none, [other]), "its own gate is open still"
-    busy.in_flight = 0
+    busy = replace(busy, in_flight=0)
     assert waiting.drained()(none, [busy, other])
     assert not waiting.serving()(none, [busy, other])
     assert waiting.serving("servers/b")(none, [busy, other])

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.lib.array_utils import byte_bounds
-from resharder.client.direct.pages import spans_of
-from resharder.converters.files import Array
-from resharder.converters.pages import forget_pages, map_pages
+from resharder.client.gpu.pinned_pages import spans_of
+from resharder.converters.storage.files import Array
+from resharder.converters.storage.pages import forget_pages, map_pages
 
 PAGE, MIB = mmap.PAGESIZE, 1 << 20
 

@@ -3,11 +3,14 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from resharder.client.lag import Lag, lag
+from resharder.client.cli.server_lag import ServerLag, server_lag
 from resharder.client.operator import Operator
+from resharder.client.operator.answers import FleetStatus, ServerStatus, VersionStatus
+from resharder.client.operator.convert import answer as converted
 from resharder.v1 import resources_pb2
 
 from tests.client.models import connected, publish_all, weights
@@ -20,55 +23,56 @@ from tests.support.simulated import SimulatedServer
 Server, Version, Fleet = resources_pb2.Server, resources_pb2.Version, resources_pb2.Fleet
 
 
-def server(version: int, wanted: int, state: "Server.State.ValueType" = Server.SERVING) -> resources_pb2.Server:
-    return Server(name="servers/one", version=version, wanted_version=wanted, state=state)
+def server(version: int, wanted: int, state: "Server.State.ValueType" = Server.SERVING) -> ServerStatus:
+    return converted(ServerStatus, Server(name="servers/one", version=version, wanted_version=wanted, state=state))
 
 
-def versions() -> list[resources_pb2.Version]:
+def versions() -> list[VersionStatus]:
     """1 to 5, READY at 10 times their number; 3 never was."""
     found = [Version(number=number) for number in (5, 4, 3, 2, 1)]
     for version in found:
         if version.number != 3:
             version.ready_time.FromSeconds(10 * version.number)
-    return found
+    return [converted(VersionStatus, version) for version in found]
 
 
-def began_at(seconds: int) -> resources_pb2.Fleet:
+def began_at(seconds: int) -> FleetStatus:
     fleet = Fleet(name="policy")
     fleet.move.start_time.FromSeconds(seconds)
-    return fleet
+    return converted(FleetStatus, fleet)
 
 
 @pytest.mark.parametrize(
     ("one", "others", "expected"),
     [
-        pytest.param(server(5, 5), [server(5, 5)], Lag(), id="it serves what it is to serve"),
-        pytest.param(server(4, 4), [server(5, 5)], Lag(), id="it waits for its turn"),
-        pytest.param(server(0, 5), [server(5, 5)], Lag(), id="it serves nothing: its gate says so"),
-        pytest.param(server(1, 5), [server(5, 5)], Lag(3, 80.0), id="versions that never were READY do not count"),
-        pytest.param(server(4, 5), [server(5, 5)], Lag(1, 50.0), id="one behind"),
-        pytest.param(server(1, 5), [server(4, 5)], Lag(3, 80.0), id="somebody is nearer, though not there"),
-        pytest.param(server(1, 5), [server(1, 5)], Lag(), id="nobody is nearer"),
-        pytest.param(server(1, 5), [server(5, 5, Server.LOST), server(4, 5, Server.FAILED)], Lag(), id="nobody who serves is"),
-        pytest.param(server(5, 2), [server(2, 2)], Lag(2, 40.0), id="it is to go back"),
+        pytest.param(server(5, 5), [server(5, 5)], ServerLag(), id="it serves what it is to serve"),
+        pytest.param(server(4, 4), [server(5, 5)], ServerLag(), id="it waits for its turn"),
+        pytest.param(server(0, 5), [server(5, 5)], ServerLag(), id="it serves nothing: its gate says so"),
+        pytest.param(server(1, 5), [server(5, 5)], ServerLag(3, 80.0), id="versions that never were READY do not count"),
+        pytest.param(server(4, 5), [server(5, 5)], ServerLag(1, 50.0), id="one behind"),
+        pytest.param(server(1, 5), [server(4, 5)], ServerLag(3, 80.0), id="somebody is nearer, though not there"),
+        pytest.param(server(1, 5), [server(1, 5)], ServerLag(), id="nobody is nearer"),
+        pytest.param(server(1, 5), [server(5, 5, Server.LOST), server(4, 5, Server.FAILED)], ServerLag(), id="no serving one is"),
+        pytest.param(server(5, 2), [server(2, 2)], ServerLag(2, 40.0), id="it is to go back"),
     ],
 )
-def test_how_far_a_server_is_behind(one: resources_pb2.Server, others: list[resources_pb2.Server], expected: Lag) -> None:
-    assert lag(one, began_at(60), [one, *others], versions(), now=100.0) == expected
+def test_how_far_a_server_is_behind(one: ServerStatus, others: list[ServerStatus], expected: ServerLag) -> None:
+    now = datetime.fromtimestamp(100, UTC)
+    assert server_lag(one, began_at(60), [one, *others], versions(), now) == expected
 
 
 @pytest.mark.parametrize(
     ("behind", "bounds", "beyond"),
     [
-        (Lag(), (1, 1), False),
-        (Lag(2, 30), (0, 0), False),
-        (Lag(2, 30), (2, 30), False),
-        (Lag(2, 30), (1, 0), True),
-        (Lag(2, 30), (0, 29), True),
-        (Lag(2, 30), (5, 29), True),
+        (ServerLag(), (1, 1), False),
+        (ServerLag(2, 30), (0, 0), False),
+        (ServerLag(2, 30), (2, 30), False),
+        (ServerLag(2, 30), (1, 0), True),
+        (ServerLag(2, 30), (0, 29), True),
+        (ServerLag(2, 30), (5, 29), True),
     ],
 )
-def test_either_bound_is_enough(behind: Lag, bounds: tuple[int, float], beyond: bool) -> None:
+def test_either_bound_is_enough(behind: ServerLag, bounds: tuple[int, float], beyond: bool) -> None:
     assert behind.beyond(*bounds) == beyond
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from resharder.client.channel import Channel
 from resharder.client.errors import (
     DaemonUnreachable,
     LayoutRejected,
@@ -27,8 +26,10 @@ from resharder.client.errors import (
     WaitTimeout,
 )
 from resharder.client.operator import Operator
-from resharder.client.trainer import DeclaredTensor, Publisher, connect
-from resharder.converters.checkpoint import expected_shapes
+from resharder.client.operator.states import VersionState
+from resharder.client.rpc.channel import Channel
+from resharder.client.trainer.connect import DeclaredTensor, Publisher, connect
+from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.v1 import server_pb2, server_pb2_grpc
 
 from tests.client.models import CONFIG, connected, declared, equal, exported, parts, publish_all, spread, together, weights
@@ -131,14 +132,14 @@ def test_a_publish_that_fails_leaves_no_version_behind(daemon: Daemon) -> None:
         publisher.publish_tensors(1, items())
     with Operator(daemon.endpoint) as operator:
         (version,) = operator.versions("policy")
-    assert version.state == version.ABORTED
+    assert version.state == VersionState.ABORTED
     assert "ZeroDivisionError" in version.reason
     publish_all([publisher], 1, weights(1))[0].wait_ready(60)
 
 
 COPYING = """
 import signal, sys, torch
-from resharder.client.trainer import DeclaredTensor, connect
+from resharder.client.trainer.connect import DeclaredTensor, connect
 from resharder.client.transport import grpc_chunks, shared_memory
 endpoint, transport = sys.argv[1:]
 tensor = torch.full((32 << 10, 1024), 0x07070707, dtype=torch.int32)
@@ -195,7 +196,7 @@ def half_written(path: Path) -> bool:
 COMPILING = """
 import sys, torch
 from numba.core import event
-from resharder.client.trainer import connect
+from resharder.client.trainer.connect import connect
 endpoint = sys.argv[1]
 full = {
     "matrix": torch.randn(300, 512).bfloat16(), "square": torch.randn(64, 64).t(), "experts": torch.randn(4, 30, 50).half(),
@@ -285,19 +286,19 @@ def test_a_bound_on_how_far_ahead_makes_publish_wait(daemon: Daemon) -> None:
 
 
 def test_replicas_are_sent_once_and_evenly() -> None:
-    from resharder.client.channel import Channel
-    from resharder.client.holding import Held, Holding
-    from resharder.client.identity import Identity
-    from resharder.client.model_files import config_file
-    from resharder.client.registration import register
-    from resharder.converters.layout import TensorSpec, box_size, full_box
+    from resharder.client.rpc.channel import Channel
+    from resharder.client.trainer.identity import RankIdentity
+    from resharder.client.trainer.model_files import config_file
+    from resharder.client.trainer.rank_layout import RankBox, RankLayout
+    from resharder.client.trainer.registration import register
+    from resharder.converters.geometry.layout import TensorSpec, box_size, full_box
 
     specs = {f"t{i}": TensorSpec(f"t{i}", "BF16", (256, 64 + i)) for i in range(16)}
     with Daemon() as daemon, Channel(daemon.endpoint) as channel:
         registered = []
         for rank in range(4):
-            holding = Holding(specs, tuple(Held(name, full_box(spec.shape), rank > 0) for name, spec in specs.items()))
-            registered.append(register(channel, "policy", [config_file(CONFIG)], Identity("even", rank, 4), holding))
+            rank_layout = RankLayout(specs, tuple(RankBox(name, full_box(spec.shape), rank > 0) for name, spec in specs.items()))
+            registered.append(register(channel, "policy", [config_file(CONFIG)], RankIdentity("even", rank, 4), rank_layout))
         slots = [registration.assignment(60)[0] for registration in registered]
     sent = [sum(box_size(box) for box in slot.boxes) for slot in slots]
     assert sum(sent) == sum(256 * (64 + i) for i in range(16))
@@ -442,7 +443,7 @@ def test_a_registration_that_is_too_large_for_the_daemon_is_refused_with_its_lim
 
 
 def test_no_daemon_is_one_clear_error_in_bounded_time() -> None:
-    publisher = connect("127.0.0.1:1", model="policy", config=CONFIG, patience=0.5)
+    publisher = connect("127.0.0.1:1", model="policy", config=CONFIG, connect_timeout=0.5)
     with pytest.raises(DaemonUnreachable, match=r"127\.0\.0\.1:1"):
         publisher.attach_tensors(declared(spread(1)[0]))
 
@@ -467,3 +468,13 @@ def test_half_an_environment_is_not_taken_for_rank_zero(monkeypatch: pytest.Monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="RANK=None"):
         connect("127.0.0.1:1", model="policy", job="x")
+
+
+def test_a_timeout_of_none_is_no_bound(daemon: Daemon) -> None:
+    unbounded = {"connect_timeout": None, "staging_timeout": None, "register_timeout": None}
+    publishers = connected(daemon.endpoint, 2, "unbounded", **unbounded)
+    handles = publish_all(publishers, 1, weights(1))
+    handles[0].wait_ready(None)
+    handles[1].wait_serving(None)
+    for publisher in publishers:
+        publisher.close()

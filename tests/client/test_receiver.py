@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from resharder.client.direct.group import DirectFailed
-from resharder.client.vllm.receiver import _same
+from resharder.client.direct.base import DirectFailed
+from resharder.client.inference.worker.direct_receiver import _same
 
 
 def test_tensors_that_a_model_reads_instead_of_those_prepared_are_noticed() -> None:

@@ -32,5 +32,5 @@ def slow(daemon: Daemon) -> Iterator[str]:
 
 
 def test_a_daemon_that_is_slow_to_answer_is_waited_for() -> None:
-    with Daemon() as daemon, slow(daemon) as endpoint, Operator(endpoint, patience=60, timeout=60) as operator:
+    with Daemon() as daemon, slow(daemon) as endpoint, Operator(endpoint, connect_timeout=60, timeout=60) as operator:
         assert operator.daemon().release

@@ -14,7 +14,7 @@ from tests.support.operating import versions, wait_until
 RANK = """
 import sys
 from resharder.client.errors import ResharderError
-from resharder.client.trainer import connect
+from resharder.client.trainer.connect import connect
 from tests.client.models import CONFIG, declared, parts, spread, weights
 endpoint, rank, transport = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 options = dict(config=CONFIG, transport=transport, staging_timeout=5.0)

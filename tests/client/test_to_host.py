@@ -5,10 +5,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from resharder.client.direct.pack import Table
-from resharder.client.direct.schedule import Moves
-from resharder.client.direct.tiles import TILE
-from resharder.client.direct.to_host import through_buffers
+from resharder.client.gpu.device_to_host import through_buffers
+from resharder.client.gpu.schedule import Moves
+from resharder.client.gpu.table import Table
+from resharder.client.gpu.tiles import TILE
 
 CPU = torch.device("cpu")
 SPACE = 8 << 20

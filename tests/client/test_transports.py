@@ -100,7 +100,7 @@ def test_strided_and_expanded_tensors_are_read_as_they_look(daemon: Daemon, tran
 
 
 def test_a_rank_with_nothing_to_send_publishes_too(daemon: Daemon, transport: str, tmp_path: Path) -> None:
-    from resharder.client.trainer import connect
+    from resharder.client.trainer.connect import connect
 
     from tests.client.models import CONFIG
 

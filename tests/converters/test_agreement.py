@@ -14,9 +14,9 @@ import torch
 from megatron.core import parallel_state
 from resharder.converters.architectures import architecture_of
 from resharder.converters.architectures.agreement import compared, is_padding
-from resharder.converters.checkpoint import expected_shapes
+from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import LayoutError, UnsupportedModel
-from resharder.converters.megatron import local_layout, local_pieces
+from resharder.converters.models.megatron.layout import local_layout, local_pieces
 
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 LATENT = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "kimi_k2")

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from resharder.converters.checkpoint import config_dict, expected_shapes
+from resharder.converters.architectures.checkpoint import config_dict, expected_shapes
 from resharder.converters.errors import UnsupportedModel
 from transformers import Qwen3Config
 
@@ -79,5 +79,7 @@ def test_a_config_without_a_table_is_refused_by_what_is_wrong_with_it(change: di
 
 
 def test_shapes_are_known_without_torch() -> None:
-    check = "import sys, resharder.converters.checkpoint; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    check = (
+        "import sys, resharder.converters.architectures.checkpoint; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

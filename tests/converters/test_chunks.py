@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from resharder.converters.chunks import ChunkHeader, frame, unframe
+from resharder.converters.wire.chunk_frame import ChunkHeader, frame, unframe
 from resharder.v1 import publisher_pb2
 
 u64, u32 = st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from resharder.converters import digest as digests
-from resharder.converters.digest import MASK, copy_and_digest, digest, digest_torch
-from resharder.converters.layout import Range, box_index, full_box
+from resharder.converters.geometry.layout import Range, box_index, full_box
+from resharder.converters.storage import digest as digests
+from resharder.converters.storage.digest import MASK, copy_and_digest, digest, digest_torch
 
 from tests.support.shardings import sharding
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from resharder.converters.copies import copies_of
-from resharder.converters.direct_messages import copies_from_proto, copies_to_proto, layout_from_proto, layout_to_proto
 from resharder.converters.errors import LayoutError
-from resharder.converters.layout import Layout
-from resharder.converters.packed import join, pack
-from resharder.converters.plan import plan, plan_pieces
+from resharder.converters.geometry.copy_table import copies_of
+from resharder.converters.geometry.layout import Layout
+from resharder.converters.geometry.piece_arrays import join, pack
+from resharder.converters.geometry.plan import plan, plan_pieces
+from resharder.converters.wire.direct import copies_from_proto, copies_to_proto, layout_from_proto, layout_to_proto
 from resharder.v1 import direct_pb2
 
 from benchmarks.direct_layouts import DENSE, EXPERTS, written_trainer, written_workers

@@ -10,11 +10,11 @@ import torch
 from tests.support import fakepg, tiny_hf
 
 # isort: split
-from resharder.converters.dtensor import local_layout, shard_order
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
-from resharder.converters.layout import Layout, TensorSpec
-from resharder.converters.local import read_piece
-from resharder.converters.tiling import Held, check_tiling
+from resharder.converters.geometry.layout import Layout, TensorSpec
+from resharder.converters.geometry.tiling import Held, check_tiling
+from resharder.converters.models.dtensor import local_layout, shard_order
+from resharder.converters.models.tensor_io import read_piece
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -14,9 +14,9 @@ from tests.support.megatron_models import build_model
 
 # isort: split
 from resharder.converters.architectures import architecture_of
-from resharder.converters.checkpoint import expected_shapes
+from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import UnsupportedModel
-from resharder.converters.megatron import local_layout
+from resharder.converters.models.megatron.layout import local_layout
 
 Chunks = list[torch.nn.Module]
 

@@ -15,12 +15,12 @@ from tests.support.megatron_models import build_model, fill_from_hf, logits, wra
 from tests.support.megatron_rebuild import assert_rebuilt, rebuild
 
 # isort: split
-from resharder.client.holding import LiveTensors
-from resharder.converters.checkpoint import expected_shapes
+from resharder.client.trainer.rank_layout import LiveTensors
+from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import UnsupportedModel
-from resharder.converters.layout import Layout
-from resharder.converters.local import read_piece
-from resharder.converters.megatron import local_layout, local_pieces
+from resharder.converters.geometry.layout import Layout
+from resharder.converters.models.megatron.layout import local_layout, local_pieces
+from resharder.converters.models.tensor_io import read_piece
 
 HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 

@@ -13,11 +13,11 @@ from tests.support.megatron_models import build_model, fill_from_hf, wrap_float1
 
 # isort: split
 from resharder.converters import architectures
+from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.architectures.table import Rows, Weight
-from resharder.converters.checkpoint import expected_shapes
-from resharder.converters.layout import Layout, box_index
-from resharder.converters.local import read_piece
-from resharder.converters.megatron import local_layout, local_pieces
+from resharder.converters.geometry.layout import Layout, box_index
+from resharder.converters.models.megatron.layout import local_layout, local_pieces
+from resharder.converters.models.tensor_io import read_piece
 
 from benchmarks.shapes import DEEPSEEK_V3, GLM_4_5, KIMI_K2
 

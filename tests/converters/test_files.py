@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from resharder.converters.files import MappedFiles, folder_layout, index_json, lay_out, parse_header, read_layout
-from resharder.converters.layout import TensorSpec
+from resharder.converters.geometry.layout import TensorSpec
+from resharder.converters.storage.files import MappedFiles, folder_layout, index_json, lay_out, parse_header, read_layout
 from safetensors import safe_open
 
 SPECS = [TensorSpec("b", "BF16", (3, 5)), TensorSpec("a", "F32", (7,)), TensorSpec("c", "U8", (11,)), TensorSpec("s", "F32", ())]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from resharder.converters.layout import (
+from resharder.converters.geometry.layout import (
     Box,
     Layout,
     Piece,
@@ -17,8 +17,8 @@ from resharder.converters.layout import (
     intersect,
     intersect_ranges,
 )
-from resharder.converters.plan import plan
-from resharder.converters.tiling import check_tiling
+from resharder.converters.geometry.plan import plan
+from resharder.converters.geometry.tiling import check_tiling
 
 from tests.support.shardings import held, sharding
 

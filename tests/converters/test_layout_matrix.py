@@ -24,10 +24,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from resharder.converters.architectures import architecture_of
-from resharder.converters.checkpoint import expected_shapes
-from resharder.converters.layout import box_index, format_box
-from resharder.converters.local import read_piece
-from resharder.converters.megatron import local_layout, local_pieces
+from resharder.converters.architectures.checkpoint import expected_shapes
+from resharder.converters.geometry.layout import box_index, format_box
+from resharder.converters.models.megatron.layout import local_layout, local_pieces
+from resharder.converters.models.tensor_io import read_piece
 
 Settings = dict[str, Any]
 Tensors = dict[str, torch.Tensor]

@@ -18,10 +18,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
-from resharder.converters.layout import Layout, box_index
-from resharder.converters.local import read_piece, view_of
-from resharder.converters.megatron import gather_parameters, local_layout, stale_parameters
-from resharder.converters.plan import plan
+from resharder.converters.geometry.layout import Layout, box_index
+from resharder.converters.geometry.plan import plan
+from resharder.converters.models.megatron.layout import gather_parameters, local_layout, stale_parameters
+from resharder.converters.models.tensor_io import read_piece, view_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformer_engine.pytorch.float8_tensor import Float8Tensor

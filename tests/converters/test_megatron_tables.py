@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from resharder.converters.architectures.table import Rows, Weight, hf_shapes
 from resharder.converters.errors import LayoutError
-from resharder.converters.layout import Range, box_index
+from resharder.converters.geometry.layout import Range, box_index
 
 EXPERTS, HIDDEN, FFN = 3, 5, 4
 

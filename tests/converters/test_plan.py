@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from resharder.converters.copies import with_fewer_pairs
-from resharder.converters.cut import cut_chunks
 from resharder.converters.errors import LayoutError
-from resharder.converters.layout import Box, Layout, Piece, Range, TensorSpec, box_size, full_box
-from resharder.converters.packed import pack
-from resharder.converters.plan import plan, plan_pieces
-from resharder.converters.tiling import Held, assign, check_tiling
+from resharder.converters.geometry.chunking import cut_chunks
+from resharder.converters.geometry.copy_table import with_fewer_pairs
+from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, box_size, full_box
+from resharder.converters.geometry.piece_arrays import pack
+from resharder.converters.geometry.plan import plan, plan_pieces
+from resharder.converters.geometry.tiling import Held, assign, check_tiling
 
 from tests.support.shardings import held, sharding
 

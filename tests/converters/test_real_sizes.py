@@ -8,8 +8,8 @@ from tests.support import megatron_shim  # noqa: F401
 
 # isort: split
 import torch
-from resharder.client.check import check
-from resharder.converters.worlds import Parallel
+from resharder.client.tools.check import check
+from resharder.converters.models.megatron.worlds import Parallel
 
 from benchmarks import shapes
 

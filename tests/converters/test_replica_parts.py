@@ -6,10 +6,10 @@ from tests.support import megatron_shim, tiny_hf  # noqa: F401
 
 # isort: split
 import torch
-from resharder.converters.copies import with_fewer_pairs
-from resharder.converters.packed import pack
-from resharder.converters.plan import plan_pieces
-from resharder.converters.worlds import Parallel, world_layouts
+from resharder.converters.geometry.copy_table import with_fewer_pairs
+from resharder.converters.geometry.piece_arrays import pack
+from resharder.converters.geometry.plan import plan_pieces
+from resharder.converters.models.megatron.worlds import Parallel, world_layouts
 
 
 @pytest.mark.parametrize(

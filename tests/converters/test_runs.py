@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from resharder.converters.layout import TensorSpec, box_index, run_start
+from resharder.converters.geometry.layout import TensorSpec, box_index, run_start
 
 from tests.support.shardings import sharding
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from resharder.converters.checkpoint import expected_shapes
+from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import UnsupportedModel
 
 from tests.support import tiny_hf

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from resharder.client.vllm.settings import Settings
+from resharder.client.inference.settings import PluginSettings
 from resharder.server.config import load
 
 from tests.support.tools import checked, tool
@@ -55,7 +55,7 @@ def test_daemon_and_server_take_their_environment(services: dict[str, Any], monk
     for key, value in services["resharderd"]["environment"].items():
         monkeypatch.setenv(key, value)
     config = load(None, {})
-    settings = Settings.from_environment(services["vllm"]["environment"])
+    settings = PluginSettings.from_environment(services["vllm"]["environment"])
     assert config.listen == settings.endpoint
     assert config.listen.startswith("127.0.0.1:"), "there are no certificates"
     mounts = [volume for name in ("resharderd", "vllm") for volume in services[name]["volumes"] if volume.startswith("store:")]

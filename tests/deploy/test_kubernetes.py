@@ -11,7 +11,7 @@ import pytest
 import typer
 import yaml
 from resharder.client.cli import app
-from resharder.client.vllm.settings import Settings
+from resharder.client.inference.settings import PluginSettings
 from resharder.server.config import Config, load
 
 from tests.support.tools import checked, tool
@@ -163,7 +163,7 @@ def test_the_plugin_takes_the_environment_of_the_fleet(resources: list[Resource]
         (tmp_path / name).write_text("")
     there = {key: value.replace("/tls/", f"{tmp_path}/") for key, value in found.items()}
     assert there["RESHARDER_TLS_CA"] != found["RESHARDER_TLS_CA"]
-    settings = Settings.from_environment(there)
+    settings = PluginSettings.from_environment(there)
     assert (settings.model, settings.fleet, settings.server) == ("policy", "policy", "fleet-0")
     assert found["VLLM_PLUGINS"] == "resharder"
     assert "--load-format=resharder" in server["command"]
@@ -185,7 +185,7 @@ def test_a_server_is_never_restarted_for_a_shut_gate(resources: list[Resource]) 
     *_, server = containers(pods(resources)["fleet"])
     assert {server[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe")} == {"/version"}
     started = server["startupProbe"]
-    assert started["periodSeconds"] * started["failureThreshold"] > 2 * Settings.boot_wait_seconds
+    assert started["periodSeconds"] * started["failureThreshold"] > 2 * PluginSettings.boot_wait_seconds
 
 
 def test_what_lies_in_memory_fits_beside_the_rest(resources: list[Resource]) -> None:

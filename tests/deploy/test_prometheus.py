@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
-from resharder.client.vllm.metrics import Numbers
-from resharder.server import metrics
+from resharder.client.inference.control.metrics import Numbers
+from resharder.server.observability import metrics
 
 from tests.support.tools import checked, tool
 

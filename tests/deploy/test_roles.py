@@ -85,14 +85,14 @@ def test_trainer_fleet_operator_and_prometheus_do_their_work_and_no_more(
         assert (done.code, done.out) == (0, "ready: servers/fleet-0 serves version 1, as it is to\n")
     for name in (TRAINER, FLEET, PROMETHEUS):
         with Operator(daemon.endpoint, tls=tls(name)) as other, pytest.raises(AccessDenied):
-            other.update_fleet("policy", max_skew=2)
+            other.set_fleet("policy", max_skew=2)
     for name in (FLEET, OPERATOR, PROMETHEUS, "policy.stranger.resharder"):
         with pytest.raises(AccessDenied), connect(daemon.endpoint, model="policy", config=CONFIG, tls=tls(name)) as other:
             other.publish_tensors(2, weights(2).items())
     with Operator(daemon.endpoint, tls=tls(OPERATOR)) as operator:
         assert [version.number for version in operator.versions()] == [1]
         assert operator.fleet("policy").max_skew == 0
-        assert operator.update_fleet("policy", max_skew=2).max_skew == 2
+        assert operator.set_fleet("policy", max_skew=2).max_skew == 2
 
 
 def test_probes_need_no_certificate_and_metrics_do(daemon: Deployed) -> None:

@@ -80,11 +80,11 @@ class System:
     def ahead(self) -> Iterator[None]:
         """The fleet serves ahead of READY meanwhile."""
         with Operator(self.daemon.endpoint) as operator:
-            operator.update_fleet("policy", serve_ahead=True)
+            operator.set_fleet("policy", serve_ahead=True)
             try:
                 yield
             finally:
-                operator.update_fleet("policy", serve_ahead=False)
+                operator.set_fleet("policy", serve_ahead=False)
 
     def publish_held(self, step: int, change: bool = False) -> tuple[int, int, Path]:
         """Begins to publish; one rank's delivery waits for a file. The version, the request and the file."""

@@ -16,7 +16,9 @@ import pytest
 from resharder.client import Publisher, connect
 from resharder.client.errors import ResharderError
 from resharder.client.operator import Operator
-from resharder.client.waiting import went_well
+from resharder.client.operator.answers import MoveStatus, UpdateStrategy, VersionTarget
+from resharder.client.operator.states import MovePhase, ServerPower, StrategyKind
+from resharder.client.operator.waiting import went_well
 from resharder.v1 import resources_pb2
 
 from demo.trainer_job import TrainerJob
@@ -31,8 +33,8 @@ CONFIG = tiny_config("qwen3_tied")
 LEASE = 20.0  # long enough for a busy machine: whoever is lost is not waited for
 LONG = 120.0  # seconds that nothing here takes
 PLUGINS = Path(__file__).parents[1] / "support" / "raw_mode"
-Server, Move, Motion, Want = resources_pb2.Server, resources_pb2.Move, resources_pb2.Motion, resources_pb2.Want
-ALL_AT_ONCE = Motion(kind=Motion.ALL_AT_ONCE)
+Server = resources_pb2.Server
+ALL_AT_ONCE = UpdateStrategy(StrategyKind.ALL_AT_ONCE)
 
 
 @dataclass
@@ -80,8 +82,8 @@ class Fleet:
     def arrives(self, version: int) -> None:
         wait_serving(self.daemon, version, LONG)
 
-    def set(self, motion: resources_pb2.Motion, want: resources_pb2.Want | None = None) -> None:
-        self.operator.update_fleet("policy", motion=motion, want=want)
+    def set(self, strategy: UpdateStrategy, target: VersionTarget | None = None) -> None:
+        self.operator.set_fleet("policy", strategy=strategy, target=target)
 
     def restart_daemon(self, phase: str) -> None:
         self.daemon.kill()
@@ -95,19 +97,21 @@ class Fleet:
         self.everyone_gets(version)
 
     @property
-    def move(self) -> resources_pb2.Move:
+    def move(self) -> MoveStatus | None:
         return self.operator.fleet("policy").move
 
-    def comes_to(self, state: int, version: int) -> resources_pb2.Move:
+    def comes_to(self, state: MovePhase, version: int) -> MoveStatus:
         """Once the move to this version is in this state."""
 
         def there() -> bool:
-            return (self.move.to_version, self.move.state) == (version, state)
+            move = self.move
+            return move is not None and (move.to_version, move.state) == (version, state)
 
         try:
-            wait_until(there, f"the move to version {version} is {Move.State.Name(state)}", LONG)  # type: ignore[arg-type]
+            wait_until(there, f"the move to version {version} is {state}", LONG)
         except TimeoutError as error:
             raise TimeoutError(f"{error}; it is {self.operator.fleet('policy')}, of {servers(self.daemon)}") from None
+        assert self.move is not None
         return self.move
 
     def server(self, name: str) -> resources_pb2.Server:
@@ -216,12 +220,12 @@ def _aloud(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_canary_serves_alone_until_an_operator_lets_the_rest_follow(fleet: Fleet) -> None:
     fleet.arrives(1)
     fleet.everyone_gets(1)
-    fleet.set(Motion(kind=Motion.CANARY, canaries=1, approval=True))
+    fleet.set(UpdateStrategy(StrategyKind.CANARY, canaries=1, approval=True))
     version = fleet.publish()
-    (canary,) = fleet.comes_to(Move.HOLDING, version).servers
+    (canary,) = fleet.comes_to(MovePhase.HOLDING, version).servers
     other = "right" if canary == "left" else "left"
     assert fleet.serving() == {canary: version, other: 1}
-    asked = fleet.operator.decide("policy", go_on=True, reason="the answers look right")
+    asked = fleet.operator.approve("policy", reason="the answers look right")
     assert went_well(asked, fleet.operator.wait_moved(asked, timeout=LONG))
     assert fleet.serving() == {canary: version, other: version}
     fleet.everyone_gets(version)
@@ -229,44 +233,44 @@ def test_a_canary_serves_alone_until_an_operator_lets_the_rest_follow(fleet: Fle
 
 def test_a_canary_whose_check_fails_goes_back_by_itself_as_one_does_that_an_operator_sends_back(fleet: Fleet) -> None:
     before = fleet.newest
-    fleet.set(Motion(kind=Motion.CANARY, check="answers"))
+    fleet.set(UpdateStrategy(StrategyKind.CANARY, check="answers"))
     worse = fleet.publish()
-    move = fleet.comes_to(Move.FAILED, worse)
+    move = fleet.comes_to(MovePhase.FAILED, worse)
     assert f"version {worse} is worse" in move.reason
     assert fleet.serving() == {"left": before, "right": before}
-    fleet.set(Motion(kind=Motion.CANARY, approval=True))
+    fleet.set(UpdateStrategy(StrategyKind.CANARY, approval=True))
     other = fleet.publish()
-    fleet.comes_to(Move.HOLDING, other)
-    fleet.operator.decide("policy", go_on=False, reason="too talkative")
-    fleet.comes_to(Move.FAILED, other)
+    fleet.comes_to(MovePhase.HOLDING, other)
+    fleet.operator.back("policy", reason="too talkative")
+    fleet.comes_to(MovePhase.FAILED, other)
     fleet.everyone_gets(before)
     assert [refusal.version for refusal in fleet.operator.fleet("policy").refused] == [worse, other]
 
 
 def test_a_rolling_move_stops_where_an_install_fails_and_goes_on_when_told_to(fleet: Fleet) -> None:
     before = fleet.serving()["left"]
-    fleet.set(Motion(kind=Motion.ROLLING, at_a_time=1, max_failures=1))
+    fleet.set(UpdateStrategy(StrategyKind.ROLLING, at_a_time=1, max_failures=1))
     with fleet.faults("left", torn_after=fleet.newest):
         version = fleet.publish()
-        move = fleet.comes_to(Move.STOPPED, version)
+        move = fleet.comes_to(MovePhase.STOPPED, version)
         assert list(move.failed) == ["left"]
         assert "torn half-way by the test" in move.reason
         fleet.each_gets({"left": before, "right": version})  # others may go while one waits for its next try
-    asked = fleet.operator.decide("policy", go_on=True)
+    asked = fleet.operator.approve("policy")
     assert went_well(asked, fleet.operator.wait_moved(asked, timeout=LONG))
     fleet.everyone_gets(version)
 
 
 def test_an_atomic_move_shows_nobody_an_old_version_after_the_new_one(fleet: Fleet) -> None:
     before = fleet.newest
-    fleet.set(Motion(kind=Motion.ATOMIC))
+    fleet.set(UpdateStrategy(StrategyKind.ATOMIC))
     with Client(fleet.servers) as both:
         wait_until(lambda: bool(both.answers), "an answer of the old version", LONG)
         with fleet.faults("right", held="apply"):
             version = fleet.publish()
             fleet.wait_state("right", Server.APPLYING, version)
             fleet.wait_state("left", Server.WAITING, version)
-        fleet.comes_to(Move.DONE, version)
+        fleet.comes_to(MovePhase.DONE, version)
         wait_until(lambda: both.answers[-1].versions == (str(version),), "an answer of the new version alone", LONG)
     seen = [answer.versions for answer in both.answers]
     new = seen.index((str(version),))
@@ -281,7 +285,7 @@ def test_an_atomic_move_that_one_server_cannot_make_is_made_by_none(fleet: Fleet
     fleet.judge()  # whatever clients get from now on began on this version
     with fleet.faults("right", torn_after=before):
         version = fleet.publish()
-        assert "right: " in fleet.comes_to(Move.FAILED, version).reason
+        assert "right: " in fleet.comes_to(MovePhase.FAILED, version).reason
         fleet.arrives(before)
         answers, _ = fleet.judge()
         assert not [found for one in answers if (found := fleet.truth.wrong(replace(one, versions=(str(before),))))]
@@ -292,7 +296,7 @@ def test_a_rolled_back_version_is_not_installed_again_by_itself(fleet: Fleet) ->
     fleet.set(ALL_AT_ONCE)
     good, bad = fleet.publish(), fleet.publish()
     fleet.arrives(bad)
-    asked = fleet.operator.roll_back("policy", good, reason="too talkative")
+    asked = fleet.operator.rollback("policy", good, reason="too talkative")
     assert went_well(asked, fleet.operator.wait_moved(asked, timeout=LONG))
     fleet.everyone_gets(good)
     fleet.restart_daemon("after a rollback")
@@ -306,7 +310,7 @@ def test_a_drained_server_answers_what_it_has_begun_and_nothing_else(fleet: Flee
     asking = threading.Thread(target=lambda: tokens.extend(token for token in fleet.servers["left"].stream(PROMPTS[0], 300)))
     asking.start()
     wait_until(lambda: len(tokens) > 5, "the answer is on its way", LONG)
-    fleet.operator.set_drained("policy", True, "left")
+    fleet.operator.drain("policy", "left")
     fleet.operator.wait_drained("policy", "left", timeout=LONG)
     asking.join(LONG)
     assert len(tokens) == 300
@@ -314,21 +318,21 @@ def test_a_drained_server_answers_what_it_has_begun_and_nothing_else(fleet: Flee
     assert isinstance(refusal, Turned)
     assert "drained for maintenance" in refusal.reason
     assert fleet.server("left").state == Server.DRAINED
-    fleet.operator.set_drained("policy", False, "left")
+    fleet.operator.resume("policy", "left")
     fleet.operator.wait_serving("policy", "left", timeout=LONG)
     fleet.everyone_gets(fleet.newest)
 
 
 def test_servers_that_dropped_their_weights_wake_with_what_was_published_meanwhile(fleet: Fleet) -> None:
-    fleet.operator.set_power("policy", resources_pb2.ASLEEP_2)
-    fleet.operator.wait_power("policy", resources_pb2.ASLEEP_2, timeout=LONG)
+    fleet.operator.sleep("policy", level=2)
+    fleet.operator.wait_power("policy", ServerPower.ASLEEP_2, timeout=LONG)
     for name, server in fleet.servers.items():
         refusal = ask(name, server, PROMPTS[0])
         assert isinstance(refusal, Turned)
         assert "sleep" in refusal.reason
     version = fleet.publish()
-    fleet.operator.set_power("policy", resources_pb2.AWAKE)
-    fleet.operator.wait_power("policy", resources_pb2.AWAKE, timeout=LONG)
+    fleet.operator.wake("policy")
+    fleet.operator.wait_power("policy", ServerPower.AWAKE, timeout=LONG)
     fleet.arrives(version)
     fleet.everyone_gets(version)
 

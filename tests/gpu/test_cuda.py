@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from resharder.client import connect
-from resharder.client.vllm import install
-from resharder.client.vllm.compat import Host
-from resharder.client.vllm.install import Fault
-from resharder.converters.digest import digest, digest_torch
-from resharder.converters.layout import Range, box_index, full_box
+from resharder.client.inference.vllm.host import VLLMHost
+from resharder.client.inference.worker import memory
+from resharder.client.inference.worker.faults import Fault
+from resharder.converters.geometry.layout import Range, box_index, full_box
+from resharder.converters.storage.digest import digest, digest_torch
 from safetensors.torch import load_file
 
 from tests.support.daemon import Daemon
@@ -87,14 +87,14 @@ def test_an_updated_server_on_a_gpu_answers_exactly_as_a_fresh_one(family: str, 
 
 def test_the_host_waits_once_for_all_pieces_of_an_install() -> None:
     live, pieces, source, wanted = moe_pieces("cuda")
-    host = Host(SimpleNamespace(parallel_config=SimpleNamespace(world_size=1)), torch.device("cuda"), 0)
-    install._write_all(host, live, pieces[:1], source, Fault())
+    host = VLLMHost(SimpleNamespace(parallel_config=SimpleNamespace(world_size=1)), torch.device("cuda"), 0)
+    memory.write_all(host, live, pieces[:1], source, Fault())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
-            written = install._write_all(host, live, pieces, source, Fault())
+            written = memory.write_all(host, live, pieces, source, Fault())
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len([wait for wait in waits if "synchroniz" in str(wait.message)]) <= 1

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from resharder.client import connect
-from resharder.client.keeping import keep_rng
-from resharder.client.offload import set_aside
+from resharder.client.trainer.offload import set_aside
+from resharder.client.trainer.saved_state import keep_rng
 
 from tests.support.daemon import Daemon
 from tests.support.operating import SERVING, servers, wait_serving

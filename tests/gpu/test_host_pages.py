@@ -7,13 +7,13 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
-from resharder.client.direct.host_copy import HostCopy
-from resharder.client.direct.pages import register
-from resharder.client.transport.base import Slot
-from resharder.client.transport.from_gpu import FromGpu
-from resharder.converters.digest import digest
-from resharder.converters.files import MappedFiles, lay_out
-from resharder.converters.layout import Box, Layout, Piece, Range, TensorSpec, box_index
+from resharder.client.gpu.host_to_device import HostToDevice
+from resharder.client.gpu.pinned_pages import register
+from resharder.client.transport.base import AssignedSlot
+from resharder.client.transport.gpu_buffers import FromGpu
+from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, box_index
+from resharder.converters.storage.digest import digest
+from resharder.converters.storage.files import MappedFiles, lay_out
 from resharder.v1 import resources_pb2
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -93,7 +93,7 @@ def test_boxes_of_read_only_pages_reach_the_gpu_and_have_the_digests_of_the_host
     read = MappedFiles(folder, lay_out(SPECS.values()))
     registered = register(read.arrays.values(), torch.device("cuda", 0))
     assert registered is not None
-    found = HostCopy(layout, torch.device("cuda", 0)).place(read.arrays, tensors).run()
+    found = HostToDevice(layout, torch.device("cuda", 0)).place(read.arrays, tensors).run()
     registered.close()
     read.close()
     check(folder, layout, tensors, found)
@@ -101,7 +101,9 @@ def test_boxes_of_read_only_pages_reach_the_gpu_and_have_the_digests_of_the_host
 
 def test_a_rank_on_a_gpu_writes_its_boxes_and_nothing_else_into_the_versions_files(folder: Path) -> None:
     layout, tensors = on_device()
-    slot = Slot(0, tuple(piece.box for piece in layout.pieces), tuple(SPECS[piece.tensor] for piece in layout.pieces), 1 << 20)
+    slot = AssignedSlot(
+        0, tuple(piece.box for piece in layout.pieces), tuple(SPECS[piece.tensor] for piece in layout.pieces), 1 << 20
+    )
     transport = FromGpu(torch.device("cuda", 0), 2, lambda: pytest.fail("all of it is on the GPU"))
     for seed in (1, 2):  # the second with the plan of the first
         fill(folder, seed)

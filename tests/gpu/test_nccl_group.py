@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from resharder.client.direct.group import Group, Part, connect, make_group
+from resharder.client.direct.base import DirectGroup, PeerMessage
+from resharder.client.direct.rendezvous import connect, make_group
 from torch.distributed import TCPStore
 
 pytestmark = [
@@ -19,12 +20,12 @@ LONG, SOON = 60.0, 4.0  # seconds: the latter is less than what a close waits at
 SIZE = 1 << 20
 
 
-def exchange(group: Group, rank: int, number: int) -> bool:
+def exchange(group: DirectGroup, rank: int, number: int) -> bool:
     """Whether rank 1 has what rank 0 sent."""
     device, deadline = torch.device("cuda", rank), time.monotonic() + LONG
     wanted = torch.arange(SIZE, device=device).add(number).to(torch.uint8)
     memory = wanted.clone() if rank == 0 else torch.zeros_like(wanted)
-    parts = [Part(1 - rank, memory)]
+    parts = [PeerMessage(1 - rank, memory)]
     group.post(*((parts, []) if rank == 0 else ([], parts)), deadline).wait(deadline)
     return torch.equal(memory, wanted)
 

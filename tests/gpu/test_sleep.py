@@ -12,7 +12,7 @@ import pytest
 import torch
 from resharder.client import connect
 from resharder.client.operator import Operator
-from resharder.client.publisher import Publisher
+from resharder.client.trainer.publisher import Publisher
 from resharder.v1 import resources_pb2
 
 from tests.support.daemon import Daemon
@@ -67,7 +67,10 @@ class Site:
     def set_power(self, power: resources_pb2.Power) -> float:
         """Until it is so; how long that took, in seconds."""
         began = time.monotonic()
-        self.operator.set_power("policy", power)
+        if power == AWAKE:
+            self.operator.wake("policy")
+        else:
+            self.operator.sleep("policy", level=1 if power == resources_pb2.ASLEEP_1 else 2)
         name = resources_pb2.Power.Name(power)
         wait_until(lambda: any(s.state in LIVE and s.power == power for s in servers(self.daemon)), f"the server is {name}", 120)
         if power == AWAKE:

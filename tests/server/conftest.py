@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from resharder.server.store import Store
+from resharder.server.store.store import Store
 
 
 @pytest.fixture

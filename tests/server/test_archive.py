@@ -14,13 +14,13 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from resharder.converters.digest import digest
-from resharder.converters.files import MappedFiles, lay_out
-from resharder.converters.layout import TensorSpec, full_box
-from resharder.converters.local import DTYPES
-from resharder.server.archive import Archive, needed
-from resharder.server.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unavailable
-from resharder.server.store import Store
+from resharder.converters.geometry.layout import TensorSpec, full_box
+from resharder.converters.models.tensor_io import DTYPES
+from resharder.converters.storage.digest import digest
+from resharder.converters.storage.files import MappedFiles, lay_out
+from resharder.server.archive.archive import Archive, needed
+from resharder.server.state.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from resharder.server.store.store import Store
 from resharder.v1 import operator_pb2, server_pb2
 from resharder.v1.operator_pb2_grpc import OperatorServiceStub
 from resharder.v1.server_pb2_grpc import ServerServiceStub
@@ -284,8 +284,8 @@ def test_numbers_and_epochs_go_on_where_the_archive_ends_even_if_nothing_is_rest
 PROGRAM = """
 import sys
 from pathlib import Path
-from resharder.server.archive import Archive
-from resharder.server.store import Store
+from resharder.server.archive.archive import Archive
+from resharder.server.store.store import Store
 from tests.server.test_store import claim, publish
 store = Store(Path(sys.argv[1]), keep_count=2)
 archive = Archive(store, sys.argv[2], 1)

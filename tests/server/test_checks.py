@@ -7,8 +7,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from resharder.server.checks import Checks, environment
 from resharder.server.config import load
+from resharder.server.fleets.canary_checks import Checks, environment
 
 from tests.support.operating import wait_until
 

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pydantic import ValidationError
-from resharder.converters.layout import Range, TensorSpec, full_box
+from resharder.converters.geometry.layout import Range, TensorSpec, full_box
 from resharder.server import main
 from resharder.server.config import Config, load
 from resharder.v1 import operator_pb2, publisher_pb2, resources_pb2

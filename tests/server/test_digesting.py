@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from resharder.converters.digest import digest
-from resharder.converters.files import MappedFiles, parse_header
-from resharder.converters.layout import Box, Range, TensorSpec, box_index, full_box
-from resharder.server import digesting
-from resharder.server.digesting import TensorBox, digest_boxes, digest_tensors
+from resharder.converters.geometry.layout import Box, Range, TensorSpec, box_index, full_box
+from resharder.converters.storage.digest import digest
+from resharder.converters.storage.files import MappedFiles, parse_header
+from resharder.server.store import digests
+from resharder.server.store.digests import TensorBox, digest_boxes, digest_tensors
 from safetensors.numpy import save_file
 
 SPECS = {
@@ -64,9 +64,9 @@ def boxes(draw: st.DrawFn) -> list[TensorBox]:
 def test_shares_add_up(
     folder: Path, monkeypatch: pytest.MonkeyPatch, asked: list[TensorBox], share: int, read: int, threads: int, small_pages: bool
 ) -> None:
-    monkeypatch.setattr(digesting, "_SHARE_BYTES", share)
-    monkeypatch.setattr(digesting, "_READ_BYTES", read)
-    monkeypatch.setattr(digesting, "_FORGET_BYTES", 1)
+    monkeypatch.setattr(digests, "_SHARE_BYTES", share)
+    monkeypatch.setattr(digests, "_READ_BYTES", read)
+    monkeypatch.setattr(digests, "_FORGET_BYTES", 1)
     with mapped(folder) as files:
         files.small_pages = small_pages
         found = digest_boxes(files, asked, threads)
@@ -81,7 +81,7 @@ def alone(files: MappedFiles, spec: TensorSpec, box: Box) -> int:
 
 @pytest.mark.parametrize("small_pages", [True, False])
 def test_a_changed_byte_changes_its_tensor_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, small_pages: bool) -> None:
-    monkeypatch.setattr(digesting, "_SHARE_BYTES", 1000)
+    monkeypatch.setattr(digests, "_SHARE_BYTES", 1000)
     with mapped(folder) as files:
         files.small_pages = small_pages
         before = digest_tensors(files, 2)

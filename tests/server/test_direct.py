@@ -1,20 +1,21 @@
 """The direct path's coordinator by itself: who gets which link, whose turn it is, and what becomes of those that fail."""
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from resharder.converters.digest import digest
-from resharder.converters.layout import Layout, Piece, Range, TensorSpec, box_index
-from resharder.converters.packed import Pieces, pack
-from resharder.server.direct import Direct
-from resharder.server.direct_state import Act, Member, Task
-from resharder.server.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec, box_index
+from resharder.converters.geometry.piece_arrays import Pieces, pack
+from resharder.converters.storage.digest import digest
+from resharder.server.direct.coordinator import Direct
+from resharder.server.direct.state import Act, Member, Task
+from resharder.server.infra.change_signal import Pause
+from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 
 from tests.support.operating import wait_until
+from tests.support.waits import settled
 
 PUBLISHER = "models/policy/publishers/1"
 LONG = 60.0
@@ -67,7 +68,7 @@ class Site:
         return [Rank(self, rank, number, wait) for rank in range(self.ranks)]
 
     def begin(self, act: Callable[..., object], *arguments: object) -> "Future[object]":
-        return self.pool.submit(act, *arguments)
+        return self.pool.submit(settled, act, *arguments)
 
     def join(self, server: str, number: int = 1, install: str = "i-1") -> list["Future[object]"]:
         return [self.begin(self.direct.join, self.worker(server, rank), "memory", "policy", number, install) for rank in range(2)]
@@ -86,18 +87,18 @@ class Rank:
 
     def task(self, state: str = "READY") -> Task | None:
         """The next one; None where the offer is over."""
-        deadline = threading.Event()
-        timer = threading.Timer(LONG, deadline.set)
-        timer.start()
-        try:
-            while not deadline.is_set():
-                try:
-                    return self.site.direct.task(self.offer, self.rank, state)
-                except TimeoutError:
-                    continue
-            raise AssertionError("no task came")
-        finally:
-            timer.cancel()
+        self.offer.look_at = 0.0  # the site's clock stands still
+        for item in self.site.direct.tasks(self.offer, self.rank, lambda: state):
+            if not isinstance(item, Pause):
+                return item
+            item.signal.wait(item.seen, item.seconds)
+            self.offer.look_at = 0.0
+        return None
+
+    def look(self, state: str = "READY") -> None:
+        """Have the coordinator look whether the offer is over; no task is due."""
+        self.offer.look_at = 0.0
+        assert isinstance(next(self.site.direct.tasks(self.offer, self.rank, lambda: state)), Pause)
 
 
 @pytest.fixture
@@ -253,8 +254,8 @@ def test_a_replica_that_is_gone_leaves_what_others_send_alone(site: Site) -> Non
     [future.result(LONG) for server, group in (("left", left), ("right", right)) for future in site.start(server, group)]
     site.direct.leave(ranks[3].offer, 3)
     with pytest.raises(FailedPrecondition, match=r"rank 3 of .* is gone"):
-        site.direct.key(right, "never", 0.0)
-    assert site.direct.key(left, "never", 0.0) is None
+        settled(site.direct.key, right, "never", 0.0)
+    assert settled(site.direct.key, left, "never", 0.0) is None
     for member in (site.rank(0), site.rank(1), site.worker("left", 0), site.worker("left", 1)):
         site.finish(member, left)
     assert ranks[0].offer.served == {"left"}
@@ -263,18 +264,16 @@ def test_a_replica_that_is_gone_leaves_what_others_send_alone(site: Site) -> Non
 def test_an_offer_ends_when_nobody_needs_it_and_when_its_time_is_over(site: Site) -> None:
     site.declare("left")
     ranks = site.offer(1, wait=30.0)
-    with pytest.raises(TimeoutError):
-        site.direct.task(ranks[0].offer, 0, "READY")
+    ranks[0].look("READY")
     site.wanting.clear()
     assert [rank.task() for rank in ranks] == [None, None]
     site.wanting.add("left")
     ranks = site.offer(2, wait=30.0)
-    with pytest.raises(TimeoutError):
-        site.direct.task(ranks[0].offer, 0, "READY")
+    ranks[0].look("READY")
     site.now += 31.0
     assert [rank.task() for rank in ranks] == [None, None]
     with pytest.raises(FailedPrecondition, match="its offer is over"):
-        site.direct.join(site.worker("left", 0), "memory", "policy", 2, "i-2")
+        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 2, "i-2")
 
 
 def test_memory_may_change_once_every_server_has_all_of_it_though_none_is_opened_yet(site: Site) -> None:
@@ -299,8 +298,7 @@ def test_an_aborted_version_is_offered_no_more_and_one_that_is_staging_is(site: 
     site.declare("left")
     ranks = site.offer()
     site.now += 1000.0
-    with pytest.raises(TimeoutError):
-        site.direct.task(ranks[0].offer, 0, "STAGING")
+    ranks[0].look("STAGING")
     assert ranks[0].task("ABORTED") is None
 
 
@@ -316,7 +314,7 @@ def test_a_rank_that_goes_away_ends_its_groups_for_all(site: Site) -> None:
             future.result(LONG)
         assert ended.value.reason == "NOT_OFFERED"
     with pytest.raises(FailedPrecondition, match=r"rank 1 of .* is gone"):
-        site.direct.key(group, "never", 0.0)
+        settled(site.direct.key, group, "never", 0.0)
 
 
 def test_a_member_that_fails_costs_its_server_this_version_alone(site: Site) -> None:
@@ -327,7 +325,7 @@ def test_a_member_that_fails_costs_its_server_this_version_alone(site: Site) -> 
     assert [rank.task() for rank in ranks] == [Task(Act.DROP, group)] * 2
     assert [rank.task() for rank in ranks] == [None, None]  # nobody else wants it
     with pytest.raises(FailedPrecondition, match="failed before"):
-        site.direct.join(site.worker("left", 0), "memory", "policy", 1, "i-1")
+        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
     assert linked(site, "left", site.offer(2), 2, "i-2") != group
 
 
@@ -338,7 +336,7 @@ def test_a_server_whose_groups_fail_again_and_again_is_left_in_peace_for_a_while
         site.finish(site.rank(0), group, "no GPU")
     site.offer(3)
     with pytest.raises(FailedPrecondition, match="2 transfers in a row failed; none is tried for 30 s"):
-        site.direct.join(site.worker("left", 0), "memory", "policy", 3, "i-3")
+        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 3, "i-3")
     site.now += 31.0
     assert linked(site, "left", site.offer(4), 4, "i-4")
 
@@ -349,7 +347,7 @@ def test_a_server_that_never_succeeds_is_tried_every_ten_minutes(site: Site) -> 
     site.finish(site.rank(0), linked(site, "left", site.offer()), "no GPU")
     site.offer(2)
     with pytest.raises(FailedPrecondition, match="5001 transfers in a row failed; none is tried for 600 s"):
-        site.direct.join(site.worker("left", 0), "memory", "policy", 2, "i-2")
+        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 2, "i-2")
 
 
 def test_a_transfer_that_hangs_is_ended_for_all(site: Site) -> None:
@@ -390,7 +388,7 @@ def test_nobody_joins_or_offers_with_memory_that_is_not_declared(site: Site) -> 
     assert unknown.value.reason == "MEMORY_UNKNOWN"
     site.declare("left")
     with pytest.raises(FailedPrecondition) as unknown:
-        site.direct.join(site.worker("left", 0), "other memory", "policy", 1, "i-1")
+        settled(site.direct.join, site.worker("left", 0), "other memory", "policy", 1, "i-1")
     assert unknown.value.reason == "MEMORY_UNKNOWN"
 
 
@@ -398,7 +396,7 @@ def test_a_version_that_no_publisher_offers_is_not_waited_for(site: Site) -> Non
     site.known["left"] = {0: "left-0"}
     site.direct.declare(site.worker("left", 0), "memory", half(0))
     with pytest.raises(FailedPrecondition, match="no publisher offers it"):
-        site.direct.join(site.worker("left", 0), "memory", "policy", 1, "i-1")
+        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
 
 
 def test_a_version_that_its_publisher_withholds_is_not_waited_for_and_the_next_one_is(site: Site) -> None:
@@ -427,10 +425,10 @@ def test_groups_have_no_strangers_and_keys_are_bounded(site: Site) -> None:
     with pytest.raises(InvalidArgument, match="not a member"):
         site.finish(site.worker("right", 0), group)
     with pytest.raises(InvalidArgument, match="not a worker"):
-        site.direct.start(site.rank(0), group, "i-1")
+        settled(site.direct.start, site.rank(0), group, "i-1")
     site.direct.set_key(group, "k", b"value")
-    assert site.direct.key(group, "k", 0.0) == b"value"
-    assert site.direct.key(group, "other", 0.0) is None
+    assert settled(site.direct.key, group, "k", 0.0) == b"value"
+    assert settled(site.direct.key, group, "other", 0.0) is None
     with pytest.raises(ResourceExhausted):
         site.direct.set_key(group, "large", bytes(1 << 17))
     with pytest.raises(FailedPrecondition, match="is over"):
@@ -518,9 +516,9 @@ def test_digests_of_other_boxes_or_of_strangers_are_refused(site: Site) -> None:
     with pytest.raises(InvalidArgument, match="not a sender"):
         site.direct.say(site.worker("left", 0), group, 1, [1, 2])
     with pytest.raises(InvalidArgument, match="not a worker"):
-        site.direct.digests(ranks[0].member, group, 1)
+        settled(site.direct.digests, ranks[0].member, group, 1)
     with pytest.raises(FailedPrecondition, match="its offer is over"):
-        site.direct.digests(site.worker("left", 0), group, 7)
+        settled(site.direct.digests, site.worker("left", 0), group, 7)
     site.direct.leave(ranks[1].offer, 1)  # without a word
     for future in asked:
         with pytest.raises(FailedPrecondition) as ended:

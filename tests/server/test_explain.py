@@ -1,8 +1,8 @@
 """What is said of a server, in words."""
 
-from resharder.server.explain import explain
-from resharder.server.reconciler import step
-from resharder.server.server_state import (
+from resharder.server.fleets.explain import explain
+from resharder.server.fleets.reconciler import step
+from resharder.server.state.server import (
     Attached,
     Claimed,
     Event,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
-from resharder.server.fleet import Fleets
-from resharder.server.fleet_files import FleetFiles
-from resharder.server.operations import Operations
+from resharder.server.fleets.commands import Operations
+from resharder.server.fleets.fleets import Fleets
+from resharder.server.fleets.persistence import FleetFiles
 from resharder.v1 import operator_pb2, resources_pb2
 
 from tests.server.test_fleet_moves import MODEL, Versions

@@ -14,24 +14,16 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from resharder.server.errors import DaemonError, NotFound
-from resharder.server.fleet import Attachment, Fleets
-from resharder.server.fleet_files import restored, stored
-from resharder.server.fleet_state import Fleet, MotionKind, MoveState, PauseMode, WantKind
-from resharder.server.manifest import ABORTED, READY, STAGING, VersionRecord
-from resharder.server.operations import Operations
-from resharder.server.server_state import (
-    Attached,
-    InstallState,
-    Order,
-    OrderKind,
-    Power,
-    Reported,
-    Settings,
-    Worker,
-    WorkerState,
-)
+from resharder.server.fleets.commands import Operations
+from resharder.server.fleets.fleets import Attachment, Fleets
+from resharder.server.fleets.persistence import restored, stored
+from resharder.server.state.errors import DaemonError, NotFound
+from resharder.server.state.fleet import Fleet, MotionKind, MoveState, PauseMode, WantKind
+from resharder.server.state.server import Attached, InstallState, Order, OrderKind, Power, Reported, Settings, Worker, WorkerState
+from resharder.server.store.manifest import ABORTED, READY, STAGING, VersionRecord
 from resharder.v1 import operator_pb2, resources_pb2
+
+from tests.support.waits import settled
 
 SETTINGS = Settings(lease=10, grace=10, boot=1000, install_step=200, attempts=2, first_retry=1, last_retry=2)
 NAMES = ("a", "b", "c")
@@ -235,7 +227,7 @@ class Moving(RuleBasedStateMachine):
         if name in self.plants:
             return
         try:
-            server = self.fleets.claim(name, MODEL, FLEET, wait_seconds=0, boot=True)
+            server = settled(self.fleets.claim, name, MODEL, FLEET, wait_seconds=0, boot=True)
         except DaemonError:
             return
         self.nonces += 1
@@ -263,7 +255,7 @@ class Moving(RuleBasedStateMachine):
         plant.cut = False
         if plant.attachment is not None:
             plant.attachment.close()
-        self.fleets.claim(name, MODEL, FLEET, wait_seconds=0, boot=False)
+        settled(self.fleets.claim, name, MODEL, FLEET, wait_seconds=0, boot=False)
         self.tell(plant)
         plant.lease_until = self.now + SETTINGS.lease
         attached = Attached(f"control-{plant.nonce}", 1, power=plant.power, serving=plant.shows(self.now))

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from resharder.server.explain import explain, state_of
-from resharder.server.reconciler import step
-from resharder.server.server_state import (
+from resharder.server.fleets.explain import explain, state_of
+from resharder.server.fleets.reconciler import step
+from resharder.server.state.server import (
     Attached,
     Claimed,
     Detached,

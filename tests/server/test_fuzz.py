@@ -16,21 +16,22 @@ import pytest
 import xxhash
 from google.protobuf.timestamp_pb2 import Timestamp
 from hypothesis import HealthCheck, given, settings
-from resharder.converters.chunks import frame, unframe
-from resharder.converters.cut import cut_chunks
-from resharder.converters.layout import ITEM_SIZES, Layout, Piece, Range, TensorSpec, box_index, full_box
-from resharder.converters.messages import boxes_to_proto
-from resharder.converters.packed import Pieces, pack
-from resharder.server.direct import Direct
-from resharder.server.direct_state import Member
-from resharder.server.errors import FailedPrecondition, ResourceExhausted
-from resharder.server.kernel import anonymous_bytes
-from resharder.server.timing import timings_from_proto
+from resharder.converters.geometry.chunking import cut_chunks
+from resharder.converters.geometry.layout import ITEM_SIZES, Layout, Piece, Range, TensorSpec, box_index, full_box
+from resharder.converters.geometry.piece_arrays import Pieces, pack
+from resharder.converters.wire.boxes import boxes_to_proto
+from resharder.converters.wire.chunk_frame import frame, unframe
+from resharder.server.direct.coordinator import Direct
+from resharder.server.direct.state import Member
+from resharder.server.infra.filesystem import anonymous_bytes
+from resharder.server.state.errors import FailedPrecondition, ResourceExhausted
+from resharder.server.state.timing import timings_from_proto
 from resharder.v1 import direct_pb2, direct_pb2_grpc, operator_pb2, operator_pb2_grpc, publisher_pb2, resources_pb2, server_pb2
 
 from tests.support.fuzzed import MODELS, SPECS, World, fuzzed, started
 from tests.support.fuzzing import METHODS, UPLOAD, Bytes, chunk, requests
 from tests.support.publishing import Job, random_weights, read_folder, reason_of, whole
+from tests.support.waits import settled
 
 SETTINGS = settings(max_examples=200, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 GROWTH = 128 << 20  # bytes
@@ -243,13 +244,13 @@ def test_an_offer_whose_memory_a_later_publisher_has_replaced_is_planned_for_nob
     direct, worker = _joined()
     direct.declare(Member("models/policy/publishers/2", 0, "rank"), "memory", _whole(0))
     with pytest.raises(FailedPrecondition) as caught:
-        direct.join(worker, "memory", "policy", 1, "i-1")
+        settled(direct.join, worker, "memory", "policy", 1, "i-1")
     assert caught.value.reason == "MEMORY_UNKNOWN"
 
 
 def test_the_keys_of_a_group_are_bounded_all_together() -> None:
     direct, worker = _joined()
-    group = direct.join(worker, "memory", "policy", 1, "i-1").group
+    group = settled(direct.join, worker, "memory", "policy", 1, "i-1").group
     for key in range(256):
         direct.set_key(group, str(key), bytes(1 << 16))
     with pytest.raises(ResourceExhausted):

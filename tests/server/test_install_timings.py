@@ -1,7 +1,7 @@
 """What a server's state keeps of an install that ended, for metrics and traces, though the next one begins in the same step."""
 
-from resharder.server.reconciler import step
-from resharder.server.server_state import (
+from resharder.server.fleets.reconciler import step
+from resharder.server.state.server import (
     Attached,
     InstallState,
     OrderKind,
@@ -15,7 +15,7 @@ from resharder.server.server_state import (
     WorkerReported,
     WorkerState,
 )
-from resharder.server.timing import Timing
+from resharder.server.state.timing import Timing
 
 SETTINGS = Settings()
 PAUSE, RESUME = Timing("pause", 1.0, 0.5), Timing("resume", 2.0, 0.1)

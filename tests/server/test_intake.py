@@ -11,23 +11,24 @@ import grpc
 import numpy as np
 import pytest
 import xxhash
-from resharder.converters.checkpoint import expected_shapes
-from resharder.converters.chunks import frame, unframe
-from resharder.converters.cut import cut_chunks
-from resharder.converters.files import MappedFiles, lay_out, read_layout
-from resharder.converters.layout import Range, TensorSpec, full_box
+from resharder.converters.architectures.checkpoint import expected_shapes
+from resharder.converters.geometry.chunking import cut_chunks
+from resharder.converters.geometry.layout import Range, TensorSpec, full_box
+from resharder.converters.storage.files import MappedFiles, lay_out, read_layout
+from resharder.converters.wire.chunk_frame import frame, unframe
 from resharder.server.config import Config
-from resharder.server.intake import Intake
+from resharder.server.ingest.coordinator import Intake
+from resharder.server.ingest.packed_boxes import cut_slot, pack
 from resharder.server.main import Daemon as DaemonInProcess
-from resharder.server.manifest import VersionRecord
-from resharder.server.server_state import Attached, OrderKind, Reported, Worker, WorkerState
-from resharder.server.slots import cut_slot, pack
-from resharder.server.store import Store
+from resharder.server.state.server import Attached, OrderKind, Reported, Worker, WorkerState
+from resharder.server.store.manifest import VersionRecord
+from resharder.server.store.store import Store
 from resharder.v1 import operator_pb2, publisher_pb2, resources_pb2
 
 from tests.support.daemon import Daemon
 from tests.support.operating import wait_until
 from tests.support.publishing import Held, Job, random_weights, read_folder, reason_of, whole
+from tests.support.waits import settled
 
 SPECS = [TensorSpec("a", "BF16", (16, 64)), TensorSpec("b", "F32", (8,))]
 TOP, BOTTOM, B = (Range(0, 8), Range(0, 64)), (Range(8, 8), Range(0, 64)), full_box((8,))
@@ -323,7 +324,7 @@ def test_a_silent_rank_aborts_its_version_and_frees_the_room(tmp_path: Path) -> 
     for rank in (0, 1):
         boxes = pack((["a", "b"].index(name), box, False) for name, box, _ in TWO[rank])
         intake.register(publisher.name, rank, str(rank), SPECS, boxes)
-    record = intake.create_version(publisher.name, 0, 1)
+    record = settled(intake.create_version, publisher.name, 0, 1)
     now[0] += 8
     intake.publisher(publisher.name, 0)
     intake.publisher(publisher.name, 1)
@@ -338,7 +339,7 @@ def test_a_silent_rank_aborts_its_version_and_frees_the_room(tmp_path: Path) -> 
     ended = store.get("policy", record.number)
     assert ended.state == "ABORTED"
     assert "rank 1 was silent for 11.0 s" in ended.reason
-    assert intake.create_version(publisher.name, 0, 1).number == record.number + 1
+    assert settled(intake.create_version, publisher.name, 0, 1).number == record.number + 1
     intake.drain(0)
     store.close()
 
@@ -349,17 +350,17 @@ def test_a_silent_rank_aborts_its_version_and_frees_the_room(tmp_path: Path) -> 
 def test_whoever_waits_for_serving_is_woken_by_the_last_server_and_asks_nobody_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("resharder.server.intake._LOOK", 60.0)
+    monkeypatch.setattr("resharder.server.ingest.coordinator._LOOK", 60.0)
     config = Config(listen="127.0.0.1:0", store=tmp_path / "store", shared_memory=False, lease_seconds=300)
     daemon = DaemonInProcess(config)
     asked: list[tuple[int, int]] = []
     audience = daemon.intake.audience
     daemon.intake.audience = lambda record: asked.append(audience(record)) or asked[-1]  # type: ignore[func-returns-value]
     record = ready_version(daemon.store)
-    daemon.fleets.claim("s", "policy", "", wait_seconds=0, boot=True)
+    settled(daemon.fleets.claim, "s", "policy", "", wait_seconds=0, boot=True)
     control = daemon.fleets.attach("s", Attached("control", 1, "10.0.0.1:8000"))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(daemon.intake.wait, "policy", record.number, 60, True, lambda: True)
+        waiting = pool.submit(settled, daemon.intake.wait, "policy", record.number, 60, True)
         wait_until(lambda: bool(asked), "it looks")
         time.sleep(1.2)
         assert not waiting.done()

@@ -9,19 +9,9 @@ from typing import Any
 
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
-from resharder.server.fleet_state import MotionKind, View
-from resharder.server.line import held_back
-from resharder.server.server_state import (
-    Control,
-    Install,
-    InstallState,
-    Order,
-    OrderKind,
-    Server,
-    Settings,
-    Worker,
-    WorkerState,
-)
+from resharder.server.fleets.pause_admission import held_back
+from resharder.server.state.fleet import MotionKind, View
+from resharder.server.state.server import Control, Install, InstallState, Order, OrderKind, Server, Settings, Worker, WorkerState
 from resharder.v1 import operator_pb2, resources_pb2
 
 from tests.server.test_fleet_moves import FLEET, NAMES, Moving

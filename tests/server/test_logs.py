@@ -23,7 +23,7 @@ def test_every_change_of_a_state_is_one_line_with_its_reason_and_no_chunk_is() -
             wait_serving(daemon, version.number)
             late = told.begin(4)
             told.stub.AbortVersion(publisher_pb2.AbortVersionRequest(version=late.name, epoch=told.epoch, reason="not\nthis one"))
-            operator.roll_back("policy", reason="too slow")
+            operator.rollback("policy", reason="too slow")
             wait_serving(daemon, 2)
         assert daemon.stop() == 0
         lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]

@@ -8,21 +8,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from resharder.converters import digest as digest_module
-from resharder.converters.files import BITS
-from resharder.converters.layout import ITEM_SIZES, TensorSpec, full_box
-from resharder.server import store as store_module
+from resharder.converters.geometry.layout import ITEM_SIZES, TensorSpec, full_box
+from resharder.converters.storage import digest as digest_module
+from resharder.converters.storage.files import BITS
 from resharder.server.config import Config
-from resharder.server.errors import FailedPrecondition, Unavailable
+from resharder.server.ingest.packed_boxes import pack
+from resharder.server.ingest.publisher import ACTIVE
 from resharder.server.main import Daemon
-from resharder.server.manifest import READY, VersionRecord
-from resharder.server.publisher import ACTIVE
-from resharder.server.server_state import Attached, Worker, WorkerState
-from resharder.server.slots import pack
-from resharder.server.store import Store
+from resharder.server.state.errors import FailedPrecondition, Unavailable
+from resharder.server.state.server import Attached, Worker, WorkerState
+from resharder.server.store import store as store_module
+from resharder.server.store.manifest import READY, VersionRecord
+from resharder.server.store.store import Store
 
 from tests.server.test_intake import ready_version
 from tests.server.test_store import FILES, LAYOUTS, claim, numbers, publish, settle
+from tests.support.waits import settled
 
 PATIENCE = 60.0
 
@@ -33,7 +34,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
     made = Daemon(Config(listen="127.0.0.1:0", web_listen="", store=tmp_path / "store", shared_memory=False, lease_seconds=600))
     record = ready_version(made.store)
     made.intake.create_publisher("policy", "job", 1, FILES)
-    made.fleets.claim("s", "policy", "", wait_seconds=0, boot=True)
+    settled(made.fleets.claim, "s", "policy", "", wait_seconds=0, boot=True)
     made.fleets.attach("s", Attached("control", 1, "10.0.0.1:8000"))
     made.fleets.report_worker("s", Worker(0, WorkerState.BOOTED, 1, process="p", fingerprint=record.fingerprint))
     yield made
@@ -45,8 +46,8 @@ LOOKS: dict[str, Callable[[Daemon], object]] = {
     "a lease is renewed": lambda d: d.intake.publisher("models/policy/publishers/1", 0).name,
     "publishers are listed": lambda d: [publisher.name for publisher in d.intake.publishers()],
     "a version is looked at": lambda d: d.store.get("policy", 1).state,
-    "a version is waited for": lambda d: d.intake.wait("policy", 1, 0, False, lambda: True).state,
-    "its servers are waited for": lambda d: d.intake.wait("policy", 1, 0, True, lambda: True).state,
+    "a version is waited for": lambda d: settled(d.intake.wait, "policy", 1, 0, False).state,
+    "its servers are waited for": lambda d: settled(d.intake.wait, "policy", 1, 0, True).state,
     "versions are listed": lambda d: [record.number for record in d.store.versions("policy")],
     "the newest is asked for": lambda d: d.store.newest("policy").number,  # type: ignore[union-attr]
     "who uses it": lambda d: d.store.holders("policy", 1),
@@ -66,7 +67,7 @@ def test_while_others_hold_every_lock(daemon: Daemon, look: Callable[[Daemon], o
     before = look(daemon)
     assert before
     with ExitStack() as held, ThreadPoolExecutor(1) as threads:
-        for lock in (daemon.fleets._changed, daemon.intake._lock, daemon.store._lock):
+        for lock in (daemon.fleets._lock, daemon.intake._lock, daemon.store._lock):
             held.enter_context(lock)
         looking = threads.submit(look, daemon)
         looking.exception(PATIENCE)

@@ -15,21 +15,22 @@ import grpc
 import numpy as np
 import pytest
 import xxhash
-from resharder.converters.chunks import ChunkHeader
-from resharder.converters.digest import digest
-from resharder.converters.files import BITS, MappedFiles
-from resharder.converters.layout import ITEM_SIZES, TensorSpec, full_box
-from resharder.server.archive import Archive
-from resharder.server.descriptors import Descriptors
-from resharder.server.errors import MEDIUM, DaemonError, FailedPrecondition, Unavailable, medium_errors
-from resharder.server.events import Events
-from resharder.server.fleet_files import FleetFiles
-from resharder.server.fleet_state import Fleet
-from resharder.server.intake import Intake
-from resharder.server.manifest import ABORTED, READY, RETIRED, VersionRecord
-from resharder.server.publisher import ACTIVE
-from resharder.server.slots import pack
-from resharder.server.store import Store
+from resharder.converters.geometry.layout import ITEM_SIZES, TensorSpec, full_box
+from resharder.converters.storage.digest import digest
+from resharder.converters.storage.files import BITS, MappedFiles
+from resharder.converters.wire.chunk_frame import ChunkHeader
+from resharder.server.archive.archive import Archive
+from resharder.server.fleets.persistence import FleetFiles
+from resharder.server.infra.descriptors import Descriptors
+from resharder.server.infra.event_log import Events
+from resharder.server.infra.medium import MEDIUM, medium_errors
+from resharder.server.ingest.coordinator import Intake
+from resharder.server.ingest.packed_boxes import pack
+from resharder.server.ingest.publisher import ACTIVE
+from resharder.server.state.errors import DaemonError, FailedPrecondition, Unavailable
+from resharder.server.state.fleet import Fleet
+from resharder.server.store.manifest import ABORTED, READY, RETIRED, VersionRecord
+from resharder.server.store.store import Store
 from resharder.v1 import operator_pb2
 from resharder.v1.operator_pb2_grpc import OperatorServiceStub
 from structlog.testing import capture_logs
@@ -37,7 +38,9 @@ from structlog.testing import capture_logs
 from tests.server.test_store import claim, publish
 from tests.support.daemon import Daemon
 from tests.support.faults import Faults
+from tests.support.operating import wait_until
 from tests.support.publishing import Job, reason_of, whole
+from tests.support.waits import settled
 
 SPECS = [TensorSpec("a", "BF16", (8, 16)), TensorSpec("b", "F32", (4,))]
 FILES = {"config.json": b"{}", "tokenizer.json": b"[]"}
@@ -122,7 +125,7 @@ class Life:
         """One that the commit aborts says why, and comes again."""
         step = next(self._steps)
         for _ in range(2):
-            record = self.call(lambda: self.intake.create_version(self.name, 0, step, max(self.numbers, default=0)))
+            record = self.call(lambda: settled(self.intake.create_version, self.name, 0, step, max(self.numbers, default=0)))
             self.numbers.append(record.number)
             done = self._deliver(record, step, mapped)
             settle(self.store)
@@ -151,9 +154,8 @@ class Life:
                 self.call(lambda header=header, chunk=chunk: self.intake.land(model, header, memoryview(chunk)))
         digests = [digest(values[spec.name], full_box(spec.shape), spec.shape) for spec in SPECS]
         self.call(lambda: self.intake.seal(model, number, epoch, 0, digests, mapped))
-        done = self.intake.wait(model, number, 20, False, lambda: True)
-        with self.intake._changed:
-            assert self.intake._changed.wait_for(lambda: not self.intake._staged, 20)
+        done = settled(self.intake.wait, model, number, 20, False)
+        wait_until(lambda: not self.intake._staged, "the version has left the intake", 20)
         return done
 
     def end(self) -> None:
@@ -313,7 +315,7 @@ def test_a_claim_that_fails_fences_nobody(root: Path) -> None:
     life.publish(mapped=True)
     assert life.intake.create_publisher("policy", "other", 1, FILES).epoch == 2
     with pytest.raises(FailedPrecondition, match="epoch 1 is over"):
-        life.intake.create_version(life.name, 0, 9, 0)
+        settled(life.intake.create_version, life.name, 0, 9, 0)
     life.end()
 
 
@@ -324,14 +326,14 @@ def test_ranks_that_wait_are_told_that_the_medium_refused_the_registration_and_a
     boxes = [pack([(0, full_box(spec.shape), False)]) for spec in SPECS]
     intake.register(name, 0, "0", SPECS[:1], boxes[0])
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as waiting:
-        asked = waiting.submit(intake.assignment, name, 0, 60, lambda: True)
+        asked = waiting.submit(settled, intake.assignment, name, 0, 60)
         patch.setattr(os, "fsync", refuse)
         with pytest.raises(Unavailable, match=r"files/new\.part"):
             intake.register(name, 1, "1", SPECS[1:], boxes[1])
         with pytest.raises(Unavailable, match=r"files/new\.part"):
             asked.result(60)
     assert intake.register(name, 0, "0", SPECS[:1], boxes[0]).state == ACTIVE
-    assert intake.assignment(name, 1, 0, lambda: True)[1] == [0]
+    assert settled(intake.assignment, name, 1, 0)[1] == [0]
     store.close()
 
 

@@ -8,20 +8,21 @@ from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
-from resharder.client.operator import Motion, Operator
-from resharder.converters.layout import Layout
-from resharder.converters.packed import pack
-from resharder.server import metrics, snapshot
-from resharder.server.direct import Direct
-from resharder.server.direct_state import Member
-from resharder.server.errors import FailedPrecondition
-from resharder.server.fleet import FleetView, ServerView
-from resharder.server.fleet_state import Fleet, Move, MoveState
-from resharder.server.fleet_state import Motion as HowToMove
-from resharder.server.manifest import ABORTED, READY, RETIRED, VersionRecord
-from resharder.server.metrics.observed import Observed
-from resharder.server.reconciler import step
-from resharder.server.server_state import (
+from resharder.client.operator import Operator
+from resharder.client.operator.answers import UpdateStrategy
+from resharder.client.operator.states import StrategyKind
+from resharder.converters.geometry.layout import Layout
+from resharder.converters.geometry.piece_arrays import pack
+from resharder.server.direct.coordinator import Direct
+from resharder.server.direct.state import Member
+from resharder.server.fleets.fleets import FleetView, ServerView
+from resharder.server.fleets.reconciler import step
+from resharder.server.observability import metrics, snapshot
+from resharder.server.observability.metrics.counters import Observed
+from resharder.server.state.errors import FailedPrecondition
+from resharder.server.state.fleet import Fleet, Move, MoveState
+from resharder.server.state.fleet import Motion as HowToMove
+from resharder.server.state.server import (
     Attached,
     Goal,
     OrderKind,
@@ -34,7 +35,8 @@ from resharder.server.server_state import (
     WorkerReported,
     WorkerState,
 )
-from resharder.server.timing import Timing
+from resharder.server.state.timing import Timing
+from resharder.server.store.manifest import ABORTED, READY, RETIRED, VersionRecord
 from resharder.v1 import publisher_pb2, resources_pb2
 
 from tests.client.models import connected, publish_all, weights
@@ -44,6 +46,7 @@ from tests.support.operating import wait_until
 from tests.support.ports import free_port
 from tests.support.scene import job, publish
 from tests.support.simulated import SimulatedServer
+from tests.support.waits import settled
 from tools.metrics_page import PAGE, page
 
 SIZE = 4 * 4096 * 64 * 4  # of a version of `job`
@@ -92,8 +95,9 @@ def test_versions_the_store_and_publishers_are_as_the_daemon_has_them(daemon: Da
     assert value("newest_version", model="kept") == 3
     assert (value("publisher_ranks", model="kept"), value("publisher_live_ranks", model="kept")) == (1, 1)
     with Operator(daemon.endpoint) as operator:
-        ready = operator.version("models/kept/versions/3").ready_time
-        assert value("newest_version_ready_timestamp_seconds", model="kept") == pytest.approx(ready.ToNanoseconds() / 1e9)
+        ready = operator.version(3, model="kept").ready_time
+        assert ready is not None
+        assert value("newest_version_ready_timestamp_seconds", model="kept") == pytest.approx(ready.timestamp())
         assert value("store_limit_bytes") == operator.daemon().store_limit_bytes
     kept.stub.AbortVersion(publisher_pb2.AbortVersionRequest(version=open_version.name, epoch=kept.epoch, reason="a test"))
     assert read(daemon)("versions", model="kept", state="ABORTED") == 1
@@ -127,7 +131,7 @@ def test_fleets_say_how_far_they_are_behind_and_installs_how_they_went(daemon: D
         assert value("requests_in_flight", **names) == 4
         assert value("install_phase_seconds_sum", fleet="moved", phase="stage") is not None
         bad.torn = set()
-        operator.update_fleet("moved", motion=Motion(kind=Motion.ALL_AT_ONCE))
+        operator.set_fleet("moved", strategy=UpdateStrategy(StrategyKind.ALL_AT_ONCE))
         publish(moved, 3)
         wait_until(lambda: read(daemon)("fleet_served_version", **names) == 3, "both serve version 3")
         wait_until(lambda: read(daemon)("fleet_lag_versions", **names) == 0, "and are not behind")
@@ -151,7 +155,7 @@ def test_fleets_say_how_far_they_are_behind_and_installs_how_they_went(daemon: D
 def test_refused_calls_are_counted_by_reason_and_events_by_kind(daemon: Daemon) -> None:
     before = read(daemon)("rpc_refusals_total", reason="VERSION_UNKNOWN") or 0
     with Operator(daemon.endpoint) as operator, pytest.raises(Exception, match="is not known"):
-        operator.version("models/sent/versions/999")
+        operator.version(999, model="sent")
     value = read(daemon)
     assert value("rpc_refusals_total", reason="VERSION_UNKNOWN") == before + 1
     assert value("events_total", kind="daemon", what="started") == 1
@@ -309,7 +313,7 @@ def test_a_version_that_does_not_go_the_direct_way_is_counted_once_for_its_serve
     for number in (2, 3):
         for worker in workers:
             with pytest.raises(FailedPrecondition, match="goes to server a over the staged path"):
-                direct.join(worker, "memory", "policy", number, f"install-{number}")
+                settled(direct.join, worker, "memory", "policy", number, f"install-{number}")
     assert story.value("fallbacks_total", reason="not_offered") == 2
     story.observed.transferred(0.5, None)
     assert story.value("direct_transfer_seconds_sum") == 0.5
@@ -351,7 +355,7 @@ def test_a_fleet_lags_as_far_as_the_last_of_its_servers_in_service() -> None:
 
 def test_families_are_declared_before_anything_has_happened() -> None:
     registry, _ = metrics.make("1.2.3")
-    metrics.show(registry, lambda: metrics.states.NOTHING)
+    metrics.show(registry, lambda: metrics.gauges.NOTHING)
     names = {family.name for family in registry.collect()}
     assert {"resharder_fleet_lag_seconds", "resharder_installs", "resharder_store_used_bytes"} <= names
     assert all(name.startswith(("resharder_", "process_")) for name in names)

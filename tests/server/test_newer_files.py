@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
-from resharder.server import manifest
-from resharder.server.fleet_files import FleetFiles
-from resharder.server.fleet_state import Fleet
-from resharder.server.manifest import ABORTED
-from resharder.server.store import Store
+from resharder.server.fleets.persistence import FleetFiles
+from resharder.server.state.fleet import Fleet
+from resharder.server.store import manifest
+from resharder.server.store.manifest import ABORTED
+from resharder.server.store.store import Store
 
 from tests.server.test_store import claim, numbers, publish
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from resharder.converters.digest import digest
-from resharder.converters.layout import full_box
-from resharder.server import manifest
-from resharder.server.archive import Archive
-from resharder.server.checkpoints import MARKER
-from resharder.server.manifest import MANIFEST_FILE, BadManifest
-from resharder.server.store import Store
+from resharder.converters.geometry.layout import full_box
+from resharder.converters.storage.digest import digest
+from resharder.server.archive.archive import Archive
+from resharder.server.archive.checkpoints import MARKER
+from resharder.server.store import manifest
+from resharder.server.store.manifest import MANIFEST_FILE, BadManifest
+from resharder.server.store.store import Store
 
 from tests.server.test_store import numbers
 

@@ -5,15 +5,16 @@ from pathlib import Path
 
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
-from resharder.server.errors import DaemonError, FailedPrecondition, InvalidArgument, NotFound
-from resharder.server.fleet import Fleets
-from resharder.server.fleet_files import FleetFiles
-from resharder.server.fleet_state import MotionKind, Want, WantKind
-from resharder.server.operations import Operations
-from resharder.server.server_state import Attached, Power
+from resharder.server.fleets.commands import Operations
+from resharder.server.fleets.fleets import Fleets
+from resharder.server.fleets.persistence import FleetFiles
+from resharder.server.state.errors import DaemonError, FailedPrecondition, InvalidArgument, NotFound
+from resharder.server.state.fleet import MotionKind, Want, WantKind
+from resharder.server.state.server import Attached, Power
 from resharder.v1 import operator_pb2, resources_pb2
 
 from tests.server.test_fleet_moves import MODEL, Versions
+from tests.support.waits import settled
 
 Fleet, Motion, WantMessage = resources_pb2.Fleet, resources_pb2.Motion, resources_pb2.Want
 
@@ -46,7 +47,7 @@ class Desk:
 @pytest.fixture
 def desk(tmp_path: Path) -> Desk:
     desk = Desk(tmp_path)
-    desk.fleets.claim("a", MODEL, "", wait_seconds=0, boot=True)
+    settled(desk.fleets.claim, "a", MODEL, "", wait_seconds=0, boot=True)
     return desk
 
 

@@ -12,11 +12,10 @@ from google.protobuf import descriptor_pool
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from resharder.converters.digest import digest
-from resharder.converters.layout import TensorSpec, full_box
-from resharder.converters.messages import boxes_to_proto, spec_to_proto
-from resharder.server.main import SERVICES
-from resharder.server.security.rules import RULES
+from resharder.converters.geometry.layout import TensorSpec, full_box
+from resharder.converters.storage.digest import digest
+from resharder.converters.wire.boxes import boxes_to_proto, spec_to_proto
+from resharder.server.rpc.methods import BY_PATH
 from resharder.v1 import direct_pb2, operator_pb2, publisher_pb2, resources_pb2, server_pb2
 
 from tests.support.operating import wait_until
@@ -214,12 +213,11 @@ def as_(daemon: SecureDaemon, caller: str) -> grpc.Channel:
 
 
 def served(cases: list[Case]) -> list[Case]:
-    return [case for case in cases if not case.method.startswith("/resharder.") or case.method[1:].split("/")[0] in SERVICES]
+    return [case for case in cases if case.method in BY_PATH]
 
 
 def test_the_matrix_has_every_call(cases: list[Case]) -> None:
-    ruled = {f"/{service}/{name}" for service, calls in RULES.items() for name in calls}
-    assert {case.method for case in cases} == ruled - {"/grpc.health.v1.Health/List"}, (
+    assert {case.method for case in cases} == BY_PATH.keys() - {"/grpc.health.v1.Health/List"}, (
         "which grpcio-health-checking has not made yet"
     )
 

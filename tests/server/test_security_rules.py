@@ -11,18 +11,17 @@ from grpc_reflection.v1alpha import reflection_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from resharder.converters.chunks import ChunkHeader, frame
+from resharder.converters.wire.chunk_frame import ChunkHeader, frame
 from resharder.server.config import Config, load
-from resharder.server.errors import DaemonError, ResourceExhausted
-from resharder.server.lanes import LONG
-from resharder.server.security import rules
+from resharder.server.infra.addresses import is_loopback
+from resharder.server.rpc.methods import BY_PATH, METHODS, OURS, About, Cost, Method, Role
 from resharder.server.security.files import read_tokens
 from resharder.server.security.identities import bearer, identity, of_grpc, of_ssl
 from resharder.server.security.limits import BURST_SECONDS, Limits
 from resharder.server.security.resources import resource_of
-from resharder.server.security.roles import Grant, Role, Roles
-from resharder.server.security.rules import RULES, Resource, Rule, decide, rule_of
-from resharder.server.security.settings import is_loopback
+from resharder.server.security.roles import Grant, Roles
+from resharder.server.security.rules import Resource, decide
+from resharder.server.state.errors import DaemonError, ResourceExhausted
 from resharder.v1 import direct_pb2, operator_pb2, publisher_pb2, resources_pb2, server_pb2
 
 PROTO = Path(__file__).parents[2] / "proto/resharder/v1"
@@ -37,21 +36,16 @@ def methods() -> Iterator[tuple[str, MethodDescriptor]]:
                 yield f"/{service.full_name}/{method.name}", method
 
 
-def test_every_call_of_every_service_has_a_rule_and_no_rule_is_of_a_call_that_is_none() -> None:
-    """A new call that has none is refused to everybody: say in security/rules.py who may make it, and in security/resources.py
-    what it is about."""
-    ruled = {f"/{service}/{name}" for service, calls in RULES.items() for name in calls}
-    assert {name for name, _ in methods()} ^ ruled <= {"/grpc.health.v1.Health/List"}, "which older ones of grpcio do not have"
+def test_the_table_has_every_method_of_every_service_and_no_other() -> None:
+    """Enter a new method in rpc/methods.py, and the fields that name its resource in security/resources.py."""
+    assert len(BY_PATH) == len(METHODS)
+    assert {name for name, _ in methods()} ^ BY_PATH.keys() <= {"/grpc.health.v1.Health/List"}, "older grpcio lacks it"
     in_files = {
         line.split()[1] for path in PROTO.glob("*.proto") for line in path.read_text().splitlines() if line[:8] == "service "
     }
-    assert {f"resharder.v1.{name}" for name in in_files} == {service for service in RULES if service.startswith("resharder.")}
-
-
-@pytest.mark.parametrize("role", Role)
-def test_a_call_without_a_rule_is_refused_to_every_role(role: Role) -> None:
-    assert rule_of("/resharder.v1.OperatorService/NoSuchCall") is None
-    assert "no entry" in decide([Grant(role)], None, Resource("models/policy", "policy", ("policy",)))
+    assert {f"resharder.v1.{name}" for name in in_files} == {
+        method.service for method in METHODS if method.service.startswith(OURS)
+    }
 
 
 class World:
@@ -70,10 +64,7 @@ class World:
 
 
 def about(name: str, request: object) -> Resource:
-    method = next(full for full, method in methods() if method.name == name)
-    rule = rule_of(method)
-    assert rule is not None
-    return resource_of(method, rule, request, World())
+    return resource_of(next(method for method in METHODS if method.name == name), request, World())
 
 
 VERSION = "models/policy/versions/3"
@@ -125,15 +116,14 @@ def test_what_a_request_is_about(name: str, request_: object, model: str, fleets
 
 @pytest.mark.parametrize("method", [name for name, _ in methods()])
 def test_an_empty_request_is_about_nothing_that_a_narrow_role_covers(method: str) -> None:
-    rule, descriptor = rule_of(method), dict(methods())[method]
-    assert rule is not None
+    entry, descriptor = BY_PATH[method], dict(methods())[method]
     request = message_factory.GetMessageClass(descriptor.input_type)()
     try:
-        resource = resource_of(method, rule, b"" if descriptor.name == "UploadChunks" else request, World())
+        resource = resource_of(entry, b"" if descriptor.name == "UploadChunks" else request, World())
     except DaemonError:
         return
     grants = [Grant(Role.PUBLISHER, "other"), Grant(Role.SERVER, "other"), Grant(Role.OPERATOR, "other")]
-    assert rule.about is rules.About.NOTHING or decide(grants, rule, resource)
+    assert entry.about is About.NOTHING or decide(grants, entry, resource)
 
 
 NAMED = [
@@ -190,18 +180,17 @@ def test_a_wrong_row_is_refused_by_name(table: dict[str, list[str]], message: st
         Roles(table)
 
 
-def any_rule() -> st.SearchStrategy[Rule]:
-    return st.sampled_from([rule for calls in RULES.values() for rule in calls.values() if rule is not rules.EVERYBODY])
-
-
-@given(any_rule(), st.lists(st.builds(Grant, st.sampled_from(Role), st.sampled_from(["a", "b"])), max_size=4))
-def test_more_roles_allow_more_and_what_is_anothers_stays_anothers(rule: Rule, grants: list[Grant]) -> None:
+@given(
+    st.sampled_from([method for method in METHODS if method.who]),
+    st.lists(st.builds(Grant, st.sampled_from(Role), st.sampled_from(["a", "b"])), max_size=4),
+)
+def test_more_roles_allow_more_and_what_is_anothers_stays_anothers(method: Method, grants: list[Grant]) -> None:
     theirs = Resource("models/c", "c", ("c",))
     wider = [*grants, Grant(Role.PUBLISHER, "c"), Grant(Role.SERVER, "c"), Grant(Role.OPERATOR), Grant(Role.VIEWER)]
-    assert not decide(wider, rule, theirs)
+    assert not decide(wider, method, theirs)
     looks = [grant for grant in grants if grant.role is Role.VIEWER]
-    if rule.about is not rules.About.NOTHING and not (looks and Role.VIEWER in rule.who):
-        assert decide(grants, rule, theirs)
+    if method.about is not About.NOTHING and not (looks and Role.VIEWER in method.who):
+        assert decide(grants, method, theirs)
 
 
 def test_names_are_those_of_a_verified_certificate_and_keep_their_kind() -> None:
@@ -279,10 +268,10 @@ def test_a_caller_has_no_more_calls_open_than_it_may() -> None:
 
 
 def test_calls_with_long_messages_are_those_that_carry_much() -> None:
-    large = {name for calls in RULES.values() for name, rule in calls.items() if rule.large}
+    large = {method.name for method in METHODS if method.large}
     carrying = {"CreatePublisher", "RegisterSlot", "UploadChunks", "SealSlot", "DigestBoxes", "DownloadChunks"}
     assert large == carrying | {"DeclareMemory", "PutDigests", "SetGroupKey", "GetGroupKey", "PutProfile"}
-    assert {"UploadChunks", "DownloadChunks", "RegisterSlot"} <= LONG
+    assert {"UploadChunks", "DownloadChunks", "RegisterSlot"} <= {m.name for m in METHODS if m.cost is Cost.TRANSFER}
 
 
 @pytest.mark.parametrize(

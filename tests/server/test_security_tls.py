@@ -19,10 +19,10 @@ from pathlib import Path
 import grpc
 import pytest
 from resharder.client import Operator, Tls
-from resharder.client.channel import Channel
 from resharder.client.errors import AccessDenied, NotFound, ResharderError, UsageError, WaitTimeout
-from resharder.client.vllm.settings import Settings
-from resharder.converters.layout import TensorSpec
+from resharder.client.inference.settings import PluginSettings
+from resharder.client.rpc.channel import Channel
+from resharder.converters.geometry.layout import TensorSpec
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
 from safetensors.torch import load_file
 
@@ -58,13 +58,13 @@ def daemon(authority: Authority) -> Iterator[SecureDaemon]:
 
 
 def let_in(daemon: Daemon, tls: Tls) -> bool:
-    with Operator(daemon.endpoint, patience=60, tls=tls) as operator:
+    with Operator(daemon.endpoint, connect_timeout=60, tls=tls) as operator:
         return operator.daemon().release == RELEASE
 
 
 def turned_away(daemon: Daemon, tls: Tls | None) -> str:
     """The error's class and reason. The connection is a new one."""
-    with Operator(daemon.endpoint, patience=0, tls=tls) as operator, pytest.raises(ResharderError) as caught:
+    with Operator(daemon.endpoint, connect_timeout=0, tls=tls) as operator, pytest.raises(ResharderError) as caught:
         operator.daemon()
     return f"{type(caught.value).__name__} {caught.value.reason}"
 
@@ -114,10 +114,10 @@ def test_where_clients_have_no_certificates_tokens_say_who_they_are(authority: A
         assert let_in(daemon, viewer)
         with Operator(daemon.endpoint, tls=viewer) as operator:
             with pytest.raises(AccessDenied, match=r"token:probe@.* may not call RetireVersions.*\[NOT_ALLOWED\]"):
-                operator.retire("policy", keep=1)
+                operator.gc(keep=1, model="policy")
             (tmp_path / "token").write_text("a" * 32)
             with pytest.raises(NotFound, match="MODEL_UNKNOWN"):  # an operator is told so
-                operator.retire("policy", keep=1)
+                operator.gc(keep=1, model="policy")
 
 
 def test_new_certificates_of_a_new_authority_are_taken_by_daemon_and_clients_without_a_restart(
@@ -129,7 +129,7 @@ def test_new_certificates_of_a_new_authority_are_taken_by_daemon_and_clients_wit
     for name in ("ca.pem", f"{PROBE}.pem", f"{PROBE}.key"):
         (former / name).write_bytes((authority.folder / name).read_bytes())
     old = Tls(former / "ca.pem", former / f"{PROBE}.pem", former / f"{PROBE}.key")
-    with Operator(daemon.endpoint, patience=60, tls=authority.tls(PROBE)) as operator:
+    with Operator(daemon.endpoint, connect_timeout=60, tls=authority.tls(PROBE)) as operator:
         assert operator.daemon().release == RELEASE
         pid = daemon.pid
         authority.renew()
@@ -228,10 +228,10 @@ def test_a_trainer_publishes_and_a_server_follows_each_with_its_own_certificate(
         with SimulatedServer(daemon, "one"):
             publish_all([publisher], 2, weights(2))[0].wait_serving(60)
             assert [server.version for server in operator.servers()] == [2]
-        operator.retire("policy", keep=1)
+        operator.gc(keep=1, model="policy")
         retired = [event for event in operator.events() if event.what == "retire"]
         assert [event.details["by"] for event in retired] == [f"dns:{PROBE}@ipv4:127.0.0.1"]
-        operator.export(operator.find_version("latest"), tmp_path / "out")
+        operator.export(operator.latest().number, tmp_path / "out")
         assert equal(load_file(next((tmp_path / "out").glob("*.safetensors"))), weights(2))
         publisher.close()
         with pytest.raises(AccessDenied, match=r"dns:server.test@.* may not call CreatePublisher"):
@@ -270,7 +270,7 @@ def test_a_wrong_environment_is_refused_by_name_also_by_the_plugin(
     with pytest.raises(UsageError, match=message):
         Tls.from_environment(environment)
     with pytest.raises(UsageError, match=message):
-        Settings.from_environment({"RESHARDER_ENDPOINT": "d:1", "RESHARDER_SERVER_ID": "s", **environment})
+        PluginSettings.from_environment({"RESHARDER_ENDPOINT": "d:1", "RESHARDER_SERVER_ID": "s", **environment})
 
 
 def test_certificates_that_are_none_are_refused_before_anything_is_sent(authority: Authority, tmp_path: Path) -> None:

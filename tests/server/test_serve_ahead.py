@@ -5,9 +5,9 @@ The servers are those of test_fleet_moves.py: models that keep to the plugin's p
 
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
-from resharder.server.errors import InvalidArgument
-from resharder.server.fleet_state import MotionKind, WantKind
-from resharder.server.server_state import Order, OrderKind, Worker
+from resharder.server.state.errors import InvalidArgument
+from resharder.server.state.fleet import MotionKind, WantKind
+from resharder.server.state.server import Order, OrderKind, Worker
 from resharder.v1 import operator_pb2, resources_pb2
 
 from tests.server.test_fleet_moves import FLEET, NAMES, Ahead, Plant

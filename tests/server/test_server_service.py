@@ -1,12 +1,10 @@
 """ServerService over a real gRPC server and a real store in shared memory."""
 
 import queue
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,20 +13,21 @@ import numpy as np
 import pytest
 import xxhash
 from google.rpc import error_details_pb2, status_pb2
-from resharder.converters.chunks import unframe
-from resharder.converters.cut import cut_chunks
-from resharder.converters.digest import digest
-from resharder.converters.files import MappedFiles, lay_out
-from resharder.converters.layout import Box, Range, TensorSpec, box_index, full_box
-from resharder.converters.messages import boxes_to_proto
-from resharder.server.errors import ErrorInterceptor
-from resharder.server.fleet import Fleets
-from resharder.server.profiles import Profiles
-from resharder.server.server_service import ServerService, add_server_service
-from resharder.server.server_state import Settings
-from resharder.server.store import Store
-from resharder.server.verifications import Verifications
+from resharder.converters.geometry.chunking import cut_chunks
+from resharder.converters.geometry.layout import Box, Range, TensorSpec, box_index, full_box
+from resharder.converters.storage.digest import digest
+from resharder.converters.storage.files import MappedFiles, lay_out
+from resharder.converters.wire.boxes import boxes_to_proto
+from resharder.converters.wire.chunk_frame import unframe
+from resharder.server.fleets.fleets import Fleets
+from resharder.server.fleets.profiles import Profiles
+from resharder.server.fleets.verifications import Verifications
+from resharder.server.rpc.server_service import ServerService
+from resharder.server.state.server import Settings
+from resharder.server.store.store import Store
 from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
+
+from tests.support.serving import serving
 
 LEASE = 60.0  # of the site's clock; a busy machine does not cost it
 SPECS = (
@@ -73,7 +72,7 @@ class Site:
         return self.stub.ReportWorker(server_pb2.ReportWorkerRequest(server="servers/s", worker=worker))
 
     def state(self) -> resources_pb2.Server.State:
-        from resharder.server.views import server_to_proto
+        from resharder.server.rpc.convert import server_to_proto
 
         return server_to_proto(self.fleets.servers()[0]).state
 
@@ -133,14 +132,11 @@ def site() -> Iterator[Site]:
         store.reserve("policy", epoch, lay_out(SPECS), {"config.json": b"{}"})
         settings, ahead = Settings(lease=LEASE, grace=0.5, first_retry=0.05, last_retry=0.1), [0.0]
         fleets = Fleets(store, settings=settings, clock=lambda: time.monotonic() + sum(ahead))
-        server = grpc.server(ThreadPoolExecutor(16), interceptors=[ErrorInterceptor()])
-        add_server_service(ServerService(fleets, store, Profiles(fleets), Verifications(fleets), 2), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Site(store, fleets, server_pb2_grpc.ServerServiceStub(channel), channel, epoch, ahead)
-        fleets.close()
-        server.stop(1).wait()
+        service = ServerService(fleets, store, Profiles(fleets), Verifications(fleets), 2)
+        with serving({service: server_pb2_grpc.add_ServerServiceServicer_to_server}, fleets) as address:
+            with grpc.insecure_channel(address) as channel:
+                yield Site(store, fleets, server_pb2_grpc.ServerServiceStub(channel), channel, epoch, ahead)
+            fleets.close()
         store.close()
 
 
@@ -413,16 +409,7 @@ def test_a_claim_that_waits_ends_with_its_caller(site: Site) -> None:
     waiting = site.stub.ClaimServer.future(
         server_pb2.ClaimServerRequest(server="s", model="policy", boot=True, wait_seconds=3600)
     )
-    claims = "Fleets.claim"
-    site.until(lambda: claims in running())
+    waits = site.fleets.changed.listeners
+    site.until(lambda: waits() == 1)
     waiting.cancel()
-    site.until(lambda: claims not in running())
-
-
-def running() -> set[str]:
-    """The functions that threads of this process are in."""
-    found = set()
-    for frame in sys._current_frames().values():
-        while frame := frame.f_back:  # type: ignore[assignment]
-            found.add(frame.f_code.co_qualname)
-    return found
+    site.until(lambda: waits() == 0)

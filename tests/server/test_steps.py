@@ -12,13 +12,15 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from resharder.client.attempts import Attempts
-from resharder.converters.layout import Range, TensorSpec
-from resharder.server.errors import DaemonError, FailedPrecondition, NotFound, ResourceExhausted
-from resharder.server.intake import Intake
-from resharder.server.manifest import VersionRecord
-from resharder.server.slots import pack
-from resharder.server.store import Store
+from resharder.client.trainer.attempts import Attempts
+from resharder.converters.geometry.layout import Range, TensorSpec
+from resharder.server.ingest.coordinator import Intake
+from resharder.server.ingest.packed_boxes import pack
+from resharder.server.state.errors import DaemonError, FailedPrecondition, NotFound, ResourceExhausted
+from resharder.server.store.manifest import VersionRecord
+from resharder.server.store.store import Store
+
+from tests.support.waits import settled
 
 LEASE = 4.0
 RANKS = 3
@@ -80,7 +82,7 @@ class Rank:
         self.attempts.registered(self.site.store.newest_number("policy"))
 
     def begin(self, step: int) -> VersionRecord:
-        record = self.site.intake.create_version(self.name, self.rank, step, self.attempts.after(step))
+        record = settled(self.site.intake.create_version, self.name, self.rank, step, self.attempts.after(step))
         self.attempts.begun(step, record.number)
         self.given.add(record.number)
         self.begun = record if record.state == "STAGING" else None
@@ -162,7 +164,7 @@ def test_an_answer_that_is_lost_is_the_same_when_the_rank_asks_again(site: Site,
     stall(site, ranks, silent=0)
     after = ranks[0].attempts.after(1)
     for _ in range(3):
-        assert site.intake.create_version(ranks[0].name, 0, 1, after).number == first.number
+        assert settled(site.intake.create_version, ranks[0].name, 0, 1, after).number == first.number
     assert site.open() == []
 
 
@@ -330,7 +332,7 @@ def test_a_client_that_counts_no_attempts_opens_the_step_again_and_blocks_nobody
         ranks[1].publish(step)
         stall(site, ranks, silent=0)
         ranks[1].begin(step + 1)
-        refused(lambda step=step: site.intake.create_version(ranks[0].name, 0, step), "VERSION_ABORTED")  # type: ignore[misc]
+        refused(lambda step=step: settled(site.intake.create_version, ranks[0].name, 0, step), "VERSION_ABORTED")  # type: ignore[misc]
     assert publish_all(site, ranks, 9).state == "READY"
 
 

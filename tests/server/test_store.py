@@ -10,13 +10,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from resharder.converters.digest import digest
-from resharder.converters.files import MappedFiles, lay_out
-from resharder.converters.layout import TensorSpec, full_box
-from resharder.server.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
-from resharder.server.manifest import READY, VersionRecord
-from resharder.server.room import peak, surplus, wanted_sets
-from resharder.server.store import Store
+from resharder.converters.geometry.layout import TensorSpec, full_box
+from resharder.converters.storage.digest import digest
+from resharder.converters.storage.files import MappedFiles, lay_out
+from resharder.server.state.errors import (
+    AlreadyExists,
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+)
+from resharder.server.store.manifest import READY, VersionRecord
+from resharder.server.store.retention import peak, surplus, wanted_sets
+from resharder.server.store.store import Store
 
 SPECS = [TensorSpec("a", "BF16", (64, 64)), TensorSpec("b", "F32", (16,))]
 LAYOUTS = lay_out(SPECS)

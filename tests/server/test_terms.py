@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pytest
-from resharder.server import fleet
-from resharder.server.errors import InvalidArgument
-from resharder.server.fleet import MAX_TERM, Attachment, Fleets
-from resharder.server.fleet_files import FleetFiles
-from resharder.server.server_state import Attached, Order, OrderKind, Reported, Settings
+from resharder.server.fleets import fleets
+from resharder.server.fleets.fleets import MAX_TERM, Attachment, Fleets
+from resharder.server.fleets.persistence import FleetFiles
+from resharder.server.state.errors import InvalidArgument
+from resharder.server.state.server import Attached, Order, OrderKind, Reported, Settings
 
 from tests.server.test_fleet_moves import Versions
+from tests.support.waits import settled
 
 MODEL = "policy"
 
@@ -31,7 +32,7 @@ class Site:
             files=FleetFiles(self.folder),
             tick_seconds=0,
         )
-        self.fleets.claim("s", MODEL, "", wait_seconds=0, boot=False)
+        settled(self.fleets.claim, "s", MODEL, "", wait_seconds=0, boot=False)
 
     def attach(self, nonce: str, term: int = 0) -> Attachment:
         return self.fleets.attach("s", Attached(nonce, 1, term=term))
@@ -104,14 +105,14 @@ def test_a_side_that_has_seen_a_higher_term_has_the_leader_lead_anew(site: Site)
 
 
 def test_a_server_that_was_forgotten_goes_on_where_it_was(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "_FORGET", 20.0)
+    monkeypatch.setattr(fleets, "_FORGET", 20.0)
     first = site.attach("a")
     before = led(first)
     first.close()
     for site.now in (11.0, 40.0):
         site.fleets.tick()
     assert not site.fleets.servers()
-    site.fleets.claim("s", MODEL, "", wait_seconds=0, boot=False)
+    settled(site.fleets.claim, "s", MODEL, "", wait_seconds=0, boot=False)
     assert led(site.attach("a")) > before
 
 

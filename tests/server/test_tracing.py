@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
-from resharder.server.manifest import STAGING, VersionRecord
-from resharder.server.timing import Timing, timings_from_proto, timings_to_proto
-from resharder.server.tracing import Tracing, trace_id, traceparent_of
+from resharder.server.observability.tracing.ids import Tracing, trace_id, traceparent_of
+from resharder.server.state.timing import Timing, timings_from_proto, timings_to_proto
+from resharder.server.store.manifest import STAGING, VersionRecord
 from resharder.v1 import resources_pb2, server_pb2
 
 from tests.client.models import connected, parts, publish_all, spread, weights
@@ -211,7 +211,7 @@ def test_without_the_variables_there_are_no_traces(monkeypatch: pytest.MonkeyPat
 _OFF = """
 import sys
 sys.modules.update({missing})
-from resharder.server.tracing import Tracing
+from resharder.server.observability.tracing.ids import Tracing
 assert not Tracing().on
 assert not any(name.startswith("opentelemetry.") for name, module in sys.modules.items() if module)
 """

@@ -83,4 +83,4 @@ def test_who_waits_in_vain_is_told_so(daemon: Daemon) -> None:
         with SimulatedServer(daemon, "a"):
             wait_serving(daemon, 1)
             with pytest.raises(WaitTimeout, match="0 have"):
-                operator.verify("a", 0.2)
+                operator.verify("a", timeout=0.2)

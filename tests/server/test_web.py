@@ -9,8 +9,12 @@ from http import HTTPStatus
 from typing import Any
 
 import pytest
-from resharder.server.web import Answer, Request, Web, is_loopback, parse_listen
-from resharder.server.web import http as served
+from resharder.server.infra.addresses import is_loopback, parse_listen
+from resharder.server.web import listener
+from resharder.server.web.app import AccessCheck, check_host, web_app
+from resharder.server.web.listener import Listener
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 
 from tests.support.daemon import Daemon
 from tests.support.operating import wait_until
@@ -21,19 +25,18 @@ from tests.support.scene import job
 class Stand:
     """A web of its own, with what it asks for."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, check: AccessCheck = check_host) -> None:
         self.unready, self.asked = "", 0
+        self.error: type[Exception] | None = None
         self.metrics_made, self.metrics_size = 0, 0
-        self.web = Web(
-            "127.0.0.1:0",
-            status=self.status,
-            metrics=self.metrics,
-            unready=lambda: self.unready,
-            **options,
-        )
+        app = web_app(status=self.status, metrics=self.metrics, unready=lambda: self.unready, check=check)
+        self.web = Listener(app, "127.0.0.1", 0)
+        self.address = ("127.0.0.1", self.web.port)
 
     def status(self) -> dict[str, Any]:
         self.asked += 1
+        if self.error:
+            raise self.error
         return {"time": self.asked}
 
     def metrics(self, accept: str) -> tuple[bytes, str]:
@@ -41,7 +44,7 @@ class Stand:
         return b"resharder_up 1\n" + bytes(self.metrics_size), f"text/plain; accepted={accept}"
 
     def get(self, path: str, method: str = "GET", **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
-        connection = http.client.HTTPConnection(*parse_listen(self.web.listen), timeout=60)
+        connection = http.client.HTTPConnection(*self.address, timeout=60)
         try:
             connection.request(method, path, headers=headers)
             answer = connection.getresponse()
@@ -50,7 +53,7 @@ class Stand:
             connection.close()
 
     def connect(self, said: bytes = b"") -> socket.socket:
-        connection = socket.create_connection(parse_listen(self.web.listen), timeout=60)
+        connection = socket.create_connection(self.address, timeout=60)
         connection.sendall(said)
         return connection
 
@@ -106,9 +109,9 @@ def test_metrics_come_in_the_format_that_is_asked_for(stand: Stand) -> None:
 
 
 def test_however_many_look_the_status_is_made_once_in_a_while(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resharder.server.web._FRESH", 1e9)
+    monkeypatch.setattr("resharder.server.web.app._FRESH_SECONDS", 1e9)
     assert [json.loads(stand.get("/api/status")[1]) for _ in range(3)] == [{"time": 1}] * 3
-    monkeypatch.setattr("resharder.server.web._FRESH", -1.0)
+    monkeypatch.setattr("resharder.server.web.app._FRESH_SECONDS", -1.0)
     assert json.loads(stand.get("/api/status?fresh=1")[1]) == {"time": 2}
 
 
@@ -131,10 +134,10 @@ def test_it_is_read_only_and_has_no_other_files(stand: Stand, method: str, path:
 @pytest.mark.parametrize(
     ("said", "status"),
     [
-        (b"GET / HTTP/1.1\r\nX: " + b"x" * (32 << 10) + b"\r\n\r\n", 431),
-        (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 200 + b"\r\n", 431),
+        (b"GET / HTTP/1.1\r\nX: " + b"x" * (32 << 10) + b"\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 6000, 400),
         (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400),
-        (b"GET http://elsewhere/ HTTP/1.1\r\n\r\n", 400),
+        (b"GET http://elsewhere/ HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 404),
         (b"GET / SPDY/3\r\n\r\n", 400),
     ],
     ids=["large", "many headers", "TLS", "for a proxy", "no HTTP"],
@@ -153,11 +156,11 @@ def test_on_the_loopback_a_page_that_has_its_name_lead_here_gets_nothing(stand: 
         assert stand.get("/api/status", Host=host)[0].status == 200
 
 
-def test_a_judge_decides_about_everything_but_the_probes() -> None:
-    def judge(request: Request) -> Answer | None:
-        return None if request.header("authorization") == "Bearer ok" else Answer(b"no", status=HTTPStatus.UNAUTHORIZED)
+def test_the_access_check_covers_everything_but_the_probes() -> None:
+    def check(request: Request) -> Response | None:
+        return None if request.headers.get("authorization") == "Bearer ok" else PlainTextResponse("no", HTTPStatus.UNAUTHORIZED)
 
-    stand = Stand(judge=judge)
+    stand = Stand(check)
     try:
         for path in ("/", "/status.js", "/metrics", "/api/status", "/nothing"):
             assert stand.get(path)[0].status == 401, path
@@ -169,38 +172,35 @@ def test_a_judge_decides_about_everything_but_the_probes() -> None:
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, OSError])
-def test_an_answer_that_fails_is_one_answer(stand: Stand, monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
-    def fail() -> dict[str, Any]:
-        raise error
-
-    monkeypatch.setattr(stand.web, "_status", fail)
+def test_an_answer_that_fails_is_one_answer(stand: Stand, error: type[Exception]) -> None:
+    stand.error = error
     answer, body = stand.get("/api/status")
-    assert (answer.status, body) == (500, b"the daemon failed; its log says why\n")
+    assert (answer.status, body) == (500, b"the daemon failed; its log has the reason\n")
     assert stand.get("/healthz")[0].status == 200
 
 
 def test_where_too_many_are_open_the_oldest_goes_and_who_comes_is_answered(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served, "_SECONDS", 600)
+    monkeypatch.setattr(listener, "CONNECTION_SECONDS", 600)
     with ExitStack() as stack:
-        slow = [stack.enter_context(stand.connect(b"GET / HT")) for _ in range(served._CONNECTIONS + 20)]
+        slow = [stack.enter_context(stand.connect(b"GET / HT")) for _ in range(listener.MAX_CONNECTIONS + 20)]
         assert stand.get("/healthz")[0].status == 200
         assert ended(slow[0])
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nHost: lo"], ids=["silent", "half a request"])
 def test_who_is_slow_to_ask_is_let_go(stand: Stand, monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
-    monkeypatch.setattr(served, "_SECONDS", 0.3)
+    monkeypatch.setattr(listener, "CONNECTION_SECONDS", 0.3)
     with stand.connect(said) as connection:
         assert ended(connection)
 
 
 def test_who_is_slow_to_take_an_answer_is_let_go(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     size = 256 << 20  # more than buffers take
-    monkeypatch.setattr(served, "_SECONDS", 8)
+    monkeypatch.setattr(listener, "CONNECTION_SECONDS", 8)
     stand.metrics_size = size
     with stand.connect(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n") as connection:
         wait_until(lambda: stand.metrics_made > 0, "the answer is made")
-        wait_until(lambda: not stand.web._server._open, "nothing is open")
+        wait_until(lambda: not stand.web.opened, "nothing is open")
         assert received(connection) < size
     monkeypatch.undo()
     stand.metrics_size = 0
@@ -214,9 +214,8 @@ def test_what_is_no_address_is_said(listen: str) -> None:
 
 
 def test_what_the_loopback_is() -> None:
-    assert [is_loopback(host) for host in ("localhost", "127.0.0.1", "127.9.9.9", "::1", "0.0.0.0", "::", "daemon")] == [
-        True
-    ] * 4 + [False] * 3
+    local, others = ("localhost:1", "127.0.0.1:1", "127.9.9.9:1", "[::1]:1"), ("0.0.0.0:1", "[::]:1", "daemon:1")
+    assert [is_loopback(listen) for listen in (*local, *others)] == [True] * 4 + [False] * 3
 
 
 def test_a_real_daemon_is_ready_until_it_drains_and_two_do_not_share_a_port() -> None:

@@ -73,13 +73,13 @@ def differences(page: "Chrome", operator: Operator) -> list[object]:
         servers = {}
         for server in operator.servers(fleet.name):
             numbers = [server.version] + [server.wanted_version] * (server.version != server.wanted_version)
-            state, version = server.State.Name(server.state), " → ".join(map(str, numbers))
+            state, version = server.state.value, " → ".join(map(str, numbers))
             servers[server.name.removeprefix("servers/")] = (state, version, server.reason, str(server.in_flight))
         seen = {id: (state, version, why, requests) for id, (state, version, why, _, requests) in shown.items()}
         found += [] if seen == servers else [(fleet.name, servers, seen)]
     lines = page.execute_script("return [...document.querySelectorAll('#models .line:not(.axis)')].map(line => line.innerText)")
     listed = [version for model in operator.daemon().models for version in operator.versions(model)]
-    numbers_and_states = [(str(version.number), version.State.Name(version.state)) for version in listed]
+    numbers_and_states = [(str(version.number), version.state.value) for version in listed]
     drawn = [(words[0], next(word for word in words if word.isupper())) for words in map(str.split, lines)]
     return found + ([] if drawn == numbers_and_states else [(numbers_and_states, drawn)])
 

@@ -1,4 +1,4 @@
-"""A daemon in this process whose calls need no socket: bytes in, bytes out, through its own interceptors and services.
+"""A daemon in this process whose calls need no socket: bytes in, bytes out, through its own handlers and services.
 
 with inside(store=folder / "store") as (daemon, door):
     stub = PublisherServiceStub(door)          # it is a channel, also for Job and SimulatedServer
@@ -6,22 +6,31 @@ with inside(store=folder / "store") as (daemon, door):
     assert not door.faults                     # what no call may end with: an exception that is not a refusal
 """
 
+import asyncio
+import queue
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from threading import Event
-from types import SimpleNamespace
-from typing import Any, NoReturn
+from contextvars import ContextVar
+from typing import Any
 from unittest.mock import patch
 
 import grpc
-from resharder.server import direct, events, intake, profiles
 from resharder.server.config import Config
+from resharder.server.direct import coordinator
+from resharder.server.fleets import profiles
+from resharder.server.infra import event_log
+from resharder.server.infra.change_signal import Pause
+from resharder.server.ingest import coordinator as ingest_coordinator
 from resharder.server.main import Daemon
+from resharder.server.rpc.dispatch import Dispatcher
+from resharder.server.rpc.server import RpcServer
 
-_LOOKS = 3  # after so many looks whether the caller is still there, it is not
+_PAUSES = 3  # after so many pauses of a call, an impatient caller is gone
+_left: ContextVar[list[int] | None] = ContextVar("left", default=None)  # pauses, of the call that this task serves
+_ENDED = object()
 Listener = Callable[[str, bytes], None]  # path, message
 
 
@@ -41,12 +50,10 @@ class Refused(grpc.RpcError):  # type: ignore[misc]
 
 
 class _Context:
-    def __init__(self, patient: bool) -> None:
-        self._left, self._trailing = sys.maxsize if patient else _LOOKS, ()
+    """As much of `grpc.aio.ServicerContext` as the dispatcher uses."""
 
-    def is_active(self) -> bool:
-        self._left -= 1
-        return self._left >= 0
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        self._write = write
 
     def peer(self) -> str:
         return "ipv4:127.0.0.1:1"
@@ -57,74 +64,52 @@ class _Context:
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return ()
 
-    def set_trailing_metadata(self, metadata: Any) -> None:
-        self._trailing = metadata
+    async def write(self, message: bytes) -> None:
+        self._write(message)
 
-    def abort(self, code: grpc.StatusCode, message: str) -> NoReturn:
+    async def abort(self, code: grpc.StatusCode, message: str, metadata: tuple[tuple[str, bytes], ...] = ()) -> None:
         if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
             raise RuntimeError(f"{code.name}: {message}") from sys.exception()
-        raise Refused(code, message, self._trailing)
+        raise Refused(code, message, metadata)
 
 
 class Door:
-    """Stands where `grpc.server` is made, and is a channel to it.
+    """A channel to a server's handlers.
 
     `asked` is told of every request that came by a stub, `answered` of every answer.
     """
 
-    def __init__(self, threads: ThreadPoolExecutor, interceptors: Iterable[Any], options: object) -> None:
-        self._interceptors, self._services = list(interceptors), list[Any]()
-        self._handlers: dict[str, Any] = {}
+    def __init__(self, server: RpcServer) -> None:
+        self._server = server
         self.faults: list[BaseException] = []
         self.asked: Listener = lambda path, message: None
         self.answered: Listener = lambda path, message: None
 
-    # As a server
-
-    def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
-        self._services += handlers
-
-    def add_registered_method_handlers(self, service: str, handlers: object) -> None:
-        pass
-
-    def add_insecure_port(self, listen: str) -> int:
-        return 1
-
-    def start(self) -> None:
-        pass
-
-    def stop(self, grace: float) -> Event:
-        ended = Event()
-        ended.set()
-        return ended
-
-    def _handler(self, path: str) -> Any:
-        if path not in self._handlers:
-            details = SimpleNamespace(method=path, invocation_metadata=())
-            found = lambda details: next(h for s in self._services if (h := s.service(details)))  # noqa: E731
-            for interceptor in reversed(self._interceptors):
-                found = partial(interceptor.intercept_service, found)
-            self._handlers[path] = found(details)
-        return self._handlers[path]
-
-    # As a channel
-
     def call(self, path: str, requests: Iterable[bytes], patient: bool = False) -> Iterator[bytes]:
-        """The answers, to a caller who is gone after a few looks unless `patient`. Raises Refused; other errors are `faults`."""
-        handler, context = self._handler(path), _Context(patient)
-        request = iter(requests) if handler.request_streaming else next(iter(requests))
+        """The answers, to a caller who is gone after a few pauses unless `patient`. Raises Refused; other errors are `faults`."""
+        handler = self._server.handlers[path]
         shape = ("stream" if handler.request_streaming else "unary") + "_" + ("stream" if handler.response_streaming else "unary")
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        request = _Requests(requests) if handler.request_streaming else next(iter(requests))
+
+        async def serve() -> None:
+            _left.set(None if patient else [_PAUSES])
+            answer = await getattr(handler, shape)(request, _Context(answers.put))
+            if not handler.response_streaming:
+                answers.put(answer)
+
+        ended: Future[None] = asyncio.run_coroutine_threadsafe(serve(), self._server.loop)
+        ended.add_done_callback(lambda _: answers.put(_ENDED))
         try:
-            found = getattr(handler, shape)(request, context)
-            for answer in found if handler.response_streaming else [found]:
-                packed = (handler.response_serializer or bytes)(answer)
-                self.answered(path, packed)
-                yield packed
-        except (Refused, GeneratorExit):
-            raise
-        except BaseException as error:
-            self.faults.append(error)
-            raise
+            while (answer := answers.get()) is not _ENDED:
+                self.answered(path, answer)
+                yield answer
+            if not ended.cancelled() and (error := ended.exception()) is not None:
+                if not isinstance(error, Refused):
+                    self.faults.append(error)
+                raise error
+        finally:
+            ended.cancel()
 
     def _multicallable(self, one: bool, streamed: bool, path: str, request_serializer: Any, response_deserializer: Any) -> Any:
         pack, unpack = request_serializer or bytes, response_deserializer or bytes
@@ -153,6 +138,25 @@ class Door:
         return self._multicallable(False, True, path, request_serializer, response_deserializer)
 
 
+class _Requests:
+    """An iterator that may block, read by a thread of its own and not before a request is asked for."""
+
+    def __init__(self, requests: Iterable[bytes]) -> None:
+        self._requests = requests
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        loop, found = asyncio.get_running_loop(), asyncio.Queue[Any]()
+
+        def read() -> None:
+            for request in self._requests:
+                loop.call_soon_threadsafe(found.put_nowait, request)
+            loop.call_soon_threadsafe(found.put_nowait, _ENDED)
+
+        threading.Thread(target=read, daemon=True).start()
+        while (request := await found.get()) is not _ENDED:
+            yield request
+
+
 class _Answers:
     """A stream of answers. It ends with the requests."""
 
@@ -169,13 +173,24 @@ class _Answers:
 @contextmanager
 def inside(**options: Any) -> Iterator[tuple[Daemon, Door]]:
     """`options` are the daemon's configuration. Nothing waits for long."""
+    wait = Dispatcher.wait
+
+    async def impatient(dispatcher: Dispatcher, pause: Pause) -> None:
+        left = _left.get()
+        if left is not None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise asyncio.CancelledError
+        await wait(dispatcher, Pause(pause.signal, pause.seen, min(pause.seconds, 0.005)))
+
     with ExitStack() as held:
-        for module in (direct, events, intake, profiles):
+        for module in (coordinator, event_log, ingest_coordinator, profiles):
             held.enter_context(patch.object(module, "_LOOK", 0.005))
         for name in ("_PAUSE", "_LONGEST_PAUSE"):
-            held.enter_context(patch.object(direct, name, 0.005))
-        with patch.object(grpc, "server", Door):
-            daemon = Daemon(Config(**{"caller_rate": 0, "direct_seconds": 0.2, "web_listen": ""} | options))
+            held.enter_context(patch.object(coordinator, name, 0.005))
+        held.enter_context(patch.object(Dispatcher, "wait", impatient))
+        chosen = {"caller_rate": 0, "direct_seconds": 0.2, "web_listen": "", "listen": "127.0.0.1:0"}
+        daemon = Daemon(Config(**chosen | options))
         daemon.start()
         held.callback(daemon.stop)
-        yield daemon, daemon.server
+        yield daemon, Door(daemon.server)

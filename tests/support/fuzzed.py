@@ -19,12 +19,12 @@ import grpc
 import structlog
 import xxhash
 from google.protobuf.message_factory import GetMessageClass
-from resharder.converters.direct_messages import layout_to_proto
-from resharder.converters.layout import Layout, Piece, Range, TensorSpec, full_box
-from resharder.converters.messages import boxes_to_proto
-from resharder.converters.packed import pack
+from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec, full_box
+from resharder.converters.geometry.piece_arrays import pack
+from resharder.converters.wire.boxes import boxes_to_proto
+from resharder.converters.wire.direct import layout_to_proto
 from resharder.server.main import Daemon
-from resharder.server.manifest import READY, VersionRecord
+from resharder.server.store.manifest import READY, VersionRecord
 from resharder.v1 import (
     direct_pb2,
     direct_pb2_grpc,

@@ -12,7 +12,7 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
-from resharder.converters.chunks import ChunkHeader, frame, unframe
+from resharder.converters.wire.chunk_frame import ChunkHeader, frame, unframe
 from resharder.v1 import direct_pb2, operator_pb2, publisher_pb2, server_pb2
 
 METHODS = {

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from resharder.client.direct.group import Group
+from resharder.client.direct.base import DirectGroup
 
 
 class Late:
     """A group whose round `at`, counted from 1, begins with `act`."""
 
-    def __init__(self, group: Group, at: int, act: Callable[[], object]) -> None:
+    def __init__(self, group: DirectGroup, at: int, act: Callable[[], object]) -> None:
         self.rank, self.size, self.check, self.abort, self.close = group.rank, group.size, group.check, group.abort, group.close
         self._group, self._at, self._act, self._rounds = group, at, act, 0
 

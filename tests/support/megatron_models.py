@@ -19,11 +19,11 @@ from megatron.core import parallel_state as state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from resharder.converters.building import Spec
-from resharder.converters.building import build_chunks as build_model
-from resharder.converters.layout import box_index
-from resharder.converters.local import write_piece
-from resharder.converters.megatron import local_layout
+from resharder.converters.geometry.layout import box_index
+from resharder.converters.models.megatron.build import Spec
+from resharder.converters.models.megatron.build import build_chunks as build_model
+from resharder.converters.models.megatron.layout import local_layout
+from resharder.converters.models.tensor_io import write_piece
 
 __all__ = ["Spec", "build_model", "fill_from_hf", "logits", "token_logprobs", "wrap_ddp", "wrap_float16"]
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state as state
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from resharder.converters.errors import ReplicasDiffer
-from resharder.converters.layout import Layout
-from resharder.converters.megatron import local_layout, stale_parameters
-from resharder.converters.replicas import check_replicas
+from resharder.converters.geometry.layout import Layout
+from resharder.converters.models.megatron.layout import local_layout, stale_parameters
+from resharder.converters.models.replicas import check_replicas
 
 from tests.support import reference, tiny_hf
 

@@ -8,7 +8,7 @@ from tests.support.megatron_models import build_model, fill_from_hf
 
 # isort: split
 import torch
-from resharder.converters.megatron import local_pieces
+from resharder.converters.models.megatron.layout import local_pieces
 
 Checkpoint = dict[str, torch.Tensor]
 Chunks = list[torch.nn.Module]

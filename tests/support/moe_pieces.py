@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from resharder.converters.digest import digest
-from resharder.converters.layout import Piece, TensorSpec, full_box
+from resharder.converters.geometry.layout import Piece, TensorSpec, full_box
+from resharder.converters.storage.digest import digest
 
 EXPERTS, FFN, HIDDEN = 64, 24, 40
 

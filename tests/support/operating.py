@@ -48,4 +48,5 @@ def wait_serving(daemon: Daemon, version: int, timeout: float = 120) -> resource
 def export(daemon: Daemon, version: str, folder: Path) -> None:
     """A version, by its resource name, as a folder."""
     with Operator(daemon.endpoint) as operator:
-        operator.export(operator.version(version), folder)
+        _, model, _, number = version.split("/")
+        operator.export(int(number), folder, model=model)

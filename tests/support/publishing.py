@@ -7,12 +7,12 @@ import grpc
 import numpy as np
 import xxhash
 from google.rpc import error_details_pb2, status_pb2
-from resharder.converters.chunks import ChunkHeader, frame
-from resharder.converters.cut import cut_chunks
-from resharder.converters.digest import digest
-from resharder.converters.files import BITS, MappedFiles, read_layout
-from resharder.converters.layout import ITEM_SIZES, Box, TensorSpec, box_index, full_box
-from resharder.converters.messages import boxes_to_proto, spec_to_proto
+from resharder.converters.geometry.chunking import cut_chunks
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec, box_index, full_box
+from resharder.converters.storage.digest import digest
+from resharder.converters.storage.files import BITS, MappedFiles, read_layout
+from resharder.converters.wire.boxes import boxes_to_proto, spec_to_proto
+from resharder.converters.wire.chunk_frame import ChunkHeader, frame
 from resharder.v1 import operator_pb2_grpc, publisher_pb2, publisher_pb2_grpc, resources_pb2
 
 Weights = Mapping[str, np.ndarray]  # raw bits

@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from resharder.client.operator import Motion, Operator, Want
-from resharder.converters.layout import TensorSpec
+from resharder.client.operator import Operator
+from resharder.client.operator.answers import UpdateStrategy, VersionTarget
+from resharder.client.operator.states import StrategyKind, TargetKind
+from resharder.converters.geometry.layout import TensorSpec
 from resharder.v1 import resources_pb2
 
 from tests.support.daemon import Daemon
@@ -60,8 +62,8 @@ def scene(daemon: Daemon) -> Iterator[None]:
                 made.append(stack.enter_context(server))
             return made
 
-        operator.update_fleet("pinned", model="policy", want=Want(kind=Want.NUMBER, version=2))
-        operator.update_fleet("tried", model="policy", motion=Motion(kind=Motion.CANARY, canaries=1, approval=True))
+        operator.set_fleet("pinned", model="policy", target=VersionTarget(TargetKind.NUMBER, version=2))
+        operator.set_fleet("tried", model="policy", strategy=UpdateStrategy(StrategyKind.CANARY, canaries=1, approval=True))
         serve("policy", "rollout-0", "rollout-1")
         serve("policy", "rollout-2", broken=[4])
         serve("tried", "eval-0", "eval-1")

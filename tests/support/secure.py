@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 import trustme
-from resharder.client.tls import Tls
+from resharder.client.rpc.tls import Tls
 
 from tests.support.daemon import Daemon
 

@@ -3,8 +3,8 @@
 from itertools import pairwise
 
 from hypothesis import strategies as st
-from resharder.converters.layout import Box, Range
-from resharder.converters.tiling import Held
+from resharder.converters.geometry.layout import Box, Range
+from resharder.converters.geometry.tiling import Held
 
 
 def _split(n: int, draw: st.DrawFn) -> list[Range]:

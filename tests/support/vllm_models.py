@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from resharder.client import trainer
+from resharder.client.trainer import connect
 from safetensors.torch import save_file
 
 from tests.support.daemon import Daemon
@@ -33,7 +33,7 @@ def save_random(folder: Path, config: dict[str, Any], seed: int, dtype: torch.dt
 def publish(daemon: Daemon, model: str, *folders: Path) -> list[str]:
     """The names of the versions that these checkpoints became."""
     config = json.loads((folders[0] / "config.json").read_text())
-    publisher = trainer.connect(daemon.endpoint, model=model, job=uuid.uuid4().hex, rank=0, world_size=1, config=config)
+    publisher = connect.connect(daemon.endpoint, model=model, job=uuid.uuid4().hex, rank=0, world_size=1, config=config)
     try:
         handles = [publisher.publish_tensors(step, load_checkpoint(folder).items()) for step, folder in enumerate(folders, 1)]
         for handle in handles:

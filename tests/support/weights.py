@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from resharder.converters.checkpoint import expected_shapes
+from resharder.converters.architectures.checkpoint import expected_shapes
 
 
 def random_weights(config: Mapping[str, Any], seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

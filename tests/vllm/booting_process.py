@@ -6,14 +6,14 @@ python -m tests.vllm.booting_process [unrenewed]
 import ctypes
 import sys
 
-from resharder.client.channel import Channel
-from resharder.client.vllm.renewal import Renewal
-from resharder.client.vllm.report import claim
-from resharder.client.vllm.settings import Settings
+from resharder.client.inference.settings import PluginSettings
+from resharder.client.inference.worker.boot_lease import Renewal
+from resharder.client.inference.worker.reporter import claim
+from resharder.client.rpc.channel import Channel
 
 
 def main() -> None:
-    settings, renews = Settings.from_environment(), "unrenewed" not in sys.argv
+    settings, renews = PluginSettings.from_environment(), "unrenewed" not in sys.argv
     renewal = Renewal() if renews else None
     claim(Channel(settings.endpoint), settings, boot=True, renews=renews, patience=10)
     if renewal is not None:

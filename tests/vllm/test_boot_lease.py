@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from resharder.client.operator import Operator
+from resharder.client.operator.states import ServerState
 from resharder.v1 import resources_pb2
 
 from tests.client.models import connected, publish_all, weights
@@ -44,7 +45,7 @@ def booting(daemon: Daemon, server: str, *arguments: str) -> Iterator[subprocess
             process.kill()
 
 
-def state(operator: Operator, server: str) -> int:
+def state(operator: Operator, server: str) -> ServerState:
     return operator.server(server).state
 
 
@@ -52,11 +53,11 @@ def test_a_server_that_loads_for_many_leases_is_kept_and_a_killed_one_is_waited_
     with Operator(daemon.endpoint) as operator, SimulatedServer(daemon, "serves"), booting(daemon, "boots") as process:
         end = time.monotonic() + 4 * LEASE
         while time.monotonic() < end:
-            assert state(operator, "boots") == Server.BOOTING, operator.server("boots").reason
+            assert state(operator, "boots") == ServerState.BOOTING, operator.server("boots").reason
             time.sleep(0.2)
         process.send_signal(signal.SIGKILL)
         operator.wait_serving("policy", timeout=60)
-        assert state(operator, "boots") == Server.LOST
+        assert state(operator, "boots") == ServerState.LOST
         assert "nobody has renewed its claim" in operator.server("boots").reason
 
 
@@ -66,7 +67,7 @@ def test_a_booting_server_is_known_again_to_a_daemon_that_was_restarted(daemon: 
         daemon.start()
         wait_until(lambda: "servers/stays" in [server.name for server in operator.servers()], "the helper claims again")
         time.sleep(2 * LEASE)
-        assert state(operator, "stays") == Server.BOOTING
+        assert state(operator, "stays") == ServerState.BOOTING
 
 
 def test_the_claim_of_a_release_that_does_not_renew_lasts_as_before(daemon: Daemon) -> None:
@@ -74,14 +75,14 @@ def test_the_claim_of_a_release_that_does_not_renew_lasts_as_before(daemon: Daem
         process.kill()
         process.wait()
         time.sleep(2 * LEASE)
-        assert state(operator, "older") == Server.BOOTING
+        assert state(operator, "older") == ServerState.BOOTING
 
 
 @pytest.mark.parametrize(
     "helper",
     [
-        "from resharder.client.vllm import fetch; fetch.main()",
-        "from resharder.client.vllm import renew; renew.main()",
+        "from resharder.client.inference.worker import fetch; fetch.main()",
+        "from resharder.client.inference.worker import renew_claim; renew_claim.main()",
     ],
 )
 def test_a_helper_ends_with_its_killed_parent(helper: str, daemon: Daemon) -> None:

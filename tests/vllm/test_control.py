@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from resharder.client.vllm.control import Control
-from resharder.client.vllm.gate import Gate, Lease, Position
-from resharder.client.vllm.orders import Kind, Order, Outcome, order_from_proto
-from resharder.client.vllm.power import STAY_PAUSED, Power, Slumber
+from resharder.client.inference.control.control import OrderExecutor
+from resharder.client.inference.control.gate import Gate, Position, ServerLease
+from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome, order_from_proto
+from resharder.client.inference.power import STAY_PAUSED, PowerState, SleepState
 from resharder.v1 import resources_pb2, server_pb2
 
-LEAD = Order(Kind.LEAD)
+LEAD = ControlOrder(Kind.LEAD)
 FINE = [{"ok": True, "rank": 0}, {"ok": True, "rank": 1}]
 RESETS = [("reset prefix", True, True), "reset mm", "reset encoder"]
 TORN = [{"ok": True, "rank": 0}, {"ok": False, "rank": 1, "error": "digest of lm_head.weight differs"}]
@@ -24,7 +24,7 @@ class FakeEngine:
     def __init__(self, gate: Gate) -> None:
         self.gate, self.lease = gate, gate.lease
         self.engine_core: Core | None = None
-        self.slumber, self.dropped = Slumber(), False
+        self.slumber, self.dropped = SleepState(), False
         self.calls: list[Any] = []
         self.positions: dict[str, Position] = {}
         self.answers: dict[str, Sequence[Any]] = {}
@@ -93,13 +93,13 @@ class Side:
 
     def __init__(self, *, leads: bool = True, cannot_sleep: str = "") -> None:
         self.now = 0.0
-        self.lease = Lease(lambda: self.now)
+        self.lease = ServerLease(lambda: self.now)
         self.gate = Gate(lease=self.lease, clock=lambda: self.now)
         self.lease.renew(10.0)
         self.engine = FakeEngine(self.gate)
         self.reattached: list[str] = []
-        self.told: list[Power] = []
-        self.control = Control(
+        self.told: list[PowerState] = []
+        self.control = OrderExecutor(
             self.engine,
             self.gate,
             self.reattached.append,
@@ -112,7 +112,7 @@ class Side:
             self.do(LEAD)
             self.engine.calls.clear()
 
-    def do(self, *orders: Order) -> Outcome | None:
+    def do(self, *orders: ControlOrder) -> Outcome | None:
         """Carries them out; the last one's outcome."""
         return [run(self.control.carry_out(replace(order, span=self.lease.span))) for order in orders][-1]
 
@@ -121,24 +121,24 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(work)
 
 
-def apply(version: int, install: str = "i1", mode: Any = "keep") -> Order:
-    return Order(Kind.APPLY, install, version, mode)
+def apply(version: int, install: str = "i1", mode: Any = "keep") -> ControlOrder:
+    return ControlOrder(Kind.APPLY, install, version, mode)
 
 
-def resume(version: int, install: str = "i1") -> Order:
-    return Order(Kind.RESUME, install, version)
+def resume(version: int, install: str = "i1") -> ControlOrder:
+    return ControlOrder(Kind.RESUME, install, version)
 
 
-def stage(version: int, install: str = "i1") -> Order:
-    return Order(Kind.STAGE, install, version)
+def stage(version: int, install: str = "i1") -> ControlOrder:
+    return ControlOrder(Kind.STAGE, install, version)
 
 
-def sleep(level: int, change: str = "p1", mode: Any = "keep") -> Order:
-    return Order(Kind.SLEEP, change, mode=mode, power=Power.ASLEEP_2 if level == 2 else Power.ASLEEP_1)
+def sleep(level: int, change: str = "p1", mode: Any = "keep") -> ControlOrder:
+    return ControlOrder(Kind.SLEEP, change, mode=mode, power=PowerState.ASLEEP_2 if level == 2 else PowerState.ASLEEP_1)
 
 
-def wake(power: Power = Power.AWAKE, change: str = "p2") -> Order:
-    return Order(Kind.WAKE, change, power=power)
+def wake(power: PowerState = PowerState.AWAKE, change: str = "p2") -> ControlOrder:
+    return ControlOrder(Kind.WAKE, change, power=power)
 
 
 def serving(version: int = 1, **options: Any) -> Side:
@@ -152,7 +152,7 @@ def test_who_leads_learns_from_the_workers_how_awake_they_are_and_has_the_daemon
     side = Side(leads=False)
     side.engine.slumber.begin(1)
     assert side.do(LEAD) is None
-    assert side.told == [side.control.state.power] == [Power.ASLEEP_1]
+    assert side.told == [side.control.state.power] == [PowerState.ASLEEP_1]
 
 
 def test_the_boot_version_opens_the_gate_without_touching_an_engine_that_runs() -> None:
@@ -205,7 +205,7 @@ def test_the_same_orders_again_are_answered_as_before_and_do_nothing_twice() -> 
 
 
 @pytest.mark.parametrize("order", [stage(2), apply(2)])
-def test_a_side_that_does_not_lead_refuses_to_stage_and_to_apply(order: Order) -> None:
+def test_a_side_that_does_not_lead_refuses_to_stage_and_to_apply(order: ControlOrder) -> None:
     side = Side(leads=False)
     outcome = side.do(order)
     assert outcome is not None
@@ -217,7 +217,7 @@ def test_a_side_that_does_not_lead_closes_and_opens_its_gate_and_leaves_the_engi
     side = Side(leads=False)
     side.engine.paused = True
     side.do(resume(1, "i0"))
-    side.do(Order(Kind.CLOSE, "i1", 2))
+    side.do(ControlOrder(Kind.CLOSE, "i1", 2))
     assert side.gate.position is Position.HELD
     side.do(resume(2))
     assert (side.gate.position, side.gate.version, side.engine.calls) == (Position.OPEN, 2, [])
@@ -225,7 +225,7 @@ def test_a_side_that_does_not_lead_closes_and_opens_its_gate_and_leaves_the_engi
 
 def test_a_close_without_an_install_shuts_the_gate_with_the_daemons_reason() -> None:
     side = serving()
-    side.do(Order(Kind.CLOSE, reason="the workers do not hold one version"))
+    side.do(ControlOrder(Kind.CLOSE, reason="the workers do not hold one version"))
     refusal = run(side.gate.enter())
     assert refusal.reason == "the workers do not hold one version"
 
@@ -368,7 +368,7 @@ def test_a_resumption_without_a_version_is_refused() -> None:
 
 def test_orders_are_read_from_the_wire_and_unknown_ones_are_refused() -> None:
     message = server_pb2.Order(kind="APPLY", install="i", version=3, pause_mode=resources_pb2.WAIT, reason="r")
-    assert order_from_proto(message) == Order(Kind.APPLY, "i", 3, "wait", "r")
+    assert order_from_proto(message) == ControlOrder(Kind.APPLY, "i", 3, "wait", "r")
     assert order_from_proto(server_pb2.Order(kind="STAGE")).mode == "keep"
     message = server_pb2.Order(kind="SLEEP", install="a-p1", power=resources_pb2.ASLEEP_2)
     assert order_from_proto(message) == sleep(2, "a-p1")
@@ -389,12 +389,17 @@ def test_a_sleep_shuts_the_gate_first_and_a_wake_leaves_it_shut_and_the_engine_p
     assert side.engine.positions["sleep"] is Position.SHUT
     assert run(side.gate.enter()).reason == "an operator put it to sleep"
 
-    assert side.do(wake(Power.WEIGHTS_AWAKE, "p2")) == Outcome(Kind.WAKE, "p2")
+    assert side.do(wake(PowerState.WEIGHTS_AWAKE, "p2")) == Outcome(Kind.WAKE, "p2")
     assert side.engine.slumber.tags == {"kv_cache"}
     assert side.do(wake(change="p3")) == Outcome(Kind.WAKE, "p3")
     assert side.engine.calls[1:] == [("wake", "weights", STAY_PAUSED), ("wake", "kv_cache", STAY_PAUSED)]
     assert (side.gate.position, side.engine.paused) == (Position.SHUT, True)
-    assert side.told == [Power.AWAKE, Power.ASLEEP_2 if level == 2 else Power.ASLEEP_1, Power.WEIGHTS_AWAKE, Power.AWAKE]
+    assert side.told == [
+        PowerState.AWAKE,
+        PowerState.ASLEEP_2 if level == 2 else PowerState.ASLEEP_1,
+        PowerState.WEIGHTS_AWAKE,
+        PowerState.AWAKE,
+    ]
 
 
 def test_after_a_sleep_at_level_1_the_same_version_is_resumed() -> None:
@@ -418,7 +423,7 @@ def test_after_a_sleep_at_level_2_nothing_is_resumed_before_a_version_is_install
 
 def test_an_install_with_the_weights_awake_and_the_kv_cache_asleep_asks_for_no_pause_and_resets_caches() -> None:
     side = serving()
-    side.do(sleep(2), wake(Power.WEIGHTS_AWAKE), stage(2))
+    side.do(sleep(2), wake(PowerState.WEIGHTS_AWAKE), stage(2))
     side.engine.calls.clear()
     assert side.do(apply(2)) == Outcome(Kind.APPLY, "i1")
     assert side.engine.calls == [("resharder_apply", "i1"), *RESETS]
@@ -441,7 +446,7 @@ def test_while_the_weights_sleep_a_version_is_staged_but_neither_applied_nor_res
         assert f"ASLEEP_{level}" in outcome.error
     assert ("resharder_apply", "i1") not in side.engine.calls
     assert side.gate.position is Position.SHUT
-    side.do(wake(Power.WEIGHTS_AWAKE))
+    side.do(wake(PowerState.WEIGHTS_AWAKE))
     assert side.do(apply(2)) == Outcome(Kind.APPLY, "i1"), "the same install is not refused for having come too early"
 
 
@@ -460,12 +465,12 @@ def test_orders_about_power_that_hold_already_or_come_again_are_answered_and_do_
     for order in (sleep(1, "p1"), sleep(1, "p1"), sleep(1, "p2")):
         assert side.do(order) == Outcome(Kind.SLEEP, order.install)
     assert side.engine.calls == [("sleep", 1, "keep")]
-    for order in (wake(change="p3"), wake(change="p3"), wake(Power.WEIGHTS_AWAKE, "p4")):
+    for order in (wake(change="p3"), wake(change="p3"), wake(PowerState.WEIGHTS_AWAKE, "p4")):
         assert side.do(order) == Outcome(Kind.WAKE, order.install)
     assert side.engine.calls[1:] == [("wake", "kv_cache", "weights", STAY_PAUSED)]
 
 
-@pytest.mark.parametrize("begin", [(sleep(1, "p0"),), (sleep(2, "p0"), wake(Power.WEIGHTS_AWAKE, "p00"))])
+@pytest.mark.parametrize("begin", [(sleep(1, "p0"),), (sleep(2, "p0"), wake(PowerState.WEIGHTS_AWAKE, "p00"))])
 def test_from_another_sleep_or_half_awake_it_is_woken_and_put_to_sleep_anew_with_no_request_in_between(begin: Any) -> None:
     side = serving()
     side.do(*begin)
@@ -473,12 +478,12 @@ def test_from_another_sleep_or_half_awake_it_is_woken_and_put_to_sleep_anew_with
     assert side.do(sleep(2)) == Outcome(Kind.SLEEP, "p1")
     woken, slept = side.engine.calls
     assert (woken[0], woken[-1], slept) == ("wake", STAY_PAUSED, ("sleep", 2, "keep"))
-    assert (side.control.state.power, side.engine.dropped) == (Power.ASLEEP_2, True)
+    assert (side.control.state.power, side.engine.dropped) == (PowerState.ASLEEP_2, True)
 
 
 def test_a_side_that_does_not_lead_refuses_to_put_to_sleep_to_wake_and_to_unstage() -> None:
     side = Side(leads=False)
-    for order in (sleep(1), wake(), Order(Kind.UNSTAGE, "i1", 2)):
+    for order in (sleep(1), wake(), ControlOrder(Kind.UNSTAGE, "i1", 2)):
         outcome = side.do(order)
         assert outcome is not None
         assert outcome.error == f"{order.kind.name} came to a control side that does not lead"
@@ -491,8 +496,8 @@ def test_an_engine_that_cannot_sleep_goes_on_serving() -> None:
     assert (side.engine.calls, side.gate.position) == ([], Position.OPEN)
 
 
-@pytest.mark.parametrize("order", [wake(Power.ASLEEP_1), Order(Kind.SLEEP, "p1", power=Power.AWAKE)])
-def test_an_order_to_wake_to_a_sleep_or_to_sleep_awake_is_refused(order: Order) -> None:
+@pytest.mark.parametrize("order", [wake(PowerState.ASLEEP_1), ControlOrder(Kind.SLEEP, "p1", power=PowerState.AWAKE)])
+def test_an_order_to_wake_to_a_sleep_or_to_sleep_awake_is_refused(order: ControlOrder) -> None:
     outcome = serving().do(order)
     assert outcome is not None
     assert not outcome.ok
@@ -502,7 +507,7 @@ def test_an_order_to_wake_to_a_sleep_or_to_sleep_awake_is_refused(order: Order) 
 def test_a_worker_that_does_not_wake_fails_the_order_and_the_next_one_tries_again() -> None:
     side = serving()
     side.do(sleep(1))
-    side.engine.others = [{"ok": True, "power": Power.ASLEEP_1, "asleep": ["weights"], "dropped": False}]
+    side.engine.others = [{"ok": True, "power": PowerState.ASLEEP_1, "asleep": ["weights"], "dropped": False}]
     failed = side.do(wake())
     assert failed == Outcome(Kind.WAKE, "p2", False, "expected the engine to be AWAKE, it is ASLEEP_1")
     assert side.do(wake()) == failed
@@ -522,7 +527,7 @@ def test_on_an_expired_lease_nobody_is_put_to_sleep_or_woken() -> None:
 def test_what_was_staged_is_dropped_on_order_and_can_be_staged_again() -> None:
     side = serving()
     side.do(stage(2))
-    assert side.do(Order(Kind.UNSTAGE, "i1", 2)) == Outcome(Kind.UNSTAGE, "i1")
+    assert side.do(ControlOrder(Kind.UNSTAGE, "i1", 2)) == Outcome(Kind.UNSTAGE, "i1")
     side.do(stage(2))
     assert [call[0] for call in side.engine.calls] == ["resharder_stage", "resharder_unstage", "resharder_stage"]
 
@@ -537,8 +542,8 @@ def test_whoever_drops_the_weights_nothing_is_served_from_what_the_memory_then_h
 
     run(by_others())
     assert side.engine.positions["sleep"] is Position.SHUT
-    assert (side.gate.position, side.engine.paused, side.control.state.power) == (Position.SHUT, True, Power.AWAKE)
-    assert Power.ASLEEP_2 in side.told
+    assert (side.gate.position, side.engine.paused, side.control.state.power) == (Position.SHUT, True, PowerState.AWAKE)
+    assert PowerState.ASLEEP_2 in side.told
     refused = side.do(resume(1, "i2"))
     assert refused is not None
     assert not refused.ok

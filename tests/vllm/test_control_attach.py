@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 from resharder.client import connect
 from resharder.client.errors import UsageError
-from resharder.client.vllm import compat
-from resharder.client.vllm.attach import refuse_unsupported
-from resharder.client.vllm.endpoint import EndpointPlugin
+from resharder.client.inference.vllm.attach import refuse_unsupported
+from resharder.client.inference.vllm.endpoint import EndpointPlugin
+from resharder.client.inference.vllm.engine_core import passes_kv
+from resharder.client.inference.vllm.sleep import cannot_sleep
 
 from tests.support.daemon import Daemon
 from tests.support.operating import wait_serving
@@ -29,7 +30,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from resharder.client.errors import WaitTimeout
-from resharder.client.vllm.attach import attach
+from resharder.client.inference.vllm.attach import attach
 
 async def answer(engine):
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -156,7 +157,7 @@ def test_a_server_that_passes_kv_to_others_is_supported_and_known_for_it(role: s
     if role:
         config.kv_transfer_config = SimpleNamespace(kv_role=role)
     refuse_unsupported(config)
-    assert compat.passes_kv(config) == (role is not None)
+    assert passes_kv(config) == (role is not None)
 
 
 def test_an_engine_on_a_gpu_sleeps_only_with_vllms_sleep_mode() -> None:
@@ -164,7 +165,7 @@ def test_an_engine_on_a_gpu_sleeps_only_with_vllms_sleep_mode() -> None:
         config = SimpleNamespace(
             device_config=SimpleNamespace(device_type=device), model_config=SimpleNamespace(enable_sleep_mode=enabled)
         )
-        return compat.cannot_sleep(config)
+        return cannot_sleep(config)
 
     assert [problem("cpu", False), problem("cuda", True)] == ["", ""]
     assert "--enable-sleep-mode" in problem("cuda", False)

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from resharder.client.errors import UsageError
-from resharder.client.vllm.control import Control
-from resharder.client.vllm.fence import FENCED, Fence, clock_id, guard
-from resharder.client.vllm.gate import Gate, Lease, Position
-from resharder.client.vllm.orders import Kind, Order, Outcome
-from resharder.client.vllm.power import STAY_PAUSED, Power, Slumber
+from resharder.client.inference.control.control import OrderExecutor
+from resharder.client.inference.control.fence import FENCED, Fence, clock_id
+from resharder.client.inference.control.gate import Gate, Position, ServerLease
+from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
+from resharder.client.inference.power import STAY_PAUSED, PowerState, SleepState
+from resharder.client.inference.vllm.engine_core import guard
 
 LEASE = 10.0
 OWN_TERM, NEXT_TERM = 1, 2
@@ -26,7 +27,7 @@ class Core:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.fence = Fence(clock)
-        self.paused, self.slumber, self.done = False, Slumber(), list[str]()
+        self.paused, self.slumber, self.done = False, SleepState(), list[str]()
 
     def handle(self, method: str, args: Sequence[Any]) -> Any:
         if method == FENCED:
@@ -153,19 +154,19 @@ class Server:
 class Side:
     def __init__(self, server: Server) -> None:
         self.server = server
-        self.lease = Lease(lambda: server.now)
+        self.lease = ServerLease(lambda: server.now)
         self.gate = Gate(lease=self.lease, clock=lambda: server.now)
         self.engine = AsyncEngine(server.core)
         self.reattached: list[str] = []
         names, clock = (lambda n: f"models/policy/versions/{n}"), (lambda: server.now)
-        self.control = Control(self.engine, self.gate, self.reattached.append, names, lambda: None, clock=clock)  # type: ignore[arg-type]
+        self.control = OrderExecutor(self.engine, self.gate, self.reattached.append, names, lambda: None, clock=clock)  # type: ignore[arg-type]
         self.renew()
 
     def renew(self) -> None:
         self.lease.renew(self.server.now + LEASE)
 
     async def do(self, kind: Kind, version: int = 0, *, term: int = OWN_TERM, **fields: Any) -> Outcome | None:
-        order = Order(kind, fields.pop("install", f"i{version}"), version, term=term, span=self.lease.span, **fields)
+        order = ControlOrder(kind, fields.pop("install", f"i{version}"), version, term=term, span=self.lease.span, **fields)
         return await self.control.carry_out(order)
 
     async def serve(self, version: int, term: int = OWN_TERM) -> None:
@@ -278,8 +279,8 @@ def test_a_stopped_leader_does_not_resume_what_the_next_one_has_paused(at: str) 
         ("pause_scheduler", Kind.APPLY, {"version": 2}),
         ("resharder_apply", Kind.APPLY, {"version": 2}),
         ("reset_prefix_cache", Kind.APPLY, {"version": 2}),
-        ("sleep", Kind.SLEEP, {"power": Power.ASLEEP_1}),
-        ("wake_up", Kind.WAKE, {"power": Power.AWAKE}),
+        ("sleep", Kind.SLEEP, {"power": PowerState.ASLEEP_1}),
+        ("wake_up", Kind.WAKE, {"power": PowerState.AWAKE}),
         ("resharder_stage", Kind.STAGE, {"version": 2}),
         ("resharder_unstage", Kind.UNSTAGE, {"version": 2}),
     ],
@@ -293,7 +294,7 @@ def test_whatever_a_stopped_side_was_about_to_do_changes_nothing(
         old, new = server.side(), server.side()
         await old.serve(1)
         if kind is Kind.WAKE:
-            await old.do(Kind.SLEEP, power=Power.ASLEEP_1, install="p1")
+            await old.do(Kind.SLEEP, power=PowerState.ASLEEP_1, install="p1")
 
         async def stopped() -> None:
             server.now += 1 if another else 2 * LEASE
@@ -322,7 +323,7 @@ def test_a_lease_that_ends_while_requests_drain_leaves_the_engine_awake(lapse: s
         side = server.side()
         await side.serve(1)
         side.engine.engine_core.afterwards["pause_scheduler"] = getattr(side, lapse)
-        assert await side.do(Kind.SLEEP, power=Power.ASLEEP_2, mode="wait") is None
+        assert await side.do(Kind.SLEEP, power=PowerState.ASLEEP_2, mode="wait") is None
         assert (server.core.done, side.gate.position) == (["pause"], Position.SHUT)
         side.renew()
         await side.serve(1, NEXT_TERM)
@@ -388,7 +389,7 @@ def test_an_order_received_before_the_stream_broke_is_not_begun_after_it() -> No
     async def play() -> None:
         server, side = paused_by_another()
         await side.do(Kind.LEAD)
-        before = Order(Kind.RESUME, "i1", 1, term=OWN_TERM, span=side.lease.span)
+        before = ControlOrder(Kind.RESUME, "i1", 1, term=OWN_TERM, span=side.lease.span)
         await side.cut_off()
         assert await side.control.carry_out(before) is None
         assert (server.core.paused, side.gate.position) == (True, Position.SHUT)

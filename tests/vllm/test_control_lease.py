@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 import grpc
-from resharder.client.channel import Channel
-from resharder.client.vllm.gate import Lease
-from resharder.client.vllm.lease import Identity, LeaseThread
-from resharder.client.vllm.orders import Kind, Order, Outcome
-from resharder.client.vllm.power import Power
+from resharder.client.inference.control.gate import ServerLease
+from resharder.client.inference.control.lease import ControlIdentity, LeaseThread
+from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
+from resharder.client.inference.power import PowerState
+from resharder.client.rpc.channel import Channel
 from resharder.v1 import server_pb2, server_pb2_grpc
 
 from tests.support.operating import wait_until
@@ -94,11 +94,11 @@ class ScriptedDaemon(server_pb2_grpc.ServerServiceServicer):
 class Side:
     """A lease thread with an event loop of its own in another thread, and orders that `answer` carries out."""
 
-    def __init__(self, port: int, answer: Callable[[Order], Awaitable[Outcome | None]] | None = None) -> None:
-        self.orders: list[Order] = []
+    def __init__(self, port: int, answer: Callable[[ControlOrder], Awaitable[Outcome | None]] | None = None) -> None:
+        self.orders: list[ControlOrder] = []
         self.began = threading.Event()
 
-        async def carry_out(order: Order) -> Outcome | None:
+        async def carry_out(order: ControlOrder) -> Outcome | None:
             self.orders.append(order)
             self.began.set()
             return await answer(order) if answer else Outcome(order.kind, order.install, True, "", 0.5)
@@ -106,9 +106,9 @@ class Side:
         self.loop = asyncio.new_event_loop()
         self.runner = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.runner.start()
-        self.lease = Lease()
-        self.identity = Identity("s1", 2, "host:8000", passes_kv=True)
-        self.about = (Power.UNKNOWN, 0, 0)
+        self.lease = ServerLease()
+        self.identity = ControlIdentity("s1", 2, "host:8000", passes_kv=True)
+        self.about = (PowerState.UNKNOWN, 0, 0)
         self.thread = LeaseThread(
             Channel(f"127.0.0.1:{port}"), self.identity, self.lease, carry_out, lambda: self.about, self.loop
         )
@@ -137,7 +137,7 @@ def test_an_order_is_carried_out_on_the_loop_and_reported() -> None:
         stream = daemon.next_stream()
         stream.orders.put(APPLY)
         report = stream.next_outcome()
-        assert side.orders == [Order(Kind.APPLY, "i1", 2)]
+        assert side.orders == [ControlOrder(Kind.APPLY, "i1", 2)]
         assert (report.install, report.done, report.ok, report.pause_seconds) == ("i1", server_pb2.Order.APPLY, True, 0.5)
 
 
@@ -148,13 +148,13 @@ def test_every_report_says_how_awake_the_engine_is_and_how_many_requests_it_answ
         assert (first.power, first.in_flight, first.passes_kv) == (0, 0, True)
         stream.orders.put(server_pb2.Order(kind="RENEWED", lease_seconds=1800))  # the next renewal is ten minutes away
         wait_until(lambda: side.lease.alive, "the lease is taken")
-        side.about = (Power.ASLEEP_2, 3, 7)
-        side.thread.tell()
+        side.about = (PowerState.ASLEEP_2, 3, 7)
+        side.thread.report_now()
         told = stream.next_that(lambda report: bool(report.power))
-        assert (told.power, told.in_flight, told.serving, told.done) == (Power.ASLEEP_2, 3, 7, 0)
+        assert (told.power, told.in_flight, told.serving, told.done) == (PowerState.ASLEEP_2, 3, 7, 0)
         stream.orders.put(STAGE)
         outcome = stream.next_outcome()
-        assert (outcome.power, outcome.in_flight) == (Power.ASLEEP_2, 3)
+        assert (outcome.power, outcome.in_flight) == (PowerState.ASLEEP_2, 3)
 
 
 def test_a_daemon_that_allows_no_server_without_a_lease_says_so_with_each_renewal() -> None:
@@ -164,13 +164,13 @@ def test_a_daemon_that_allows_no_server_without_a_lease_says_so_with_each_renewa
             stream.next_report()
             stream.orders.put(server_pb2.Order(kind="RENEWED", lease_seconds=LEASE, strict_lease=strict))
             wait_until(lambda strict=strict: side.lease.strict == strict, f"the lease is strict: {strict}")  # type: ignore[misc]
-            side.thread.tell()
+            side.thread.report_now()
 
 
 def test_the_lease_is_renewed_while_the_event_loop_is_blocked_for_longer() -> None:
     release = threading.Event()
 
-    async def block(order: Order) -> None:
+    async def block(order: ControlOrder) -> None:
         release.wait(PATIENCE)
 
     with ScriptedDaemon(lease=SHORT) as daemon, Side(daemon.port, block) as side:
@@ -207,7 +207,7 @@ def test_a_daemon_that_stops_answering_costs_the_lease_and_gets_another_stream()
 def test_one_order_at_a_time_and_those_not_begun_are_dropped_when_the_stream_breaks() -> None:
     release = threading.Event()
 
-    async def wait(order: Order) -> Outcome:
+    async def wait(order: ControlOrder) -> Outcome:
         while not release.is_set():
             await asyncio.sleep(0.01)
         return Outcome(order.kind, order.install)
@@ -272,15 +272,15 @@ def test_it_says_which_term_it_has_seen_and_an_order_knows_the_span_it_came_in()
         second.orders.put(server_pb2.Order(kind="STAGE", install="i2", term=8))
         second.next_outcome()
         assert [order.term for order in side.orders] == [7, 8]
-        assert not side.lease.holds(side.orders[0].span)
-        assert side.lease.holds(side.orders[1].span)
+        assert not side.lease.permits(side.orders[0].span)
+        assert side.lease.permits(side.orders[1].span)
 
 
 def test_a_later_stream_that_named_an_order_which_is_given_up_is_ended_too() -> None:
     """The daemon waits for the outcome of what a first report names, and there is none."""
     release = threading.Event()
 
-    async def give_up(order: Order) -> None:
+    async def give_up(order: ControlOrder) -> None:
         while not release.is_set():
             await asyncio.sleep(0.01)
 
@@ -296,14 +296,14 @@ def test_a_later_stream_that_named_an_order_which_is_given_up_is_ended_too() -> 
 
 def test_a_lease_that_lapsed_begins_a_new_span_and_the_first_renewal_does_not() -> None:
     now = 0.0
-    lease = Lease(lambda: now)
+    lease = ServerLease(lambda: now)
     span = lease.span
     lease.renew(10.0)
-    assert lease.holds(span)
+    assert lease.permits(span)
     now = 9.0
     lease.renew(19.0)
-    assert lease.holds(span)
+    assert lease.permits(span)
     now = 19.0
-    assert not lease.holds(span)
+    assert not lease.permits(span)
     lease.renew(30.0)
-    assert (lease.alive, lease.holds(span), lease.holds(lease.span)) == (True, False, True)
+    assert (lease.alive, lease.permits(span), lease.permits(lease.span)) == (True, False, True)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from resharder.client import connect
 from resharder.client.operator import Operator
-from resharder.client.publisher import Publisher
-from resharder.v1 import resources_pb2
+from resharder.client.operator.states import RequestHandling
+from resharder.client.trainer.publisher import Publisher
 
 from tests.support.command import answer
 from tests.support.daemon import Daemon
@@ -118,7 +118,7 @@ def test_a_booted_server_says_its_version_on_every_route(single: Deployment) -> 
 def test_an_install_in_every_pause_mode_turns_nobody_away(single: Deployment, mode: str) -> None:
     """`keep` and `wait` streams come to their end, `abort` ends them early; requests that come meanwhile are answered."""
     with Operator(single.daemon.endpoint) as operator:
-        operator.update_fleet("policy", pause_mode=resources_pb2.PauseMode.Value(mode.upper()))
+        operator.set_fleet("policy", pause_mode=RequestHandling(mode.upper()))
     for _ in range(5):  # on a busy machine an answer can be over before the install begins, and the next one not be asked for
         lengths = install_under_a_stream(single)
         if mode != "abort":

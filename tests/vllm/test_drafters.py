@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from resharder.client.vllm.install import InstallError
-from resharder.client.vllm.parts import DRAFTER, MODEL, Part, needs, shared_modules
-from resharder.client.vllm.recorder import Recording, record
-from resharder.client.vllm.source import Manifest
-from resharder.converters.layout import TensorSpec
+from resharder.client.inference.recording.recorder import Recording, record
+from resharder.client.inference.worker.errors import InstallError
+from resharder.client.inference.worker.model_part import DRAFTER, MODEL, ModelPart, needs, shared_modules
+from resharder.client.versions.remote import VersionManifest
+from resharder.converters.geometry.layout import TensorSpec
 
 from tests.support.daemon import Daemon
 from tests.support.tiny_hf import load_checkpoint
@@ -75,18 +75,18 @@ class Model(torch.nn.Module):
         return loaded
 
 
-def recorded(model: Model, *names: str) -> tuple[Recording, Manifest]:
+def recorded(model: Model, *names: str) -> tuple[Recording, VersionManifest]:
     specs = {name: TensorSpec(name, "F32", (4, 4)) for name in names}
     recording = record(model, specs, lambda parameter: lambda p, tensor: p.data.copy_(tensor))
-    return recording, Manifest("models/m/versions/1", 1, "", "", specs, {}, ())
+    return recording, VersionManifest("models/m/versions/1", 1, "", "", specs, {}, ())
 
 
-def part_of(name: str, quantization: str | None = None) -> Part:
+def part_of(name: str, quantization: str | None = None) -> ModelPart:
     class Config:
         pass
 
     Config.quantization = quantization  # type: ignore[attr-defined]
-    return Part(name, Config())
+    return ModelPart(name, Config())
 
 
 def test_what_the_drafter_shares_is_the_models_to_write() -> None:

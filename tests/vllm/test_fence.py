@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from resharder.client.vllm import compat
-from resharder.client.vllm.fence import FENCED, clock_id
+from resharder.client.inference.control.fence import FENCED, clock_id
+from resharder.client.inference.vllm import engine_core
 
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_engine import Engine
@@ -77,11 +77,11 @@ def test_engine_cores_that_wait_for_each_other_refuse_together(refusals: tuple[s
 
     def agreed(rank: int) -> str:
         group = ProcessGroupGloo(FileStore(str(tmp_path / "store"), 2), rank, 2, timedelta(seconds=60))
-        return compat._agreed(SimpleNamespace(dp_group=group, engines_running=False), refusals[rank])
+        return engine_core._agreed(SimpleNamespace(dp_group=group, engines_running=False), refusals[rank])
 
     with ThreadPoolExecutor(2) as pool:
         found = tuple(pool.map(agreed, range(2)))
     assert [bool(one) for one in found] == [any(refusals)] * 2
     assert all(own in one for own, one in zip(refusals, found, strict=True))
     running = SimpleNamespace(dp_group=None, engines_running=True)
-    assert compat._agreed(running, refusals[0]) == refusals[0]
+    assert engine_core._agreed(running, refusals[0]) == refusals[0]

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
-from resharder.client.vllm.gate import Gate, GateMiddleware, Lease, Position
+from resharder.client.inference.control.gate import Gate, GateMiddleware, Position, ServerLease
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
@@ -276,7 +276,7 @@ class Leased:
 
     def __init__(self, *, strict: bool) -> None:
         self.now = 0.0
-        self.lease = Lease(lambda: self.now)
+        self.lease = ServerLease(lambda: self.now)
         self.gate = Gate(lease=self.lease, clock=lambda: self.now)
         self.lease.renew(10, strict=strict)
         self.gate.open(1)

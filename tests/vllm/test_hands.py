@@ -6,17 +6,17 @@ from typing import Any
 
 import httpx
 import pytest
-from resharder.client.vllm.endpoint import EndpointPlugin
-from resharder.client.vllm.gate import Gate, GateMiddleware
-from resharder.client.vllm.hands import RULES, Hand, HandsMiddleware
-from resharder.client.vllm.labels import VERSION_HEADER
+from resharder.client.inference.control.gate import Gate, GateMiddleware
+from resharder.client.inference.control.labels import VERSION_HEADER
+from resharder.client.inference.vllm.endpoint import EndpointPlugin
+from resharder.client.inference.vllm.route_rules import RULES, Handling, RouteRulesMiddleware
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-REFUSED = [path for (method, path), rule in RULES.items() if rule.hand is Hand.REFUSED and method == "POST"]
-PASSES = [path for (_, path), rule in RULES.items() if rule.hand is not Hand.REFUSED and "{" not in path]
+REFUSED = [path for (method, path), rule in RULES.items() if rule.hand is Handling.REFUSED and method == "POST"]
+PASSES = [path for (_, path), rule in RULES.items() if rule.hand is not Handling.REFUSED and "{" not in path]
 
 
 def app(gate: Gate) -> Starlette:
@@ -27,7 +27,7 @@ def app(gate: Gate) -> Starlette:
     paths = {*REFUSED, *PASSES, "/adapters/{adapter_name}"}
     made = Starlette(routes=[Route(path, reached, methods=["POST", "GET", "DELETE"]) for path in paths])
     made.add_middleware(GateMiddleware, gate=gate, installed=lambda: 0)
-    made.add_middleware(HandsMiddleware)
+    made.add_middleware(RouteRulesMiddleware)
     return made
 
 
@@ -108,7 +108,7 @@ def test_a_server_that_does_not_follow_gets_no_middleware(monkeypatch: pytest.Mo
     monkeypatch.setenv("RESHARDER_ENDPOINT", "localhost:1")
     monkeypatch.setenv("RESHARDER_SERVER_ID", "a")
     EndpointPlugin().attach_router(made)
-    assert [middleware.cls for middleware in made.user_middleware] == [HandsMiddleware, GateMiddleware]
+    assert [middleware.cls for middleware in made.user_middleware] == [RouteRulesMiddleware, GateMiddleware]
 
 
 def routes_of_vllm(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:

@@ -9,12 +9,12 @@ import pytest
 import torch
 import vllm
 from packaging.version import Version
-from resharder.client.vllm.blueprint import Server, worker_recording
-from resharder.client.vllm.parts import MODEL
-from resharder.client.vllm.power import KV_CACHE, STAY_PAUSED, WEIGHTS, Power
-from resharder.client.vllm.recorder import Recording
-from resharder.client.vllm.worker import agent_of
-from resharder.converters.layout import TensorSpec
+from resharder.client.inference.power import KV_CACHE, STAY_PAUSED, WEIGHTS, PowerState
+from resharder.client.inference.recording.recorder import Recording
+from resharder.client.inference.vllm.blueprint import ServerSizes, worker_recording
+from resharder.client.inference.vllm.worker_rpc import agent_of
+from resharder.client.inference.worker.model_part import MODEL
+from resharder.converters.geometry.layout import TensorSpec
 
 from tests.support.daemon import Daemon
 from tests.support.tiny_hf import load_checkpoint
@@ -128,7 +128,7 @@ def test_after_a_sleep_at_level_2_an_install_brings_back_every_tensor_and_only_t
     assert engine.install(version_b, "before the sleep")["ok"]
     engine.sleep(2)
     about = engine.one("resharder_describe")
-    assert (about["version"], about["power"], about["dropped"]) == (0, Power.ASLEEP_2, True)
+    assert (about["version"], about["power"], about["dropped"]) == (0, PowerState.ASLEEP_2, True)
     asleep = engine.install(version_b, "asleep")
     assert "expected the weights to be awake to apply install asleep" in asleep["error"]
     assert not engine.one("resharder_fingerprint")["ok"]
@@ -138,7 +138,7 @@ def test_after_a_sleep_at_level_2_an_install_brings_back_every_tensor_and_only_t
     assert lost == {path for path in raw.tensors[0] if path.endswith("weight")}
     assert engine.one("resharder_apply", "asleep") | {"nonce": ""} == APPLIED_B
     engine.wake(KV_CACHE, STAY_PAUSED)
-    assert (engine.one("resharder_describe")["power"], engine.paused) == (Power.AWAKE, True)
+    assert (engine.one("resharder_describe")["power"], engine.paused) == (PowerState.AWAKE, True)
     engine.wake("scheduling")
     assert not engine.paused
     assert weights(engine) == raw.tensors
@@ -149,10 +149,10 @@ def test_a_sleep_at_level_1_costs_no_version_and_no_install(raw: Case, running: 
     engine, version_b = running
     assert engine.install(version_b, "before level 1")["ok"]
     engine.sleep(1)
-    assert engine.one("resharder_describe")["power"] == Power.ASLEEP_1
+    assert engine.one("resharder_describe")["power"] == PowerState.ASLEEP_1
     engine.wake(WEIGHTS, KV_CACHE)
     about = engine.one("resharder_describe")
-    assert (about["version"], about["power"], about["dropped"]) == (2, Power.AWAKE, False)
+    assert (about["version"], about["power"], about["dropped"]) == (2, PowerState.AWAKE, False)
     assert weights(engine) == raw.tensors
     assert engine.logprobs(PROMPT) == raw.logprobs
 
@@ -222,10 +222,10 @@ def test_a_server_booted_from_the_daemon_takes_the_next_version_as_a_fresh_one_l
 def recorded(worker: Any) -> Recording:
     """Runs in the worker."""
     agent, _ = agent_of(worker)
-    return agent.parts[MODEL].known
+    return agent.parts.by_name[MODEL].known
 
 
-def recorded_without_a_server(folder: Path, server: Server, dtype: str) -> list[Recording]:
+def recorded_without_a_server(folder: Path, server: ServerSizes, dtype: str) -> list[Recording]:
     config = json.loads((folder / "config.json").read_text())
     kind = {"float32": "F32", "bfloat16": "BF16"}[dtype]
     specs = {name: TensorSpec(name, kind, tuple(tensor.shape)) for name, tensor in load_checkpoint(folder).items()}
@@ -240,7 +240,7 @@ def test_workers_with_half_of_the_experts_each_record_what_is_recorded_without_a
     environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_MODEL": "experts"}
     options = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     with Engine(bare, load_format="resharder", environment=environment, **options) as engine:
-        assert engine.rpc(recorded) == recorded_without_a_server(a, Server(tp=2, ep=True), "bfloat16")
+        assert engine.rpc(recorded) == recorded_without_a_server(a, ServerSizes(tp=2, ep=True), "bfloat16")
 
 
 def test_two_workers_fetch_only_their_boxes_over_grpc(daemon: Daemon, tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_two_workers_fetch_only_their_boxes_over_grpc(daemon: Daemon, tmp_path: 
         assert engine.install(case.publish_b(), "b")["ok"]
         abouts = engine.rpc("resharder_describe")
         assert [about["rank"] for about in abouts] == [0, 1]
-        assert OLDER or engine.rpc(recorded) == recorded_without_a_server(case.a, Server(tp=2), "float32")
+        assert OLDER or engine.rpc(recorded) == recorded_without_a_server(case.a, ServerSizes(tp=2), "float32")
         for about in abouts:
             assert about["transport"] == "grpc"
             assert about["needed_bytes"] < 0.55 * case.bytes

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-from resharder.client.vllm import page as pages
-from resharder.client.vllm.labels import Answer, Events, Signed, answering, current
-from resharder.client.vllm.page import Page, joined
+from resharder.client.inference import version_page as pages
+from resharder.client.inference.control.labels import Answer, EventLabeller, Signed, answering, current
+from resharder.client.inference.version_page import Page, joined
 
 
 def test_a_time_maps_to_the_version_that_all_workers_had_then(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ EVENTS = b'event: x\r\ndata: {"a": 1}\r\n\r\n: data: {\ndata:{}\n\ndata: {"t": "
 
 @pytest.mark.parametrize("size", range(1, len(EVENTS) + 1))
 def test_events_are_labelled_wherever_the_stream_is_split(size: int) -> None:
-    events, chunks = Events(), [EVENTS[at : at + size] for at in range(0, len(EVENTS), size)]
+    events, chunks = EventLabeller(), [EVENTS[at : at + size] for at in range(0, len(EVENTS), size)]
     found = b"".join(events.feed(chunk, (11, 12), last=chunk is chunks[-1]) for chunk in chunks)
     label = b'"resharder_versions": "11,12"'
     expected = EVENTS.replace(b'{"a"', b"{" + label + b', "a"').replace(b"{}", b"{" + label + b"}")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, make_asgi_app
-from resharder.client.vllm.gate import LEASE_ENDED, Gate, GateMiddleware, Lease
-from resharder.client.vllm.metrics import Numbers
-from resharder.client.vllm.orders import Kind, Outcome
+from resharder.client.inference.control.gate import LEASE_ENDED, Gate, GateMiddleware, ServerLease
+from resharder.client.inference.control.metrics import Numbers
+from resharder.client.inference.control.orders import Kind, Outcome
 from resharder.v1 import resources_pb2
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -55,7 +55,7 @@ def test_the_gate_says_where_it_stands_and_which_version_requests_get(registry: 
 def test_requests_that_are_turned_away_are_counted_by_why_and_health_checks_are_not(
     registry: CollectorRegistry, look: Look
 ) -> None:
-    lease, ahead = Lease(lambda: ahead[0]), [0.0]
+    lease, ahead = ServerLease(lambda: ahead[0]), [0.0]
     gate = Gate(hold_seconds=0, lease=lease)
     gate.watch(Numbers(registry))
 
@@ -126,7 +126,7 @@ def test_an_install_is_counted_once_in_all_its_phases_though_its_orders_come_aga
 
 def test_the_lease_says_when_it_ends(registry: CollectorRegistry, look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: 1_000_000.0)
-    lease = Lease(lambda: 40.0)
+    lease = ServerLease(lambda: 40.0)
     lease.renewed = Numbers(registry).renewed
     lease.renew(55.0)
     assert look("lease_expiry_timestamp_seconds") == 1_000_015.0
@@ -137,8 +137,8 @@ def test_the_lease_says_when_it_ends(registry: CollectorRegistry, look: Look, mo
 # One API server of several: told where its gate stands, it waits until it is read.
 PROCESS = """
 import sys
-from resharder.client.vllm.gate import Gate
-from resharder.client.vllm.metrics import numbers
+from resharder.client.inference.control.gate import Gate
+from resharder.client.inference.control.metrics import numbers
 gate = Gate()
 gate.watch(numbers())
 numbers().refused("shut")

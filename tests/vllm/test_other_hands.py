@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from resharder.client import connect
+from resharder.client.inference.vllm.route_rules import RULES, Handling
 from resharder.client.operator import Operator
-from resharder.client.publisher import Publisher
-from resharder.client.vllm.hands import RULES, Hand
+from resharder.client.trainer.publisher import Publisher
 from resharder.v1 import resources_pb2
 
 from tests.support.command import resharder
@@ -54,7 +54,7 @@ class Deployment:
 
     def verify(self) -> list[resources_pb2.Verification]:
         with Operator(self.daemon.endpoint) as operator:
-            return operator.verify(servers(self.daemon)[0].name, 60)
+            return operator.verify(servers(self.daemon)[0].name, timeout=60)
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def no_difference(found: list[resources_pb2.Verification], version: int) -> None
 def test_every_route_that_changes_the_engine_is_refused_with_the_reason(single: Deployment) -> None:
     before = single.server.generate(PROMPT)
     for (method, path), rule in RULES.items():
-        if rule.hand is Hand.REFUSED:
+        if rule.hand is Handling.REFUSED:
             answer = single.server.request(
                 method, path.replace("{adapter_name}", "a"), {"method": "reload_weights", "action": "reset"}
             )

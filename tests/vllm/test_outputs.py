@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from resharder.client.vllm.labels import Answer, answering
-from resharder.client.vllm.outputs import watch_outputs
-from resharder.client.vllm.page import Page
+from resharder.client.inference.control.labels import Answer, answering
+from resharder.client.inference.version_page import Page
+from resharder.client.inference.vllm.outputs import watch_outputs
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from resharder.client.vllm import compat, install
-from resharder.client.vllm.install import Installed, InstallError, Prepared, Route
-from resharder.converters.layout import Piece, Range
+from resharder.client.inference.worker import install
+from resharder.client.inference.worker.errors import InstallError
+from resharder.client.inference.worker.install import Installed, Prepared
+from resharder.client.inference.worker.routing import Route
+from resharder.converters.geometry.layout import Piece, Range
 
 PIECES = tuple(Piece("w", (Range(row, 1), Range(0, 4)), "weight", 4 * row, (4, 1)) for row in range(3))
 STORED = [11, 22, 33]
@@ -28,13 +30,8 @@ class Copy:
         return self.digests
 
 
-@pytest.fixture(autouse=True)
-def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "calling_vllm", lambda host: nullcontext())
-
-
 def installed(copy: Copy) -> Installed:
-    host: Any = SimpleNamespace(device=torch.device("cpu"), neighbours=1)
+    host: Any = SimpleNamespace(device=torch.device("cpu"), neighbours=1, calling=nullcontext)
     source: Any = SimpleNamespace(expected={("w", piece.box): d for piece, d in zip(PIECES, STORED, strict=True)})
     recording: Any = None
     prepared: Any = Prepared(copy, STORED)  # type: ignore[arg-type]
@@ -58,7 +55,7 @@ def test_each_box_that_is_another_is_named(found: list[int]) -> None:
 
 
 def test_it_is_not_used_for_another_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install, "_write_all", lambda host, live, pieces, source, fault: list(zip(pieces, STORED, strict=True)))
+    monkeypatch.setattr(install, "write_all", lambda host, live, pieces, source, fault: list(zip(pieces, STORED, strict=True)))
     other = Copy([0, 0, 0], pieces=PIECES[:2])
     assert installed(other).proven == 3
     assert not other.ran

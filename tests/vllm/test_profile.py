@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from resharder.client.channel import Channel
 from resharder.client.errors import NotFound, Refused
+from resharder.client.inference.worker import profile as profiles
+from resharder.client.inference.worker.profile import profiled
 from resharder.client.operator import Operator
-from resharder.client.vllm import profile as profiles
-from resharder.client.vllm.profile import profiled
+from resharder.client.rpc.channel import Channel
 from resharder.v1 import resources_pb2, server_pb2
 
 from tests.client.models import connected, publish_all, weights
@@ -85,11 +85,11 @@ def test_a_fleet_is_profiled_server_by_server_and_people_get_the_table(daemon: D
 def test_nobody_is_profiled_who_is_not_there_or_not_serving(daemon: Daemon, server: Profiling) -> None:
     with Operator(daemon.endpoint) as operator:
         with pytest.raises(NotFound, match="is not known here"):
-            list(operator.profile_install("nobody", 60))
-        operator.set_drained("policy", True, "left")
+            list(operator.profile_install("nobody", timeout=60))
+        operator.drain("policy", "left")
         with pytest.raises(Refused, match="does not just serve what it should"):
-            list(operator.profile_install("left", 60))
-        operator.set_drained("policy", False, "left")
+            list(operator.profile_install("left", timeout=60))
+        operator.resume("policy", "left")
         wait_serving(daemon, 1)
     missing = resharder("profile", "install", "nobody", "--endpoint", daemon.endpoint)
     assert missing.code == 4
@@ -99,7 +99,7 @@ def test_nobody_is_profiled_who_is_not_there_or_not_serving(daemon: Daemon, serv
 def test_a_profiled_install_that_fails_is_said_and_the_server_serves_on(daemon: Daemon, server: Profiling) -> None:
     server.broken = {1}
     with Operator(daemon.endpoint) as operator, pytest.raises(Refused, match="the install that was to be profiled failed"):
-        list(operator.profile_install("left", 60))
+        list(operator.profile_install("left", timeout=60))
     wait_serving(daemon, 1)
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from resharder.client.vllm.geometry import boxes_of_view
-from resharder.client.vllm.recorder import Recording, record
-from resharder.converters.layout import TensorSpec, View, box_index
+from resharder.client.inference.recording.recorder import Recording, record
+from resharder.client.inference.recording.view_boxes import boxes_of_view
+from resharder.converters.geometry.layout import TensorSpec, View, box_index
 
 pytestmark = pytest.mark.compat  # run against the oldest vLLM as well
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from resharder.client.errors import UsageError
-from resharder.client.vllm import compat, register
-from resharder.client.vllm.boot import ResharderLoader
+from resharder.client.inference.vllm import refusals, register
+from resharder.client.inference.vllm.boot_loader import ResharderLoader
 from vllm.config.load import LoadConfig
 
 
@@ -49,22 +49,22 @@ def drafter(method: str, model: str) -> SimpleNamespace:
 )
 def test_a_server_with_weights_that_would_not_be_installed_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
     refusal = f"Resharder does not install into servers with {named}"
-    assert compat.refuse_unsupported(config(**changes)) == refusal
+    assert refusals.refuse_unsupported(config(**changes)) == refusal
     with pytest.raises(UsageError, match=named.split(" (")[0]):
         ResharderLoader(LoadConfig()).load_model(config(**changes), None)
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_speculation_without_weights_of_its_own_is_supported(method: str) -> None:
-    assert compat.refuse_unsupported(config(speculative_config=SimpleNamespace(method=method))) == ""
+    assert refusals.refuse_unsupported(config(speculative_config=SimpleNamespace(method=method))) == ""
 
 
 def test_mtp_layers_of_the_models_own_checkpoint_are_supported() -> None:
-    assert compat.refuse_unsupported(config(speculative_config=drafter("mtp", "org/model"))) == ""
+    assert refusals.refuse_unsupported(config(speculative_config=drafter("mtp", "org/model"))) == ""
 
 
 def test_vllm_before_elastic_expert_parallelism_is_supported() -> None:
-    assert compat.refuse_unsupported(config(parallel_config=SimpleNamespace(enable_eplb=False))) == ""
+    assert refusals.refuse_unsupported(config(parallel_config=SimpleNamespace(enable_eplb=False))) == ""
 
 
 def refused_start(monkeypatch: pytest.MonkeyPatch) -> str:
@@ -74,14 +74,14 @@ def refused_start(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "RESHARDER_")
     with pytest.raises(UsageError) as caught:
         register()
-    reason = compat.refuse_unsupported(config())
+    reason = refusals.refuse_unsupported(config())
     assert str(caught.value).startswith(reason)
     return reason
 
 
 def test_the_rust_front_end_is_refused_because_no_gate_stands_in_front_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "0")
-    assert compat.refuse_unsupported(config()) == ""
+    assert refusals.refuse_unsupported(config()) == ""
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     assert "the Rust front end (VLLM_USE_RUST_FRONTEND), which has no gate" in refused_start(monkeypatch)
 
@@ -92,7 +92,7 @@ def test_the_rust_front_end_is_refused_because_no_gate_stands_in_front_of_it(mon
 )
 def test_a_grpc_server_is_refused_by_its_flag(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
     monkeypatch.setattr(sys, "argv", command[:-1])
-    assert compat.refuse_unsupported(config()) == ""
+    assert refusals.refuse_unsupported(config()) == ""
     monkeypatch.setattr(sys, "argv", command)
     assert "the gRPC server (--grpc), which has no gate" in refused_start(monkeypatch)
 
@@ -100,16 +100,16 @@ def test_a_grpc_server_is_refused_by_its_flag(monkeypatch: pytest.MonkeyPatch, c
 def test_a_grpc_server_is_refused_when_vllms_config_file_asks_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     monkeypatch.setattr(sys, "argv", ["/venv/bin/vllm", "serve", "m", "--config", str(file), "--port", "8000"])
-    assert compat.refuse_unsupported(config()) == "", "a file that is not there is vLLM's to refuse"
+    assert refusals.refuse_unsupported(config()) == "", "a file that is not there is vLLM's to refuse"
     file.write_text("grpc: false\nport: 1\n")
-    assert compat.refuse_unsupported(config()) == ""
+    assert refusals.refuse_unsupported(config()) == ""
     file.write_text("grpc: true\nspeculative-config:\n  method: ngram\n")
     assert "the gRPC server (--grpc), which has no gate" in refused_start(monkeypatch)
 
 
 def test_a_flag_of_another_program_is_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/opt/trainer/main.py", "--grpc"])
-    assert compat.refuse_unsupported(config()) == ""
+    assert refusals.refuse_unsupported(config()) == ""
 
 
 @pytest.mark.parametrize("name", ["vllm.entrypoints.launchers.grpc_server", "vllm.entrypoints.grpc_server"])

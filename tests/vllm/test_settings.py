@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import vllm
 from resharder.client.errors import UsageError
-from resharder.client.vllm import register
-from resharder.client.vllm.settings import Settings
-from resharder.client.vllm.settings import fault as asked_fault
+from resharder.client.inference.settings import PluginSettings
+from resharder.client.inference.settings import fault as asked_fault
+from resharder.client.inference.vllm import register
 
 ENVIRONMENT = {"RESHARDER_ENDPOINT": "d:1", "RESHARDER_SERVER_ID": "s"}
 
@@ -25,9 +25,9 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
         "RESHARDER_STAGING_DIR": str(tmp_path),
         "RESHARDER_DIRECT": "off",
     }
-    expected = Settings("d:1", "s", "m", "f", True, 2.5, 0, "grpc", str(tmp_path), direct=False)
-    assert Settings.from_environment(ENVIRONMENT | given) == expected
-    assert Settings.from_environment(ENVIRONMENT | dict.fromkeys(given, "")) == Settings("d:1", "s")
+    expected = PluginSettings("d:1", "s", "m", "f", True, 2.5, 0, "grpc", str(tmp_path), direct=False)
+    assert PluginSettings.from_environment(ENVIRONMENT | given) == expected
+    assert PluginSettings.from_environment(ENVIRONMENT | dict.fromkeys(given, "")) == PluginSettings("d:1", "s")
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
 )
 def test_a_wrong_environment_is_refused_by_name(change: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Settings.from_environment(ENVIRONMENT | change)
+        PluginSettings.from_environment(ENVIRONMENT | change)
 
 
 def test_faults_name_the_tensors_that_they_need() -> None:

@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from resharder.client.vllm import compat
-from resharder.client.vllm.blueprint import Server, worker_model, worker_recording
-from resharder.client.vllm.recorder import Recording, record
-from resharder.converters.layout import ITEM_SIZES, Layout, Piece, TensorSpec, box_index, box_size, full_box
-from resharder.converters.packed import pack
-from resharder.converters.plan import plan_pieces
+from resharder.client.inference.recording.recorder import Recording, record
+from resharder.client.inference.vllm.blueprint import ServerSizes, worker_model, worker_recording
+from resharder.client.inference.vllm.reload import original_loader
+from resharder.converters.geometry.layout import ITEM_SIZES, Layout, Piece, TensorSpec, box_index, box_size, full_box
+from resharder.converters.geometry.piece_arrays import pack
+from resharder.converters.geometry.plan import plan_pieces
 
 from tests.support.tiny_hf import FAMILIES, tiny_config
 from tests.support.weights import random_weights
 
-DENSE = (Server(), Server(tp=2), Server(tp=2, pp=2), Server(dp=2))
-EXPERTS = (Server(), Server(tp=2), Server(tp=2, pp=2), Server(dp=2, ep=True), Server(tp=2, ep=True))
+DENSE = (ServerSizes(), ServerSizes(tp=2), ServerSizes(tp=2, pp=2), ServerSizes(dp=2))
+EXPERTS = (ServerSizes(), ServerSizes(tp=2), ServerSizes(tp=2, pp=2), ServerSizes(dp=2, ep=True), ServerSizes(tp=2, ep=True))
 
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"topk_method": "noaux_tc"},
@@ -127,13 +127,17 @@ def not_needed(specs: Mapping[str, TensorSpec], recordings: list[Recording]) -> 
 
 
 def proven_recording(
-    config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], server: Server, worker: int
+    config: Mapping[str, Any],
+    weights: Mapping[str, torch.Tensor],
+    specs: Mapping[str, TensorSpec],
+    server: ServerSizes,
+    worker: int,
 ) -> Recording:
     """What is recorded on the meta device, after it was compared with the memory that the loader fills: each element of each
     parameter is filled by one piece, by an impure tensor, or is padding of the vocabulary."""
     readable = readable_config(config)
     with worker_model(readable, server, worker, memory=True, dtype="bfloat16") as model, torch.no_grad():
-        recording = record(model, specs, compat.original_loader)
+        recording = record(model, specs, original_loader)
         parameters = dict(model.named_parameters())
         for parameter in parameters.values():
             parameter.fill_(torch.nan)

@@ -3,22 +3,22 @@
 from collections.abc import Iterator
 
 import pytest
-from resharder.client.vllm import compat
-from resharder.client.vllm.lease import _outcome_to_proto
-from resharder.client.vllm.orders import Kind, Order, Outcome
+from resharder.client.inference.control.lease import _outcome_to_proto
+from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
+from resharder.client.inference.vllm.host import VLLMHost
 from resharder.v1 import resources_pb2
 
 from tests.support.daemon import Daemon
 from tests.support.operating import servers, wait_until
 from tests.vllm.test_control import Side
-from tests.vllm.test_worker_reports import booted, publish
+from tests.vllm.test_worker_reports import booted, own_page, publish  # noqa: F401  (a fixture)
 
 Worker = resources_pb2.Worker
 
 
 @pytest.fixture
 def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
-    monkeypatch.setattr(compat, "refuse_unsupported", lambda vllm_config: "")  # the agents here have no vLLM around them
+    monkeypatch.setattr(VLLMHost, "refusal", lambda host: "")  # the agents here have no vLLM around them
     with Daemon() as running:
         yield running
 
@@ -30,13 +30,13 @@ def phases(outcome: Outcome | None) -> list[str]:
 
 def test_a_control_side_says_how_long_it_paused_reset_caches_and_resumed() -> None:
     side = Side()
-    assert phases(side.do(Order(Kind.APPLY, "i", 2))) == ["pause", "workers", "reset"]
-    assert phases(side.do(Order(Kind.RESUME, "i", 2))) == ["resume"]
+    assert phases(side.do(ControlOrder(Kind.APPLY, "i", 2))) == ["pause", "workers", "reset"]
+    assert phases(side.do(ControlOrder(Kind.RESUME, "i", 2))) == ["resume"]
 
 
 def test_a_control_side_that_need_not_pause_or_resume_says_nothing_of_it() -> None:
     side = Side()
-    assert phases(side.do(Order(Kind.RESUME, "i", 1))) == []
+    assert phases(side.do(ControlOrder(Kind.RESUME, "i", 1))) == []
 
 
 def told(daemon: Daemon, state: int) -> list[str]:

@@ -5,13 +5,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from resharder.client.vllm import reach
-from resharder.client.vllm.install import InstallError, Route
-from resharder.client.vllm.parts import MODEL, Part
-from resharder.client.vllm.recorder import Local, Recording
-from resharder.client.vllm.verify import Verifier
-from resharder.converters.digest import digest_torch
-from resharder.converters.layout import Layout, Piece, TensorSpec, full_box
+from resharder.client.inference.recording import inventory
+from resharder.client.inference.recording.recorder import Local, Recording
+from resharder.client.inference.worker.errors import InstallError
+from resharder.client.inference.worker.model_part import MODEL, ModelPart
+from resharder.client.inference.worker.routing import Route
+from resharder.client.inference.worker.verify import Verifier
+from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, full_box
+from resharder.converters.storage.digest import digest_torch
 from resharder.v1 import resources_pb2
 
 Verification = resources_pb2.Verification
@@ -31,8 +32,8 @@ class Scene:
 
     def __init__(self) -> None:
         self.model = Model()
-        reach.before_loading(self.model)
-        reach.after_loading(self.model)
+        inventory.before_loading(self.model)
+        inventory.after_loading(self.model)
         specs = {"w": TensorSpec("w", "F32", SHAPE), "l": TensorSpec("l", "F32", (4, 4))}
         piece = Piece("w", full_box(SHAPE), "weight", 0, (8, 1))
         other = Piece("l", full_box((4, 4)), "loaded.weight", 0, (4, 1))
@@ -41,7 +42,7 @@ class Scene:
             "loaded.weight": Local((4, 4), (4, 1), torch.float32, frozenset(["loaded"])),
         }
         reads = {"w": frozenset(["weight"]), "l": frozenset(["loaded.weight"])}
-        part = Part(MODEL, None)
+        part = ModelPart(MODEL, None)
         part.recording = Recording(Layout(specs, (piece, other)), locals_, reads, {}, frozenset())
         part.route = Route((piece,), frozenset(["l"]), frozenset(["loaded"]), ())
         self.part, self.why = part, ""
@@ -120,14 +121,14 @@ def test_what_cannot_be_verified_is_skipped_with_the_reason(scene: Scene) -> Non
 
 
 def test_an_install_that_comes_meanwhile_ends_the_verification(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = reach.slices
+    plain = inventory.slices
 
     def slices(*args: object) -> object:
         with scene.verifier.undisturbed():
             pass
         return plain(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(reach, "slices", slices)
+    monkeypatch.setattr(inventory, "slices", slices)
     assert "meanwhile" in scene.verify().skipped
     assert scene.altered == []
 

@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 from resharder.client.errors import DaemonUnreachable, Refused, ResharderError, UsageError
-from resharder.client.vllm import boot, compat
-from resharder.client.vllm.agent import Agent, _Staged
-from resharder.client.vllm.boot import ResharderLoader
-from resharder.client.vllm.compat import Host
-from resharder.client.vllm.install import Installed
-from resharder.client.vllm.page import VARIABLE, page
-from resharder.client.vllm.parts import MODEL
-from resharder.client.vllm.report import PROCESS, claim
-from resharder.client.vllm.settings import Settings
-from resharder.client.vllm.source import Manifest, get_manifest
+from resharder.client.inference.settings import PluginSettings
+from resharder.client.inference.version_page import VARIABLE, page
+from resharder.client.inference.vllm import boot_loader
+from resharder.client.inference.vllm.boot_loader import ResharderLoader
+from resharder.client.inference.vllm.host import VLLMHost
+from resharder.client.inference.worker.agent import Agent
+from resharder.client.inference.worker.install import Installed
+from resharder.client.inference.worker.model_part import MODEL
+from resharder.client.inference.worker.reporter import PROCESS, claim
+from resharder.client.inference.worker.source import get_manifest
+from resharder.client.inference.worker.staging import StagedInstall
+from resharder.client.versions.remote import VersionManifest
 from resharder.v1 import resources_pb2
 from vllm.config.load import LoadConfig
 
@@ -52,11 +54,11 @@ def publish(daemon: Daemon, seed: int) -> str:
 
 
 def agent_of(daemon: Daemon) -> Agent:
-    host = Host(SimpleNamespace(), torch.device("cpu"), 0)
-    return Agent(host, Settings(daemon.endpoint, "s", "policy"))
+    host = VLLMHost(SimpleNamespace(), torch.device("cpu"), 0)
+    return Agent(host, PluginSettings(daemon.endpoint, "s", "policy"))
 
 
-def booted(daemon: Daemon) -> tuple[Agent, Manifest]:
+def booted(daemon: Daemon) -> tuple[Agent, VersionManifest]:
     """A worker as it is after it has loaded version 1."""
     agent, manifest = agent_of(daemon), get_manifest_of(daemon, publish(daemon, 1))
     claim(agent.channel, agent.settings, boot=True, patience=60)
@@ -64,7 +66,7 @@ def booted(daemon: Daemon) -> tuple[Agent, Manifest]:
     return agent, manifest
 
 
-def get_manifest_of(daemon: Daemon, version: str) -> Manifest:
+def get_manifest_of(daemon: Daemon, version: str) -> VersionManifest:
     return get_manifest(agent_of(daemon).channel, version)
 
 
@@ -147,7 +149,7 @@ def test_a_worker_that_loaded_from_elsewhere_says_that_it_holds_nothing_of_ours(
 
 def test_a_worker_takes_back_what_it_staged_and_before_weights_are_dropped_what_it_holds(daemon: Daemon) -> None:
     agent, _ = booted(daemon)
-    agent._staged = _Staged("an-install")
+    agent.staging.current = StagedInstall("an-install")
     agent._report(Worker.STAGED, install="an-install", version=2)
     heard(daemon, lambda w: w.state == Worker.STAGED, "the worker is STAGED")
     agent.unstage("another")
@@ -180,7 +182,7 @@ class OwnWeights:
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Starts a worker's load against an endpoint, in a mode."""
-    monkeypatch.setattr(compat, "DefaultModelLoader", OwnWeights)
+    monkeypatch.setattr(boot_loader, "DefaultModelLoader", OwnWeights)
     monkeypatch.setenv("RESHARDER_SERVER_ID", "s")
     monkeypatch.setenv("RESHARDER_BOOT_WAIT_SECONDS", "0.5")
     parallel = SimpleNamespace(rank=0, world_size=1, data_parallel_rank=0, enable_eplb=False)
@@ -206,7 +208,7 @@ def test_without_a_daemon_a_server_does_not_start_unless_it_prefers_to(
         asked.append(patience)
         return claim(*args, patience=patience, **kwargs)
 
-    monkeypatch.setattr(boot, "claim", asks)
+    monkeypatch.setattr(boot_loader, "claim", asks)
     with pytest.raises(DaemonUnreachable, match=nobody):
         load(nobody, "require")
     monkeypatch.setenv("RESHARDER_BOOT_WAIT_SECONDS", "600")
@@ -234,4 +236,4 @@ def test_any_other_word_for_it_is_refused(load: Callable[..., Any]) -> None:
 def test_only_what_is_missing_is_got_around() -> None:
     missing = [DaemonUnreachable("gone"), DaemonUnreachable("nothing yet", "NO_VERSION")]
     refused = [Refused("no", "FLEET_MODEL"), UsageError("wrong")]
-    assert [boot._is_missing(error) for error in missing + refused] == [True, True, False, False]
+    assert [boot_loader._is_missing(error) for error in missing + refused] == [True, True, False, False]

@@ -6,8 +6,9 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from resharder.client.vllm import worker as workers
-from resharder.client.vllm.power import NOTHING_GAINED, Power, Slumber
+from resharder.client.inference.power import PowerState, SleepState
+from resharder.client.inference.vllm import sleep
+from resharder.client.inference.vllm.sleep import NOTHING_GAINED
 from vllm.v1.worker import gpu_worker
 
 pytestmark = pytest.mark.compat
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.compat
 
 class Agent:
     def __init__(self) -> None:
-        self.slumber = Slumber()
+        self.slumber = SleepState()
         self.verifier = SimpleNamespace(undisturbed=nullcontext)
 
     def fall_asleep(self, models: object, level: int) -> None:
@@ -38,8 +39,8 @@ class Worker:
 
 def watched(last: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> tuple[Worker, Agent]:
     agent, worker = Agent(), Worker(last)
-    monkeypatch.setattr(workers, "agent_of", lambda worker: (agent, {}))
-    workers.watch_sleep(worker)
+    monkeypatch.setattr(sleep, "agent_of", lambda worker: (agent, {}))
+    sleep.watch_sleep(worker)
     return worker, agent
 
 
@@ -58,16 +59,16 @@ def test_a_worker_that_sleeps_is_known_to_though_other_processes_took_what_it_fr
 ) -> None:
     worker, agent = watched(last, monkeypatch)
     worker.sleep(2)
-    assert agent.slumber.power is Power.ASLEEP_2
+    assert agent.slumber.power is PowerState.ASLEEP_2
     worker.wake_up(["weights"])
-    assert agent.slumber.power is Power.WEIGHTS_AWAKE
+    assert agent.slumber.power is PowerState.WEIGHTS_AWAKE
 
 
 def test_any_other_failure_to_sleep_is_vllms_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, agent = watched(fails("the allocator is not there"), monkeypatch)
     with pytest.raises(AssertionError, match="allocator"):
         worker.sleep(1)
-    assert agent.slumber.power is Power.AWAKE
+    assert agent.slumber.power is PowerState.AWAKE
 
 
 def test_vllm_still_says_it_in_the_words_that_are_waited_for() -> None:

@@ -1,42 +1,69 @@
-"""What can go wrong for a client of the daemon.
+"""Errors that clients of the daemon raise: one tree.
 
 ResharderError
 ├── UsageError            the call itself cannot work: a missing argument, a wrong index, a folder that is not empty
 ├── DaemonUnreachable     no answer within the time given
-├── WaitTimeout           the daemon answers, but what was waited for (a version, other ranks) did not come in time
-├── Refused               the daemon says no; `reason` says why
-│   ├── LayoutRejected    the slots do not tile the model, or one of them cannot be right
-│   ├── StaleEpoch        a later job took the model over: this one may not write any more
-│   ├── Conflict          it exists already with other content: other bytes of (epoch, step), another registration of this rank
+├── WaitTimeout           the daemon answers, but the wait (for a version, for other ranks) has ended without a result
+├── Refused               the daemon refuses; `reason` is the cause
+│   ├── LayoutRejected    the slots do not tile the model, or one of them is invalid
+│   ├── StaleEpoch        a later job took the model over: this one can no longer write
+│   ├── Conflict          it exists with other content: other bytes of (epoch, step), another registration of this rank
 │   ├── OutOfRoom         the store has no room for the model, its medium is full, or too many versions are STAGING
-│   ├── StoreFailed       a file operation of the daemon failed; it may succeed when its medium works again
+│   ├── StoreFailed       a file operation of the daemon failed; it may succeed when the medium works again
 │   ├── MessageTooLarge   one message exceeds the daemon's bound: a registration of very many tensors
-│   ├── AccessDenied      no certificate or token that the daemon knows, or one without the role for this
+│   ├── AccessDenied      no valid certificate or token, or one without the role
 │   ├── NotFound          no such model, version, publisher or server
 │   └── CorruptData       bytes arrived other than they were sent
 ├── VersionAborted        the version will never be READY
-├── StaleParameters       this rank holds parameters of which other ranks have newer values
-├── ServersNotAsleep      a generation has ended, and servers may still hold the GPUs: parameters were not brought back
-└── GenerationEnded       another rank has left the generation with an error
+├── StaleParameters       this rank's parameters are older than those of other ranks
+├── ServersNotAsleep      a generation has ended, and servers may still occupy the GPUs: parameters were not brought back
+├── GenerationEnded       another rank has left the generation with an error
+└── ConversionError       a model, layout or checkpoint that cannot be converted; also a ValueError
+    ├── LayoutError       a layout with a hole, an overlap, or a shape that does not fit
+    ├── ReplicasDiffer    ranks hold different values of the same elements
+    ├── UnknownTensor     a name that the model's table, or its checkpoint, lacks
+    └── UnsupportedModel  an architecture or parallel layout that is not verified
 """
 
 import re
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
+from resharder.converters.errors import (
+    ConversionError,
+    LayoutError,
+    ReplicasDiffer,
+    ResharderError,
+    UnknownTensor,
+    UnsupportedModel,
+)
+
+__all__ = [
+    "AccessDenied",
+    "Conflict",
+    "ConversionError",
+    "CorruptData",
+    "DaemonUnreachable",
+    "GenerationEnded",
+    "LayoutError",
+    "LayoutRejected",
+    "MessageTooLarge",
+    "NotFound",
+    "OutOfRoom",
+    "Refused",
+    "ReplicasDiffer",
+    "ResharderError",
+    "ServersNotAsleep",
+    "StaleEpoch",
+    "StaleParameters",
+    "UnknownTensor",
+    "UnsupportedModel",
+    "UsageError",
+    "VersionAborted",
+    "WaitTimeout",
+]
 
 DOMAIN = "resharder"
-
-
-class ResharderError(Exception):
-    """The message says what was expected, what came and what to do. `reason` is a word for programs: the daemon's, where the
-    daemon refuses (docs/protocol.md lists them), else the class's own."""
-
-    reason = "RESHARDER"
-
-    def __init__(self, message: str, reason: str | None = None) -> None:
-        super().__init__(message)
-        self.reason = reason or self.reason
 
 
 class UsageError(ResharderError):
@@ -145,7 +172,7 @@ _TOO_LARGE = re.compile(r"(?:Received|Sent) message larger than max \((\d+) vs\.
 
 
 def error_of(error: grpc.RpcError, endpoint: str) -> ResharderError:
-    """The typed form of what a call raised."""
+    """The typed form of a failed call."""
     code, details = error.code(), error.details() or ""
     reason = reason_of(error)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not reason and (found := _TOO_LARGE.search(details)):

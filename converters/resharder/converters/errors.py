@@ -1,30 +1,47 @@
-"""What converters refuse.
-
-ConversionError
-├── LayoutError          a layout that cannot be right: a hole, an overlap, a shape that does not fit
-├── ReplicasDiffer       ranks hold different values of the same elements
-├── UnknownTensor        a name that the model's table does not know, or that its checkpoint lacks
-└── UnsupportedModel     an architecture or parallel layout that has no proof behind it
-"""
+"""Errors of conversions, and the root of all of Resharder's errors. `resharder.client.errors` draws the whole tree."""
 
 
-class ConversionError(ValueError):
-    """The message names the tensor, what was expected and what was found."""
+class ResharderError(Exception):
+    """Root of all errors.
+
+    The message states what was expected, what came and what to do.
+
+    Attributes:
+        reason: A word for programs: the daemon's if the daemon refused (docs/protocol.md lists them), else the class's own.
+    """
+
+    reason = "RESHARDER"
+
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason or self.reason
+
+
+class ConversionError(ResharderError, ValueError):
+    """A model, layout or checkpoint that cannot be converted. The message names the tensor."""
 
     reason = "CONVERSION"
 
 
 class LayoutError(ConversionError):
+    """A layout with a hole, an overlap, or a shape that does not fit."""
+
     reason = "LAYOUT_MISMATCH"
 
 
 class ReplicasDiffer(ConversionError):
+    """Ranks hold different values of the same elements."""
+
     reason = "REPLICAS_DIFFER"
 
 
 class UnknownTensor(ConversionError):
+    """A name that the model's table, or its checkpoint, lacks."""
+
     reason = "UNKNOWN_TENSOR"
 
 
 class UnsupportedModel(ConversionError):
+    """An architecture or parallel layout that is not verified."""
+
     reason = "UNSUPPORTED_MODEL"

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
-from resharder.server.security.settings import Security, is_loopback
+from resharder.server.infra.addresses import is_loopback
+from resharder.server.security.settings import Security
 
 DEFAULT_STORE = Path(f"/dev/shm/resharder-{os.getuid()}")
 

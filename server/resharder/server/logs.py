@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 import structlog
-from resharder.server.events import Event
+from resharder.server.infra.event_log import Event
 
 _GRAVE = {"aborted", "back", "differs", "failed", "lost", "stopped"}
 _log = structlog.get_logger("resharder.events")

@@ -4,57 +4,55 @@ import gc
 import signal
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
-import grpc
 import structlog
 import typer
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from pydantic import ValidationError
-from resharder.server import checks
-from resharder.server.archive import Archive
-from resharder.server.checks import Checks
+from resharder.server.archive.archive import Archive
 from resharder.server.config import Config, load
-from resharder.server.descriptors import Descriptors
-from resharder.server.direct import Direct
-from resharder.server.direct_service import DirectService
-from resharder.server.errors import DaemonError, ErrorInterceptor, medium_error
-from resharder.server.events import Events
-from resharder.server.fleet import Fleets
-from resharder.server.fleet_files import FleetFiles
-from resharder.server.fleet_state import Fleet, PauseMode
-from resharder.server.intake import Intake
-from resharder.server.kernel import raise_malloc_thresholds
-from resharder.server.lanes import LONG, SHORT_THREADS, LaneInterceptor
+from resharder.server.direct.coordinator import Direct
+from resharder.server.fleets import canary_checks
+from resharder.server.fleets.canary_checks import Checks
+from resharder.server.fleets.commands import Operations
+from resharder.server.fleets.fleets import Fleets
+from resharder.server.fleets.persistence import FleetFiles
+from resharder.server.fleets.profiles import Profiles
+from resharder.server.fleets.verifications import Verifications
+from resharder.server.infra.addresses import is_loopback
+from resharder.server.infra.descriptors import Descriptors
+from resharder.server.infra.event_log import Events
+from resharder.server.infra.filesystem import raise_malloc_thresholds
+from resharder.server.infra.medium import medium_error
+from resharder.server.ingest.coordinator import Intake
 from resharder.server.logs import configure_logs, log_event
-from resharder.server.manifest import VersionRecord
-from resharder.server.operations import Operations
-from resharder.server.profiles import Profiles
-from resharder.server.protocol import ProtocolInterceptor
+from resharder.server.observability.tracing.collector import Traced
+from resharder.server.observability.tracing.ids import Tracing
+from resharder.server.rpc.direct_service import DirectService
+from resharder.server.rpc.dispatch import Dispatcher
+from resharder.server.rpc.operator_service import OperatorService
+from resharder.server.rpc.publisher_service import PublisherService
+from resharder.server.rpc.server import RpcServer
+from resharder.server.rpc.server_service import ServerService
+from resharder.server.rpc.views import Views
 from resharder.server.security import web
 from resharder.server.security.access import Access, add_port
 from resharder.server.security.files import SecurityFilesError
-from resharder.server.security.interceptor import AccessInterceptor
 from resharder.server.security.limits import Limits
-from resharder.server.security.settings import is_loopback
-from resharder.server.server_service import ServerService, add_server_service
-from resharder.server.server_state import Settings
-from resharder.server.service import OperatorService, PublisherService, Views, add_publisher_service
-from resharder.server.shown import RELEASE, Shown
-from resharder.server.store import Store
-from resharder.server.traced import Traced
-from resharder.server.tracing import Tracing
-from resharder.server.verifications import Verifications
-from resharder.v1 import direct_pb2_grpc, operator_pb2, operator_pb2_grpc
+from resharder.server.state.errors import DaemonError
+from resharder.server.state.fleet import Fleet, PauseMode
+from resharder.server.state.server import Settings
+from resharder.server.store.manifest import VersionRecord
+from resharder.server.store.store import Store
+from resharder.server.web.server import RELEASE, Shown
+from resharder.v1 import direct_pb2_grpc, operator_pb2, operator_pb2_grpc, publisher_pb2_grpc, server_pb2_grpc
 from yaml import YAMLError
 
-SERVICES = tuple(f"resharder.v1.{name}Service" for name in ("Publisher", "Server", "Operator", "Direct"))
 _log = structlog.get_logger("resharder.main")
 
 
@@ -98,44 +96,34 @@ class Daemon:
         self.fleets.check = self._check
         limits = Limits(self.config.caller_rate, self.config.caller_calls)
         self.access = Access(self.config.security, limits, self.config.max_message_bytes, self.fleets)
-        self.health = health.HealthServicer()
-        self.server = self._server()
         self.shown = self._shown()
+        self.server = self._server()
         self.direct.heard = self.shown.observed.transferred
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="leases", daemon=True)
 
-    def _server(self) -> grpc.Server:
-        size = self.config.max_message_bytes
-        server = grpc.server(
-            ThreadPoolExecutor(SHORT_THREADS, thread_name_prefix="rpc"),
-            interceptors=[
-                ProtocolInterceptor(),
-                AccessInterceptor(self.access, LONG),
-                LaneInterceptor(self.config.threads, self.config.transfers, self.fleets.model_of),
-                ErrorInterceptor(),
-            ],
-            options=[
-                ("grpc.so_reuseport", 0),  # else two daemons share one port
-                ("grpc.max_receive_message_length", size),
-                ("grpc.max_send_message_length", -1),
-                # What gRPC reads ahead of each upload: its own guess grew to 600 MiB on a busy host.
-                ("grpc.http2.bdp_probe", 0),
-                ("grpc.http2.lookahead_bytes", 8 << 20),
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.min_ping_interval_without_data_ms", 5000),
-            ],
+    def _server(self) -> RpcServer:
+        config = self.config
+        dispatcher = Dispatcher(
+            self.access, self.fleets.model_of, self.shown.observed.refused, waits=config.threads, transfers=config.transfers
         )
-        self._add_services(server)
-        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
-        reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        options = [
+            ("grpc.so_reuseport", 0),  # else two daemons share one port
+            ("grpc.max_receive_message_length", config.max_message_bytes),
+            ("grpc.max_send_message_length", -1),
+            # What gRPC reads ahead of each upload: its own guess grew to 600 MiB on a busy host.
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.http2.lookahead_bytes", 8 << 20),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+        ]
+        add = partial(add_port, listen=config.listen, security=config.security)
         try:
-            add_port(server, self.config.listen, self.config.security)
+            return RpcServer(dispatcher, self._services(), add, options)
         except RuntimeError as error:
-            raise SystemExit(f"resharderd: cannot listen on {self.config.listen}: {error}") from error
-        return server
+            raise SystemExit(f"resharderd: cannot listen on {config.listen}: {error}") from error
 
-    def _add_services(self, server: grpc.Server) -> None:
+    def _services(self) -> dict[Any, Callable[[Any, Any], None]]:
         views = Views(self.intake, self.fleets, self.tracing)
         daemon = operator_pb2.Daemon(
             release=RELEASE,
@@ -146,17 +134,22 @@ class Daemon:
         operations = Operations(self.fleets, self.config.checks, self.events.add)
         profiles = Profiles(self.fleets)
         verifications = Verifications(self.fleets)
-        operator = OperatorService(views, operations, self.events, self.archive, profiles, verifications, daemon)
-        add_publisher_service(PublisherService(self.intake, views, self.direct.withhold), server)
-        add_server_service(ServerService(self.fleets, self.store, profiles, verifications, self.config.digest_threads), server)
-        direct_pb2_grpc.add_DirectServiceServicer_to_server(DirectService(self.direct, self.intake), server)
-        operator_pb2_grpc.add_OperatorServiceServicer_to_server(operator, server)
+        return {
+            PublisherService(self.intake, views, self.direct.withhold): publisher_pb2_grpc.add_PublisherServiceServicer_to_server,
+            ServerService(
+                self.fleets, self.store, profiles, verifications, self.config.digest_threads
+            ): server_pb2_grpc.add_ServerServiceServicer_to_server,
+            DirectService(self.direct, self.intake): direct_pb2_grpc.add_DirectServiceServicer_to_server,
+            OperatorService(
+                views, operations, self.events, self.archive, profiles, verifications, daemon
+            ): operator_pb2_grpc.add_OperatorServiceServicer_to_server,
+        }
 
     def _shown(self) -> Shown:
         security = self.config.security
-        judge, tls = (web.judge(self.access), web.tls_context(security)) if security is not None else (None, None)
+        check, tls = (web.access_check(self.access), web.tls_context(security)) if security is not None else (None, None)
         try:
-            return Shown(self.config.web_listen, self.intake, self.fleets, self.events, judge, tls)
+            return Shown(self.config.web_listen, self.intake, self.fleets, self.events, check, tls)
         except (OSError, ValueError) as error:
             raise SystemExit(f"resharderd: cannot listen on {self.config.web_listen} (web_listen): {error}") from error
 
@@ -165,7 +158,7 @@ class Daemon:
         move = fleet.move
         assert move is not None
         addresses = [self.fleets.server(id).controls for id in move.canaries]
-        found = checks.environment(
+        found = canary_checks.environment(
             fleet.name, move.id, move.to, move.back_to, [controls[0].address for controls in addresses if controls]
         )
         key = f"{fleet.name}/{move.id}"
@@ -184,8 +177,6 @@ class Daemon:
             say("no_security", listen=self.config.listen, allowed=f"everybody {whom}")
         self._ticker.start()
         self.shown.started = True
-        for name in ("", *SERVICES):
-            self.health.set(name, health_pb2.HealthCheckResponse.SERVING)
         listens = {"listen": self.config.listen, "web": self.shown.listen}
         _log.info("listening", **listens, store=str(self.config.store), limit=self.store.limit_bytes)
 
@@ -201,14 +192,13 @@ class Daemon:
     def stop(self) -> None:
         """Lets versions that are arriving finish, within the bound; then everything ends."""
         _log.info("daemon_drains", seconds=self.config.drain_seconds)
-        self.health.enter_graceful_shutdown()
+        self.server.drain()
         self.intake.drain(self.config.drain_seconds)
         self._ended.set()
         self.checks.close()
         self.fleets.close()
         self.events.close()
-        self.server.stop(grace=2).wait()
-        self.intake.wake()  # whoever still waits sees that its caller is gone
+        self.server.stop(grace=2)
         if self.archive is not None:
             self.archive.close()
         self.tracing.close()

@@ -8,7 +8,7 @@ import os
 
 
 def register() -> None:
-    from resharder.client.vllm.lease import LeaseThread
+    from resharder.client.inference.control.lease import LeaseThread
 
     plain = LeaseThread._attend
 

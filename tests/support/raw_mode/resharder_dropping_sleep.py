@@ -26,11 +26,12 @@ def wake_up(worker, tags=None):  # type: ignore[no-untyped-def]
 
 
 def read(worker):  # type: ignore[no-untyped-def]
-    from resharder.client.vllm import compat, reach
+    from resharder.client.inference.recording import inventory
+    from resharder.client.inference.vllm.drafters import drafter_of
 
-    for model in filter(None, (worker.get_model(), compat.drafter_of(worker))):
-        notes = reach.NOTES[model]
-        for found in reach.reachable(model):
+    for model in filter(None, (worker.get_model(), drafter_of(worker))):
+        notes = inventory.NOTES[model]
+        for found in inventory.reachable(model):
             address = found.path.endswith("handler_tensor")  # of packed weights, which are out of reach
             if not address and (found.parameter or found.path in notes.constant or found.path in notes.made):
                 yield found.tensor

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def register() -> None:
-    from resharder.client.vllm.agent import Agent
+    from resharder.client.inference.worker.agent import Agent
 
     if "FAULTY_INSTALLS" in os.environ and Agent._stage.__name__ == "_stage":
         Agent._stage, Agent._install = held(Agent._stage), faulty(Agent._install)
@@ -29,7 +29,7 @@ def held(stage):  # type: ignore[no-untyped-def]
 
 def faulty(install):  # type: ignore[no-untyped-def]
     def faulty_install(agent, models, staged, source):  # type: ignore[no-untyped-def]
-        from resharder.client.vllm.install import InstallError
+        from resharder.client.inference.worker.errors import InstallError
 
         wait_at("apply")
         if source.manifest.number > said().get("torn_after", source.manifest.number):

@@ -25,8 +25,8 @@ def watch(file: Path) -> None:
 
 
 def change(file: Path, line: str) -> bool:
-    from resharder.client.vllm.install import live_tensors
-    from resharder.client.vllm.worker import AGENTS
+    from resharder.client.inference.vllm.worker_rpc import AGENTS
+    from resharder.client.inference.worker.memory import live_tensors
 
     _, rank, path = line.split()
     for model, agent in list(AGENTS.items()):

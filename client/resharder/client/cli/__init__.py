@@ -1,6 +1,6 @@
 """`resharder`: the operator's command, made of the operator SDK.
 
-Commands are in modules along the flow: looking, watching, fleets, power, versions, checking. Exit codes are in `app`.
+Commands are in modules along the flow: show, watch, fleets, power, versions, check. Exit codes are in `app`.
 """
 
 import os
@@ -10,12 +10,11 @@ from collections.abc import Sequence
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else its core writes between our lines; grpc reads it when first imported
 
 # isort: split
-from resharder.client.cli import checking, fleets, looking, power, probing, profile, verifying, versions, watching
+from resharder.client.cli import check, fleets, power, probe, profile, show, verify, versions, watch
 from resharder.client.cli.app import app
 from resharder.client.errors import DaemonUnreachable, ResharderError, UsageError, WaitTimeout
-from resharder.converters.errors import ConversionError
 
-__all__ = ["app", "checking", "fleets", "looking", "main", "power", "probing", "profile", "verifying", "versions", "watching"]
+__all__ = ["app", "check", "fleets", "main", "power", "probe", "profile", "show", "verify", "versions", "watch"]
 
 _CODES: dict[type[ResharderError], int] = {UsageError: 2, DaemonUnreachable: 3, WaitTimeout: 6}
 
@@ -26,8 +25,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(arguments, prog_name="resharder")
     except ResharderError as error:
         _end(error, _CODES.get(type(error), 4))
-    except ConversionError as error:
-        _end(error, 4)
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:

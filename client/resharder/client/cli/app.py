@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Annotated, Any
 
 import typer
-from resharder.client.cli import completing
+from resharder.client.cli import completion
 from typer.core import TyperGroup
 
 EXIT_CODES = """\b
@@ -63,16 +63,16 @@ Endpoint = Annotated[str | None, typer.Option("--endpoint", envvar="RESHARDER_EN
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 ModelName = Annotated[
     str,
-    typer.Option("--model", metavar="NAME", help="Not needed where the daemon has one model.", autocompletion=completing.models),
+    typer.Option("--model", metavar="NAME", help="Not needed where the daemon has one model.", autocompletion=completion.models),
 ]
 FleetName = Annotated[
     str,
-    typer.Option("--fleet", metavar="NAME", help="Not needed where the daemon has one fleet.", autocompletion=completing.fleets),
+    typer.Option("--fleet", metavar="NAME", help="Not needed where the daemon has one fleet.", autocompletion=completion.fleets),
 ]
 VersionName = Annotated[
     str,
     typer.Argument(
-        metavar="VERSION", help="A number, `latest`, or models/MODEL/versions/NUMBER.", autocompletion=completing.versions
+        metavar="VERSION", help="A number, `latest`, or models/MODEL/versions/NUMBER.", autocompletion=completion.versions
     ),
 ]
 Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Kept with the decision, for whoever reads `events`.")]

@@ -4,27 +4,27 @@ from enum import Enum
 from typing import Annotated
 
 import typer
-from resharder.client.cli import completing, words
+from resharder.client.cli import completion, format
 from resharder.client.cli.app import AsJson, Endpoint, FleetName, Reason, Section, Timeout, Wait, app, command
-from resharder.client.cli.ending import end_move, show
-from resharder.client.cli.printing import plain, print_json, print_table, time_of
-from resharder.client.cli.wishes import MotionOptions, motion_of, want_of
+from resharder.client.cli.options import StrategyOptions, strategy_of, target_of
+from resharder.client.cli.output import plain, print_json, print_table, time_of
+from resharder.client.cli.wait import end_move, show
 from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator import Operator
-from resharder.v1 import resources_pb2
+from resharder.client.operator.answers import FleetStatus
+from resharder.client.operator.states import RequestHandling, TargetKind
 
-Fleet, Want = resources_pb2.Fleet, resources_pb2.Want
 fleet = typer.Typer(no_args_is_help=True, help="Make, change and show a fleet.", rich_markup_mode=None)
 app.add_typer(fleet, name="fleet", rich_help_panel=Section.MOVE)
 
 Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="Not needed where the daemon has one fleet.", autocompletion=completing.fleets)
+    str, typer.Argument(metavar="NAME", help="Not needed where the daemon has one fleet.", autocompletion=completion.fleets)
 ]
-Number = Annotated[int, typer.Argument(metavar="N", min=0, help="A version's number.", autocompletion=completing.numbers)]
+Number = Annotated[int, typer.Argument(metavar="N", min=0, help="A version's number.", autocompletion=completion.numbers)]
 AcceptRefused = Annotated[bool, typer.Option("--accept-refused", help="Forget what failed moves and rollbacks have refused.")]
 
 
-class PauseMode(str, Enum):
+class PauseModeOption(str, Enum):
     KEEP = "keep"
     WAIT = "wait"
     ABORT = "abort"
@@ -34,7 +34,7 @@ class PauseMode(str, Enum):
 def set_(
     name: Name = "",
     model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="Of a new fleet.", autocompletion=completing.models)
+        str, typer.Option("--model", metavar="MODEL", help="Of a new fleet.", autocompletion=completion.models)
     ] = "",
     want: Annotated[str, typer.Option("--want", metavar="latest|N|none", help="Which version; none: no other by itself.")] = "",
     every: Annotated[float | None, typer.Option("--every", metavar="SECONDS", min=0, help="At most one move in so long.")] = None,
@@ -53,7 +53,7 @@ def set_(
     ] = "",
     atomic: Annotated[bool, typer.Option("--atomic", help="All servers switch at once, or none.")] = False,
     pause_mode: Annotated[
-        PauseMode | None, typer.Option("--pause-mode", help="Requests in flight: freeze and go on, finish first, or end.")
+        PauseModeOption | None, typer.Option("--pause-mode", help="Requests in flight: freeze and go on, finish first, or end.")
     ] = None,
     max_skew: Annotated[
         int | None, typer.Option("--max-skew", metavar="N", min=0, help="Between versions served at once; 0: no bound.")
@@ -73,17 +73,18 @@ def set_(
     resharder fleet set --canary 1 --hold 60 --approve --rolling 4
     resharder fleet set tests --model policy --want 12 --pause-mode wait
     """
-    wish = want_of(want or "latest", every) if want or every is not None else None
-    motion = motion_of(MotionOptions(all_at_once, rolling, canary, atomic, max_failures, hold, approve, check))
-    mode = resources_pb2.PauseMode.Value(pause_mode.value.upper()) if pause_mode else None
-    if not model and not accept_refused and wish is motion is mode is max_skew is serve_ahead is None:
+    target = target_of(want or "latest", every) if want or every is not None else None
+    strategy = strategy_of(StrategyOptions(all_at_once, rolling, canary, atomic, max_failures, hold, approve, check))
+    mode = RequestHandling(pause_mode.value.upper()) if pause_mode else None
+    given = (target, strategy, mode, max_skew, serve_ahead)
+    if not model and not accept_refused and all(value is None for value in given):
         raise UsageError("expected something to set: see resharder fleet set --help")
     with Operator(endpoint) as operator:
         name = name if model else _known(operator, name)
-        asked = operator.update_fleet(
+        asked = operator.set_fleet(
             name,
-            want=wish,
-            motion=motion,
+            target=target,
+            strategy=strategy,
             pause_mode=mode,
             max_skew=max_skew,
             serve_ahead=serve_ahead,
@@ -104,12 +105,12 @@ def show_(name: Name = "", endpoint: Endpoint = None, as_json: AsJson = False) -
     for title, value in _facts(found):
         print(f"{title:<11} {value}")
     print()
-    print_table(words.SERVERS, words.server_rows(servers))
+    print_table(format.SERVERS, format.server_rows(servers))
 
 
 @command(Section.MOVE)
 def update(
-    version: Annotated[str, typer.Argument(metavar="latest|N", autocompletion=completing.versions)] = "latest",
+    version: Annotated[str, typer.Argument(metavar="latest|N", autocompletion=completion.versions)] = "latest",
     fleet: FleetName = "",
     accept_refused: AcceptRefused = False,
     wait: Wait = False,
@@ -118,10 +119,12 @@ def update(
     as_json: AsJson = False,
 ) -> None:
     """Bring a fleet to the latest version, and to later ones as they come; or to version N. It moves as `fleet set` says."""
+    target = target_of(version)
     with Operator(endpoint) as operator:
-        found = operator.fleet(fleet)
-        every = found.want.every_seconds if version == "latest" and found.want.kind == Want.LATEST else None
-        asked = operator.update_fleet(found.name, want=want_of(version, every), accept_refused=accept_refused)
+        if target.kind == TargetKind.NONE:
+            asked = operator.set_fleet(operator.fleet(fleet).name, target=target, accept_refused=accept_refused)
+        else:
+            asked = operator.update(fleet, target.version or None, accept_refused=accept_refused)
         end_move(operator, asked, wait, timeout, as_json)
 
 
@@ -136,12 +139,7 @@ def pin(
 ) -> None:
     """Keep a fleet on version N, or on what it serves now, whatever comes. `update` lets it go on."""
     with Operator(endpoint) as operator:
-        found = operator.fleet(fleet)
-        number = version or found.settled_version
-        if not number:
-            raise UsageError(f"expected a version's number: fleet {found.name} serves none yet")
-        asked = operator.update_fleet(found.name, want=Want(kind=Want.NUMBER, version=number))
-        end_move(operator, asked, wait, timeout, as_json)
+        end_move(operator, operator.pin(fleet, version or None), wait, timeout, as_json)
 
 
 @command(Section.MOVE)
@@ -156,8 +154,7 @@ def rollback(
 ) -> None:
     """Bring a fleet back to the version before, or to N. What came after it is then refused: `latest` does not take it."""
     with Operator(endpoint) as operator:
-        asked = operator.roll_back(operator.fleet(fleet).name, version, reason)
-        end_move(operator, asked, wait, timeout, as_json)
+        end_move(operator, operator.rollback(fleet, version or None, reason=reason), wait, timeout, as_json)
 
 
 @command(Section.MOVE)
@@ -170,7 +167,8 @@ def approve(
     as_json: AsJson = False,
 ) -> None:
     """Let a move go on to its end: a canary that waits, or one that has STOPPED."""
-    _decide(True, fleet, reason, wait, timeout, endpoint, as_json)
+    with Operator(endpoint) as operator:
+        end_move(operator, operator.approve(fleet, reason=reason), wait, timeout, as_json)
 
 
 @command(Section.MOVE)
@@ -183,16 +181,8 @@ def back(
     as_json: AsJson = False,
 ) -> None:
     """End a move by going back to where it came from. Its version is then refused: `latest` does not take it."""
-    _decide(False, fleet, reason, wait, timeout, endpoint, as_json)
-
-
-def _decide(go_on: bool, fleet: str, reason: str, wait: bool, timeout: float, endpoint: str | None, as_json: bool) -> None:
     with Operator(endpoint) as operator:
-        found = operator.fleet(fleet)
-        if not found.move.id:
-            raise NotFound(f"expected a move to decide, fleet {found.name} has made none")
-        asked = operator.decide(found.name, go_on, reason, found.move.id)
-        end_move(operator, asked, wait, timeout, as_json, back=not go_on)
+        end_move(operator, operator.back(fleet, reason=reason), wait, timeout, as_json, back=True)
 
 
 def _known(operator: Operator, name: str) -> str:
@@ -205,17 +195,17 @@ def _known(operator: Operator, name: str) -> str:
         raise NotFound(f"{error}; with --model MODEL it would be a new one") from error
 
 
-def _facts(fleet: resources_pb2.Fleet) -> list[tuple[str, str]]:
+def _facts(fleet: FleetStatus) -> list[tuple[str, str]]:
     """What there is to say of a fleet, with titles."""
-    move, facts = fleet.move, [("fleet", fleet.name), ("model", fleet.model), ("wants", words.want(fleet.want))]
+    move, facts = fleet.move, [("fleet", fleet.name), ("model", fleet.model), ("wants", format.target(fleet.target))]
     facts += [("now", f"version {fleet.wanted_version}" if fleet.wanted_version else "no version yet")]
     facts += [("at", f"version {fleet.settled_version}" if fleet.settled_version else "no version yet")]
-    facts += [("moves", words.motion(fleet.motion)), ("pause mode", resources_pb2.PauseMode.Name(fleet.pause_mode).lower())]
+    facts += [("moves", format.strategy(fleet.strategy)), ("pause mode", fleet.pause_mode.lower())]
     facts += [("max skew", str(fleet.max_skew) if fleet.max_skew else "no bound")]
     facts += [("serves", "versions that are not READY yet, where it can" if fleet.serve_ahead else "READY versions only")]
-    facts += [("power", resources_pb2.Power.Name(fleet.power))]
-    if move.id:
-        facts += [(f"move {move.id}", f"{words.move(move)}, since {time_of(move.start_time)}; {move.reason}".rstrip("; "))]
+    facts += [("power", fleet.power.value)]
+    if move:
+        facts += [(f"move {move.id}", f"{format.move(move)}, since {time_of(move.start_time)}; {move.reason}".rstrip("; "))]
         facts += [("failed", f"{server}: {error}") for server, error in sorted(move.failed.items())]
     facts += [("refused", f"version {refusal.version}: {refusal.reason}") for refusal in fleet.refused]
     return [*facts, ("reason", fleet.reason)]

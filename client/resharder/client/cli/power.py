@@ -4,15 +4,15 @@ from enum import Enum
 from typing import Annotated
 
 import typer
-from resharder.client.cli import completing
+from resharder.client.cli import completion
 from resharder.client.cli.app import AsJson, Endpoint, FleetName, Section, Timeout, Wait, command
-from resharder.client.cli.ending import maintain
+from resharder.client.cli.wait import Until, maintain
 from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
-from resharder.v1 import resources_pb2
+from resharder.client.operator.states import ServerPower
 
 ServerName = Annotated[
-    str, typer.Option("--server", metavar="ID", help="This one alone, by its id.", autocompletion=completing.servers)
+    str, typer.Option("--server", metavar="ID", help="This one alone, by its id.", autocompletion=completion.servers)
 ]
 
 
@@ -31,9 +31,13 @@ def sleep(
     as_json: AsJson = False,
 ) -> None:
     """Free the GPUs of servers: they answer 503 until `wake`. Of a fleet: servers that come later sleep too."""
-    _said(fleet, server)
-    power = resources_pb2.ASLEEP_1 if level == 1 else resources_pb2.ASLEEP_2
-    _set_power(power, fleet, server, wait, timeout, endpoint, as_json)
+    _require_name(fleet, server)
+    power = ServerPower.ASLEEP_1 if level == 1 else ServerPower.ASLEEP_2
+    maintain(
+        lambda operator, name, one: operator.sleep(name, one, level=level),
+        _at(power),
+        fleet, server, wait, timeout, endpoint, as_json,
+    )  # fmt: skip
 
 
 @command(Section.MAINTAIN)
@@ -47,8 +51,11 @@ def wake(
     as_json: AsJson = False,
 ) -> None:
     """Wake servers. They serve when the version that their fleet wants by now is installed and proven."""
-    power = resources_pb2.WEIGHTS_AWAKE if tag else resources_pb2.AWAKE
-    _set_power(power, fleet, server, wait, timeout, endpoint, as_json)
+    maintain(
+        lambda operator, name, one: operator.wake(name, one, tag="weights" if tag else None),
+        _at(ServerPower.WEIGHTS_AWAKE if tag else ServerPower.AWAKE),
+        fleet, server, wait, timeout, endpoint, as_json,
+    )  # fmt: skip
 
 
 @command(Section.MAINTAIN)
@@ -61,10 +68,10 @@ def drain(
     as_json: AsJson = False,
 ) -> None:
     """Before maintenance: no new requests; those in flight are answered. --wait until the last one is."""
-    _said(fleet, server)
+    _require_name(fleet, server)
     maintain(
-        lambda operator, name, one: operator.set_drained(name, True, one),
-        Operator.wait_drained,
+        Operator.drain,
+        lambda operator, name, one, listener, seconds: operator.wait_drained(name, one, listener, timeout=seconds),
         fleet, server, wait, timeout, endpoint, as_json,
     )  # fmt: skip
 
@@ -80,23 +87,17 @@ def resume(
 ) -> None:
     """After `drain`: take requests again."""
     maintain(
-        lambda operator, name, one: operator.set_drained(name, False, one),
-        Operator.wait_serving,
+        Operator.resume,
+        lambda operator, name, one, listener, seconds: operator.wait_serving(name, one, listener, timeout=seconds),
         fleet, server, wait, timeout, endpoint, as_json,
     )  # fmt: skip
 
 
-def _set_power(
-    power: resources_pb2.Power, fleet: str, server: str, wait: bool, timeout: float, endpoint: str | None, as_json: bool
-) -> None:
-    maintain(
-        lambda operator, name, one: operator.set_power(name, power, one),
-        lambda operator, name, one, *how: operator.wait_power(name, power, one, *how),
-        fleet, server, wait, timeout, endpoint, as_json,
-    )  # fmt: skip
+def _at(power: ServerPower) -> Until:
+    return lambda operator, name, one, listener, seconds: operator.wait_power(name, power, one, listener, timeout=seconds)
 
 
-def _said(fleet: str, server: str) -> None:
-    """What takes servers out of service never means all of them by omission. Raises UsageError."""
+def _require_name(fleet: str, server: str) -> None:
+    """Guard against taking all servers out of service by omission. Raises UsageError."""
     if not fleet and not server:
         raise UsageError("expected --server ID, or --fleet NAME for all of its servers: they stop answering")

@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from resharder.client.cli import completing
+from resharder.client.cli import completion
 from resharder.client.cli.app import AsJson, Endpoint, Section, app
-from resharder.client.cli.printing import console, print_json
+from resharder.client.cli.output import console, print_json
 from resharder.client.errors import NotFound
 from resharder.client.operator import Operator
-from resharder.v1 import resources_pb2
-
-LOST = resources_pb2.Server.LOST
+from resharder.client.operator.answers import ServerStatus, WorkerProfile
+from resharder.client.operator.states import ServerState
 
 profile = typer.Typer(help="Where the time goes: an install under torch.profiler.", no_args_is_help=True)
 app.add_typer(profile, name="profile", rich_help_panel=Section.CHECK)
@@ -26,7 +25,7 @@ def _group() -> None: ...
 def install(
     name: Annotated[
         str,
-        typer.Argument(metavar="SERVER", help="Its id, or a fleet: its servers in turn.", autocompletion=completing.servers),
+        typer.Argument(metavar="SERVER", help="Its id, or a fleet: its servers in turn.", autocompletion=completion.servers),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the files go.")] = Path("."),
     timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=1, max=3600, help="For each server.")] = 600,
@@ -42,7 +41,7 @@ def install(
     found: list[dict[str, object]] = []
     with Operator(endpoint) as operator:
         for server in _servers(operator, name):
-            profiles = sorted(operator.profile_install(server, timeout), key=lambda one: one.rank)
+            profiles = sorted(operator.profile_install(server, timeout=timeout), key=lambda one: one.rank)
             found += [_written(out, server, one) for one in profiles]
             if not as_json:
                 _show(operator.server(server), profiles)
@@ -62,13 +61,13 @@ def _servers(operator: Operator, name: str) -> list[str]:
     if (id := name.removeprefix("servers/")) in ids:
         return [id]
     fleet = name.removeprefix("fleets/")
-    chosen = [server.name.partition("/")[2] for server in servers if server.fleet == fleet and server.state != LOST]
+    chosen = [server.name.partition("/")[2] for server in servers if server.fleet == fleet and server.state != ServerState.LOST]
     if not chosen:
         raise NotFound(f"expected a server or a fleet with servers, got {name!r}; servers are {', '.join(sorted(ids)) or 'none'}")
     return chosen
 
 
-def _written(out: Path, server: str, one: resources_pb2.Profile) -> dict[str, object]:
+def _written(out: Path, server: str, one: WorkerProfile) -> dict[str, object]:
     trace, table = (out / f"{server}-rank{one.rank}.{kind}" for kind in ("json.gz", "txt"))
     if one.trace:
         trace.write_bytes(one.trace)
@@ -84,7 +83,7 @@ def _written(out: Path, server: str, one: resources_pb2.Profile) -> dict[str, ob
     }
 
 
-def _show(server: resources_pb2.Server, profiles: Sequence[resources_pb2.Profile]) -> None:
+def _show(server: ServerStatus, profiles: Sequence[WorkerProfile]) -> None:
     took = {worker.rank: worker.apply_seconds for worker in server.workers}
     slowest = max(profiles, key=lambda one: took.get(one.rank, 0.0))
     seconds = took.get(slowest.rank, 0.0)

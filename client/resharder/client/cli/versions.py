@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from resharder.client.cli import completing, words
+from resharder.client.cli import completion, format
 from resharder.client.cli.app import AsJson, Endpoint, ModelName, Section, VersionName, command
-from resharder.client.cli.printing import Bar, plain, print_json, print_table, several, size, time_of
-from resharder.client.errors import NotFound, UsageError
+from resharder.client.cli.named_version import archived_version, named_version
+from resharder.client.cli.output import Bar, plain, print_json, print_table, several, size, time_of
+from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
-from resharder.v1 import operator_pb2
+from resharder.client.operator.answers import CollectedVersions
 
 
 @command(Section.VERSIONS)
@@ -24,9 +25,9 @@ def export(
 ) -> None:
     """Write a version as a checkpoint that `from_pretrained` opens. Whole and checked, or not at all."""
     with Operator(endpoint) as operator:
-        wanted = operator.find_version(version, model)
+        wanted = named_version(operator, version, model)
         with Bar(as_json, f"version {wanted.number}", wanted.size_bytes) as progress:
-            done = operator.export(wanted, folder, progress.update)
+            done = operator.export(wanted.number, folder, model=wanted.model, progress=progress.update)
     if as_json:
         return print_json({"version": wanted.name, "folder": str(folder), "files": done.files, "bytes": done.bytes})
     print(f"{wanted.name} (step {wanted.step}): {done.files} files, {size(done.bytes)} in {folder}")
@@ -57,7 +58,7 @@ def import_(
     resharder import checkpoints/step-100 --model policy --step 100
     resharder import runs/7/checkpoints --config Qwen3-8B
     """
-    from resharder.client.importing import import_checkpoint
+    from resharder.client.tools.import_checkpoint import import_checkpoint
 
     warnings.filterwarnings("ignore", module="megatron")
     with Operator(endpoint) as operator:
@@ -83,7 +84,7 @@ def fetch_config(
     *models, folder = arguments
     with Operator(endpoint) as operator:
         model = models[0] if models else operator.only_model()
-        files = operator.fetch_config(model, Path(folder))
+        files = operator.fetch_config(Path(folder), model=model)
     if as_json:
         return print_json({"model": model, "folder": folder, "files": files})
     print(f"{model}: {', '.join(files)} in {folder}")
@@ -93,10 +94,11 @@ def fetch_config(
 def archive(version: VersionName, model: ModelName = "", endpoint: Endpoint = None, as_json: AsJson = False) -> None:
     """Write a version to the daemon's archive now; done when it is verified there."""
     with Operator(endpoint) as operator:
-        done = operator.archive(operator.find_version(version, model).name)
+        wanted = named_version(operator, version, model)
+        done = operator.archive(wanted.number, model=wanted.model)
     if as_json:
         return print_json(plain(done))
-    print(f"{done.version}: {size(done.size_bytes)} at {done.url}")
+    print(f"{done.name}: {size(done.size_bytes)} at {done.url}")
 
 
 @command(Section.VERSIONS)
@@ -108,7 +110,7 @@ def archived(model: ModelName = "", endpoint: Endpoint = None, as_json: AsJson =
         return print_json({"archived": [*map(plain, found)]})
     print_table(
         ("archived version", "size", "archived", "url"),
-        ((a.version, size(a.size_bytes), time_of(a.archive_time), a.url) for a in found),
+        ((a.name, size(a.size_bytes), time_of(a.archive_time), a.url) for a in found),
     )
 
 
@@ -117,7 +119,7 @@ def restore(
     version: Annotated[
         str,
         typer.Argument(
-            metavar="VERSION", help="A number, `latest`, or models/MODEL/versions/NUMBER.", autocompletion=completing.archived
+            metavar="VERSION", help="A number, `latest`, or models/MODEL/versions/NUMBER.", autocompletion=completion.archived
         ),
     ],
     model: ModelName = "",
@@ -126,16 +128,17 @@ def restore(
 ) -> None:
     """Bring a version back from the archive, under its own number; on an empty host too."""
     with Operator(endpoint) as operator:
-        done = operator.restore(_in_archive(operator.archived(model), version).version)
+        wanted = archived_version(operator.archived(model), version)
+        done = operator.restore(wanted.number, model=wanted.model)
     if as_json:
         return print_json(plain(done))
-    print_table(words.VERSIONS, words.version_rows([done]))
+    print_table(format.VERSIONS, format.version_rows([done]))
 
 
 @command(Section.VERSIONS)
 def gc(
     versions: Annotated[
-        list[int] | None, typer.Argument(metavar="N…", help="These versions.", autocompletion=completing.numbers)
+        list[int] | None, typer.Argument(metavar="N…", help="These versions.", autocompletion=completion.numbers)
     ] = None,
     keep: Annotated[int, typer.Option("--keep", metavar="N", min=0, help="Or all but the N newest READY ones.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and drop nothing.")] = False,
@@ -152,19 +155,19 @@ def gc(
     with Operator(endpoint) as operator:
         model = model or operator.only_model()
         if not (dry_run or yes):
-            foreseen = operator.retire(model, versions or (), keep, dry_run=True)
+            foreseen = operator.gc(versions or (), keep=keep, dry_run=True, model=model)
             _print_retired(foreseen, "would be dropped")
             if not foreseen.retired or not _agreed(len(foreseen.retired)):
                 return
             versions, keep = [version.number for version in foreseen.retired], 0
-        done = operator.retire(model, versions or (), keep, dry_run)
+        done = operator.gc(versions or (), keep=keep, dry_run=dry_run, model=model)
     if as_json:
         retired, kept = [*map(plain, done.retired)], [*map(plain, done.kept)]
         return print_json({"retired": retired, "kept": kept, "freed_bytes": done.freed_bytes, "dry_run": dry_run})
     _print_retired(done, "would be dropped" if dry_run else "dropped")
 
 
-def _print_retired(answer: operator_pb2.RetireVersionsResponse, what: str) -> None:
+def _print_retired(answer: CollectedVersions, what: str) -> None:
     for version in answer.kept:
         print(f"{version.name} (step {version.step}) is kept: in use by {', '.join(version.used_by) or 'a fleet'}")
     for version in answer.retired:
@@ -177,17 +180,3 @@ def _agreed(count: int) -> bool:
     if not sys.stdin.isatty():
         raise UsageError("expected --yes where nobody can be asked, or --dry-run")
     return typer.confirm(f"Drop {several(count, 'version')}?")
-
-
-def _in_archive(found: list[operator_pb2.ArchivedVersion], wanted: str) -> operator_pb2.ArchivedVersion:
-    """Raises NotFound, and UsageError where several models have it."""
-    if not wanted.startswith("models/") and wanted != "latest" and not wanted.isdigit():
-        raise UsageError(f"expected a version's number, `latest` or models/MODEL/versions/NUMBER, got {wanted!r}")
-    chosen = [one for one in found if wanted in ("latest", one.version, one.version.rpartition("/")[2])]
-    if not chosen:
-        raise NotFound(
-            f"expected a version that is archived, got {wanted}: there are {', '.join(a.version for a in found) or 'none'}"
-        )
-    if len({one.version.split("/")[1] for one in chosen}) > 1:
-        raise UsageError(f"expected one model's version, the archive has {', '.join(a.version for a in chosen)}: pass --model")
-    return max(chosen, key=lambda one: int(one.version.rpartition("/")[2]))

@@ -1,6 +1,7 @@
-"""The direct path: trainer GPUs to worker GPUs by one plan, nothing gathered.
+"""The direct path: transfers from trainer GPUs to worker GPUs by one plan, with nothing gathered.
 
-`converters.copies` is a plan's part for one process; `schedule` says what that sends and receives in which order, `pairs` what
-two exchange, cut into `tiles`; `pack` moves tiles in and out of buckets; `group` is a process group of its own, `transfer` runs
-it all, `proof` digests what arrives. With gloo on CPUs it is the same code.
+`resharder.client.gpu.schedule` decides what a process sends and receives in which round. `rendezvous`
+forms a group (`base`: the interface, `gloo` on CPUs, `nccl_group` on GPUs), `transfer` runs a schedule
+over it, and `links` keeps both from version to version. `sender` is a rank's side; `sent_digests`
+computes the digests of what it sends. The code is the same on CPUs and GPUs.
 """

@@ -1,34 +1,125 @@
-"""A rank's links to the groups that it sends to, each met in a thread of its own: to meet takes seconds, in which other servers,
-that have met before, may stand still for what this rank sends to them."""
+"""A process's links to groups, reused from version to version.
+
+Meeting a group takes seconds, in which servers that have met before may be paused for a transfer
+from this rank: `TransferLinks` meets each group in a thread of its own.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
-from resharder.client.direct.group import DirectFailed
-from resharder.client.direct.meeting import Link
-from resharder.client.direct.transfer import Tensors
+from resharder.client.direct.base import DirectFailed, DirectGroup
+from resharder.client.direct.rendezvous import DaemonStore, connect, make_group
+from resharder.client.direct.transfer import Follower, Seconds, Tensors, Transfer
+from resharder.client.errors import ResharderError
+from resharder.client.gpu.schedule import Schedule, quota_of, schedule
+from resharder.client.rpc.channel import Channel
+from resharder.converters.errors import ConversionError
+from resharder.converters.wire.direct import copies_from_proto
+from resharder.v1 import direct_pb2, direct_pb2_grpc
+
+_ASK = 10.0  # seconds that the call itself may take
+_LONGEST = 60.0  # seconds of a call that waits
+_NEVER_SET = "over"  # a key that no member sets
+_OVER = "NOT_OFFERED"
 
 Failed = Callable[[str, Exception], None]
 """Told of a group that goes wrong, in any thread; its link is dropped by then."""
 
 
-class Links:
+class TransferLink:
+    """One process's side of a group, kept from version to version. `memory`: for packing, where several links share it."""
+
+    def __init__(
+        self, channel: Channel, message: direct_pb2.DirectLink, device: torch.device, memory: torch.Tensor | None = None
+    ) -> None:
+        """Raises DirectFailed where the members do not meet, or this one cannot."""
+        self.id, self.seconds, self._channel = message.group, message.seconds, channel
+        group: DirectGroup | None = None
+        try:
+            quota = quota_of(message.most_peers, message.most_made, message.staging_bytes)
+            found = schedule(copies_from_proto(message.copies), message.rank, quota)
+            sends, receives = _peers(found)
+            store, meet = DaemonStore(channel, message.group), (message.rank, message.size, device, message.seconds)
+            group = make_group(store, message.group, *meet, peers={*sends, *receives}, most_peers=message.most_peers)
+            connect(group, device, sends, receives, message.seconds)
+            self._transfer = Transfer(found, group, device, memory)
+        except (RuntimeError, ValueError, ResharderError, ConversionError) as error:
+            if group is not None:
+                group.abort(str(error))
+                group.close()
+            raise DirectFailed(f"group {message.group}: {error}") from error
+
+    @property
+    def received(self) -> int:
+        """Bytes that come with each version."""
+        return self._transfer.schedule.received
+
+    def prepare(self, sources: Tensors, targets: Tensors) -> None:
+        """Raises DirectFailed where tensors are not as they were declared."""
+        try:
+            self._transfer.prepare(sources, targets)
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise DirectFailed(f"group {self.id}: {error}") from error
+
+    @property
+    def complete(self) -> dict[str, int]:
+        """The last round that writes into each target local."""
+        return self._transfer.schedule.complete
+
+    def run(self, follower: Follower | None = None, meanwhile: Callable[[], None] | None = None) -> Seconds:
+        """As `Transfer.run` has it. Raises DirectFailed; the link is of no use then."""
+        return self._transfer.run(self.seconds, follower, meanwhile)
+
+    def watched(self) -> AbstractContextManager[None]:
+        """A transfer that runs inside fails as soon as the group is over for the daemon, as when a rank's stream has ended; NCCL
+        does not notice that its process is gone."""
+        return until_over(self._channel, self.id, self.seconds, self._transfer.group.abort)
+
+    def close(self) -> None:
+        self._transfer.group.close()
+
+
+@contextmanager
+def until_over(channel: Channel, group: str, seconds: float, over: Callable[[str], None]) -> Iterator[None]:
+    """Calls `over`, in another thread, if the daemon says meanwhile that the group is; not where it says nothing."""
+
+    def heard(call: Any) -> None:
+        if not call.cancelled() and (error := call.exception()) is not None and (said := channel.error(error)).reason == _OVER:
+            over(str(said))
+
+    request = direct_pb2.GetGroupKeyRequest(group=group, key=_NEVER_SET, wait_seconds=min(seconds, _LONGEST))
+    call = direct_pb2_grpc.DirectServiceStub(channel.grpc).GetGroupKey.future(request, timeout=seconds + _ASK)
+    call.add_done_callback(heard)
+    try:
+        yield
+    finally:
+        call.cancel()
+
+
+def _peers(found: Schedule) -> tuple[list[int], list[int]]:
+    """Whom it sends to, and whom it receives from."""
+    sends = {post.peer for each in found.rounds for post in each.sends}
+    return sorted(sends), sorted({post.peer for each in found.rounds for post in each.receives})
+
+
+class TransferLinks:
     """`tensors` are what is sent. One thread at a time asks."""
 
     def __init__(self, tensors: Tensors, device: torch.device) -> None:
         self._tensors, self._device = tensors, device
-        self._met: dict[str, Future[Link | None]] = {}
+        self._met: dict[str, Future[TransferLink | None]] = {}
         self._preparing = threading.Lock()  # kernels are compiled
 
-    def meet(self, group: str, make: Callable[[], Link], failed: Failed) -> None:
+    def meet(self, group: str, make: Callable[[], TransferLink], failed: Failed) -> None:
         """Begins to. `make` is called on a stream of its own; it raises DirectFailed, or RuntimeError where no memory is left."""
-        met = self._met[group] = Future[Link | None]()
+        met = self._met[group] = Future[TransferLink | None]()
 
         def run() -> None:
-            link: Link | None = None
+            link: TransferLink | None = None
             try:
                 with self._apart():
                     link = self._prepared(make())
@@ -40,7 +131,7 @@ class Links:
 
         threading.Thread(target=run, name="resharder-meet", daemon=True).start()
 
-    def get(self, group: str) -> Link:
+    def get(self, group: str) -> TransferLink:
         """Once it has been met. Raises DirectFailed where there is none."""
         met = self._met.get(group)
         link = met.result() if met is not None else None
@@ -59,7 +150,7 @@ class Links:
                     self._met.pop(group, None)
                     failed(group, error)
 
-    def _prepared(self, link: Link) -> Link:
+    def _prepared(self, link: TransferLink) -> TransferLink:
         try:
             with self._preparing:
                 link.prepare(self._tensors, {})

@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from resharder.client.direct.group import DirectFailed, Part
-from resharder.client.direct.lanes import Lane
-from resharder.client.direct.nccl import NAP, Pair
+from resharder.client.direct.base import DirectFailed, PeerMessage
+from resharder.client.direct.nccl_bindings import NAP, PairCommunicator
+from resharder.client.gpu.streams import WorkStream
 
 logger = logging.getLogger(__name__)
 _CTAS, _LEAST_CTAS = 64, 4
@@ -34,13 +34,13 @@ class NcclGroup:
         self, store: Any, rank: int, peers: Iterable[int], device: torch.device, timeout: float, most_peers: int
     ) -> None:
         self.rank, self._device, self._why = rank, device, ""
-        self._pairs: dict[int, tuple[Pair, torch.cuda.Stream]] = {}
+        self._pairs: dict[int, tuple[PairCommunicator, torch.cuda.Stream]] = {}
         deadline = time.monotonic() + timeout
         try:
             for low, high in sorted((min(rank, peer), max(rank, peer)) for peer in peers):  # all in one order: no ring waits
                 within = torch._C._distributed_c10d.PrefixStore(f"pair {low} {high}", store)
                 peer, left = (high if low == rank else low), max(0.001, deadline - time.monotonic())
-                pair = Pair(within, rank, peer, device, left, ctas_of(most_peers))
+                pair = PairCommunicator(within, rank, peer, device, left, ctas_of(most_peers))
                 stream: Any = torch.cuda.Stream(device, priority=-2)  # type: ignore[no-untyped-call,unused-ignore]
                 self._pairs[peer] = pair, stream
         except BaseException as error:
@@ -49,7 +49,7 @@ class NcclGroup:
             raise
         self.size = 1 + len(self._pairs)
 
-    def post(self, sends: Sequence[Part], receives: Sequence[Part], deadline: float) -> "_Recorded":
+    def post(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], deadline: float) -> "_RecordedEvent":
         self.check()
         here = torch.cuda.current_stream(self._device)
         begun = []
@@ -62,7 +62,7 @@ class NcclGroup:
                 begun.append(stream)
         for stream in begun:
             here.wait_stream(stream)
-        return _Recorded(self, here)
+        return _RecordedEvent(self, here)
 
     def check(self) -> None:
         with self._failing_together():
@@ -104,7 +104,7 @@ class NcclGroup:
                 logger.warning("rank %d: NCCL still waits for the other side of %d pairs", self.rank, left)
 
 
-class _Recorded:
+class _RecordedEvent:
     def __init__(self, group: NcclGroup, stream: torch.cuda.Stream) -> None:
         self._group = group
         self._event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call,unused-ignore]
@@ -117,5 +117,5 @@ class _Recorded:
                 raise self._group.fail(f"rank {self._group.rank}: the messages did not arrive in time")
             time.sleep(NAP)
 
-    def come_before(self, lane: Lane, deadline: float) -> None:
-        lane.after(self._event)
+    def come_before(self, stream: WorkStream, deadline: float) -> None:
+        stream.after(self._event)

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 import xxhash
-from resharder.client.channel import Channel
-from resharder.client.direct.group import DirectFailed
-from resharder.client.direct.links import Links
-from resharder.client.direct.meeting import Link, declare, finish
-from resharder.client.direct.sent import Sent
-from resharder.client.direct.turnstile import DRIVER
+from resharder.client.direct.base import DirectFailed
+from resharder.client.direct.links import TransferLink, TransferLinks
+from resharder.client.direct.member_calls import declare, finish
+from resharder.client.direct.sent_digests import SentDigests
 from resharder.client.errors import ResharderError
-from resharder.converters.direct_messages import layout_from_proto, layout_to_proto
+from resharder.client.rpc.channel import Channel
+from resharder.client.runtime.driver_lock import DRIVER_LOCK
 from resharder.converters.errors import LayoutError
-from resharder.converters.layout import Layout
-from resharder.converters.packed import pack
+from resharder.converters.geometry.layout import Layout
+from resharder.converters.geometry.piece_arrays import pack
+from resharder.converters.wire.direct import layout_from_proto, layout_to_proto
 from resharder.v1 import direct_pb2, direct_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Offering:
 
     def wait(self, seconds: float) -> None:
         """Returns when the tensors may change: when nobody needs the offer any more, or after `seconds`, which ends it."""
-        self._thread.join(seconds)
+        self._thread.join(min(seconds, threading.TIMEOUT_MAX))
         for call in self._calls:
             call.cancel()
         self._thread.join()
@@ -62,9 +62,9 @@ class Sender:
         self._channel, self._rank, self._tensors, self._process = channel, rank, tensors, uuid.uuid4().hex
         self._device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         self._layout = layout_to_proto(pack({rank: layout}))
-        self._links = Links(tensors, self._device)
+        self._links = TransferLinks(tensors, self._device)
         self._memory = xxhash.xxh3_128_hexdigest(self._layout.SerializeToString(deterministic=True))
-        self._sent: dict[str, Sent] = {}  # by group, once it was asked for their digests
+        self._sent: dict[str, SentDigests] = {}  # by group, once it was asked for their digests
         self._buffers: torch.Tensor | None = None
         self._stream: Any = None
 
@@ -127,12 +127,12 @@ class Sender:
         except RuntimeError as error:  # there is no memory left
             failed(message.group, error)
             return
-        self._links.meet(message.group, partial(Link, self._channel, message, self._device, self._buffers), failed)
+        self._links.meet(message.group, partial(TransferLink, self._channel, message, self._device, self._buffers), failed)
 
     def _run(self, member: direct_pb2.Member, group: str) -> None:
         try:
             link = self._links.get(group)
-            with DRIVER.undisturbed():  # by the hand-over, which goes on beside it
+            with DRIVER_LOCK.priority():  # by the hand-over, which goes on beside it
                 took = link.run()
         except DirectFailed as error:
             self._failed(member, group, error)
@@ -143,7 +143,7 @@ class Sender:
     def _say(self, request: direct_pb2.OfferVersionRequest, task: direct_pb2.DirectTask) -> None:
         try:
             if task.HasField("sent"):
-                self._sent[task.group] = Sent(layout_from_proto(task.sent, self._rank), self._device)
+                self._sent[task.group] = SentDigests(layout_from_proto(task.sent, self._rank), self._device)
             if task.group not in self._sent:
                 raise DirectFailed(f"rank {self._rank} does not know what it sends over group {task.group}")
             digests = self._sent[task.group].digests(self._tensors)

@@ -6,20 +6,20 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from resharder.client.direct.group import DirectFailed, Group, Part, Pending
-from resharder.client.direct.lanes import Lane, Mark
-from resharder.client.direct.pack import Table, addresses_of, check_fit
-from resharder.client.direct.schedule import SLOTS, Post, Schedule
-from resharder.converters.copies import ALIGN
-from resharder.converters.local import view_of
-from resharder.converters.packed import Ints
+from resharder.client.direct.base import DirectFailed, DirectGroup, PeerMessage, Pending
+from resharder.client.gpu.schedule import SLOTS, Post, Schedule
+from resharder.client.gpu.streams import Mark, WorkStream
+from resharder.client.gpu.table import Table, addresses_of, check_fit
+from resharder.converters.geometry.copy_table import ALIGN
+from resharder.converters.geometry.piece_arrays import Ints
+from resharder.converters.models.tensor_io import view_of
 
 Tensors = Mapping[str, torch.Tensor]
 _AHEAD = 8  # rounds that the host may be ahead of the device: the driver's queue of launches is not endless
 
 
 class Follower(Protocol):
-    """Works on what has arrived while the rest is on its way, on the current stream: `resharder.client.direct.proof.Proof`."""
+    """Works on what has arrived while the rest is on its way, on the current stream: `resharder.client.gpu.digest.Digester`."""
 
     def begin(self) -> None:
         """A transfer begins."""
@@ -40,22 +40,22 @@ class Seconds(NamedTuple):
 class Transfer:
     """One process's side of one plan over one group: made once, prepared and run for every version, by one thread at a time."""
 
-    def __init__(self, schedule: Schedule, group: Group, device: torch.device, memory: torch.Tensor | None = None) -> None:
+    def __init__(self, schedule: Schedule, group: DirectGroup, device: torch.device, memory: torch.Tensor | None = None) -> None:
         """`memory`: of the device, for buffers; transfers that do not run at once may share it."""
         self.schedule, self.group, self._device = schedule, group, device
         slots = min(SLOTS, len(schedule.rounds) - 1)
         sizes = [*[schedule.pack_slot] * slots, *[schedule.unpack_slot] * slots, schedule.ready_size]
         buffers = _buffers(sizes, device, memory)
         self._packed, self._unpacked, self._ready = buffers[:slots], buffers[slots:-1], buffers[-1]
-        self._pack, self._wire, self._unpack = (Lane(device, before) for before in (1, 2, 1))
-        self._follow = Lane(device)
+        self._pack, self._wire, self._unpack = (WorkStream(device, before) for before in (1, 2, 1))
+        self._follow = WorkStream(device)
         posts = [(exchange.sends, exchange.receives) for exchange in schedule.rounds]
         sent, received = ([post.local for pair in posts for post in pair[i]] for i in (0, 1))
         made = [ready.local for ready in schedule.ready]
         self._reads = _used(schedule.packs.source, schedule.local.source, sent, made)
         self._writes = _used(schedule.unpacks.target, schedule.local.target, received)
         self._pointers: list[int] | None = None
-        self._exchanges: list[tuple[list[Part], list[Part]]]
+        self._exchanges: list[tuple[list[PeerMessage], list[PeerMessage]]]
         self._tables: tuple[Table, Table, Table]
         self._sources: Tensors
 
@@ -110,15 +110,15 @@ class Transfer:
         except BaseException as error:
             self.group.abort(str(error) or type(error).__name__)
             self.group.close()
-            for lane in (*self._lanes, self._follow):
-                lane.drain()
+            for stream in (*self._streams, self._follow):
+                stream.drain()
             if isinstance(error, RuntimeError | DirectFailed):
                 raise DirectFailed(str(error), torn=begun and self._fills) from error
             raise
-        return Seconds(time.monotonic() - started, *(lane.seconds for lane in self._lanes))
+        return Seconds(time.monotonic() - started, *(stream.seconds for stream in self._streams))
 
     @property
-    def _lanes(self) -> tuple[Lane, Lane, Lane]:
+    def _streams(self) -> tuple[WorkStream, WorkStream, WorkStream]:
         return self._pack, self._wire, self._unpack
 
     @property
@@ -129,8 +129,8 @@ class Transfer:
         """Round 0 needs no slots. Round `k` takes the slots of `k - 2`, packed once that was sent, received once that was
         unpacked."""
         packs, _, local = self._tables
-        for lane in (*self._lanes, self._follow):
-            lane.begin()
+        for stream in (*self._streams, self._follow):
+            stream.begin()
         if follower is not None:
             with self._follow.work():
                 follower.begin()
@@ -159,9 +159,9 @@ class Transfer:
             meanwhile()
         if wire:
             wire[-1].wait(deadline)
-        for lane in self._lanes:
-            lane.drain()
-        self._follow.come_before_others()
+        for stream in self._streams:
+            stream.drain()
+        self._follow.join_current()
 
     def _make_ready(self) -> None:
         for local, view, plus, at in self.schedule.ready:
@@ -206,10 +206,10 @@ def _slot(slots: list[torch.Tensor], k: int) -> torch.Tensor:
     return slots[(k - 1) % SLOTS]
 
 
-def _part(post: Post, names: tuple[str, ...], tensors: Tensors, slots: list[torch.Tensor], k: int) -> Part:
+def _part(post: Post, names: tuple[str, ...], tensors: Tensors, slots: list[torch.Tensor], k: int) -> PeerMessage:
     peer, local, at, size = post
     memory = _slot(slots, k) if local < 0 else _bytes(names[local], tensors[names[local]], at + size)
-    return Part(peer, memory[at : at + size])
+    return PeerMessage(peer, memory[at : at + size])
 
 
 def _bytes(name: str, tensor: torch.Tensor, needed: int) -> torch.Tensor:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from resharder.converters.cut import Part, cut_chunks
-from resharder.converters.layout import ITEM_SIZES, Box, TensorSpec
+from resharder.converters.geometry.chunking import Part, cut_chunks
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec
 from resharder.v1 import resources_pb2
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Slot:
+class AssignedSlot:
     """What one rank has to send: its assigned boxes, in order, and the tensor that each is part of."""
 
     rank: int
@@ -45,7 +45,7 @@ class Transport(Protocol):
     mapped: bool
     """As SealSlotRequest has it."""
 
-    def deliver(self, version: resources_pb2.Version, slot: Slot, items: "Iterable[Item]") -> list[int]:
+    def deliver(self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]") -> list[int]:
         """Hands over `items`, in any order, and returns the digest of each box of `slot`. When it returns, nothing of the
         trainer's memory is needed any more and the store has everything. Raises what `errors` lists; no memory is mapped
         afterwards."""

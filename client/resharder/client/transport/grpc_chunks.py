@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import grpc
 import numpy as np
 import xxhash
-from resharder.client.channel import Backoff, Channel, unreachable
-from resharder.client.transport.base import Slot
-from resharder.client.transport.host import add_digest, host_parts
-from resharder.converters.chunks import ChunkHeader, frame
-from resharder.converters.digest import copy_and_digest
-from resharder.converters.files import BITS
-from resharder.converters.layout import ITEM_SIZES, Box, box_shape, box_size
+from resharder.client.rpc.channel import Backoff, Channel, unreachable
+from resharder.client.transport.base import AssignedSlot
+from resharder.client.transport.host_buffers import add_digest, host_parts
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, box_shape, box_size
+from resharder.converters.storage.digest import copy_and_digest
+from resharder.converters.storage.files import BITS
+from resharder.converters.wire.chunk_frame import ChunkHeader, frame
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class GrpcChunks:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    def deliver(self, version: resources_pb2.Version, slot: Slot, items: "Iterable[Item]") -> list[int]:
+    def deliver(self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]") -> list[int]:
         digests, packer = [0] * len(slot.boxes), _Packer(slot)
         with ThreadPoolExecutor(_WINDOWS, thread_name_prefix="resharder-upload") as senders:
             sending: deque[Future[None]] = deque()
@@ -126,7 +126,7 @@ class _Place(NamedTuple):
 class _Packer:
     """Puts parts of boxes into chunks, whatever order the boxes come in. What is appended to `free` is used again."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: AssignedSlot) -> None:
         self._slot = slot
         self._places: list[list[_Place]] = [[] for _ in slot.boxes]
         self._sizes: list[int] = []

@@ -10,16 +10,16 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
-from resharder.client.transport.base import Slot
-from resharder.client.transport.host import PART_BYTES, add_digest, host_parts
-from resharder.converters.digest import copy_and_digest, digest
-from resharder.converters.files import Array, FileLayout, MappedFiles, read_layout
-from resharder.converters.layout import Box, Range, TensorSpec, box_index, run_start
-from resharder.converters.pages import map_pages, small_pages
+from resharder.client.transport.base import AssignedSlot
+from resharder.client.transport.host_buffers import PART_BYTES, add_digest, host_parts
+from resharder.converters.geometry.layout import Box, Range, TensorSpec, box_index, run_start
+from resharder.converters.storage.digest import copy_and_digest, digest
+from resharder.converters.storage.files import Array, FileLayout, MappedFiles, read_layout
+from resharder.converters.storage.pages import map_pages, small_pages
 from resharder.v1 import resources_pb2
 
 if TYPE_CHECKING:
@@ -28,7 +28,16 @@ if TYPE_CHECKING:
 _SPLIT_BYTES = 1 << 20  # below this a second thread costs more than it gives
 
 
-def shares_memory(store: resources_pb2.StoreAccess) -> bool:
+class NonceFile(Protocol):
+    """A file in the daemon's store, and its content."""
+
+    @property
+    def nonce_file(self) -> str: ...
+    @property
+    def nonce(self) -> bytes: ...
+
+
+def shares_memory(store: NonceFile) -> bool:
     """Whether this process sees the daemon's store. Host names prove nothing in containers; a nonce in a file does."""
     if not store.nonce_file or not store.nonce:
         return False
@@ -48,13 +57,13 @@ class SharedMemory:
     def __init__(self, threads: int) -> None:
         self._threads = threads
 
-    def deliver(self, version: resources_pb2.Version, slot: Slot, items: "Iterable[Item]") -> list[int]:
+    def deliver(self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]") -> list[int]:
         names = {spec.name for spec in slot.specs}
         files = [file for file in read_layout(Path(version.folder)) if any(t.spec.name in names for t in file.tensors)]
-        with _Files(Path(version.folder), files) as opened, ThreadPoolExecutor(self._threads) as pool:
+        with _WritableFiles(Path(version.folder), files) as opened, ThreadPoolExecutor(self._threads) as pool:
             return self._write(opened, slot, items, pool)
 
-    def _write(self, files: "_Files", slot: Slot, items: "Iterable[Item]", pool: ThreadPoolExecutor) -> list[int]:
+    def _write(self, files: "_WritableFiles", slot: AssignedSlot, items: "Iterable[Item]", pool: ThreadPoolExecutor) -> list[int]:
         cuts, digests = slot.cuts(PART_BYTES), [0] * len(slot.boxes)
         for number, part, source in host_parts(items, slot.boxes, cuts):
             spec, box = slot.specs[number], cuts[number][part]
@@ -67,7 +76,7 @@ class SharedMemory:
         return digests
 
 
-class _Files:
+class _WritableFiles:
     """A version's files, open for writing until the context ends."""
 
     def __init__(self, folder: Path, files: list[FileLayout]) -> None:
@@ -93,7 +102,7 @@ class _Files:
             map_pages(byte_bounds(target))
         return copy_and_digest(target, source, box, spec.shape)
 
-    def __enter__(self) -> "_Files":
+    def __enter__(self) -> "_WritableFiles":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

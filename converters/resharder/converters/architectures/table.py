@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from resharder.converters.errors import LayoutError
-from resharder.converters.layout import Box, Range, intersect_ranges
+from resharder.converters.geometry.layout import Box, Range, intersect_ranges
 
 HFConfig = Mapping[str, Any]
 """A model's config.json."""

@@ -8,17 +8,20 @@ from typing import Any
 
 import grpc
 import structlog
-from resharder.server.errors import DaemonError, PermissionDenied, ResourceExhausted, Unauthenticated
+from resharder.server.rpc.methods import BY_PATH, Cost, Method, Role
 from resharder.server.security import identities, rules
-from resharder.server.security.answers import narrow
 from resharder.server.security.files import Pems, Watched, hash_of, read_pems, read_tokens, server_credentials
 from resharder.server.security.limits import Limits
+from resharder.server.security.redaction import redact
 from resharder.server.security.resources import World, model, resource_of
-from resharder.server.security.roles import Grant, Role, Roles
+from resharder.server.security.roles import Grant, Roles
 from resharder.server.security.rules import Resource
 from resharder.server.security.settings import Security
+from resharder.server.state.errors import DaemonError, PermissionDenied, ResourceExhausted, Unauthenticated
 
-_RENEWALS = {"RenewLease", "ReportWorker", "Check"}
+SMALL_BYTES = 1 << 20
+READ = BY_PATH["/resharder.v1.ServerService/GetManifest"]
+LOOK = BY_PATH["/resharder.v1.OperatorService/ListEvents"]  # the status page shows what this call does
 _SAY_AGAIN = 60.0  # seconds between two lines of the log about the same refusal
 _log = structlog.get_logger("resharder.security")
 
@@ -29,6 +32,10 @@ class Caller:
 
     name: str
     grants: tuple[Grant, ...] | None = None
+
+    @property
+    def secured(self) -> bool:
+        return self.grants is not None
 
 
 class Access:
@@ -63,50 +70,46 @@ class Access:
             raise Unauthenticated("NO_IDENTITY", "expected a client certificate or a token (authorization: Bearer …), got none")
         return Caller(f"{names[0]}@{host}", self._roles.of(names))
 
-    def admit(self, method: str, context: grpc.ServicerContext) -> Caller:
+    def admit(self, method: Method, context: grpc.ServicerContext) -> Caller:
         """The caller, if some role of it has this call. Raises Unauthenticated, PermissionDenied, ResourceExhausted."""
-        rule = rules.rule_of(method)
-        caller = Caller(context.peer()) if rule is rules.EVERYBODY else self.caller(context)
-        self._limits.begin(caller.name, method.rpartition("/")[2] in _RENEWALS)
-        if caller.grants is not None and (refusal := rules.lacks_role(caller.grants, rule)):
+        caller = self.caller(context) if method.who else Caller(context.peer())
+        self._limits.begin(caller.name, method.cost is Cost.RENEWAL)
+        if caller.grants is not None and (refusal := rules.lacks_role(caller.grants, method)):
             raise _not_allowed(caller, method, refusal)
         return caller
 
-    def check_size(self, method: str, size: int) -> None:
+    def check_size(self, method: Method, size: int) -> None:
         """Raises ResourceExhausted (MESSAGE_TOO_LARGE)."""
-        rule = rules.rule_of(method)
-        most = self._most if rule is not None and rule.large else min(self._most, rules.SMALL_BYTES)
+        most = self._most if method.large else min(self._most, SMALL_BYTES)
         if size > most:
-            name = method.rpartition("/")[2]
-            raise ResourceExhausted("MESSAGE_TOO_LARGE", f"expected a {name} request of at most {most} bytes, got {size}")
+            raise ResourceExhausted("MESSAGE_TOO_LARGE", f"expected a {method.name} request of at most {most} bytes, got {size}")
 
-    def judge(self, caller: Caller, method: str, request: Any) -> Resource:
+    def judge(self, caller: Caller, method: Method, request: Any) -> Resource:
         """What the request is about. Raises PermissionDenied, and NotFound for a server that is not known."""
-        rule = rules.rule_of(method)
-        if caller.grants is None or rule is None:
+        if caller.grants is None:
             return Resource()
-        resource = resource_of(method, rule, request, self._world)
+        resource = resource_of(method, request, self._world)
         self.decide(caller, method, resource)
         return resource
 
-    def decide(self, caller: Caller, method: str, resource: Resource) -> None:
+    def decide(self, caller: Caller, method: Method, resource: Resource) -> None:
         """Raises PermissionDenied."""
-        if caller.grants is not None and (refusal := rules.decide(caller.grants, rules.rule_of(method), resource)):
+        if caller.grants is not None and (refusal := rules.decide(caller.grants, method, resource)):
             raise _not_allowed(caller, method, refusal)
 
     def open(self, caller: Caller) -> AbstractContextManager[None]:
         """Held while a long call lasts. Raises ResourceExhausted."""
         return self._limits.open(caller.name)
 
-    def narrow(self, caller: Caller, answer: Any) -> None:
+    def redact(self, caller: Caller, answer: Any) -> None:
         grants = caller.grants
         if grants is None:
             return
 
         def reads(name: str) -> bool:
-            return not rules.decide(grants, rules.READS, model(name, self._world))
+            return not rules.decide(grants, READ, model(name, self._world))
 
-        narrow(answer, any(grant.role is Role.VIEWER for grant in grants), reads)
+        redact(answer, any(grant.role is Role.VIEWER for grant in grants), reads)
 
     def viewer(self, headers: Sequence[str], certificate: Mapping[str, Any] | None, host: str) -> Caller:
         """Somebody who looks at the daemon by HTTP: the `Authorization` headers and `SSLSocket.getpeercert()`.
@@ -115,7 +118,7 @@ class Access:
         """
         caller = Caller(host) if self._roles is None else self._known(identities.of_ssl(certificate), headers, host)
         self._limits.begin(caller.name)
-        if caller.grants is not None and (refusal := rules.lacks_role(caller.grants, rules.LOOKS)):
+        if caller.grants is not None and (refusal := rules.lacks_role(caller.grants, LOOK)):
             raise PermissionDenied("NOT_ALLOWED", f"{caller.name} may not look: {refusal}")
         return caller
 
@@ -130,8 +133,8 @@ class Access:
         _log.warning("call_refused", method=method, peer=peer, reason=error.reason, message=str(error)[:500])
 
 
-def _not_allowed(caller: Caller, method: str, refusal: str) -> PermissionDenied:
-    return PermissionDenied("NOT_ALLOWED", f"{caller.name} may not call {method.rpartition('/')[2]}: {refusal}")
+def _not_allowed(caller: Caller, method: Method, refusal: str) -> PermissionDenied:
+    return PermissionDenied("NOT_ALLOWED", f"{caller.name} may not call {method.name}: {refusal}")
 
 
 def watched_pems(security: Security) -> Watched[Pems]:

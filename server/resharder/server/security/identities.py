@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from resharder.server.errors import Unauthenticated
+from resharder.server.state.errors import Unauthenticated
 
 KINDS = ("dns", "uri", "email", "ip", "cn", "token")
 _OF_GRPC = {"dns": "peer_dns", "uri": "peer_uri", "email": "peer_email", "ip": "peer_ip", "cn": "x509_common_name"}

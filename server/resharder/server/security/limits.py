@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from resharder.server.errors import ResourceExhausted
+from resharder.server.state.errors import ResourceExhausted
 
 BURST_SECONDS = 10.0
 _MOST_CALLERS = 4096

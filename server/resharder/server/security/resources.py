@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Any, Protocol
 
-from resharder.converters.chunks import unframe
-from resharder.server.errors import NotFound
-from resharder.server.security.rules import About, Resource, Rule
+from resharder.server.rpc.dispatch import model_of_chunk
+from resharder.server.rpc.methods import About, Method
+from resharder.server.security.rules import Resource
+from resharder.server.state.errors import NotFound
 
 
 class World(Protocol):
@@ -16,20 +17,20 @@ class World(Protocol):
     def fleet_of(self, server: str) -> str: ...
 
 
-def resource_of(method: str, rule: Rule, request: Any, world: World) -> Resource:
+def resource_of(method: Method, request: Any, world: World) -> Resource:
     """Raises what the service would raise for a server that is not known, or for no model where there are several."""
-    name = method.rpartition("/")[2]
-    if rule.about in (About.NOTHING, About.EVERYTHING):
+    name = method.name
+    if method.about in (About.NOTHING, About.EVERYTHING):
         return Resource()
     if name == "UploadChunks":
-        return model(_model_of_chunk(request), world)
+        return model(model_of_chunk(request), world)
     if name == "ClaimServer":
         return _claim(request, world)
     if hasattr(request, "member"):
         return _member(request, world)
     if name == "UpdateFleet":
         return _fleet(request.fleet.name, world)
-    if rule.about is About.FLEET:
+    if method.about is About.FLEET:
         return _fleet(request.fleet, world) if hasattr(request, "fleet") else _server(request.server, world)
     if name == "CreatePublisher":
         return model(request.model.name, world)
@@ -92,10 +93,3 @@ def _model_in(name: str) -> str:
     """Of models/{model}/…; empty for other names, which the services refuse."""
     parts = name.split("/")
     return parts[1] if len(parts) == 4 and parts[0] == "models" else ""
-
-
-def _model_of_chunk(message: bytes) -> str:
-    try:
-        return unframe(message)[2]
-    except ValueError:  # the service says so
-        return ""

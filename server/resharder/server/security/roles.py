@@ -14,19 +14,12 @@ of every row that one of its names matches.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
+from resharder.server.rpc.methods import Role
 from resharder.server.security.identities import KINDS, identity
 
 ALL = "*"
 _OF = re.compile(r"[A-Za-z0-9*][A-Za-z0-9*._-]{0,63}")
-
-
-class Role(Enum):
-    PUBLISHER = "publisher"  # of models
-    SERVER = "server"  # of fleets
-    OPERATOR = "operator"
-    VIEWER = "viewer"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """`security` in the daemon's configuration."""
 
-from ipaddress import ip_address
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -27,12 +26,3 @@ class Security(BaseModel):
         if self.client_ca is None and self.tokens is None:
             raise ValueError("expected client_ca, tokens or both: else nobody could say who they are")
         return self
-
-
-def is_loopback(listen: str) -> bool:
-    """Whether this address is reached from this host alone."""
-    host = listen.rpartition(":")[0].strip("[]")
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or listen.startswith(("unix:", "unix-abstract:"))

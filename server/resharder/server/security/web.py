@@ -4,34 +4,40 @@ authentication, which browsers ask for."""
 import base64
 import binascii
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 
-from resharder.server.errors import DaemonError, ResourceExhausted, Unauthenticated
-from resharder.server.security.access import Access
+from resharder.server.security.access import Access, watched_pems
 from resharder.server.security.files import Watched
 from resharder.server.security.settings import Security
-from resharder.server.web.http import Answer, Request
+from resharder.server.state.errors import DaemonError, ResourceExhausted, Unauthenticated
+from resharder.server.web.app import AccessCheck
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 
 _ASK = ("WWW-Authenticate", 'Basic realm="resharder: the token as password"')
 
 
-def judge(access: Access) -> Callable[[Request], Answer | None]:
-    def judged(request: Request) -> Answer | None:
+def access_check(access: Access) -> AccessCheck:
+    """The check of the status page's port: viewers are admitted."""
+
+    def check(request: Request) -> Response | None:
         try:
-            access.viewer(_bearers(request.headers.get("authorization", [])), request.certificate, "web")
+            access.viewer(_bearers(request.headers.getlist("authorization")), request.state.certificate, "web")
         except DaemonError as error:
             status = _status(error)
-            return Answer(f"{error}\n".encode(), status=status, headers=(_ASK,) if status == HTTPStatus.UNAUTHORIZED else ())
+            headers = dict([_ASK]) if status == HTTPStatus.UNAUTHORIZED else {}
+            return PlainTextResponse(f"{error}\n", status, headers)
         return None
 
-    return judged
+    return check
 
 
 def tls_context(security: Security) -> ssl.SSLContext:
     """Every handshake has the files as they are by then. Certificates of clients are verified, and not asked of everybody: probes
     have none. Raises SecurityFilesError."""
     files = [path for path in (security.certificate, security.key, security.client_ca) if path is not None]
+    watched_pems(security)  # its message names the files
     made = Watched(files, lambda: _context(security))
 
     def choose(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from resharder.server.events import Event
-from resharder.server.fleet import FleetView, ServerView
-from resharder.server.fleet_state import Motion, MotionKind, Move, Want, WantKind
-from resharder.server.manifest import STAGING, VersionRecord
-from resharder.server.publisher import Publisher
-from resharder.server.server_state import Install, InstallState, Server, Worker, WorkerState
-from resharder.server.snapshot import Snapshot
+from resharder.server.fleets.fleets import FleetView, ServerView
+from resharder.server.infra.event_log import Event
+from resharder.server.ingest.publisher import Publisher
+from resharder.server.observability.snapshot import Snapshot
+from resharder.server.state.fleet import Motion, MotionKind, Move, Want, WantKind
+from resharder.server.state.server import Install, InstallState, Server, Worker, WorkerState
+from resharder.server.store.manifest import STAGING, VersionRecord
 from resharder.v1 import resources_pb2
 
 _VERSIONS = 12  # of each model, the newest

@@ -1,0 +1,94 @@
+"""Beforehand: does it fit (`check`), which families there are, what to mend on this host (`doctor`)."""
+
+import os
+import sys
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from resharder.client.cli.app import AsJson, Endpoint, Section, command
+from resharder.client.cli.output import count_up, print_json, print_table, size
+
+
+@command(Section.CHECK)
+def doctor(endpoint: Endpoint = None, as_json: AsJson = False) -> None:
+    """Look at this host, and at the daemon from it, and say what to mend. Exits 1 if something must be."""
+    from resharder.client.tools.doctor import examine
+
+    checks = list(examine(endpoint))
+    if as_json:
+        print_json({"checks": [check._asdict() for check in checks]})
+    else:
+        print_table(("", "check", "found", "to mend"), ((c.verdict, c.name, c.found, c.mend) for c in checks))
+    raise typer.Exit(1 if any(check.verdict == "fail" for check in checks) else 0)
+
+
+@command(Section.CHECK)
+def check(
+    config: Annotated[Path, typer.Argument(help="A config.json, or a folder that has one.")],
+    world: Annotated[int, typer.Option(help="Trainer ranks; 0: no trainer.")] = 0,
+    tp: Annotated[int, typer.Option(help="The trainer's tensor parallel size.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline parallel size.")] = 1,
+    vpp: Annotated[int, typer.Option(help="Virtual pipeline stages of a rank; 0: none.")] = 0,
+    cp: Annotated[int, typer.Option(help="Context parallel size.")] = 1,
+    ep: Annotated[int, typer.Option(help="Expert parallel size.")] = 1,
+    etp: Annotated[int, typer.Option(help="Expert tensor parallel size; 0: Megatron's default.")] = 0,
+    spec: Annotated[str, typer.Option(help="Megatron's layers: local or te (needs TransformerEngine).")] = "local",
+    vocab_multiple: Annotated[int, typer.Option(help="The vocabulary is padded to a multiple of this times tp.")] = 128,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=JSON", help="For TransformerConfig.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    server_tp: Annotated[int, typer.Option(help="The server's tensor parallel size; 0: no server.")] = 0,
+    server_pp: Annotated[int, typer.Option(help="Its pipeline parallel size.")] = 1,
+    server_dp: Annotated[int, typer.Option(help="Its data parallel size.")] = 1,
+    server_ep: Annotated[bool, typer.Option("--server-ep", help="Experts are spread over its tp x dp workers.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say beforehand whether a trainer and a server fit a model.
+
+    And what each process sends and receives. From the config alone: no weights, no GPU, any number of ranks. Exits 4 with the
+    reason if something does not fit.
+    """
+    from resharder.client.tools import check as checking
+
+    warnings.filterwarnings("ignore", module="megatron")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    report = checking.check(
+        checking.read_config(config),
+        checking.parallel(world, tp, pp, vpp, cp, ep, etp) if world else None,
+        checking.server(server_tp, server_pp, server_dp, server_ep) if server_tp else None,
+        dtype=dtype,
+        options={"spec": spec, "vocab_multiple": vocab_multiple} | checking.settings(set_ or []),
+        progress=count_up if sys.stderr.isatty() and not as_json else lambda what, done, total: None,
+    )
+    if as_json:
+        return print_json(asdict(report))
+    print(f"{report.architecture}: {report.tensors} tensors, {size(report.size)}: every element has one place")
+    sides = (("rank to daemon", report.sends), ("daemon to worker", report.receives), ("rank to workers", report.direct))
+    print_table(
+        ("bytes", "processes", "each, mean", "largest", "largest / mean"),
+        (
+            (title, str(len(s.bytes_each)), size(s.total // len(s.bytes_each)), size(max(s.bytes_each)), f"{s.imbalance:.3f}")
+            for title, s in sides
+            if s is not None
+        ),
+    )
+    if report.copies:
+        print(f"the direct path: {report.copies} copies")
+    if report.through_load_weights:
+        names = ", ".join(report.through_load_weights[:4])
+        print(f"{len(report.through_load_weights)} tensors go whole through load_weights: {names}")
+
+
+@command(Section.CHECK)
+def architectures(as_json: AsJson = False) -> None:
+    """The model families that a Megatron trainer can attach, and what proves each."""
+    from resharder.converters.architectures import ARCHITECTURES, NOT_BUILT
+
+    if as_json:
+        found = [{"model_type": a.model_type, "architecture": a.name, "proof": a.proof} for a in ARCHITECTURES]
+        return print_json({"architectures": found, "not_built": NOT_BUILT})
+    print_table(("model_type", "architecture", "proof"), ((a.model_type, a.name, a.proof) for a in ARCHITECTURES))
+    for name, why in NOT_BUILT.items():
+        print(f"not supported: {name}: {why}")

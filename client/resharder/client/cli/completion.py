@@ -1,0 +1,47 @@
+"""What the shell completes: names that the daemon knows. It answers within a second or nothing is completed."""
+
+from collections.abc import Callable, Iterable
+
+import typer
+from resharder.client.errors import ResharderError
+from resharder.client.operator import Operator
+from resharder.client.operator.states import VersionState
+
+SECONDS = 1.0
+Question = Callable[[Operator], Iterable[str]]
+
+
+def fleets(context: typer.Context, incomplete: str) -> list[str]:
+    return _known(context, incomplete, lambda operator: (fleet.name for fleet in operator.fleets()))
+
+
+def models(context: typer.Context, incomplete: str) -> list[str]:
+    return _known(context, incomplete, lambda operator: operator.daemon().models)
+
+
+def servers(context: typer.Context, incomplete: str) -> list[str]:
+    """Their ids: shells break words at other characters."""
+    return _known(context, incomplete, lambda operator: (server.name.partition("/")[2] for server in operator.servers()))
+
+
+def versions(context: typer.Context, incomplete: str) -> list[str]:
+    return [*(["latest"] if "latest".startswith(incomplete) else []), *numbers(context, incomplete)]
+
+
+def numbers(context: typer.Context, incomplete: str) -> list[str]:
+    """Of READY versions."""
+    ready, model = VersionState.READY, context.params.get("model") or ""
+    return _known(context, incomplete, lambda operator: (str(v.number) for v in operator.versions(model) if v.state == ready))
+
+
+def archived(context: typer.Context, incomplete: str) -> list[str]:
+    model = context.params.get("model") or ""
+    return _known(context, incomplete, lambda operator: (str(one.number) for one in operator.archived(model)))
+
+
+def _known(context: typer.Context, incomplete: str, question: Question) -> list[str]:
+    try:
+        with Operator(context.params.get("endpoint"), timeout=SECONDS, connect_timeout=0) as operator:
+            return sorted({name for name in question(operator) if name.startswith(incomplete)})
+    except ResharderError:
+        return []

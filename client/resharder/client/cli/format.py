@@ -1,0 +1,138 @@
+"""Fleets, servers, moves and events in words and as rows of tables."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from resharder.client.cli.output import Row, number, several, size, time_of
+from resharder.client.operator.answers import (
+    DaemonEvent,
+    FleetStatus,
+    MoveStatus,
+    PublisherStatus,
+    ServerStatus,
+    UpdateStrategy,
+    VersionStatus,
+    VersionTarget,
+)
+from resharder.client.operator.states import MovePhase, ServerPower, ServerState, StrategyKind, TargetKind, VersionState
+
+PUBLISHERS = ("publisher", "state", "ranks", "job")
+FLEETS = ("fleet", "model", "wants", "at", "moves", "move", "serving it", "reason")
+SERVERS = ("server", "fleet", "state", "serves", "wants", "workers", "apply", "pause", "reason")
+VERSIONS = ("model", "version", "state", "step", "size", "ready", "served by", "reason")
+
+
+def publisher_rows(publishers: Iterable[PublisherStatus]) -> Iterator[Row]:
+    for p in publishers:
+        yield p.name, p.state.value, f"{p.registered_slots}/{p.world_size}", p.job
+
+
+def fleet_rows(fleets: Iterable[FleetStatus], servers: Sequence[ServerStatus]) -> Iterator[Row]:
+    for f in fleets:
+        there = sum(s.fleet == f.name and s.version == f.wanted_version and s.state == ServerState.SERVING for s in servers)
+        selected = f" ({f.wanted_version})" if f.target.kind != TargetKind.NUMBER and f.wanted_version else ""
+        serving = f"{there}/{len(f.servers)}"
+        yield (
+            f.name, f.model, target(f.target) + selected, number(f.settled_version), strategy(f.strategy), move(f.move), serving,
+            f.reason,
+        )  # fmt: skip
+
+
+def server_rows(servers: Iterable[ServerStatus]) -> Iterator[Row]:
+    for s in servers:
+        apply = max((w.apply_seconds for w in s.workers), default=0.0)
+        pause, error = (s.install.pause_seconds, s.install.error) if s.install else (0.0, "")
+        yield (
+            s.name, s.fleet, state(s), number(s.version), number(s.wanted_version), f"{len(s.workers)}/{s.world_size}",
+            f"{apply:.3f} s", f"{pause:.3f} s", s.reason or error,
+        )  # fmt: skip
+
+
+def version_rows(versions: Iterable[VersionStatus]) -> Iterator[Row]:
+    for v in versions:
+        yield (
+            v.model, number(v.number), v.state.value, str(v.step), size(v.size_bytes),
+            time_of(v.ready_time) if v.ready_time else _arrived(v),
+            _served(v), v.reason,
+        )  # fmt: skip
+
+
+def _served(version: VersionStatus) -> str:
+    served = f"{version.servers_serving}/{version.servers_following}"
+    if version.state == VersionState.READY:
+        return served
+    return f"{served}, ahead" if version.state == VersionState.STAGING and version.servers_serving else "–"
+
+
+def event_line(event: DaemonEvent) -> str:
+    details = " ".join(f"{name}={value}" for name, value in sorted(event.details.items()))
+    return "  ".join(filter(None, (time_of(event.time), event.subject, event.what, details, event.reason)))
+
+
+def target(it: VersionTarget) -> str:
+    if it.kind == TargetKind.NUMBER:
+        return f"version {it.version}"
+    if it.kind == TargetKind.LATEST:
+        return "latest" + (f", one move in {it.every_seconds:g} s" if it.every_seconds else "")
+    return "none"
+
+
+def strategy(it: UpdateStrategy) -> str:
+    if it.kind == StrategyKind.ROLLING:
+        return _rolling(it)
+    if it.kind == StrategyKind.CANARY:
+        until = [f"{it.hold_seconds:g} s"] * bool(it.hold_seconds) + ["approval"] * it.approval
+        until += [f"check {it.check}"] * bool(it.check)
+        first = several(it.canaries or 1, "server")
+        return f"{first} first{', held for ' + ' and '.join(until) if until else ''}, then {_rolling(it)}"
+    return "atomically" if it.kind == StrategyKind.ATOMIC else "all at once"
+
+
+def _rolling(it: UpdateStrategy) -> str:
+    return (
+        f"{f'{it.at_a_time} at a time' if it.at_a_time else 'the rest'}, stops after {several(it.max_failures or 1, 'failure')}"
+    )
+
+
+def move(it: MoveStatus | None) -> str:
+    return f"{number(it.from_version)} → {it.to_version} {it.state.value}" if it else "–"
+
+
+def state(server: ServerStatus) -> str:
+    name = server.state.value
+    if server.state == ServerState.ASLEEP:
+        powers = {
+            ServerPower.ASLEEP_1: ", level 1",
+            ServerPower.ASLEEP_2: ", level 2",
+            ServerPower.WEIGHTS_AWAKE: ", weights awake",
+        }
+        return name + powers.get(server.power, "")
+    if server.ahead and server.state in (ServerState.SERVING, ServerState.STAGING):
+        return f"{name}, ahead"
+    return f"{name}, {server.in_flight} in flight" if server.state == ServerState.DRAINED and server.in_flight else name
+
+
+def progress(fleet: FleetStatus, servers: Sequence[ServerStatus]) -> str:
+    """One line of where a fleet is: its move, and the servers that are not there, with why."""
+    live = [s for s in servers if s.state != ServerState.LOST]
+    there = sum(s.state == ServerState.SERVING and s.version == fleet.wanted_version for s in live)
+    others = (f"{s.name} {state(s)}" for s in live if s.state != ServerState.SERVING or s.version != fleet.wanted_version)
+    line = f"{fleet.name}: {move(fleet.move)}, {there}/{len(live)} serve {number(fleet.wanted_version)}"
+    return "; ".join(filter(None, (line, *others, fleet.reason)))
+
+
+def states(servers: Iterable[ServerStatus]) -> str:
+    """One line of what servers are at."""
+    return "; ".join(f"{server.name} {state(server)}" for server in servers) or "no servers"
+
+
+def outcome(fleet: FleetStatus) -> str:
+    """One line of what a fleet wants and why it is where it is."""
+    failed = fleet.move.failed if fleet.move and fleet.move.state == MovePhase.DONE else {}
+    reasons = (fleet.reason, *(f"failed: {server}: {error}" for server, error in sorted(failed.items())))
+    line = f"{fleet.name} wants {target(fleet.target)}, is at {number(fleet.settled_version)}"
+    return ": ".join(filter(None, (line, "; ".join(filter(None, reasons)))))
+
+
+def _arrived(version: VersionStatus) -> str:
+    received = sum(slot.received_bytes for slot in version.slots)
+    return f"{100 * received // max(1, version.size_bytes)} %" if version.state == VersionState.STAGING else "–"

@@ -1,0 +1,86 @@
+"""`resharder probe`: whether this server should be given requests, for readiness probes and health checks of load balancers."""
+
+import os
+import urllib.error
+import urllib.request
+from typing import Annotated
+
+import typer
+from resharder.client.cli import completion
+from resharder.client.cli.app import AsJson, Endpoint, Section, command
+from resharder.client.cli.output import print_json
+from resharder.client.cli.server_lag import ServerLag, server_lag
+from resharder.client.errors import DaemonUnreachable, NotFound, UsageError, WaitTimeout
+from resharder.client.operator import Operator
+from resharder.client.operator.connection import server_name
+
+_SECONDS = 3.0  # for each answer: probes have little time
+_NOT_READY = 1
+
+
+@command(Section.CHECK)
+def probe(
+    url: Annotated[str, typer.Option("--url", metavar="URL", help="Also asked: must answer 200. vLLM's own /health.")] = "",
+    max_lag_versions: Annotated[int, typer.Option(metavar="N", min=0, help="Versions it may be behind; 0: any number.")] = 0,
+    max_lag_seconds: Annotated[float, typer.Option(metavar="S", min=0, help="Seconds it may be behind; 0: any time.")] = 0,
+    server: Annotated[
+        str, typer.Option("--server", metavar="ID", help="RESHARDER_SERVER_ID, if not given.", autocompletion=completion.servers)
+    ] = "",
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Whether a server should be given requests. Exits 1 if not.
+
+    It should not while its gate is shut (--url), or while it is further behind the version that it is to serve than the bounds
+    allow and others of its fleet are nearer. A server that waits for its turn in a move is not behind. Where the daemon cannot be
+    reached or does not know the server, the gate alone decides.
+    """
+    ready, reason = _gate(url) if url else (True, "")
+    found = ServerLag()
+    if ready and (max_lag_versions or max_lag_seconds):
+        found, reason = _look(server or os.environ.get("RESHARDER_SERVER_ID", ""), endpoint)
+        ready = not found.beyond(max_lag_versions, max_lag_seconds)
+    if as_json:
+        print_json({"ready": ready, "reason": reason, "lag_versions": found.versions, "lag_seconds": found.seconds})
+    else:
+        print(f"{'ready' if ready else 'not ready'}{': ' if reason else ''}{reason}")
+    raise typer.Exit(0 if ready else _NOT_READY)
+
+
+def _gate(url: str) -> tuple[bool, str]:
+    """Whether it answers 200, and what it says if not. Raises UsageError for what is no HTTP address."""
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"expected an http or https address in --url, got {url!r}")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=_SECONDS):
+            return True, ""
+    except urllib.error.HTTPError as error:
+        with error:
+            return False, f"{url} answers {error.code}: {error.read(300).decode(errors='replace').strip()}"
+    except OSError as error:
+        return False, f"{url} does not answer: {error}"
+
+
+def _look(server: str, endpoint: str | None) -> tuple[ServerLag, str]:
+    """Its lag, and a sentence. Raises UsageError, and Refused where the daemon says no to the question itself."""
+    if not server:
+        raise UsageError("expected a server, got none: pass --server or set RESHARDER_SERVER_ID")
+    try:
+        with Operator(endpoint, timeout=_SECONDS, connect_timeout=0) as operator:
+            found = operator.server(server)
+            if found.version == found.wanted_version:
+                return ServerLag(), f"{found.name} serves version {found.version}, as it is to"
+            behind = server_lag(
+                found,
+                operator.fleet(found.fleet),
+                operator.servers(found.fleet),
+                operator.versions_after(min(found.version, found.wanted_version), model=found.model),
+                operator.daemon().time,
+            )
+    except NotFound:
+        return ServerLag(), f"the daemon does not know {server_name(server)}"
+    except (DaemonUnreachable, WaitTimeout) as error:
+        return ServerLag(), f"the gate alone decides: {error}"
+    far = f"{behind.versions} behind for {behind.seconds:.0f} s" if behind.versions else "nobody in its fleet is nearer"
+    return behind, f"{found.name} serves version {found.version}, is to serve {found.wanted_version}: {far}; {found.reason}"

@@ -1,0 +1,79 @@
+"""What is where: status, servers, versions, events."""
+
+from typing import Annotated
+
+import typer
+from resharder.client.cli import completion, format
+from resharder.client.cli.app import AsJson, Endpoint, ModelName, Section, command
+from resharder.client.cli.output import console, one_line, plain, print_json, print_table, size, table, time_of
+from resharder.client.operator import Operator
+from resharder.client.operator.answers import DaemonStatus, FleetStatus, ServerStatus
+from rich.console import Group
+
+OfFleet = Annotated[str, typer.Option("--fleet", metavar="NAME", help="Only of this fleet.", autocompletion=completion.fleets)]
+
+
+def picture(operator: Operator, daemon: DaemonStatus, fleets: list[FleetStatus], servers: list[ServerStatus]) -> Group:
+    """All of a daemon, for eyes."""
+    used, limit = size(daemon.store_used_bytes), size(daemon.store_limit_bytes)
+    return Group(
+        f"daemon {daemon.release} at {operator.endpoint}, started {time_of(daemon.start_time)}",
+        f"store {daemon.store_folder}: {used} of {limit} used",
+        "",
+        table(format.PUBLISHERS, format.publisher_rows(daemon.publishers)),
+        "",
+        table(format.FLEETS, format.fleet_rows(fleets, servers)),
+        "",
+        table(format.SERVERS, format.server_rows(servers)),
+    )
+
+
+@command(Section.LOOK)
+def status(endpoint: Endpoint = None, as_json: AsJson = False) -> None:
+    """Everything at once: daemon, store, publishers, fleets, and why each server is where it is."""
+    with Operator(endpoint) as operator:
+        daemon, fleets, servers = operator.daemon(), operator.fleets(), operator.servers()
+        if as_json:
+            return print_json({"daemon": plain(daemon), "fleets": [*map(plain, fleets)], "servers": [*map(plain, servers)]})
+        console().print(picture(operator, daemon, fleets, servers))
+
+
+@command(Section.LOOK)
+def servers(fleet: OfFleet = "", endpoint: Endpoint = None, as_json: AsJson = False) -> None:
+    """Every vLLM server: what it serves, what it wants, and why it is where it is."""
+    with Operator(endpoint) as operator:
+        found = operator.servers(operator.fleet(fleet).name if fleet else "")
+    if as_json:
+        return print_json({"servers": [*map(plain, found)]})
+    print_table(format.SERVERS, format.server_rows(found))
+
+
+@command(Section.LOOK)
+def versions(model: ModelName = "", endpoint: Endpoint = None, as_json: AsJson = False) -> None:
+    """Every version, newest first: state, step, size, who serves it."""
+    with Operator(endpoint) as operator:
+        found = sorted(operator.versions(model), key=lambda v: (v.model, -v.number))
+    if as_json:
+        return print_json({"versions": [*map(plain, found)]})
+    print_table(format.VERSIONS, format.version_rows(found))
+
+
+@command(Section.LOOK)
+def events(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C, over restarts of the daemon too.")] = False,
+    last: Annotated[int, typer.Option("--last", metavar="N", min=1, help="How many of the newest to begin with.")] = 20,
+    subject: Annotated[
+        str, typer.Option("--subject", metavar="NAME", help="Only about this: servers/ID, fleets/NAME, models/M/versions/N, …")
+    ] = "",
+    endpoint: Endpoint = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """What happened, oldest first: to versions, servers, fleets, and what operators asked for."""
+    with Operator(endpoint) as operator:
+        operator.daemon()  # not there at all is said at once
+        try:
+            for event in operator.events(last=last, subject=subject, follow=follow):
+                print(one_line(plain(event)) if as_json else format.event_line(event), flush=True)
+        except KeyboardInterrupt:
+            if not follow:
+                raise

@@ -1,0 +1,52 @@
+"""Verification: what lies in the memory of a server's workers, against the version that they hold."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from resharder.client.cli import completion
+from resharder.client.cli.app import AsJson, Endpoint, Section, command
+from resharder.client.cli.output import plain, print_json, size
+from resharder.client.operator import Operator
+from resharder.client.operator.answers import WorkerVerification
+
+_DIFFERS, _SKIPPED = 1, 4
+
+
+@command(Section.CHECK)
+def verify(
+    server: Annotated[str, typer.Argument(metavar="SERVER", help="Its id.", autocompletion=completion.servers)],
+    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=1, max=3600, help="For all workers.")] = 600,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare what a server has in memory with the version that it holds, while it serves.
+
+    Exit 1: a worker's memory differs; the server leaves service and its version is installed again. Exit 4: a worker cannot be
+    verified now (it sleeps, or holds no version).
+    """
+    with Operator(endpoint) as operator:
+        found = operator.verify(server, timeout=timeout)
+    if as_json:
+        print_json({"verifications": [*map(plain, found)]})
+    else:
+        for one in found:
+            print(_line(one))
+    if code := _code(found):
+        raise typer.Exit(code)
+
+
+def _code(found: Sequence[WorkerVerification]) -> int:
+    if any(one.different_tensors for one in found):
+        return _DIFFERS
+    return _SKIPPED if any(one.skipped for one in found) else 0
+
+
+def _line(one: WorkerVerification) -> str:
+    if one.skipped:
+        return f"worker {one.rank}: not verified: {one.skipped}"
+    covered = f"{size(one.covered_bytes)} of {size(one.total_bytes)} in {one.tensors} tensors, {one.seconds:.2f} s"
+    if not one.different_tensors:
+        return f"worker {one.rank}: holds version {one.version} ({covered})"
+    names = ", ".join(one.different) + (", …" if one.different_tensors > len(one.different) else "")
+    return f"worker {one.rank}: {one.different_tensors} tensors differ from version {one.version}: {names} ({covered})"

@@ -1,0 +1,80 @@
+"""The end of a command on a fleet: at once, or with `--wait` when its effect has come."""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+import typer
+from resharder.client.cli import format
+from resharder.client.cli.app import WENT_WRONG
+from resharder.client.cli.output import plain, print_json
+from resharder.client.errors import UsageError
+from resharder.client.operator import Operator
+from resharder.client.operator.answers import FleetStatus, ServerStatus
+from resharder.client.operator.states import MovePhase
+from resharder.client.operator.waiting import FleetListener, went_well
+
+Act = Callable[[Operator, str, str], FleetStatus]
+"""With the fleet's name, and servers/{id} or nothing for all of them."""
+Until = Callable[[Operator, str, str, FleetListener, float | None], object]
+"""The same, with a listener and seconds."""
+
+
+def end_move(operator: Operator, asked: FleetStatus, wait: bool, timeout: float, as_json: bool, back: bool = False) -> None:
+    """Exit WENT_WRONG if the move ended FAILED or STOPPED; with `back`, unless it ended FAILED."""
+    wait = wait or timeout > 0
+    fleet = operator.wait_moved(asked, _on_change(format.progress, as_json), timeout=timeout or None) if wait else asked
+    show(fleet, as_json)
+    failed = fleet.move is not None and fleet.move.state == MovePhase.FAILED
+    as_asked = failed if back else went_well(asked, fleet)
+    if wait and not as_asked:
+        raise typer.Exit(WENT_WRONG)
+
+
+def show(fleet: FleetStatus, as_json: bool) -> None:
+    if as_json:
+        return print_json(plain(fleet))
+    print(format.outcome(fleet))
+
+
+def maintain(
+    act: Act, until: Until, fleet: str, server: str, wait: bool, timeout: float, endpoint: str | None, as_json: bool
+) -> None:
+    """Act on the fleet or the server, wait if asked to, and print the servers concerned."""
+    with Operator(endpoint) as operator:
+        name, one = _target(operator, fleet, server)
+        act(operator, name, one)
+
+        def about(servers: Iterable[ServerStatus]) -> list[ServerStatus]:
+            return [server for server in servers if one in ("", server.name)]
+
+        if wait or timeout:
+            until(operator, name, one, _on_change(lambda fleet, servers: format.states(about(servers)), as_json), timeout or None)
+        found = about(operator.servers(name))
+    if as_json:
+        return print_json({"servers": [*map(plain, found)]})
+    for each in found:
+        print(f"{each.name} {format.state(each)}: {each.reason}")
+
+
+def _target(operator: Operator, fleet: str, server: str) -> tuple[str, str]:
+    """(fleet, servers/{id} or empty). Raises UsageError, NotFound."""
+    if not server:
+        return operator.fleet(fleet).name, ""
+    found = operator.server(server)
+    if fleet and fleet != found.fleet:
+        raise UsageError(f"expected a server of fleet {fleet}, {found.name} is of {found.fleet}")
+    return found.fleet, found.name
+
+
+def _on_change(line: Callable[[FleetStatus, Sequence[ServerStatus]], str], silent: bool) -> FleetListener:
+    """A listener that prints a line to standard error whenever it changes."""
+    before = ""
+
+    def listener(fleet: FleetStatus, servers: Sequence[ServerStatus]) -> None:
+        nonlocal before
+        now = line(fleet, servers)
+        if now != before and not silent:
+            print(now, file=sys.stderr, flush=True)
+        before = now
+
+    return listener

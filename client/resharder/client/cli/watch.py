@@ -1,0 +1,59 @@
+"""`watch`: the picture of `status`, live on a terminal, else a snapshot for each change."""
+
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+from resharder.client.cli.app import Endpoint, Section, command
+from resharder.client.cli.output import console
+from resharder.client.cli.show import picture
+from resharder.client.errors import DaemonUnreachable
+from resharder.client.operator import Operator
+from rich.console import Group
+from rich.live import Live
+
+
+@command(Section.LOOK)
+def watch(
+    every: Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.1, help="Between two looks.")] = 1.0,
+    endpoint: Endpoint = None,
+) -> None:
+    """The picture of `status`, kept up to date until Ctrl-C; into a pipe: once for every change."""
+    with Operator(endpoint) as operator:
+
+        def look() -> Group:
+            return picture(operator, operator.daemon(), operator.fleets(), operator.servers())
+
+        look()  # a daemon that is not there is an error here, and only a line of the picture later
+        try:
+            (_live if sys.stdout.isatty() else _changes)(lambda: _or_gone(look), every)
+        except KeyboardInterrupt:
+            return
+
+
+def _live(look: Callable[[], Group], every: float) -> None:
+    with Live(look(), console=console(), screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(every)
+            live.update(look(), refresh=True)
+
+
+def _changes(look: Callable[[], Group], every: float) -> None:
+    before = ""
+    while True:
+        with (to := console()).capture() as captured:
+            to.print(look())
+        if (now := captured.get()) != before:
+            print(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%SZ}\n{now}", flush=True)
+            before = now
+        time.sleep(every)
+
+
+def _or_gone(look: Callable[[], Group]) -> Group:
+    try:
+        return look()
+    except DaemonUnreachable as error:
+        return Group(str(error))

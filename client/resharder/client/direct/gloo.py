@@ -1,0 +1,89 @@
+"""The direct path's group on CPUs, over gloo."""
+
+import datetime
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from resharder.client.direct.base import DirectFailed, PeerMessage
+from resharder.client.gpu.streams import WorkStream
+
+_UNUSED = 0x7FFFFFFF  # a tag
+_PATIENCE = datetime.timedelta(milliseconds=1)
+
+
+class GlooGroup:
+    """Messages of a pair are told apart by their number."""
+
+    def __init__(self, store: Any, rank: int, members: Sequence[int], timeout: float) -> None:
+        self.rank, self.size, self._why = rank, len(members), ""
+        self._place = {member: i for i, member in enumerate(members)}
+        size = len(members)
+        self._sent, self._received = [0] * size, [0] * size
+        self._lock = threading.Lock()
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = datetime.timedelta(seconds=timeout)
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        try:
+            self._gloo: Any = dist.ProcessGroupGloo(store, self._place[rank], size, options)
+        except RuntimeError as error:
+            raise DirectFailed(f"expected {size} processes to meet within {timeout:g} s: {error}") from error
+
+    def post(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], deadline: float) -> "_GlooWork":
+        self.check()
+        works = []
+        try:
+            for peer, memory in ((self._place[peer], memory) for peer, memory in receives):
+                works.append((self._gloo.recv([memory], peer, self._received[peer]), memory))
+                self._received[peer] += 1
+            for peer, memory in ((self._place[peer], memory) for peer, memory in sends):
+                works.append((self._gloo.send([memory], peer, self._sent[peer]), memory))
+                self._sent[peer] += 1
+        except (RuntimeError, AttributeError) as error:
+            raise self.failed(error) from error
+        return _GlooWork(self, works)
+
+    def failed(self, error: Exception) -> DirectFailed:
+        return DirectFailed(self._why or f"rank {self.rank}: {error}")
+
+    def check(self) -> None:
+        if self._why or self._gloo is None:
+            raise DirectFailed(self._why or "the group is closed")
+
+    def abort(self, why: str) -> None:
+        self._why = self._why or why
+        self._cut()
+
+    def _cut(self) -> None:
+        """gloo has nothing else that ends the waits of other threads: one that ran out of time closes all connections."""
+        with self._lock:
+            gloo = self._gloo
+            for peer in range(self.size):
+                if gloo is not None and peer != self._place[self.rank]:
+                    try:
+                        gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _UNUSED).wait(_PATIENCE)
+                    except RuntimeError:
+                        return
+
+    def close(self) -> None:
+        self._cut()
+        self._gloo = None
+
+
+class _GlooWork:
+    def __init__(self, group: GlooGroup, works: list[tuple[Any, torch.Tensor]]) -> None:
+        self._group, self._works = group, works
+
+    def wait(self, deadline: float) -> None:
+        for work, _ in self._works:
+            try:
+                work.wait(datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            except RuntimeError as error:
+                raise self._group.failed(error) from error
+        self._works = []
+
+    def come_before(self, stream: WorkStream, deadline: float) -> None:
+        self.wait(deadline)

@@ -1,0 +1,62 @@
+"""What a rank says of what it sends: the digest of each box as it lies in its memory, with what is added on the way."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from resharder.client.direct.base import DirectFailed
+from resharder.client.gpu.digest import CachedDigester
+from resharder.converters.geometry.layout import View, box_shape
+from resharder.converters.geometry.piece_arrays import Ints, Pieces
+from resharder.converters.models.tensor_io import view_of
+from resharder.converters.storage.digest import digest_torch
+
+
+class SentDigests:
+    """Over one group, version after version."""
+
+    def __init__(self, pieces: Pieces[int], device: torch.device) -> None:
+        self._pieces, self._on_gpu = pieces, device.type == "cuda"
+        self._plain, self._changed = np.flatnonzero(pieces.plus == 0), np.flatnonzero(pieces.plus != 0)
+        self._digester = CachedDigester(_take(pieces, self._plain), device)
+
+    def digests(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
+        """In the order of the pieces. After what the current stream has yet to do. Raises DirectFailed."""
+        try:
+            _check_inside(self._pieces, tensors)
+            if not self._on_gpu:
+                return [_digest(self._pieces, i, tensors) for i in range(len(self._pieces))]
+            found = np.zeros(len(self._pieces), np.uint64)
+            found[self._plain] = self._digester.at(tensors).digests()
+            for i in self._changed.tolist():
+                found[i] = _digest(self._pieces, i, tensors)
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise DirectFailed(f"digests of what is sent: {error}") from error
+        digests: list[int] = found.tolist()
+        return digests
+
+
+def _digest(sent: Pieces[int], i: int, tensors: Mapping[str, torch.Tensor]) -> int:
+    n, spec = sent.dimensions(i), sent.specs[sent.tensor[i]]
+    box = sent.boxes.box(i, n)
+    view = View(box_shape(box), tuple(sent.strides[i, :n].tolist()), int(sent.offset[i]))
+    values = view_of(tensors[sent.locals[sent.local[i]]], view)
+    return digest_torch(values + float(sent.plus[i]) if sent.plus[i] else values, box, spec.shape)
+
+
+def _check_inside(sent: Pieces[int], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises ValueError."""
+    ends = sent.offset + ((sent.boxes.count - 1) * sent.strides).sum(axis=1)
+    used = np.unique(sent.local).tolist()
+    room = np.zeros(len(sent.locals), np.int64)
+    for number in used:
+        tensor = tensors[sent.locals[number]]
+        room[number] = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+    if len(outside := np.flatnonzero(ends >= room[sent.local])):
+        raise ValueError(f"expected boxes inside of {sent.locals[sent.local[outside[0]]]}, got one that ends behind it")
+
+
+def _take(sent: Pieces[int], which: Ints) -> Pieces[int]:
+    names = ("tensor", "process", "local", "offset", "strides", "plus")
+    return replace(sent, boxes=sent.boxes.take(which), **{name: getattr(sent, name)[which] for name in names})

@@ -1,0 +1,166 @@
+"""Boxes of a GPU's tensors into the host's pages, by way of pinned buffers: a kernel fills one while threads empty another.
+
+The same kernel could write to the pages themselves, were they registered with CUDA for each version. That takes time, and so does
+releasing them, for which the verification of the version waits; other threads' kernels wait in both. 61 GB were READY after 7.3 s
+that way and after 5.6 s this way (benchmarks/results/direct_install.md).
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import numpy as np
+import torch
+from resharder.client.gpu.digest import CachedDigester
+from resharder.client.gpu.schedule import Moves, schedule
+from resharder.client.gpu.streams import Mark, WorkStream
+from resharder.client.gpu.table import Table, addresses_of, check_fit
+from resharder.client.runtime.driver_lock import DRIVER_LOCK
+from resharder.client.runtime.switch_interval import short_switch_interval
+from resharder.converters.geometry.copy_table import copies_of
+from resharder.converters.geometry.layout import Layout, Piece
+from resharder.converters.geometry.piece_arrays import Ints, pack
+from resharder.converters.geometry.plan import plan_pieces
+from resharder.converters.storage.digest import Array
+
+Tensors = Mapping[str, torch.Tensor]
+BUFFER_BYTES = 64 << 20
+_BUFFERS = 3
+_ALIGN = 16  # bytes: the widest words of the kernel
+_RUN = 2 << 20  # bytes that a thread copies at a time, so that all have as much to do
+
+
+class DeviceToHost:
+    """Planned once for a layout and run for every version. Its buffers, pinned where the tensors are a GPU's, are kept."""
+
+    def __init__(self, layout: Layout, device: torch.device, threads: int, buffer_bytes: int = BUFFER_BYTES) -> None:
+        """The pieces' `plus` is not looked at: values are copied as they are. `buffer_bytes`: of each of three."""
+        self._device, self._threads = device, threads
+        copies = copies_of(plan_pieces(pack({0: layout}), pack({0: _whole(layout)})), [0], [0])
+        self._sources, self._targets = copies.source_locals, copies.target_locals
+        self._fills, self._empties = through_buffers(schedule(copies, 0, 0).local, buffer_bytes, threads)
+        self._rounds = int(self._fills.round.max(initial=-1)) + 1
+        size = min(buffer_bytes, int((self._fills.target_at + self._fills.rows * self._fills.width).max(initial=0)))
+        self._buffers = [
+            torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(min(_BUFFERS, self._rounds))
+        ]
+        self._copies, self._digester = WorkStream(device), CachedDigester(layout, device)
+        self._fill: tuple[Ints, Table] | None = None  # and where tensors lie for it
+
+    def run(self, arrays: Mapping[str, Array], tensors: Tensors) -> list[int]:
+        """Copies after what the current stream has yet to do, and returns the digests of what lies on the device, in the order of
+        the layout's pieces, when all of it is in `arrays`, whole tensors in mapped pages.
+
+        Raises KeyError and ValueError for tensors that are not as the layout has them.
+        """
+        source = addresses_of(self._sources, tensors, range(len(self._sources)))
+        ends = [(arrays[n].ctypes.data, arrays[n].ctypes.data + arrays[n].nbytes) for n in self._targets]
+        target = np.array(ends, np.int64).reshape(-1, 2)
+        for moves in (self._fills, self._empties):
+            check_fit(moves, self._sources, source, self._targets, target)
+        begins = np.append(source[:, 0], 0), np.append(target[:, 0], 0)
+        if self._fill is None or not np.array_equal(self._fill[0], source):
+            self._fill = source, Table(self._fills, *begins, self._device)
+        fill, empty, digester = self._fill[1], Table(self._empties, *begins, torch.device("cpu")), self._digester.at(tensors)
+        self._copies.begin()
+        with ThreadPoolExecutor(self._threads, "resharder-to-host") as pool, short_switch_interval():
+            try:
+                self._copy(fill, empty, pool)
+            finally:
+                self._copies.drain()
+        return digester.digests()
+
+    def _copy(self, fill: Table, empty: Table, pool: ThreadPoolExecutor) -> None:
+        filled: list[Mark] = []
+        emptied: list[Sequence[Future[None]]] = []
+
+        def begin(k: int) -> None:
+            if k >= len(self._buffers):
+                _all(emptied[k - len(self._buffers)])
+            with DRIVER_LOCK.background(), self._copies.work():  # beside this, transfers took 300 ms that take 180
+                fill.run(k, target_base=self._at(k))
+                filled.append(self._copies.mark())
+
+        for k in range(self._rounds):
+            for ahead in range(len(filled), min(k + 2, self._rounds)):  # the next one while this one is waited for
+                begin(ahead)
+            if filled[k] is not None:
+                filled[k].synchronize()
+            shares = range(k * self._threads, (k + 1) * self._threads)
+            emptied.append([pool.submit(empty.run, share, self._at(k)) for share in shares])
+        for futures in emptied[-len(self._buffers) :]:
+            _all(futures)
+
+    def _at(self, k: int) -> int:
+        return self._buffers[k % len(self._buffers)].data_ptr()
+
+
+def _all(futures: Sequence[Future[None]]) -> None:
+    """Raises what any of them raised, when none is at work any more."""
+    for future in wait(futures).done:
+        future.result()
+
+
+def _whole(layout: Layout) -> Layout:
+    """The same boxes in whole tensors."""
+    pieces = []
+    for piece in layout.pieces:
+        offset, strides, step = 0, list[int](), 1
+        for r, n in zip(reversed(piece.box), reversed(layout.tensors[piece.tensor].shape), strict=True):
+            offset += r.start * step
+            strides.append(r.step * step)
+            step *= n
+        pieces.append(Piece(piece.tensor, piece.box, piece.tensor, offset, tuple(reversed(strides))))
+    return Layout(layout.tensors, tuple(pieces))
+
+
+def through_buffers(moves: Moves, buffer_bytes: int, shares: int) -> tuple[Moves, Moves]:
+    """Two moves for each: into a buffer, and from there; the buffer is the slot, and larger than any of them. The second ones
+    have `shares` rounds for each of the first ones', with about as many bytes each, and neighbours that lie alike are joined."""
+    order = np.lexsort((moves.target_at, moves.target))
+    m = Moves(*(column[order] for column in moves))
+    sizes = -(-m.rows * m.width // _ALIGN) * _ALIGN
+    number, at = _rounds(sizes, buffer_bytes)
+    slot = np.full(len(at), -1)
+    fills = m._replace(round=number, target=slot, target_at=at, target_stride=m.width)
+    empties = _joined(m._replace(round=number, source=slot, source_at=at, source_stride=m.width))
+    return fills, empties._replace(round=empties.round * shares + _share(empties, shares))
+
+
+def _rounds(sizes: Ints, most: int) -> tuple[Ints, Ints]:
+    """Of things in a row: the round of each, with at most `most` bytes, and where it begins among its round's."""
+    ends = np.cumsum(sizes)
+    number, at = np.zeros(len(sizes), np.int64), ends - sizes
+    first, k = 0, 0
+    while first < len(sizes):
+        begin = at[first]
+        end = max(first + 1, int(np.searchsorted(ends, begin + most, "right")))
+        number[first:end] = k
+        at[first:end] -= begin
+        first, k = end, k + 1
+    return number, at
+
+
+def _joined(m: Moves) -> Moves:
+    """What follows each other in the slot and in the target: one after the other without a gap, or rows with the same gaps."""
+    flat = (m.rows == 1) | (m.target_stride == m.width)
+    rows, width = np.where(flat, 1, m.rows), np.where(flat, m.rows * m.width, m.width)
+    m = m._replace(rows=rows, width=width)
+    size = rows * width
+    next_to = (m.round[1:] == m.round[:-1]) & (m.target[1:] == m.target[:-1])
+    next_to &= (m.source_at[1:] == m.source_at[:-1] + size[:-1]) & (m.source_at[1:] // _RUN == m.source_at[:-1] // _RUN)
+    end = m.target_at + np.where(flat, size, rows * m.target_stride)
+    next_to &= (flat[1:] == flat[:-1]) & (m.target_at[1:] == end[:-1])
+    next_to &= flat[1:] | ((width[1:] == width[:-1]) & (m.target_stride[1:] == m.target_stride[:-1]))
+    if not len(size):
+        return m
+    heads = np.flatnonzero(np.append(True, ~next_to))
+    width = np.where(flat[heads], np.add.reduceat(size, heads), width[heads])
+    rows = np.where(flat[heads], 1, np.add.reduceat(rows, heads))
+    return Moves(*(column[heads] for column in m))._replace(rows=rows, width=width, source_stride=width)
+
+
+def _share(m: Moves, shares: int) -> Ints:
+    """By the bytes before it in its round."""
+    most = (m.source_at + m.rows * m.width).max(initial=1)
+    found: Ints = m.source_at * shares // most
+    return found

@@ -1,0 +1,109 @@
+"""The digest of `resharder.converters.storage.digest` for many boxes in one kernel."""
+
+import torch
+import triton  # type: ignore[import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-untyped,unused-ignore]
+
+ROWS, COLUMNS, WARPS = 16, 256, 4  # of a block
+Block = tuple[int, int, int]  # rows, columns in words, warps
+WORDS: Block = (4, 128, 1)  # a warp of its own waits for no other
+
+# splitmix64 and the seed of rows, as converters/storage/digest.py has them, in two's complement: Triton's literals are signed.
+_GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
+_FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
+_SECOND = tl.constexpr(0x94D049BB133111EB - (1 << 64))
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _shifted(x, by: tl.constexpr):  # type: ignore[no-untyped-def]
+    return (x.to(tl.uint64, bitcast=True) >> by).to(tl.int64, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _row_weights(row):  # type: ignore[no-untyped-def]
+    x = (row + 1) * _GAMMA + _GAMMA
+    x = (x ^ _shifted(x, 30)) * _FIRST
+    x = (x ^ _shifted(x, 27)) * _SECOND
+    return (x ^ _shifted(x, 31)) | 1
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _digest(items, weights, found, TYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    item = items + tl.program_id(0) * 8
+    memory = tl.load(item).to(tl.pointer_type(TYPE))
+    rows = tl.load(item + 1).to(tl.int32)
+    width = tl.load(item + 2).to(tl.int32)
+    row_stride = tl.load(item + 3)
+    column_stride = tl.load(item + 4)
+    first_row = tl.load(item + 5)
+    steps = tl.load(item + 6)
+    where = tl.load(item + 7)
+    row_step = steps >> 32
+    column_step = (steps & 0x7FFFFFFF).to(tl.int32)
+    first_column = (where & 0x7FFFFFFF).to(tl.int32)
+    total = tl.zeros((), tl.int64)
+    for above in range(0, rows, ROWS):
+        row = above + tl.arange(0, ROWS)
+        sums = tl.zeros((ROWS, COLUMNS), tl.int64)
+        for left in range(0, width, COLUMNS):
+            column = left + tl.arange(0, COLUMNS)
+            inside = (row < rows)[:, None] & (column < width)[None, :]
+            at = row.to(tl.int64)[:, None] * row_stride + (column.to(tl.int64) * column_stride)[None, :]
+            value = tl.load(memory + at, mask=inside, other=0).to(tl.int64)
+            if TYPE.primitive_bitwidth == 64:
+                value = value ^ _shifted(value, 32)
+            weight = tl.load(weights + first_column + column * column_step, mask=column < width, other=0)
+            sums += value * weight.to(tl.int64)[None, :]
+        total += tl.sum(tl.sum(sums, axis=1) * _row_weights(first_row + row.to(tl.int64) * row_step), axis=0)
+    tl.atomic_add(found + (where >> 32), total)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _digest_words(  # type: ignore[no-untyped-def]
+    items, low, high, found, HALVES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Two elements of 16 bits or one of 32 at a time: products of 32 by 32 bits are one instruction, with the sum."""
+    item = items + tl.program_id(0) * 8
+    memory = tl.multiple_of(tl.load(item).to(tl.pointer_type(tl.int32)), 16)
+    rows = tl.load(item + 1).to(tl.int32)
+    width = tl.multiple_of(tl.load(item + 2).to(tl.int32), 4)
+    row_stride = tl.load(item + 3) * 4
+    first_row = tl.load(item + 5)
+    row_step = tl.load(item + 6) >> 32
+    where = tl.load(item + 7)
+    first_column = tl.multiple_of((where & 0x7FFFFFFF).to(tl.int32), 4)
+    total = tl.zeros((), tl.int64)
+    for above in range(0, rows, ROWS):
+        row = above + tl.arange(0, ROWS)
+        begins = memory + row.to(tl.int64) * row_stride
+        sums = tl.zeros((ROWS, COLUMNS), tl.uint64)
+        for left in range(0, width, COLUMNS):
+            column = left + tl.arange(0, COLUMNS)
+            inside = (row < rows)[:, None] & (column < width)[None, :]
+            value = tl.load(begins[:, None] + column[None, :], mask=inside, other=0).to(tl.uint32, bitcast=True)
+            number = first_column + column
+            below = tl.load(low + number, mask=column < width, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+            if HALVES:
+                over = tl.load(high + number, mask=column < width, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+                sums += (value & 0xFFFF).to(tl.uint64) * below[None, :] + (value >> 16).to(tl.uint64) * over[None, :]
+            else:
+                sums += value.to(tl.uint64) * below[None, :]
+        of_rows = tl.sum(sums.to(tl.int64, bitcast=True), axis=1)
+        total += tl.sum(of_rows * _row_weights(first_row + row.to(tl.int64) * row_step), axis=0)
+    tl.atomic_add(found + (where >> 32), total)
+
+
+def add_digests(items: torch.Tensor, weights: torch.Tensor, found: torch.Tensor, size: int) -> None:
+    """Adds to `found` (int64) what the blocks described by the rows of `items` (int64) have: address, rows, columns, strides of
+    rows and of elements, the first row's number, steps of rows << 32 and of elements, where to add << 32 and the first element's
+    column. Elements have `size` bytes; `weights` are the columns'."""
+    kind = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.int64}[size]
+    _digest[(len(items),)](items, weights, found, kind, ROWS, COLUMNS, num_warps=WARPS)
+
+
+def add_digests_of_words(items: torch.Tensor, weights: torch.Tensor, found: torch.Tensor, block: Block = WORDS) -> None:
+    """The same for rows without gaps that begin at 16 bytes and are as long as several of those, columns too. Columns count words
+    of 4 bytes, strides of rows 16 bytes. `weights` of elements of 16 bits: (2, words), of the low half of a word and of its high
+    one; of elements of 32 bits: (1, words)."""
+    rows, columns, warps = block
+    _digest_words[(len(items),)](items, weights[0], weights[-1], found, len(weights) == 2, rows, columns, num_warps=warps)

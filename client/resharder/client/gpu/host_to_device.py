@@ -1,0 +1,63 @@
+"""Boxes of HF tensors from the host's registered pages to a GPU's tensors: any strides, in a kernel or two."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from resharder.client.gpu.digest import CachedDigester, Digester
+from resharder.client.gpu.schedule import schedule
+from resharder.client.gpu.table import Table, addresses_of, check_fit
+from resharder.converters.geometry.copy_table import copies_of
+from resharder.converters.geometry.layout import Layout
+from resharder.converters.geometry.piece_arrays import pack
+from resharder.converters.geometry.plan import plan_pieces
+from resharder.converters.storage.digest import Array
+from resharder.converters.storage.files import folder_layout
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class HostToDevice:
+    """Planned once for a layout, placed for every version."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        """The pieces' `plus` is not looked at: values are copied as they are."""
+        self._layout, self._device = layout, device
+        whole = folder_layout({piece.tensor: layout.tensors[piece.tensor] for piece in layout.pieces})
+        copies = copies_of(plan_pieces(pack({0: whole}), pack({0: layout})), [0], [0])
+        self._names, self._locals = copies.source_locals, copies.target_locals
+        self._moves = schedule(copies, 0, 0).local
+        self._digester = CachedDigester(layout, device)
+
+    def place(self, arrays: Mapping[str, Array], tensors: Tensors) -> "BoundCopy":
+        """For tensors that lie still, and `arrays` in registered pages. Raises KeyError and ValueError for tensors that are not
+        as the layout has them."""
+        host = np.array([(arrays[n].ctypes.data, arrays[n].ctypes.data + arrays[n].nbytes) for n in self._names], np.int64)
+        device = addresses_of(self._locals, tensors, range(len(self._locals)))
+        check_fit(self._moves, self._names, host.reshape(-1, 2), self._locals, device)
+        begins = np.append(host.reshape(-1, 2)[:, 0], 0), np.append(device[:, 0], 0)
+        table = Table(self._moves, *begins, self._device)
+        table.compile()
+        where = dict(zip(self._locals, device[:, 0].tolist(), strict=True))
+        return BoundCopy(self._layout, where, table, self._digester.at(tensors))
+
+
+@dataclass(frozen=True)
+class BoundCopy:
+    """`where`: the addresses of local tensors."""
+
+    layout: Layout
+    where: dict[str, int]
+    table: Table
+    digester: Digester
+
+    def is_at(self, tensors: Tensors) -> bool:
+        """Whether it was placed for these."""
+        return all(tensors[name].data_ptr() == at for name, at in self.where.items())
+
+    def run(self) -> list[int]:
+        """Copies, and takes the digests of what lies on the device then, in the order of the layout's pieces. After what the
+        current stream has yet to do; returns when it is done."""
+        self.table.run(0)
+        return self.digester.digests()

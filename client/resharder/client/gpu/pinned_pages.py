@@ -1,0 +1,124 @@
+"""Pages of the host that a GPU's kernels reach: registered with CUDA, at the addresses that they have here.
+
+What CUDA does not know is copied by way of buffers of its own, at 6 to 8 GB/s on a host whose link does 55; kernels reach
+registered pages at 51 (benchmarks/results/staged_gpu.md).
+"""
+
+import ctypes
+import logging
+import mmap
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from numpy.lib.array_utils import byte_bounds
+from resharder.client.runtime.driver_lock import DRIVER_LOCK
+from resharder.converters.geometry.layout import Box, box_index
+from resharder.converters.storage.digest import Array
+from resharder.converters.storage.pages import Span, forget_pages
+
+logger = logging.getLogger(__name__)
+_AT_ONCE = 64 << 20  # bytes: other threads' kernels wait while the driver registers some
+_FLAGS = 1 | 2 | 8  # cudaHostRegister's Portable, Mapped and ReadOnly
+_SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+_GAP = 16 << 20  # bytes between spans that are registered too: a call waits for kernels under way, and takes as long as these
+Result = TypeVar("Result")
+
+
+class Registered:
+    """Until `close`, which comes before the pages are unmapped."""
+
+    def __init__(self, spans: list[Span], device: torch.device, gently: bool) -> None:
+        self._spans, self._device, self._gently = spans, device, gently
+
+    def close(self) -> None:
+        if self._spans:
+            _beside(lambda: _let_go(self._spans, self._device, self._gently))
+        self._spans = []
+
+
+def register(arrays: Iterable[Array], device: torch.device, *, gently: bool = False) -> Registered | None:
+    """The pages that `arrays` lie in, mapped already, for kernels that read. `gently`: leaves half of the time, here and in
+    `close`, to other threads of this process, whose kernels wait while the driver is at work. None where CUDA does not take the
+    pages; the log says why."""
+    if not _same_address(device):
+        logger.info("%s does not reach the host's pages at their own addresses", device)
+        return None
+    return _beside(lambda: _register(spans_of(arrays, _GAP), device, gently))
+
+
+def box_of(array: Array, box: Box) -> Array:
+    """A view, also where there are no dimensions."""
+    return array[box_index(box)] if box else array
+
+
+def spans_of(arrays: Iterable[Array], gap: int = 0) -> list[Span]:
+    """Begin and end of the pages that they lie in, in parts of at most 64 MiB; joined where they touch, or lie in one map with at
+    most `gap` bytes between them."""
+    page = mmap.PAGESIZE
+    joined: list[list[int]] = []
+    for low, high, map_ in sorted((*byte_bounds(array), _map_of(array)) for array in arrays if array.nbytes):
+        first, end = low // page * page, -(-high // page) * page
+        if joined and first <= joined[-1][1] + (gap if map_ == joined[-1][2] else 0):
+            joined[-1][1:] = max(joined[-1][1], end), map_
+        else:
+            joined.append([first, end, map_])
+    return [(at, min(at + _AT_ONCE, end)) for begin, end, _ in joined for at in range(begin, end, _AT_ONCE)]
+
+
+def _map_of(array: Array) -> int:
+    """Alike for all arrays that were cut from one."""
+    return id(array if array.base is None else array.base)
+
+
+def _beside(work: Callable[[], Result]) -> Result:
+    """In a thread of its own: CUDA remembers an error for the thread that met it, and torch would raise it at the next kernel."""
+    with ThreadPoolExecutor(1, "resharder-pages") as thread:
+        return thread.submit(work).result()
+
+
+def _register(spans: list[Span], device: torch.device, gently: bool) -> Registered | None:
+    done: list[Span] = []
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        for begin, end in spans:
+            with _pace(gently):
+                error = int(runtime.cudaHostRegister(begin, end - begin, _FLAGS))
+            if error:
+                logger.info("CUDA does not register %d bytes of the host's memory: error %d", end - begin, error)
+                _let_go(done, device, gently)
+                return None
+            done.append((begin, end))
+    return Registered(done, device, gently)
+
+
+def _let_go(spans: list[Span], device: torch.device, gently: bool) -> None:
+    """Also takes the pages out of this process's tables, which would hold up others' if it were done at once."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        for begin, end in spans:
+            with _pace(gently):
+                runtime.cudaHostUnregister(begin)
+                forget_pages((begin, end))
+
+
+@contextmanager
+def _pace(gently: bool) -> Iterator[None]:
+    with DRIVER_LOCK.background():
+        began = time.monotonic()
+        yield
+    if gently:
+        time.sleep(time.monotonic() - began)
+
+
+def _same_address(device: torch.device) -> bool:
+    found = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return driver.cuDeviceGetAttribute(ctypes.byref(found), _SAME_ADDRESS, index) == 0 and bool(found.value)
+    except OSError:
+        return False

@@ -1,0 +1,217 @@
+"""Who sends which bytes when: what one process does for one version, made of its copies once and used for every version.
+
+Each pair of processes takes its bytes apart the same way (`pairs`), from the copies alone. Round 0 is all that nobody packs,
+so that the wire is busy from the start; in each round after it a pair moves at most `quota` bytes through slots of buckets. While
+one round is on the wire the next is packed and the last unpacked, hence two slots on each side.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from resharder.client.gpu.pairs import PairExchange, pair_of, up
+from resharder.client.gpu.tiles import TILE, Tiles, shape_of, tiles_of
+from resharder.converters.geometry.copy_table import ALIGN, Copies
+from resharder.converters.geometry.layout import View
+from resharder.converters.geometry.piece_arrays import Ints
+
+DIRECT_BYTES = 16 << 20
+SLOTS = 2
+
+
+class Moves(NamedTuple):
+    """Tiles of a round that are packed, unpacked or copied: from byte `source_at` of `source` to byte `target_at` of `target`: a
+    local tensor's number, -1 for the slot, -2 for the buffer of what was made ready."""
+
+    round: Ints
+    source: Ints
+    source_at: Ints
+    source_stride: Ints
+    target: Ints
+    target_at: Ints
+    target_stride: Ints
+    rows: Ints
+    width: Ints
+
+
+class Post(NamedTuple):
+    """A message as one side sees it: `size` bytes at `at` of local tensor `local`, or of the slot where that is -1."""
+
+    peer: int
+    local: int
+    at: int
+    size: int
+
+
+class Round(NamedTuple):
+    sends: tuple[Post, ...]
+    receives: tuple[Post, ...]
+
+
+class Ready(NamedTuple):
+    """Before sending: the elements of `view` of source `local`, with `plus` added, go to byte `at` of a buffer."""
+
+    local: int
+    view: View
+    plus: float
+    at: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What rank `rank` does. `packs` and `unpacks` are sorted by round. Sizes are bytes: `pack_slot` and `unpack_slot` exist
+    `SLOTS` times each where there are rounds enough, `ready_size` once."""
+
+    rank: int
+    source_locals: tuple[str, ...]
+    target_locals: tuple[str, ...]
+    rounds: tuple[Round, ...]
+    packs: Moves
+    unpacks: Moves
+    local: Moves
+    ready: tuple[Ready, ...]
+    pack_slot: int
+    unpack_slot: int
+    ready_size: int
+
+    @property
+    def staging(self) -> int:
+        """Bytes of memory beyond the parameters."""
+        return SLOTS * (self.pack_slot + self.unpack_slot) + self.ready_size
+
+    @property
+    def complete(self) -> dict[str, int]:
+        """The last round that writes into each target local, once it is unpacked."""
+        into = [(post.local, k) for k, each in enumerate(self.rounds) for post in each.receives if post.local >= 0]
+        for moves in (self.unpacks, self.local):
+            into += zip(moves.target.tolist(), moves.round.tolist(), strict=True)
+        found: dict[str, int] = {}
+        for local, k in into:
+            found[self.target_locals[local]] = max(k, found.get(self.target_locals[local], 0))
+        return found
+
+    @property
+    def messages(self) -> int:
+        return sum(len(r.sends) + len(r.receives) for r in self.rounds)
+
+    @property
+    def sent(self) -> int:
+        return sum(post.size for r in self.rounds for post in r.sends)
+
+    @property
+    def received(self) -> int:
+        return sum(post.size for r in self.rounds for post in r.receives)
+
+
+def quota_of(most_peers: int, most_made: int, staging_bytes: int) -> int:
+    """Bytes that each pair may move through a slot, so that no process needs more than `staging_bytes`; the others are what
+    `Copies` says of all copies of a plan.
+
+    Raises ValueError where that is too little to work with.
+    """
+    quota = (staging_bytes - most_made) // (SLOTS * max(1, most_peers)) // ALIGN * ALIGN
+    if quota < (needed := up(2 * (TILE + ALIGN), ALIGN)):
+        least = SLOTS * max(1, most_peers) * needed + most_made
+        raise ValueError(f"expected at least {least} bytes for packing and unpacking, got {staging_bytes}")
+    return quota
+
+
+def schedule(copies: Copies, rank: int, quota: int, direct_bytes: int = DIRECT_BYTES) -> Schedule:
+    """`copies` may be all of a plan or `rank`'s own; every process needs the same `quota` and `direct_bytes`."""
+    copies = copies.of(rank)
+    pairs = sorted({*zip(copies.source.tolist(), copies.target.tolist(), strict=True)})
+    ready, ready_at = _ready(copies, rank)
+    rounds: dict[int, tuple[list[Post], list[Post]]] = {}
+    packed: list[Moves] = []
+    unpacked: list[Moves] = []
+    within: list[Moves] = []
+    used: tuple[dict[int, int], dict[int, int]] = ({}, {})  # bytes of each round's slot, packing and unpacking
+    for source, target in pairs:
+        which = np.flatnonzero((copies.source == source) & (copies.target == target))
+        mine = copies.take(which)
+        if source == target:
+            tiles = tiles_of(shape_of(mine), np.where(mine.plus != 0, ready_at[which], mine.source_offset), mine.target_offset)
+            within.append(_within(mine, tiles))
+            continue
+        pair = pair_of(mine, quota, direct_bytes)
+        sends = source == rank
+        slot = used[0] if sends else used[1]
+        base = {k: slot.get(k, 0) for k in range(1, pair.rounds)}
+        for message in pair.messages:
+            local, at = message[1:3] if sends else message[3:5]
+            at += base[message.round] if local < 0 else 0
+            posts = rounds.setdefault(message.round, ([], []))[0 if sends else 1]
+            posts.append(Post(target if sends else source, local, at, message.size))
+        moves = _moves(mine, pair, base, ready_at[which], sends)
+        (packed if sends else unpacked).append(moves)
+        for k, size in enumerate(pair.packed if sends else pair.unpacked):
+            slot[k] = up(slot.get(k, 0) + size, ALIGN)
+    empty: tuple[list[Post], list[Post]] = ([], [])
+    return Schedule(
+        rank,
+        copies.source_locals,
+        copies.target_locals,
+        tuple(Round(*(tuple(posts) for posts in rounds.get(k, empty))) for k in range(max(rounds, default=-1) + 1)),
+        _joined(packed),
+        _joined(unpacked),
+        _joined(within),
+        ready,
+        max(used[0].values(), default=0),
+        max(used[1].values(), default=0),
+        int(copies.made[copies.source == rank].sum()),
+    )
+
+
+def _ready(copies: Copies, rank: int) -> tuple[tuple[Ready, ...], Ints]:
+    """Also: where in that buffer each copy begins."""
+    mine = (copies.plus != 0) & (copies.source == rank)
+    sizes = np.where(mine, copies.made, 0)
+    at = np.cumsum(sizes) - sizes
+    ready = [
+        Ready(
+            int(copies.source_local[i]),
+            View(
+                tuple(copies.counts[i].tolist()),
+                tuple((copies.source_strides[i] // copies.item[i]).tolist()),
+                int(copies.source_offset[i] // copies.item[i]),
+            ),
+            float(copies.plus[i]),
+            int(at[i]),
+        )
+        for i in np.flatnonzero(mine)
+    ]
+    return tuple(ready), at
+
+
+def _moves(copies: Copies, pair: PairExchange, base: dict[int, int], ready_at: Ints, sends: bool) -> Moves:
+    """What one side of the pair packs or unpacks."""
+    at = pair.packed_at if sends else pair.unpacked_at
+    which = at >= 0
+    tiles, number = pair.tiles.take(which), pair.round[which]
+    in_slot = at[which] + np.array([0, *base.values()], np.int64)[number]
+    slot = np.full(len(number), -1)
+    box = tiles.box
+    if sends:
+        made = copies.plus[box] != 0
+        source = np.where(made, -2, copies.source_local[box])
+        begins = np.where(made, tiles.source - copies.source_offset[box] + ready_at[box], tiles.source)
+        return Moves(number, source, begins, tiles.source_stride, slot, in_slot, tiles.width, tiles.rows, tiles.width)
+    target = copies.target_local[box]
+    return Moves(number, slot, in_slot, tiles.width, target, tiles.target, tiles.target_stride, tiles.rows, tiles.width)
+
+
+def _within(copies: Copies, tiles: Tiles) -> Moves:
+    box, number = tiles.box, np.zeros(len(tiles.box), np.int64)
+    source, target = np.where(copies.plus[box] != 0, -2, copies.source_local[box]), copies.target_local[box]
+    return Moves(
+        number, source, tiles.source, tiles.source_stride, target, tiles.target, tiles.target_stride, tiles.rows, tiles.width
+    )
+
+
+def _joined(moves: list[Moves]) -> Moves:
+    """Sorted by round."""
+    if not moves:
+        return Moves(*(np.zeros(0, np.int64) for _ in Moves._fields))
+    joined = Moves(*(np.concatenate(columns) for columns in zip(*moves, strict=True)))
+    order = np.argsort(joined.round, kind="stable")
+    return Moves(*(column[order] for column in joined))

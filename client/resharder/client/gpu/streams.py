@@ -1,0 +1,73 @@
+"""Streams of a GPU by what they do, and what their work takes. On a CPU the same calls order nothing: there one thing follows the
+other."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Mark = Any  # a torch.cuda.Event, None on a CPU
+
+
+class WorkStream:
+    """A CUDA stream, or none on a CPU. Its work comes after what the current stream had at the time of `begin`."""
+
+    def __init__(self, device: torch.device, before: int = 0) -> None:
+        """`before`: kernels of streams with a higher value start first, up to 3."""
+        self._stream: Any = _stream(device, before) if device.type == "cuda" else None
+        self._spans: list[tuple[Any, Any]] = []
+        self._seconds = 0.0
+
+    def begin(self) -> None:
+        self._spans, self._seconds = [], 0.0
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Run what is launched inside on this stream and count it as its work."""
+        if self._stream is None:
+            started = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._seconds += time.perf_counter() - started
+            return
+        with torch.cuda.stream(self._stream):
+            before = self.mark()
+            yield
+            self._spans.append((before, self.mark()))
+
+    def mark(self) -> Mark:
+        """Record an event at the present end of this stream."""
+        if self._stream is None:
+            return None
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call,unused-ignore]
+        event.record(self._stream)
+        return event
+
+    def after(self, mark: Mark) -> None:
+        """Make later work of this stream wait for `mark`."""
+        if self._stream is not None and mark is not None:
+            self._stream.wait_event(mark)
+
+    def join_current(self) -> None:
+        """Make later work of the current stream wait for this one."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def drain(self) -> None:
+        """Wait until all work of this stream is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    @property
+    def seconds(self) -> float:
+        """Of work since `begin`; after `drain`."""
+        return self._seconds + float(sum(a.elapsed_time(b) for a, b in self._spans)) / 1000
+
+
+def _stream(device: torch.device, before: int) -> Any:
+    return torch.cuda.Stream(device, priority=-before)  # type: ignore[no-untyped-call,unused-ignore]

@@ -1,0 +1,104 @@
+"""Packing and unpacking: the tiles of a round in one go, by a kernel on a GPU and by numpy on a CPU."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from resharder.client.gpu.schedule import Moves
+from resharder.converters.geometry.piece_arrays import Ints
+
+Bytes = npt.NDArray[np.uint8]
+_WIDEST = 16  # bytes that are moved at a time where all is aligned to that
+
+
+def addresses_of(names: Sequence[str], tensors: Mapping[str, torch.Tensor], used: Sequence[int]) -> Ints:
+    """(names, 2): where each local tensor of those `used` begins and ends. Raises KeyError where one is missing."""
+    found = np.zeros((len(names), 2), np.int64)
+    for i in used:
+        tensor = tensors[names[i]]
+        elements = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+        found[i] = tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
+    return found
+
+
+def check_fit(moves: Moves, sources: Sequence[str], source: Ints, targets: Sequence[str], target: Ints) -> None:
+    """Raises ValueError where a move leaves its local tensor; `source` and `target` are what `addresses_of` says."""
+    for names, known, local, at, stride in (
+        (sources, source, moves.source, moves.source_at, moves.source_stride),
+        (targets, target, moves.target, moves.target_at, moves.target_stride),
+    ):
+        ends = at + (moves.rows - 1) * stride + moves.width
+        inside = local >= 0
+        sizes = (known[:, 1] - known[:, 0])[np.where(inside, local, 0)] if len(known) else 0
+        wrong = np.flatnonzero(inside & ((ends > sizes) | (at < 0) | (stride < 0)))
+        for i in wrong[:1]:
+            begin, end = known[local[i]].tolist()
+            raise ValueError(f"{names[local[i]]}: expected {ends[i]} bytes of memory, got {end - begin}")
+
+
+class Table:
+    """Moves with addresses, by round and by the width of the words that they go in. Where one side is the slot its address comes
+    with each call."""
+
+    def __init__(self, moves: Moves, sources: Ints, targets: Ints, device: torch.device) -> None:
+        source, target = _addresses(moves.source, moves.source_at, sources), _addresses(moves.target, moves.target_at, targets)
+        several = moves.rows > 1
+        strides = np.where(several, moves.source_stride | moves.target_stride, 0)
+        word = np.gcd(source | target | moves.width | strides, _WIDEST)
+        columns = (moves.rows, moves.width // word, moves.source_stride // word, moves.target_stride // word)
+        order = np.lexsort((-word, moves.round))
+        self._rows = np.column_stack([source, target, *columns])[order]
+        self._device = device
+        self._parts: dict[int, list[tuple[int, int, int]]] = {}  # round -> (word, first, end)
+        keys = np.column_stack([moves.round, word])[order]
+        begins = np.flatnonzero((np.diff(keys, axis=0, prepend=-1) != 0).any(axis=1))
+        ends = np.append(begins[1:], len(keys))[: len(begins)]
+        for first, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            self._parts.setdefault(int(keys[first, 0]), []).append((int(keys[first, 1]), first, end))
+        self._on_device = torch.from_numpy(self._rows).to(device) if device.type == "cuda" else None
+
+    def compile(self, source_base: int = 0, target_base: int = 0) -> None:
+        """Has the kernels made that `run` needs with such bases, which takes a second, and moves nothing."""
+        for word in {word for parts in self._parts.values() for word, _, _ in parts}:
+            if self._on_device is not None:
+                from resharder.client.gpu import move_kernel
+
+                move_kernel.move(self._on_device[:0], word, source_base, target_base)
+
+    def run(self, number: int, source_base: int = 0, target_base: int = 0) -> None:
+        """Moves what round `number` has; on a GPU that is begun on the current stream. Bases are multiples of 256."""
+        for word, first, end in self._parts.get(number, ()):
+            if self._on_device is not None:
+                from resharder.client.gpu import move_kernel
+
+                move_kernel.move(self._on_device[first:end], word, source_base, target_base)
+            else:
+                for source, target in _on_host(self._rows[first:end], word, source_base, target_base):
+                    np.copyto(target, source)
+
+
+def _addresses(local: Ints, at: Ints, begins: Ints) -> Ints:
+    """`begins` has one more entry than there are local tensors: that of the buffer of what was made ready, found as -2 and as the
+    slot, whose address is not known yet, is 0."""
+    found: Ints = np.where(local == -1, 0, begins[np.where(local == -2, len(begins) - 1, local)]) + at
+    return found
+
+
+class _ByteRows:
+    def __init__(self, address: int, rows: int, width: int, stride: int) -> None:
+        self.__array_interface__ = {
+            "shape": (rows, width),
+            "strides": (stride, 1),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _on_host(rows: Ints, word: int, source_base: int, target_base: int) -> Iterator[tuple[Bytes, Bytes]]:
+    for source, target, count, width, source_stride, target_stride in rows.tolist():
+        yield (
+            np.asarray(_ByteRows(source + source_base, count, width * word, source_stride * word)),
+            np.asarray(_ByteRows(target + target_base, count, width * word, target_stride * word)),
+        )

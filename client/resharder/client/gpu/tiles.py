@@ -1,0 +1,130 @@
+"""Strided boxes cut into tiles: rows of bytes, small enough that many of them share a kernel evenly."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from resharder.converters.geometry.copy_table import Copies
+from resharder.converters.geometry.piece_arrays import Ints
+
+TILE = 128 << 10  # bytes; none is larger
+
+
+class Shape(NamedTuple):
+    """Boxes in bytes, dimensions in the order of the target's memory, joined where both sides have no gap. The last dimension is
+    contiguous on both sides."""
+
+    counts: Ints  # (boxes, dimensions)
+    source_strides: Ints
+    target_strides: Ints
+
+    def take(self, which: Any) -> "Shape":
+        return Shape(*(array[which] for array in self))
+
+    @property
+    def sizes(self) -> Ints:
+        found: Ints = self.counts.prod(axis=1)
+        return found
+
+    @property
+    def dense_in_source(self) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+        """Whether the box is one run of bytes there, in the order that it has in the target."""
+        return _dense(self.counts, self.source_strides)
+
+    @property
+    def dense_in_target(self) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+        return _dense(self.counts, self.target_strides)
+
+
+def _dense(counts: Ints, strides: Ints) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+    inner = np.cumprod(counts[:, ::-1], axis=1)[:, ::-1] // counts  # bytes of one step
+    found: np.ndarray[Any, np.dtype[np.bool_]] = ((counts == 1) | (strides == inner)).all(axis=1)
+    return found
+
+
+def shape_of(copies: Copies) -> Shape:
+    """Where something is added on the way the source is a dense box of its own, made before sending."""
+    counts = np.column_stack([copies.counts, copies.item])
+    one = np.ones((len(copies), 1), np.int64)
+    own = np.cumprod(counts[:, ::-1], axis=1)[:, ::-1] // counts
+    source = np.where((copies.plus != 0)[:, None], own, np.column_stack([copies.source_strides, one]))
+    target = np.column_stack([copies.target_strides, one])
+    # Dimensions of one index come first, where they join with anything.
+    order = np.argsort(np.where(counts == 1, np.iinfo(np.int64).min, -target), axis=1, kind="stable")
+    order = np.where(order == counts.shape[1] - 1, -1, order)  # bytes stay last
+    order = np.take_along_axis(order, np.argsort(order == -1, axis=1, kind="stable"), axis=1)
+    shape = Shape(*(np.take_along_axis(array, order, axis=1) for array in (counts, source, target)))
+    for _ in range(counts.shape[1]):
+        for j in range(counts.shape[1] - 1, 0, -1):
+            _join(shape, j)
+    return shape
+
+
+def _join(shape: Shape, j: int) -> None:
+    """Dimension `j - 1` with `j`, in place, where there is no gap between; those before move up."""
+    counts, source, target = shape
+    span = counts[:, j]
+    gapless = (source[:, j - 1] == source[:, j] * span) & (target[:, j - 1] == target[:, j] * span)
+    which = np.flatnonzero((counts[:, j - 1] == 1) | gapless)
+    counts[which, j] *= counts[which, j - 1]
+    for array, first in ((counts, 1), (source, 0), (target, 0)):
+        array[which, 1:j] = array[which, : j - 1]
+        array[which, 0] = first
+
+
+class Tiles(NamedTuple):
+    """Tile `i` is `rows[i]` rows of `width[i]` bytes of box `box[i]`; `source` and `target` say where it begins on either side
+    and `at` where in the box's bytes, in the order of the target's memory."""
+
+    box: Ints
+    at: Ints
+    rows: Ints
+    width: Ints
+    source: Ints
+    target: Ints
+    source_stride: Ints
+    target_stride: Ints
+
+    @property
+    def sizes(self) -> Ints:
+        found: Ints = self.rows * self.width
+        return found
+
+    def take(self, which: Any) -> "Tiles":
+        return Tiles(*(array[which] for array in self))
+
+
+def tiles_of(shape: Shape, source: Ints, target: Ints) -> Tiles:
+    """Boxes that begin at `source` and `target`, in tiles: box by box, in the order of the target's memory."""
+    counts, rows, width = shape.counts, shape.counts[:, -2], shape.counts[:, -1]
+    outer = counts[:, :-2].prod(axis=1)
+    wide = width > TILE
+    heights = np.where(wide, 1, np.minimum(rows, np.maximum(1, TILE // width)))  # rows of a tile
+    across, down = np.where(wide, -(-width // TILE), 1), -(-rows // heights)
+    box, rest = expand(outer * down * across)
+    rest, column = np.divmod(rest, across[box])
+    rest, row = np.divmod(rest, down[box])
+    row, column = row * heights[box], column * TILE
+    at = rest * rows[box] * width[box] + row * width[box] + column
+    begin = []
+    for start, strides in ((source, shape.source_strides), (target, shape.target_strides)):
+        where, left = start[box] + row * strides[box, -2] + column, rest
+        for d in range(counts.shape[1] - 3, -1, -1):
+            left, index = np.divmod(left, counts[box, d])
+            where = where + index * strides[box, d]
+        begin.append(where)
+    return Tiles(
+        box,
+        at,
+        np.minimum(heights[box], rows[box] - row),
+        np.where(wide[box], np.minimum(TILE, width[box] - column), width[box]),
+        begin[0],
+        begin[1],
+        shape.source_strides[box, -2],
+        shape.target_strides[box, -2],
+    )
+
+
+def expand(counts: Ints) -> tuple[Ints, Ints]:
+    """For each of `counts[i]` things of `i`: `i`, and its number among them."""
+    parent = np.repeat(np.arange(len(counts)), counts)
+    return parent, np.arange(len(parent)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,0 +1,1 @@
+"""Installing versions beside an inference engine. Only `inference.vllm` imports vLLM."""

@@ -1,0 +1,332 @@
+"""Writes down where a model's own `load_weights` puts every element of every HF tensor, without any weights.
+
+The model gets tensors on the meta device that know their name. Views of them keep offset and strides, so that the copy into a
+parameter says which box went where. What is not a plain copy (arithmetic, a cast, a value that is looked at) is noted as such:
+those HF tensors go through `load_weights` as they are.
+"""
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from resharder.client.inference.recording.view_boxes import boxes_of_copy, boxes_of_view
+from resharder.converters.geometry.layout import Box, Layout, Piece, TensorSpec, View, full_box
+
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu, "BF16": torch.bfloat16, "F16": torch.float16, "I16": torch.int16, "U16": torch.uint16,
+    "F32": torch.float32, "I32": torch.int32, "U32": torch.uint32, "F64": torch.float64, "I64": torch.int64, "U64": torch.uint64,
+}  # fmt: skip
+
+
+class Local(NamedTuple):
+    """A parameter or buffer as `load_weights` expects it, and the modules that hold it (several where it is tied)."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """`layout`: the pure copies. `reads`: which locals each HF tensor ends in. `impure`: HF tensors that are not only copied, and
+    why; with the key "" the model's loader could not be followed at all. `unloaded`: parameters that no HF tensor ends in and
+    that the loader does not claim to have filled."""
+
+    layout: Layout
+    locals: dict[str, Local]
+    reads: dict[str, frozenset[str]]
+    impure: dict[str, str]
+    unloaded: frozenset[str] = frozenset()
+
+    @functools.cached_property
+    def needs(self) -> dict[str, tuple[Box, ...]]:
+        """The boxes of each HF tensor that this process reads. Tensors it has no use for are not in it."""
+        if "" in self.impure:
+            return {name: (full_box(spec.shape),) for name, spec in self.layout.tensors.items()}
+        boxes: dict[str, dict[Box, None]] = defaultdict(dict)
+        for piece in self.layout.pieces:
+            boxes[piece.tensor][piece.box] = None
+        for name in self.impure:
+            boxes[name] = {full_box(self.layout.tensors[name].shape): None}
+        return {name: tuple(found) for name, found in boxes.items()}
+
+    def without(self, modules: frozenset[str]) -> "Recording":
+        """As if nothing went into these modules."""
+        kept = {name: local for name, local in self.locals.items() if not modules.intersection(local.modules)}
+        reads = {name: found for name, locals_ in self.reads.items() if (found := locals_ & kept.keys())}
+        return Recording(
+            Layout(self.layout.tensors, tuple(piece for piece in self.layout.pieces if piece.local in kept)),
+            kept,
+            reads,
+            {name: why for name, why in self.impure.items() if name in reads or not name},
+            frozenset(name for name in self.unloaded if name.rpartition(".")[0] not in modules),
+        )
+
+
+def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec], original_loader: Callable[[torch.Tensor], Any]) -> Recording:
+    """Runs `model.load_weights` over tensors of `specs`. The model's parameters must have their shapes of before loading (vLLM's
+    `restore_metadata`, or a model just made); none of them is written, except numbers a loader fills in by itself."""
+    tape = _Tape(specs, _locals(model))
+    loaded = None
+    with _stamped(model, tape, original_loader), torch.no_grad():
+        try:
+            loaded = cast(Any, model).load_weights((name, tape.tensor(spec)) for name, spec in specs.items())
+        except _Unfollowable as error:
+            tape.impure[""] = str(error)
+    # Models that tell nothing are not asked, as in vLLM's own loader (DefaultModelLoader.track_weights_loading).
+    told = {name for name, _ in model.named_parameters()} - loaded if isinstance(loaded, set) else set()
+    return tape.recording(told)
+
+
+class _Unfollowable(Exception):
+    """The loader does what no tensor without values can answer."""
+
+
+def _locals(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, Local]]:
+    found: dict[int, str] = {}
+    result: dict[str, tuple[torch.Tensor, Local]] = {}
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or torch.nn.parameter.is_lazy(tensor):
+                continue
+            local = f"{path}.{name}" if path else name
+            first = found.setdefault(_storage(tensor), local)
+            if first in result:
+                known, about = result[first]
+                result[first] = known, about._replace(modules=(*about.modules, path))
+            else:
+                result[first] = tensor, Local(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, (path,))
+    return result
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return int(tensor.untyped_storage()._cdata)
+
+
+def _view(tensor: torch.Tensor) -> View:
+    return View(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+
+
+@contextmanager
+def _stamped(model: torch.nn.Module, tape: "_Tape", original_loader: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """Every loader says whose it is while it runs, so that what is no copy has an address too."""
+    before: dict[int, tuple[torch.Tensor, bool, Any]] = {}
+    names = {_storage(tensor): name for name, (tensor, _) in tape.locals.items()}
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is None or id(tensor) in before or _storage(tensor) not in names:
+                continue
+            before[id(tensor)] = tensor, hasattr(tensor, "weight_loader"), getattr(tensor, "weight_loader", None)
+            tensor.weight_loader = _Stamp(original_loader(tensor), tape, names[_storage(tensor)])  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for tensor, had, loader in before.values():
+            if had:
+                tensor.weight_loader = loader  # type: ignore[attr-defined]
+            else:
+                del tensor.weight_loader  # type: ignore[attr-defined]
+
+
+class _Stamp:
+    """A weight loader that is equal to the one inside: models compare theirs with vLLM's default."""
+
+    def __init__(self, inner: Any, tape: "_Tape", local: str) -> None:
+        functools.update_wrapper(self, inner)
+        self.inner, self.tape, self.local = inner, tape, local
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outer, self.tape.current = self.tape.current, self.local
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            self.tape.current = outer
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.inner == (other.inner if isinstance(other, _Stamp) else other))
+
+    def __hash__(self) -> int:
+        return hash(self.inner)
+
+
+@dataclass
+class _Tape:
+    specs: Mapping[str, TensorSpec]
+    locals: dict[str, tuple[torch.Tensor, Local]]
+    current: str | None = None  # the local whose loader runs
+    pieces: list[Piece] = field(default_factory=list)
+    reads: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    impure: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._by_storage = {_storage(tensor): name for name, (tensor, _) in self.locals.items()}
+        self._made_of: dict[int, frozenset[str]] = {}
+        self._intact: set[int] = set()  # storages that are an HF tensor as it is
+        self._copies: dict[int, View] = {}  # storages that are a contiguous copy of this view of one
+        self._keep: list[torch.Tensor] = []  # so that no address is used twice
+
+    def tensor(self, spec: TensorSpec) -> torch.Tensor:
+        blank = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
+        self._made_of[_storage(blank)] = frozenset([spec.name])
+        self._intact.add(_storage(blank))
+        return self._wrap(blank)
+
+    def _wrap(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._keep.append(tensor)
+        wrapped = tensor.as_subclass(_RecordedTensor)
+        wrapped.tape = self
+        return wrapped
+
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One torch call with a recorded tensor among its arguments."""
+        name = getattr(function, "__name__", "")
+        if function is torch.Tensor.copy_ and isinstance(source := args[1] if len(args) > 1 else kwargs["src"], _RecordedTensor):
+            self._copied(args[0], source)
+            return args[0]
+        if function is torch.Tensor.__setitem__ and isinstance(args[2], _RecordedTensor):
+            self._copied(args[0][args[1]], args[2])
+            return None
+        if name in ("clone", "cpu", "cuda", "detach", "pin_memory") and isinstance(args[0], _RecordedTensor):
+            return args[0]
+        if name == "to":
+            return self._to(*args, **kwargs)
+        if name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy"):
+            return self._looked_at(name, args[0])
+        sources = self._sources((args, kwargs))
+        if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE:
+            self._changed(args[0], name, sources)
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **kwargs)
+        if name == "contiguous" and _storage(args[0]) in self._intact and _storage(result) != _storage(args[0]):
+            self._copies[_storage(result)] = _view(args[0])
+        return self._derive(result, sources)
+
+    def _sources(self, value: Any) -> frozenset[str]:
+        if isinstance(value, _RecordedTensor):
+            return self._made_of.get(_storage(value), frozenset())
+        if isinstance(value, dict):
+            value = tuple(value.values())
+        return frozenset().union(*(self._sources(v) for v in value)) if isinstance(value, tuple | list) else frozenset()
+
+    def _derive(self, result: Any, sources: frozenset[str]) -> Any:
+        if isinstance(result, tuple | list):
+            return type(result)(self._derive(r, sources) for r in result)
+        if not isinstance(result, torch.Tensor):
+            return result
+        self._made_of.setdefault(_storage(result), sources)
+        return self._wrap(result)
+
+    def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not isinstance(tensor, _RecordedTensor):
+            raise _Unfollowable("a tensor is cast to the kind of a weight")
+        other = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
+        dtype = other.dtype if other is not None else torch._C._nn._parse_to(*args, **kwargs)[1]
+        if dtype is None or dtype == tensor.dtype:
+            return tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            return cast(torch.Tensor, self._derive(tensor.to(dtype), self._sources(tensor)))
+
+    def _looked_at(self, how: str, tensor: torch.Tensor) -> Any:
+        self._not_pure(self._sources(tensor), self.current, f"its value is looked at ({how})")
+        if tensor.numel() != 1 or how in ("tolist", "numpy"):
+            raise _Unfollowable(f"{sorted(self._sources(tensor))}: the values of a whole tensor are looked at ({how})")
+        return {"__bool__": False, "__int__": 1}.get(how, 1.0 if tensor.is_floating_point() else 1)
+
+    def _changed(self, target: Any, how: str, sources: frozenset[str]) -> None:
+        if isinstance(target, _RecordedTensor):
+            self._overwritten(target)
+        else:
+            self._not_pure(sources, self._owner(target), f"{how} into a parameter")
+
+    def _overwritten(self, target: torch.Tensor) -> None:
+        self._intact.discard(_storage(target))
+        self._copies.pop(_storage(target), None)
+
+    def _owner(self, tensor: torch.Tensor) -> str | None:
+        return self._by_storage.get(_storage(tensor), self.current)
+
+    def _not_pure(self, names: frozenset[str], local: str | None, why: str) -> None:
+        if local is None:
+            raise _Unfollowable(f"{sorted(names)}: {why}, outside of any parameter's loader")
+        for name in names:
+            self.impure[name] = why
+            self.reads[name].add(local)
+
+    def _copied(self, target: torch.Tensor, source: "_RecordedTensor") -> None:
+        names = self._sources(source)
+        if isinstance(target, _RecordedTensor):
+            self._overwritten(target)
+            self._made_of[_storage(target)] = self._sources(target) | names
+            return
+        local = self._by_storage.get(_storage(target))
+        why = ""
+        if local is None:
+            why = "it goes into a tensor that is neither parameter nor buffer"
+        elif _storage(source) not in self._intact | self._copies.keys():
+            why = "it is computed with before it is stored"
+        elif target.dtype != source.dtype:
+            why = f"it is stored as {target.dtype}"
+        elif target.shape != source.shape and target.numel() != source.numel():
+            why = "it is repeated"
+        if why or local is None:
+            self._not_pure(names, local or self.current, why)
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            source_view = source.expand(target.shape) if source.dim() <= target.dim() else source.reshape(target.shape)
+        (name,) = names
+        offset = int(target.storage_offset()) - int(self.locals[local][0].storage_offset())
+        place = _view(source_view), offset, tuple(target.stride())
+        copied = self._copies.get(_storage(source))
+        shape = self.specs[name].shape
+        parts = boxes_of_copy(shape, copied, *place) if copied else boxes_of_view(shape, *place)
+        if parts is None:
+            self._not_pure(names, local, "its elements are reordered in a way that boxes cannot say")
+            return
+        self.reads[name].add(local)
+        self.pieces += [Piece(name, part.box, local, part.offset, part.strides) for part in parts]
+
+    def recording(self, not_loaded: set[str]) -> Recording:
+        pieces = tuple(dict.fromkeys(piece for piece in self.pieces if piece.tensor not in self.impure))
+        return Recording(
+            Layout(dict(self.specs), pieces),
+            {name: local for name, (_, local) in self.locals.items()},
+            {name: frozenset(locals_) for name, locals_ in self.reads.items()},
+            dict(self.impure),
+            frozenset(not_loaded.difference(*self.reads.values())),
+        )
+
+
+_IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__set__", "__setitem__"}
+
+
+class _RecordedTensor(torch.Tensor):
+    """A tensor without values that tells its tape what is done with it."""
+
+    tape: _Tape
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        tape = next(_tapes((args, kwargs or {})))
+        with torch._C.DisableTorchFunctionSubclass():
+            return tape.run(function, args, kwargs or {})
+
+
+def _tapes(value: Any) -> Iterator[_Tape]:
+    if isinstance(value, _RecordedTensor):
+        yield value.tape
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from _tapes(v)
+    elif isinstance(value, tuple | list):
+        for v in value:
+            yield from _tapes(v)

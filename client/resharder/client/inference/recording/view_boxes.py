@@ -1,0 +1,105 @@
+"""From a strided view of a contiguous tensor to boxes of that tensor: how a loader's slicing becomes pieces."""
+
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from resharder.converters.geometry.layout import Box, Piece, Range, View, full_box
+
+MAX_PARTS = 4096  # more boxes than this for one copy is no layout but a permutation
+
+
+class ViewPart(NamedTuple):
+    """`box` of the tensor goes to `offset + sum(i[d] * strides[d])` of the destination."""
+
+    box: Box
+    offset: int
+    strides: tuple[int, ...]
+
+
+class _Axis(NamedTuple):
+    """`length` steps of `step` indices in one dimension of the tensor, `stride` elements each in the destination."""
+
+    length: int
+    step: int
+    stride: int
+
+
+def boxes_of_view(shape: tuple[int, ...], source: View, offset: int, strides: tuple[int, ...]) -> list[ViewPart] | None:
+    """The boxes of a contiguous tensor of `shape` that `source`, a view of it, covers; element i of the view goes to
+    `offset + sum(i[d] * strides[d])` of the destination. None where boxes cannot say it (broadcasts, permutations).
+    """
+    if prod(source.shape) == 0:
+        return []
+    whole = _contiguous(shape)
+    start, rest = [], source.offset
+    for stride in whole:
+        start.append(rest // stride)
+        rest %= stride
+    axes: list[list[_Axis]] = [[] for _ in shape]
+    for count, stride, to in zip(source.shape, source.strides, strides, strict=True):
+        while count > 1:
+            d = next((d for d in range(len(shape)) if whole[d] <= stride and shape[d] > 1), None)
+            if d is None or stride % whole[d]:
+                return None
+            step = stride // whole[d]
+            inside = -(-(shape[d] - start[d]) // step)  # how many steps stay in this dimension
+            if count <= inside:
+                axes[d].append(_Axis(count, step, to))
+                break
+            if shape[d] % step or start[d] >= step or count % (shape[d] // step):
+                return None
+            inside = shape[d] // step
+            axes[d].append(_Axis(inside, step, to))
+            count, stride, to = count // inside, stride * inside, to * inside
+    return _parts(axes, start, shape, offset)
+
+
+def boxes_of_copy(
+    shape: tuple[int, ...], copied: View, source: View, offset: int, strides: tuple[int, ...]
+) -> list[ViewPart] | None:
+    """`boxes_of_view` where `source` is a view of a contiguous copy of `copied`, which is the view of the tensor."""
+    parts = boxes_of_view(copied.shape, source, offset, strides)
+    if parts is None:
+        return None
+    whole = Piece("", full_box(copied.shape), "", copied.offset, copied.strides)
+    found = [boxes_of_view(shape, whole.view(part.box), part.offset, part.strides) for part in parts]
+    return None if None in found else [part for some in found if some for part in some]
+
+
+def _parts(axes: list[list[_Axis]], start: list[int], shape: tuple[int, ...], offset: int) -> list[ViewPart] | None:
+    """Each dimension keeps one axis; the others are counted through, one part for each of their indices."""
+    kept: list[_Axis] = []
+    outer: list[tuple[int, _Axis]] = []
+    for d, found in enumerate(axes):
+        merged: list[_Axis] = []
+        for axis in sorted(found, key=lambda a: a.step):
+            last = merged[-1] if merged else None
+            if last and axis.step == last.length * last.step and axis.stride == last.length * last.stride:
+                merged[-1] = _Axis(last.length * axis.length, last.step, last.stride)
+            else:
+                merged.append(axis)
+        longest = max(merged, key=lambda a: a.length, default=_Axis(1, 1, 1))
+        kept.append(longest)
+        outer += [(d, axis) for axis in merged if axis is not longest]
+        if start[d] + sum((a.length - 1) * a.step for a in merged) >= shape[d]:
+            return None
+    if prod(axis.length for _, axis in outer) > MAX_PARTS:
+        return None
+    parts = []
+    for index in product(*(range(axis.length) for _, axis in outer)):
+        first, to = list(start), offset
+        for i, (d, axis) in zip(index, outer, strict=True):
+            first[d] += i * axis.step
+            to += i * axis.stride
+        box = tuple(Range(s, a.length, a.step if a.length > 1 else 1) for s, a in zip(first, kept, strict=True))
+        parts.append(ViewPart(box, to, tuple(a.stride for a in kept)))
+    return parts
+
+
+def _contiguous(shape: tuple[int, ...]) -> list[int]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return strides[::-1]

@@ -1,0 +1,122 @@
+"""Everything the plugin takes from RESHARDER_* variables, read and checked in one place."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Self
+
+from resharder.client.errors import UsageError
+from resharder.client.rpc.tls import Tls
+
+GRPC = "grpc"
+FAULTS = ("skip", "misplace", "swap", "half-way")
+_LONGEST_BOOT_WAIT = 3600.0  # the daemon's own bound
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True)
+class PluginSettings:
+    """Where the daemon is and who this server is.
+
+    `prefer`: start on vLLM's own weights where the daemon has none, and serve those until it gives a version. `transport` is
+    `grpc` where the daemon's files must not be mapped, else empty. `direct`: versions may come from trainers' memory.
+    `verify_seconds`: from one verification of what is in memory to the next; 0: on request alone.
+    """
+
+    endpoint: str
+    server: str
+    model: str = ""
+    fleet: str = ""
+    prefer: bool = False
+    hold_seconds: float = 30.0
+    boot_wait_seconds: float = 600.0
+    transport: str = ""
+    staging_dir: str = "/dev/shm"
+    direct: bool = True
+    verify_seconds: float = 600.0
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
+        """What docs/vllm.md lists. A variable that is empty counts as not set. Raises UsageError, which names the variable."""
+        given = {name: value for name, value in environment.items() if value}
+        fault(given)
+        Tls.from_environment(given)
+        return cls(
+            endpoint=_endpoint(given),
+            server=_server(given),
+            model=_name(given, "RESHARDER_MODEL"),
+            fleet=_name(given, "RESHARDER_FLEET"),
+            prefer=_one_of(given, "RESHARDER_UNREACHABLE", ("require", "prefer")) == "prefer",
+            hold_seconds=_seconds(given, "RESHARDER_HOLD_SECONDS", cls.hold_seconds),
+            boot_wait_seconds=_seconds(given, "RESHARDER_BOOT_WAIT_SECONDS", cls.boot_wait_seconds, _LONGEST_BOOT_WAIT),
+            transport=_one_of(given, "RESHARDER_TRANSPORT", ("", GRPC)),
+            staging_dir=_folder(given, "RESHARDER_STAGING_DIR", cls.staging_dir),
+            direct=_one_of(given, "RESHARDER_DIRECT", ("on", "off")) == "on",
+            verify_seconds=_seconds(given, "RESHARDER_VERIFY_SECONDS", cls.verify_seconds),
+        )
+
+
+def fault(environment: Mapping[str, str] = os.environ) -> tuple[str, tuple[str, ...]]:
+    """What RESHARDER_FAULT asks for, by tests: (one of FAULTS, names of HF tensors); ("", ()) for nothing. Raises UsageError."""
+    given = environment.get("RESHARDER_FAULT", "")
+    if not given:
+        return "", ()
+    kind, _, names = given.partition(":")
+    named = tuple(name for name in names.split(",") if name)
+    if kind not in FAULTS or len(named) != {"half-way": 0, "swap": 2}.get(kind, 1):
+        raise UsageError(f"expected skip:NAME, misplace:NAME, swap:NAME,NAME or half-way in RESHARDER_FAULT, got {given!r}")
+    return kind, named
+
+
+def _endpoint(given: Mapping[str, str]) -> str:
+    endpoint = given.get("RESHARDER_ENDPOINT", "")
+    host, _, port = endpoint.rpartition(":")
+    if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise UsageError(f"expected the daemon's endpoint as host:port in RESHARDER_ENDPOINT, got {endpoint or 'none'}")
+    return endpoint
+
+
+def _server(given: Mapping[str, str]) -> str:
+    server = given.get("RESHARDER_SERVER_ID", "")
+    if not _NAME.fullmatch(server):
+        raise UsageError(
+            "expected the server's id in RESHARDER_SERVER_ID (letters, digits, '.', '_', '-', at most 64; the general plugin "
+            f"makes one where none is given), got {server or 'none'}"
+        )
+    return server
+
+
+def _name(given: Mapping[str, str], variable: str) -> str:
+    name = given.get(variable, "")
+    if name and not _NAME.fullmatch(name):
+        raise UsageError(f"expected at most 64 letters, digits, '.', '_' and '-' in {variable}, got {name!r}")
+    return name
+
+
+def _one_of(given: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
+    """The first choice is the default."""
+    choice = given.get(name, choices[0])
+    if choice not in choices:
+        raise UsageError(f"expected {' or '.join(c or 'nothing' for c in choices)} in {name}, got {choice!r}")
+    return choice
+
+
+def _seconds(given: Mapping[str, str], name: str, default: float, longest: float = float("inf")) -> float:
+    text = given.get(name)
+    try:
+        seconds = default if text is None else float(text)
+    except ValueError:
+        seconds = -1.0
+    if not (isfinite(seconds) and 0 <= seconds <= longest):
+        bound = f" of 0 to {longest:g}" if isfinite(longest) else ""
+        raise UsageError(f"expected seconds{bound} in {name}, got {text!r}")
+    return seconds
+
+
+def _folder(given: Mapping[str, str], name: str, default: str) -> str:
+    folder = given.get(name, default)
+    if not os.path.isdir(folder):
+        raise UsageError(f"expected a folder in {name}, got {folder!r}")
+    return folder

@@ -1,0 +1,87 @@
+"""The vLLM plugin. Importing it imports neither vLLM nor gRPC and opens nothing: workers are forked from processes that did.
+
+Without RESHARDER_ENDPOINT in the environment it does nothing.
+"""
+
+import logging
+import os
+import re
+import uuid
+from typing import Any
+
+_RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+_WARNED = "RESHARDER_WARNED_OF_VLLM"  # inherited, so that one process of a server says it once
+OLDEST = (0, 26)  # endpoint plugins are there from here on
+TESTED = (OLDEST, (0, 28), (0, 32))
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`: called in every process of a server, and more than once in some.
+
+    Raises UsageError, which ends the server's start, for a vLLM that is too old, a wrong environment, and a server whose requests
+    would not pass the gate.
+    """
+    if not os.environ.get("RESHARDER_ENDPOINT"):
+        return
+    os.environ.setdefault("RESHARDER_SERVER_ID", uuid.uuid4().hex)  # inherited by all processes of the server
+    prefixes = [prefix for prefix in os.environ.get(_RAY_PREFIXES, "").split(",") if prefix]
+    if "RESHARDER_" not in prefixes:
+        os.environ[_RAY_PREFIXES] = ",".join([*prefixes, "RESHARDER_"])
+    from resharder.client.errors import UsageError
+    from resharder.client.inference import version_page
+    from resharder.client.inference.settings import PluginSettings
+    from vllm import __version__
+
+    if problem := too_old(__version__):
+        raise UsageError(problem)
+    if (warning := untested(__version__)) and os.environ.get(_WARNED) != __version__:
+        os.environ[_WARNED] = __version__
+        logging.getLogger("vllm.resharder").warning(warning)
+    version_page.provide(PluginSettings.from_environment().server)
+    from resharder.client.inference.vllm import boot_loader, engine_core, refusals, sleep, worker_rpc
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    if front_end := refusals.ungated_front_end():
+        raise UsageError(f"Resharder does not install into servers with {front_end}: start vLLM without it")
+    if getattr(WorkerBase, "resharder_describe", None) is worker_rpc.resharder_describe:
+        return
+    for method in worker_rpc.METHODS:
+        setattr(WorkerBase, method.__name__, method)
+    register_model_loader("resharder")(boot_loader.ResharderLoader)
+    boot_loader.watch_loading()
+    worker_rpc.watch_workers(sleep.watch_sleep)
+    sleep.let_stay_paused()
+    engine_core.fence_engine_core()
+
+
+def endpoint_plugin() -> Any:
+    """Entry point `vllm.endpoint_plugins`: called in the API server alone."""
+    from resharder.client.inference.vllm.endpoint import EndpointPlugin
+
+    return EndpointPlugin()
+
+
+def minor_of(version: str) -> tuple[int, int] | None:
+    """(0, 32) of 0.32.0+cpu; None for a build that does not know, as one from a clone without tags (0.1.dev1+g123)."""
+    found = re.match(r"(\d+)\.(\d+)(?!\.?dev)", version)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def too_old(version: str) -> str:
+    """Why the plugin does not run in this vLLM; empty if it does."""
+    minor = minor_of(version)
+    if minor is None or minor >= OLDEST:
+        return ""
+    return f"expected vLLM {_text(OLDEST)} or later, got {version}"
+
+
+def untested(version: str) -> str:
+    """What to warn of; empty for a vLLM that the plugin's tests run in."""
+    if minor_of(version) in TESTED:
+        return ""
+    return f"Resharder is tested with vLLM {', '.join(map(_text, TESTED))}, and this is {version}"
+
+
+def _text(minor: tuple[int, int]) -> str:
+    return ".".join(map(str, minor))

@@ -1,0 +1,123 @@
+"""Follow the daemon with an engine that runs in this process: the control side without HTTP.
+
+    handle = await attach(engine)          # an AsyncLLM, on the event loop that it runs on
+    await handle.wait(version=3)
+    handle.version, handle.close()
+
+An API server gets the same, and the gate in front of its routes, from the endpoint plugin.
+"""
+
+import asyncio
+import logging
+import time
+from contextlib import AbstractContextManager
+from typing import Any
+
+from resharder.client.errors import UsageError, WaitTimeout
+from resharder.client.inference.control import metrics
+from resharder.client.inference.control.control import OrderExecutor
+from resharder.client.inference.control.gate import Gate
+from resharder.client.inference.control.labels import Answer, answering
+from resharder.client.inference.control.lease import ControlIdentity, LeaseThread
+from resharder.client.inference.control.orders import ControlOrder, Outcome
+from resharder.client.inference.power import PowerState
+from resharder.client.inference.settings import PluginSettings
+from resharder.client.inference.version_page import page
+from resharder.client.inference.vllm import outputs, refusals
+from resharder.client.inference.vllm.engine_core import engines_are_here, guard, passes_kv
+from resharder.client.inference.vllm.sleep import cannot_sleep
+from resharder.client.rpc.channel import Channel
+
+logger = logging.getLogger("vllm.resharder.attach")
+
+
+class AttachedEngine:
+    """What an attached program sees. Not for other threads than the event loop's."""
+
+    def __init__(self, gate: Gate, thread: LeaseThread) -> None:
+        self._gate, self._thread = gate, thread
+
+    @property
+    def version(self) -> int | None:
+        """The version being served; None while none is: not yet confirmed, being installed, or torn."""
+        return self._gate.open_on or None
+
+    async def wait(self, version: int, timeout: float | None = None) -> int:
+        """Until that version or a later one is served; the one that is. Raises WaitTimeout after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (self.version or 0) < version:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise WaitTimeout(f"expected version {version} within {timeout:g} s, got {self.version or 'none'}")
+            await self._gate.changed(left)
+        return self._gate.version
+
+    @staticmethod
+    def answering() -> AbstractContextManager[Answer]:
+        """Collects the versions that make the tokens of requests begun inside: `answer.versions`, in order, 0 for none."""
+        return answering()
+
+    def close(self) -> None:
+        """Gives the lease back. The engine stays as it is."""
+        self._thread.close()
+
+
+async def attach(
+    engine: Any, settings: PluginSettings | None = None, *, gate: Gate | None = None, address: str = ""
+) -> AttachedEngine:
+    """Starts following with `engine` (vLLM's EngineClient, the general plugin loaded in its workers) and returns at once; the
+    daemon need not be there yet. `settings`: by default the environment's. Raises UsageError for an engine that is not supported.
+    """
+    settings = settings or PluginSettings.from_environment()
+    config = engine.vllm_config
+    refuse_unsupported(config)
+    world_size = config.parallel_config.world_size_across_dp
+    identity = ControlIdentity(settings.server, world_size, address, settings.model, settings.fleet, passes_kv(config))
+    gate = gate or Gate(prefer=settings.prefer, hold_seconds=settings.hold_seconds)
+
+    processor = getattr(engine, "output_processor", None)
+    if processor is not None:
+        outputs.watch_outputs(processor, page(), one_clock=engines_are_here(config))
+    numbers = metrics.numbers()
+    gate.watch(numbers)
+    gate.lease.renewed = numbers.renewed
+
+    async def carry_out(order: ControlOrder) -> Outcome | None:
+        outcome = await control.carry_out(order)
+        if outcome is not None:
+            numbers.carried_out(outcome)
+        return outcome
+
+    def about() -> tuple[PowerState, int, int]:
+        return control.state.power, gate.in_flight, gate.shown
+
+    guard(getattr(engine, "engine_core", None))
+    thread = LeaseThread(Channel(settings.endpoint), identity, gate.lease, carry_out, about, asyncio.get_running_loop())
+    control = OrderExecutor(
+        engine,
+        gate,
+        thread.reattach,
+        lambda version: f"models/{thread.model}/versions/{version}",
+        thread.report_now,
+        cannot_sleep(config),
+    )
+    gate.when_empty = thread.report_now
+    try:
+        await control.look()
+    except Exception as error:  # whoever leads looks again when it begins to
+        logger.warning("whether the engine sleeps is not known yet: %s", error)
+    thread.start()
+    return AttachedEngine(gate, thread)
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Raises UsageError for a vLLM configuration (a VllmConfig) under which an install is not proven to be right."""
+    parallel = config.parallel_config
+    refused = {
+        "external data-parallel load balancing": parallel.data_parallel_external_lb,
+        "hybrid data-parallel load balancing": parallel.data_parallel_hybrid_lb,
+    }
+    problems = [f"Resharder does not install into servers with {name}" for name, used in refused.items() if used]
+    problems += [problem] if (problem := refusals.refuse_unsupported(config)) else []
+    if problems:
+        raise UsageError(f"{'; '.join(problems)}: start vLLM without, or leave the plugin out of VLLM_PLUGINS")

@@ -1,0 +1,170 @@
+"""`--load-format resharder`: a starting server takes its weights from the daemon.
+
+The folder given to vLLM needs config and tokenizer only. All processes of the server share an id, and the first claim of it fixes
+the version, so that no two ranks boot different ones.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from resharder.client.errors import NO_VERSION, DaemonUnreachable, ResharderError, UsageError
+from resharder.client.inference.recording import inventory, recorder
+from resharder.client.inference.settings import PluginSettings
+from resharder.client.inference.vllm.drafters import is_drafter
+from resharder.client.inference.vllm.host import VLLMHost
+from resharder.client.inference.vllm.refusals import refuse_unsupported
+from resharder.client.inference.vllm.worker_rpc import AGENTS
+from resharder.client.inference.worker import install
+from resharder.client.inference.worker.agent import Agent
+from resharder.client.inference.worker.boot_lease import Renewal
+from resharder.client.inference.worker.faults import Fault
+from resharder.client.inference.worker.install import Feed, Installed
+from resharder.client.inference.worker.model_part import DRAFTER, MODEL, ModelPart
+from resharder.client.inference.worker.reporter import claim
+from resharder.client.inference.worker.source import Stager, VersionManifest, VersionSource, get_manifest
+from resharder.client.tracing import Timings, timed
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+
+class ResharderLoader(BaseModelLoader):  # type: ignore[misc]
+    """vLLM's loader interface. vLLM makes one for the model and another for its drafter, which follows the model: the same
+    version, and vLLM's own loader where that was the model's. Raises ResharderError or InstallError, which end the server's start
+    with their message."""
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(load_config)
+        self._booting: _Booting | None = None
+
+    def download_model(self, model_config: Any) -> None:
+        """Nothing to download: weights come with `load_weights`."""
+
+    def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if problem := refuse_unsupported(vllm_config):
+            raise UsageError(problem)
+        drafter = is_drafter(vllm_config, model_config)
+        agent = _agent_of_model(vllm_config) if drafter else _begin(vllm_config)
+        if agent is None or agent.boot is None or agent.staging.stager is None:
+            loader = DefaultModelLoader(replace(self.load_config, load_format="auto"))
+            return cast(torch.nn.Module, loader.load_model(vllm_config, model_config, *args, **kwargs))
+        self._booting = booting = _Booting(
+            agent, agent.staging.stager, agent.boot, agent.parts.part(DRAFTER if drafter else MODEL)
+        )
+        model = cast(torch.nn.Module, super().load_model(vllm_config, model_config, *args, **kwargs))
+        booting.prove(model)
+        if not drafter:
+            AGENTS[model] = agent
+        return model
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        if self._booting is None:
+            raise UsageError("expected load_model to be called first; the resharder loader cannot reload by itself")
+        self._booting.load(model)
+
+
+@dataclass
+class _Booting:
+    """One of a worker's models on its way in."""
+
+    agent: Agent
+    stager: Stager
+    manifest: VersionManifest
+    part: ModelPart
+    source: VersionSource | None = None
+    installed: Installed = field(default_factory=lambda: Installed(0, 0, 0.0))
+    stage_seconds: float = 0.0
+    timings: Timings = field(default_factory=list)
+
+    def load(self, model: torch.nn.Module) -> None:
+        inventory.before_loading(model)
+        self.part.record(recorder.record(model, self.manifest.specs, self.agent.host.original_loader), self.manifest)
+        self.agent.parts.count_needed_bytes()
+        recording = self.part.known
+        with timed(self.timings, "stage"):
+            self.source = self.stager.stage(self.manifest, recording.needs)
+        self.stage_seconds = self.timings[-1].seconds
+        names = [name for name in self.manifest.specs if name in recording.needs]
+        feed = Feed(self.source, names, recording, Fault.from_environment())
+        with timed(self.timings, "load"):
+            cast(Any, model).load_weights(iter(feed))
+        install.refuse(feed.differences())
+        self.installed = Installed(len(feed.boxes), 0, 0.0)
+
+    def prove(self, model: torch.nn.Module) -> None:
+        """After post-load processing."""
+        if self.source is None:
+            raise UsageError("expected vLLM to call load_weights while it loads a model")
+        with self.agent.host.calling():
+            self.part.learn(model, self.source)
+        self.agent.verifier.expect(self.part, self.source.expected)
+        self.source.close()
+        self.agent.booted(self.manifest, self.installed, self.stage_seconds, self.timings)
+
+
+def _begin(vllm_config: Any) -> Agent | None:
+    """An agent with its boot version fixed; None where the server is to start without one. Raises ResharderError."""
+    settings = PluginSettings.from_environment()
+    host = VLLMHost.of_loader(vllm_config)
+    agent = Agent(host, settings)
+    # One for the whole server: its processes end together.
+    agent.renewal = Renewal() if host.rank == 0 else None
+    wait, patience = (0.0, 5.0) if settings.prefer else (settings.boot_wait_seconds,) * 2
+    try:
+        renews = agent.renewal is not None
+        answer = claim(agent.channel, settings, boot=True, renews=renews, wait_seconds=wait, patience=patience)
+        if agent.renewal is not None:
+            agent.renewal.begin()
+        version = f"models/{answer.model.removeprefix('models/')}/versions/{answer.boot_version}"
+        agent.boot = get_manifest(agent.channel, version)
+    except ResharderError as error:
+        if agent.renewal is not None:
+            agent.renewal.close()
+        if settings.prefer and _is_missing(error):
+            return None
+        raise
+    agent.staging.open(answer.store)
+    return agent
+
+
+def _agent_of_model(vllm_config: Any) -> Agent | None:
+    """Of the model that this configuration's drafter belongs to. vLLM gives the two different copies of its configuration."""
+    speculative = vllm_config.speculative_config
+    for agent in AGENTS.values():
+        if isinstance(agent.host, VLLMHost) and agent.host.vllm_config.speculative_config is speculative:
+            return agent
+    return None
+
+
+def _is_missing(error: ResharderError) -> bool:
+    """The daemon or a version is not there; anything else that it says stands."""
+    return isinstance(error, DaemonUnreachable) or error.reason == NO_VERSION
+
+
+def watch_loading() -> None:
+    """Have `inventory` look at every model before and after its weights are loaded, whichever of vLLM's loaders does it."""
+    for loader in (DefaultModelLoader, DummyModelLoader):
+        loader.load_weights = _around(
+            loader.load_weights, before=lambda _, model, *args, **kwargs: inventory.before_loading(model)
+        )
+    BaseModelLoader.load_model = _around(BaseModelLoader.load_model, after=inventory.after_loading)
+
+
+def _around(method: Any, before: Callable[..., None] | None = None, after: Callable[[Any], None] | None = None) -> Any:
+    if hasattr(method, "resharder"):
+        return method
+
+    @functools.wraps(method)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(*args, **kwargs)
+        result = method(*args, **kwargs)
+        if after is not None:
+            after(result)
+        return result
+
+    watched.resharder = True  # type: ignore[attr-defined]
+    return watched

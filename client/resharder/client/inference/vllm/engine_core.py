@@ -1,0 +1,72 @@
+"""vLLM's engine core: the fence in front of its calls (control/fence.py), and where it runs; read against 0.26, 0.28 and 0.32."""
+
+import functools
+from typing import Any
+
+from resharder.client.errors import UsageError
+from resharder.client.inference.control.fence import FENCED, Fence, accepted, claim_in_effect
+
+
+def fence_engine_core() -> None:
+    """Have the engine core judge the calls that carry a token (fence.py), each together with what it asks for: the core takes one
+    call after the other."""
+    from vllm.v1.engine.core import EngineCore
+
+    def resharder_fenced(self: Any, token: list[Any], method: str, args: list[Any]) -> Any:
+        fence = self.__dict__.setdefault("_resharder_fence", Fence())
+        refusal = fence.refuse(token)
+        if method == "resume_scheduler":
+            refusal = _agreed(self, refusal)
+        return fence.refused(refusal) if refusal else getattr(self, method)(*args)
+
+    setattr(EngineCore, FENCED, resharder_fenced)
+
+
+def _agreed(core: Any, refusal: str) -> str:
+    """The refusal, or that of another engine core. Cores of a data parallel MoE wait for each other in `resume_scheduler`
+    (DPEngineCoreProc), so one that refused alone would block the others."""
+    group = getattr(core, "dp_group", None)
+    if group is None or core.engines_running:  # vLLM ignores a resumption of cores that run, or fails it
+        return refusal
+    from vllm.config import ParallelConfig
+
+    anyone = ParallelConfig.has_unfinished_dp(group, bool(refusal))
+    return refusal or ("another engine core refused it" if anyone else "")
+
+
+def guard(client: Any) -> None:
+    """Send the calls that vLLM's client of an engine core makes within `acting` through the engine core's fence.
+
+    `_call_utility_async` carries every call to one engine core (v1/engine/core_client.py; 0.26, 0.28 and 0.32). Raises UsageError
+    where there is none.
+    """
+    plain = getattr(client, "_call_utility_async", None)
+    if plain is None:
+        raise UsageError(
+            f"expected an AsyncLLM, whose engine core is a process of its own, got a {type(client).__name__} as its client"
+        )
+    if hasattr(plain, "resharder"):
+        return
+
+    @functools.wraps(plain)
+    async def guarded(method: str, *args: Any, **to: Any) -> Any:
+        claim = claim_in_effect()
+        if claim is None:
+            return await plain(method, *args, **to)
+        return accepted(await plain(FENCED, claim.token(), method, list(args), **to))
+
+    guarded.resharder = True  # type: ignore[attr-defined]
+    client._call_utility_async = guarded
+
+
+def engines_are_here(vllm_config: Any) -> bool:
+    """Whether every engine core runs on this host. Ray and --data-parallel-size-local put replicas on others."""
+    parallel = vllm_config.parallel_config
+    spread = parallel.data_parallel_backend == "ray" or parallel.data_parallel_size_local != parallel.data_parallel_size
+    return parallel.data_parallel_size == 1 or not spread
+
+
+def passes_kv(vllm_config: Any) -> bool:
+    """Whether the engine gives KV cache to other engines, or takes theirs: made by one version, read by another, it is a mix."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and transfer.kv_role in ("kv_producer", "kv_consumer", "kv_both")

@@ -1,0 +1,125 @@
+"""How versions get from the engine core's outputs to answers: what is added to vLLM's output processor, in the process that has
+the engine's client; read against 0.26, 0.28 and 0.32.
+
+The engine core notes when each step's outputs were made (EngineCoreOutputs.timestamp, v1/engine/__init__.py), and AsyncLLM passes
+that on to `process_outputs`. The engine core's clock is this process's where it runs on this host. Elsewhere a token is labelled
+with every version that was installed between its request's arrival and its own.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from resharder.client.inference.control import labels
+from resharder.client.inference.version_page import Page, joined
+
+_ATTRIBUTE = "resharder"  # on vLLM's objects
+
+
+@dataclass
+class _Source:
+    """On an output processor. `one_clock`: the engine core runs on this host."""
+
+    page: Page
+    one_clock: bool
+    clock: Callable[[], float] = time.monotonic
+
+    def versions(self, made: float | None, came: float) -> tuple[int, ...]:
+        """Of tokens that an engine core made at `made`, of a request that came at `came`."""
+        now = self.clock()
+        if self.one_clock and made is not None and came <= made <= now:
+            return self.page.read().between(made, made)
+        return self.page.read().between(came, now)
+
+
+@dataclass
+class _Request:
+    """On a RequestState. `waiting`: the versions of tokens that are in no output yet."""
+
+    answer: labels.Answer
+    came: float
+    waiting: tuple[int, ...] = ()
+
+
+@dataclass
+class _Queue:
+    """On a RequestOutputCollector. `ready`: the versions of tokens in outputs that were not taken yet."""
+
+    answer: labels.Answer
+    ready: tuple[int, ...] = ()
+
+
+def watch_outputs(processor: Any, page: Page, *, one_clock: bool) -> None:
+    """Labels what `processor` (vLLM's OutputProcessor) processes from now on."""
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
+
+    setattr(processor, _ATTRIBUTE, _Source(page, one_clock))
+    if hasattr(OutputProcessor.add_request, _ATTRIBUTE):
+        return
+    _wrap(OutputProcessor, "add_request", _add_request)
+    _wrap(OutputProcessor, "process_outputs", _process_outputs)
+    _wrap(RequestState, "_new_completion_output", _new_completion_output)
+    _wrap(RequestOutputCollector, "get_nowait", _get_nowait)
+    _wrap(RequestOutputCollector, "get", _get)
+
+
+def _wrap(kind: Any, method: str, around: Callable[..., Any]) -> None:
+    plain = getattr(kind, method)
+
+    @functools.wraps(plain)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(self, plain, *args, **kwargs)
+
+    wrapped.resharder = True  # type: ignore[attr-defined]
+    setattr(kind, method, wrapped)
+
+
+def _add_request(processor: Any, plain: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    result = plain(processor, request, *args, **kwargs)
+    state, answer = processor.request_states.get(request.request_id), labels.current()
+    if state is not None and answer is not None and not hasattr(state, _ATTRIBUTE):
+        state.resharder = _Request(answer, time.monotonic())
+        if state.queue is not None and not hasattr(state.queue, _ATTRIBUTE):
+            state.queue.resharder = _Queue(answer)
+    return result
+
+
+def _process_outputs(processor: Any, plain: Any, outputs: Any, timestamp: float | None = None, *args: Any, **kwargs: Any) -> Any:
+    source: _Source | None = getattr(processor, _ATTRIBUTE, None)
+    for output in outputs if source is not None else ():
+        request: _Request | None = getattr(processor.request_states.get(output.request_id), _ATTRIBUTE, None)
+        if request is not None and source is not None and (output.new_token_ids or output.pooling_output is not None):
+            versions = source.versions(timestamp, request.came)
+            request.answer.made(versions)
+            request.waiting = joined(request.waiting, versions)
+    return plain(processor, outputs, timestamp, *args, **kwargs)
+
+
+def _new_completion_output(state: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    """vLLM puts what this makes into the queue at once."""
+    request, queue = getattr(state, _ATTRIBUTE, None), getattr(state.queue, _ATTRIBUTE, None)
+    if request is not None and queue is not None:
+        queue.ready, request.waiting = joined(queue.ready, request.waiting), ()
+    return plain(state, *args, **kwargs)
+
+
+def _get_nowait(collector: Any, plain: Any) -> Any:
+    output = plain(collector)
+    if output is not None:
+        _took(collector)
+    return output
+
+
+async def _get(collector: Any, plain: Any) -> Any:
+    output = await plain(collector)
+    _took(collector)
+    return output
+
+
+def _took(collector: Any) -> None:
+    queue: _Queue | None = getattr(collector, _ATTRIBUTE, None)
+    if queue is not None:
+        versions, queue.ready = queue.ready, ()
+        queue.answer.took(id(queue), versions)

@@ -1,0 +1,56 @@
+"""Configurations of vLLM under which Resharder does not install; read against 0.26, 0.28 and 0.32."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from resharder.client.inference.vllm.drafters import foreign_drafter
+
+_GRPC_SERVERS = ("vllm.entrypoints.launchers.grpc_server", "vllm.entrypoints.grpc_server")
+
+
+def refuse_unsupported(vllm_config: Any) -> str:
+    """Why this server cannot be followed; empty if it can."""
+    parallel = vllm_config.parallel_config
+    wrong = [
+        what
+        for what, on in (
+            ("EPLB (--enable-eplb)", parallel.enable_eplb),
+            ("elastic expert parallelism", getattr(parallel, "enable_elastic_ep", False)),
+            ("LoRA (--enable-lora)", vllm_config.lora_config is not None),
+        )
+        if on
+    ]
+    wrong += [drafter] if (drafter := foreign_drafter(vllm_config)) else []
+    wrong += [front_end] if (front_end := ungated_front_end()) else []
+    return f"Resharder does not install into servers with {' and '.join(wrong)}" if wrong else ""
+
+
+def ungated_front_end() -> str:
+    """What answers requests in place of vLLM's Python API server, which alone loads endpoint plugins and so has the gate.
+
+    VllmConfig does not say it (0.26 to 0.32): the Rust front end is chosen by environment, the gRPC server by an option of the
+    command, which spawned processes inherit in `sys.argv` and forked ones as a module, or by being the program.
+    """
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0").strip() not in ("", "0"):
+        return "the Rust front end (VLLM_USE_RUST_FRONTEND), which has no gate"
+    program, *arguments = sys.argv or [""]
+    main = getattr(getattr(sys.modules.get("__main__"), "__spec__", None), "name", "")
+    serves_grpc = any(name in sys.modules or name == main for name in _GRPC_SERVERS)
+    if serves_grpc or ("vllm" in Path(program).parts and "--grpc" in _with_config_file(arguments)):
+        return "the gRPC server (--grpc), which has no gate"
+    return ""
+
+
+def _with_config_file(arguments: list[str]) -> list[str]:
+    """With the options of the YAML file that `--config` names, as vLLM's own parser reads it (utils/argparse_utils.py)."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    if "--config" not in arguments[:-1]:
+        return arguments
+    file = arguments[arguments.index("--config") + 1]
+    try:
+        return [*arguments, *FlexibleArgumentParser(add_help=False).load_config_file(file)]
+    except Exception:  # no file, no YAML: vLLM says so and does not start
+        return arguments

@@ -1,0 +1,156 @@
+"""vLLM's layerwise reload of a running model (model_loader/reload; 0.26, 0.28 and 0.32): all of it for a recording, some of its
+modules for an install. Works around two silent bugs of vLLM's CPU build.
+"""
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from resharder.client.inference.engine import Loader
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import layerwise as _layerwise
+
+
+def original_loader(tensor: torch.Tensor) -> Loader:
+    """The tensor's own weight loader, without what the layerwise reload puts around it."""
+    _name_loader(tensor)
+    loader: Loader = _layerwise._get_original_loader(tensor)
+    return loader
+
+
+def _name_loader(tensor: torch.Tensor) -> None:
+    """The layerwise reload asks each loader for its name (model_loader/reload/layerwise.py), which the partials of MiniMax-M2's
+    norms do not have."""
+    loader = getattr(tensor, "weight_loader", None)
+    if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
+        loader.__name__ = "partial"  # type: ignore[attr-defined]
+
+
+def _begin_reload(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                _name_loader(tensor)
+    initialize_layerwise_reload(model)
+
+
+@contextmanager
+def format_of_load(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, a running model's parameters have the shapes they had before loading, on the meta device; then all is as before."""
+    _begin_reload(model)
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            _put_back(module)
+        _end_torchao(model)
+
+
+@contextmanager
+def reloading(model: torch.nn.Module, model_config: Any, modules: frozenset[str]) -> Iterator[None]:
+    """vLLM's layerwise reload for `modules` alone: inside, feed `model.load_weights`; at the end they are processed.
+
+    However it ends, no parameter stays on the meta device: what was not complete has its old values.
+    """
+    _before_reload_on_cpu(model)
+    _begin_reload(model)
+    try:
+        wanted = {id(module) for name, module in model.named_modules(remove_duplicate=False) if name in modules}
+        for module in model.modules():
+            if id(module) not in wanted:
+                _put_back(module)
+        with _DirectWrites(model):
+            yield
+        finalize_layerwise_reload(model, model_config)
+    finally:
+        for module in model.modules():
+            _put_back(module)
+        _end_torchao(model)
+    _after_reload_on_cpu(model)
+
+
+class _DirectWrites(TorchFunctionMode):
+    """Inside, what a model's loader copies into a parameter by itself (GPT-OSS: experts, sinks) goes through a weight loader: the
+    layerwise reload knows of nothing else, and would keep the old values without a word."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._places = {
+            parameter.untyped_storage()._cdata: (module, name)
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.is_meta
+        }
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Under vLLM's own counter (reload/meta.py) a weight loader is running already.
+        if function is torch.Tensor.copy_ and args[0].is_meta and _get_current_dispatch_mode() is None:
+            place = self._places.get(args[0].untyped_storage()._cdata)
+            if place is not None:
+                self._load(*place, *args)
+                return args[0]
+        return function(*args, **(kwargs or {}))
+
+    def _load(self, module: torch.nn.Module, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        parameter: Any = getattr(module, name)
+        if original_loader(parameter) is not _copy_into:
+            parameter.weight_loader = _copy_into
+            parameter.weight_loader = _layerwise.make_online_process_loader(module, name)
+        parameter.weight_loader(parameter, source, tuple(target.shape), target.stride(), target.storage_offset())
+
+
+def _copy_into(
+    param: torch.Tensor, loaded_weight: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
+) -> None:
+    param.data.as_strided(shape, strides, offset).copy_(loaded_weight)
+
+
+def _put_back(module: torch.nn.Module) -> None:
+    info = _layerwise.LAYERWISE_INFO.get(module)
+    if info is None or not info.can_load():
+        return
+    if info.kernel_tensors is not None:
+        _layerwise._place_kernel_tensors(module, info)
+    info.reset()
+
+
+def _end_torchao(model: torch.nn.Module) -> None:
+    if hasattr(model, "_original_do_torchao_reload"):
+        model._do_torchao_reload = model._original_do_torchao_reload
+
+
+def _before_reload_on_cpu(model: torch.nn.Module) -> None:
+    """Experts: the unquantised MoE method packs them only while it has no kernel, so a reload would leave them unpacked for a
+    kernel that reads them as packed. Silent in 0.26, 0.28 and 0.32: wrong logits, no error."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if type(method).__name__ == "UnquantizedFusedMoEMethod" and getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def _after_reload_on_cpu(model: torch.nn.Module) -> None:
+    """A tied lm_head shares the embedding's parameter but owns a packed copy of it, which a reload of the embedding does not
+    renew. Silent in 0.26, 0.28 and 0.32: wrong logits, no error."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    owners: dict[int, list[torch.nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            owners[id(weight)].append(module)
+    for modules in owners.values():
+        for module in modules if len(modules) > 1 else ():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)

@@ -1,0 +1,117 @@
+"""What the plugin adds to vLLM's workers: methods for `collective_rpc`.
+
+The methods never raise and return plain dicts: an exception in one worker of several shifts every later reply of the engine (vLLM
+issue 49972).
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from resharder.client.inference.recording import inventory
+from resharder.client.inference.settings import PluginSettings
+from resharder.client.inference.vllm.drafters import drafter_of
+from resharder.client.inference.vllm.host import VLLMHost
+from resharder.client.inference.worker.agent import Agent
+from resharder.client.inference.worker.model_part import DRAFTER, MODEL, Models
+from resharder.client.inference.worker.profile import profiled
+from resharder.client.inference.worker.reporter import PROCESS
+
+AGENTS: WeakKeyDictionary[torch.nn.Module, Agent] = WeakKeyDictionary()
+
+
+def agent_of(worker: Any) -> tuple[Agent, Models]:
+    model, drafter = worker.get_model(), drafter_of(worker)
+    if model not in AGENTS:
+        AGENTS[model] = Agent(VLLMHost.of_worker(worker), PluginSettings.from_environment())
+    return AGENTS[model], {MODEL: model} | ({DRAFTER: drafter} if drafter is not None else {})
+
+
+def _answer(worker: Any, act: Callable[[Agent, Models], dict[str, Any]]) -> dict[str, Any]:
+    answer: dict[str, Any] = {"ok": True, "rank": getattr(worker, "rank", -1), "nonce": PROCESS, "error": ""}
+    try:
+        agent, models = agent_of(worker)
+        answer["rank"] = agent.host.rank
+        answer |= act(agent, models)
+    except Exception as error:
+        answer |= {"ok": False, "error": f"{type(error).__name__}: {error}"}
+    return answer
+
+
+def resharder_describe(self: Any) -> dict[str, Any]:
+    """What this worker holds and how versions get into it."""
+
+    def act(agent: Agent, models: Models) -> dict[str, Any]:
+        agent.verifier.settle(models, agent.settings.verify_seconds)
+        return agent.describe()
+
+    return _answer(self, act)
+
+
+def resharder_stage(self: Any, install_id: str, version: str, fallback: str = "") -> dict[str, Any]:
+    """Begins to bring `version` (its full name) within reach; the worker itself tells the daemon when it is.
+    `fallback`: the READY version to keep at hand, where `version` is not READY."""
+
+    def act(agent: Agent, models: Models) -> dict[str, Any]:
+        return agent.stage(models, install_id, version, fallback)
+
+    return _answer(self, act)
+
+
+def resharder_unstage(self: Any, install_id: str) -> dict[str, Any]:
+    """Lets go of what was staged, or is being staged, for this install."""
+    return _answer(self, lambda agent, models: agent.unstage(install_id))
+
+
+def resharder_apply(self: Any, install_id: str, profile: bool = False) -> dict[str, Any]:
+    """Installs what was staged and proves it; with `profile` under torch.profiler. The engine must be paused."""
+
+    def act(agent: Agent, models: Models) -> dict[str, Any]:
+        try:
+            with (
+                profiled(agent.channel, agent.settings.server, agent.host.rank, install_id, agent.host.device)
+                if profile
+                else nullcontext()
+            ):
+                return agent.apply(models, install_id)
+        except Exception as error:
+            agent.failed(install_id, f"{type(error).__name__}: {error}")
+            raise
+
+    return _answer(self, act)
+
+
+def resharder_fingerprint(self: Any) -> dict[str, Any]:
+    """Of every tensor that the model and its drafter read when they run: parameters, buffers, and what loading made of them."""
+
+    def act(agent: Agent, models: Models) -> dict[str, Any]:
+        agent.need_weights("read them")
+        tensors: dict[str, int] = {}
+        for name, model in models.items():
+            notes = inventory.NOTES.get(model)
+            known = set(notes.constant) | set(notes.made) if notes else set()
+            found = [f for f in inventory.reachable(model) if f.parameter or f.path in known]
+            tensors |= {f.path if name == MODEL else f"{name}: {f.path}": inventory.fingerprint(f.tensor) for f in found}
+        return {"version": agent.version, "tensors": tensors}
+
+    return _answer(self, act)
+
+
+METHODS = (resharder_describe, resharder_stage, resharder_unstage, resharder_apply, resharder_fingerprint)
+
+
+def watch_workers(made: Callable[[Any], None]) -> None:
+    """Has every worker that is made from now on handed to `made`."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    plain = WorkerBase.__init__
+
+    @functools.wraps(plain)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        made(self)
+
+    WorkerBase.__init__ = watched

@@ -1,0 +1,1 @@
+"""A worker process's part: stage a version, apply it, verify it, sleep and wake."""

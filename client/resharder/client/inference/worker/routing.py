@@ -1,0 +1,160 @@
+"""The way of each HF tensor into a running model, decided by evidence.
+
+The first version always goes through `load_weights`. Then every recorded region of live memory is compared with the store's
+digest of the same box: where it is equal, and nothing else was made from it, boxes go straight into memory from then on. Modules
+where it is not (packed, quantised) are loaded and processed by the engine each time.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from resharder.client.inference.recording import inventory
+from resharder.client.inference.recording.recorder import Local, Recording
+from resharder.client.inference.worker.errors import InstallError
+from resharder.client.inference.worker.memory import live_tensors, read_all, strided
+from resharder.client.inference.worker.source import VersionSource
+from resharder.converters.geometry.layout import ITEM_SIZES, Piece, box_size
+
+
+@dataclass(frozen=True)
+class Route:
+    """`boxed` pieces go straight into memory, `loaded` HF tensors through `load_weights`, which then processes `modules`.
+
+    `readable`: the loaded pieces that lie in memory as they were loaded, so that they can be proven there as well. `boxed_bytes`:
+    of all `boxed` pieces, added up here since an install has no time for thousands of them.
+    """
+
+    boxed: tuple[Piece, ...]
+    loaded: frozenset[str]
+    modules: frozenset[str]
+    readable: tuple[Piece, ...]
+    boxed_bytes: int = 0
+
+
+def first_route(recording: Recording, model: torch.nn.Module, shared: frozenset[str]) -> Route:
+    modules = frozenset(name for name, _ in model.named_modules(remove_duplicate=False))
+    return Route((), frozenset(recording.needs), modules - shared, ())
+
+
+class Evidence(NamedTuple):
+    """After a version went through `load_weights`: locals whose memory is not what was recorded, and for each module that holds
+    derived tensors the modules they may be made from."""
+
+    unlike: frozenset[str]
+    derived: dict[str, frozenset[str]]
+
+    def without(self, modules: frozenset[str], recording: Recording) -> "Evidence":
+        """What is left of it with `modules` out of the picture; `recording` is already without them."""
+        derived = {module: below - modules for module, below in self.derived.items() if module not in modules}
+        return Evidence(self.unlike & recording.locals.keys(), derived)
+
+
+def decide(recording: Recording, evidence: Evidence) -> Route:
+    """Raises InstallError for derived tensors that come from nothing recorded."""
+    sources: dict[str, set[str]] = defaultdict(set)  # module -> HF tensors that end in it
+    holders: dict[str, set[str]] = defaultdict(set)  # HF tensor -> modules
+    for tensor, locals_ in recording.reads.items():
+        for module in (m for name in locals_ for m in recording.locals[name].modules):
+            sources[module].add(tensor)
+            holders[tensor].add(module)
+    if "" in recording.impure:
+        return Route((), frozenset(recording.needs), frozenset(sources) | frozenset(evidence.derived), ())
+    through = {m for name in evidence.unlike for m in recording.locals[name].modules}
+    through |= {module for tensor in recording.impure for module in holders[tensor]}
+    for module, below in evidence.derived.items():
+        fed = {m for m in below if m in sources}
+        if fed:
+            through |= fed | {module}
+    todo = list(through)
+    while todo:  # a fused module must be complete, and so must every module that shares a tensor with it
+        for tensor in sources[todo.pop()]:
+            todo += holders[tensor] - through
+            through |= holders[tensor]
+    loaded = frozenset(tensor for module in through for tensor in sources[module])
+    boxed = tuple(p for p in recording.layout.pieces if p.tensor not in loaded)
+    readable = tuple(p for p in recording.layout.pieces if p.tensor in loaded and p.local not in evidence.unlike)
+    size = sum(box_size(p.box) * ITEM_SIZES[recording.layout.tensors[p.tensor].dtype] for p in boxed)
+    return Route(boxed, loaded, frozenset(through), readable, size)
+
+
+def gather_evidence(
+    model: torch.nn.Module, recording: Recording, source: VersionSource, shared: frozenset[str] = frozenset()
+) -> Evidence:
+    """Looks at a model into which `source` was just loaded, all of it but the modules in `shared`. Raises InstallError, with its
+    name, for a tensor that loading made and that no recorded HF tensor can have been the source of."""
+    live = live_tensors(model)
+    unlike = {name for name, local in recording.locals.items() if not is_like(local, live.get(name))}
+    unlike |= _overlapping(recording)
+    pieces = [piece for piece in recording.layout.pieces if piece.local not in unlike]
+    for piece, found in zip(pieces, read_all(live, pieces, source.specs), strict=True):
+        if found != source.expected[piece.tensor, piece.box]:
+            unlike.add(piece.local)
+    return Evidence(frozenset(unlike), _derived(model, recording, live, shared))
+
+
+def is_like(local: Local, tensor: torch.Tensor | None) -> bool:
+    return (
+        tensor is not None
+        and (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype) == local[:3]
+        and tensor.device.type != "meta"
+        and tensor.numel() > 0
+    )
+
+
+def _overlapping(recording: Recording) -> set[str]:
+    """Locals of which some element is filled by more than one piece."""
+    by_local: dict[str, list[Piece]] = defaultdict(list)
+    for piece in recording.layout.pieces:
+        by_local[piece.local].append(piece)
+    return {name for name, pieces in by_local.items() if _overlap(pieces)}
+
+
+def _overlap(pieces: list[Piece]) -> bool:
+    if len(pieces) == 1:
+        return False
+    ends = [p.offset + sum((r.count - 1) * s for r, s in zip(p.box, p.strides, strict=True)) + 1 for p in pieces]
+    spans = sorted((p.offset, end) for p, end in zip(pieces, ends, strict=True))
+    if all(a[1] <= b[0] for a, b in pairwise(spans)):
+        return False
+    taken = np.zeros(max(ends), dtype=bool)
+    for piece in pieces:
+        part = strided(taken, piece.view(piece.box))
+        if part.any():
+            return True
+        part[...] = True
+    return False
+
+
+def _derived(
+    model: torch.nn.Module, recording: Recording, live: Mapping[str, torch.Tensor], shared: frozenset[str]
+) -> dict[str, frozenset[str]]:
+    notes = inventory.NOTES.get(model)
+    if notes is None:
+        raise InstallError(
+            "this model was loaded by a loader that Resharder could not watch; expected --load-format auto, dummy or resharder"
+        )
+    paths = {id(module): path for path, module in model.named_modules()}
+    read = {name for locals_ in recording.reads.values() for name in locals_}
+    owners = {tensor.untyped_storage()._cdata for name, tensor in live.items() if name in recording.locals and tensor.numel()}
+    holds_weights = {module for local in recording.locals.values() for module in local.modules}
+    result: dict[str, frozenset[str]] = {}
+    refused = []
+    for found in inventory.reachable(model):
+        if found.path in read or found.module in shared or not (found.path in notes.made or found.parameter):
+            continue
+        if found.tensor.numel() == 0 or (found.path not in recording.locals and found.tensor.untyped_storage()._cdata in owners):
+            continue  # nothing in it, or another name of a parameter
+        below = frozenset(paths[id(m)] for m in model.get_submodule(found.module).modules())
+        result[found.module] = below
+        if not below & holds_weights:
+            refused.append(found.path)
+    if refused:
+        raise InstallError(
+            f"expected every tensor that loading makes to come from a weight; of what are these made: {refused[:8]}?"
+        )
+    return result

@@ -1,0 +1,66 @@
+"""Protobuf messages as answers, and back. A dataclass's annotations state how each field is converted."""
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import Field, fields, is_dataclass
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from functools import cache, partial
+from types import NoneType, UnionType
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from google.protobuf.message import Message
+
+A = TypeVar("A")
+Read = Callable[[Message, str], Any]
+
+
+def answer(kind: type[A], message: Message) -> A:
+    """The message as a dataclass of this kind."""
+    return kind(**{name: read(message, wire) for name, wire, read in _plan(cast(Hashable, kind))})
+
+
+def keywords(value: Any) -> dict[str, Any]:
+    """The arguments of the message that stands for a dataclass of numbers, strings and enumerations."""
+    return {wire_name(field): getattr(value, field.name) for field in fields(value)}
+
+
+def wire_name(field: "Field[Any]") -> str:
+    name: str = field.metadata.get("wire", field.name)
+    return name
+
+
+@cache
+def _plan(kind: Hashable) -> tuple[tuple[str, str, Read], ...]:
+    hints = get_type_hints(kind)
+    return tuple((field.name, wire_name(field), _reader(hints[field.name])) for field in fields(kind))  # type: ignore[arg-type]
+
+
+def _reader(hint: Any) -> Read:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        (inner,) = (one for one in arguments if one is not NoneType)
+        return partial(_optional, _reader(inner))
+    if origin is tuple:
+        inner = arguments[0]
+        return lambda message, name: tuple(_value(inner, one) for one in getattr(message, name))
+    if origin is Mapping:
+        return lambda message, name: dict(getattr(message, name))
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return partial(_enumerated, hint)
+    return lambda message, name: _value(hint, getattr(message, name))
+
+
+def _optional(read: Read, message: Message, name: str) -> Any:
+    return read(message, name) if message.HasField(name) else None
+
+
+def _enumerated(kind: type[StrEnum], message: Message, name: str) -> StrEnum:
+    """A value of a newer daemon is UNSPECIFIED."""
+    known = message.DESCRIPTOR.fields_by_name[name].enum_type.values_by_number.get(getattr(message, name))
+    return kind(known.name) if known is not None else next(iter(kind))
+
+
+def _value(hint: type, value: Any) -> Any:
+    if hint is datetime:
+        return datetime.fromtimestamp(value.seconds, UTC) + timedelta(microseconds=value.nanos // 1000)
+    return answer(hint, value) if is_dataclass(hint) else value

@@ -1,0 +1,224 @@
+"""Commands on fleets and their servers. The daemon stores each before it answers; each may be repeated."""
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+from resharder.client.errors import NotFound, UsageError, WaitTimeout
+from resharder.client.operator import waiting
+from resharder.client.operator.answers import (
+    FleetStatus,
+    ServerStatus,
+    UpdateStrategy,
+    VersionTarget,
+    WorkerProfile,
+    WorkerVerification,
+)
+from resharder.client.operator.connection import one_of, server_name
+from resharder.client.operator.convert import answer, keywords
+from resharder.client.operator.queries import RESTART, OperatorQueries
+from resharder.client.operator.states import RequestHandling, ServerPower, TargetKind
+from resharder.v1 import operator_pb2, resources_pb2
+
+_POLL = 0.2
+_LONGEST_WAIT = 3600.0  # the daemon's own bound
+_SLEEP = {1: ServerPower.ASLEEP_1, 2: ServerPower.ASLEEP_2}
+
+
+def _ignore(fleet: FleetStatus, servers: Sequence[ServerStatus]) -> None: ...
+
+
+class FleetCommands(OperatorQueries):
+    """Commands named as in `resharder`; each `wait_` is the end of one of them."""
+
+    def set_fleet(
+        self,
+        name: str,
+        *,
+        target: VersionTarget | None = None,
+        strategy: UpdateStrategy | None = None,
+        pause_mode: RequestHandling | None = None,
+        max_skew: int | None = None,
+        serve_ahead: bool | None = None,
+        model: str = "",
+        accept_refused: bool = False,
+    ) -> FleetStatus:
+        """Change the given fields; with `model`, create the fleet if it does not exist.
+
+        Args:
+            accept_refused: Versions that a failed move or a rollback refused may be taken again.
+        """
+        fleet = resources_pb2.Fleet(
+            name=name,
+            model=model,
+            want=resources_pb2.Want(**keywords(target)) if target else None,
+            motion=resources_pb2.Motion(**keywords(strategy)) if strategy else None,
+            pause_mode=pause_mode.value if pause_mode else None,
+            max_skew=max_skew or 0,
+            serve_ahead=bool(serve_ahead),
+        )
+        request = operator_pb2.UpdateFleetRequest(fleet=fleet, accept_refused=accept_refused)
+        given = {
+            "want": target,
+            "motion": strategy,
+            "pause_mode": pause_mode,
+            "max_skew": max_skew,
+            "serve_ahead": serve_ahead,
+        }
+        request.update_mask.paths.extend(field for field, value in given.items() if value is not None)
+        return self._fleet(self._stub.UpdateFleet, request)
+
+    def update(self, fleet: str = "", version: int | None = None, *, accept_refused: bool = False) -> FleetStatus:
+        """Bring a fleet to a version, or to the latest one and to later ones as they come."""
+        found = self.fleet(fleet)
+        if version is not None:
+            target = VersionTarget(TargetKind.NUMBER, version)
+        else:
+            every = found.target.every_seconds if found.target.kind == TargetKind.LATEST else 0.0
+            target = VersionTarget(TargetKind.LATEST, every_seconds=every)
+        return self.set_fleet(found.name, target=target, accept_refused=accept_refused)
+
+    def pin(self, fleet: str = "", version: int | None = None) -> FleetStatus:
+        """Keep a fleet on a version, by default on the one it serves now, until `update`. Raises UsageError."""
+        found = self.fleet(fleet)
+        number = version or found.settled_version
+        if not number:
+            raise UsageError(f"expected a version's number: fleet {found.name} serves none yet")
+        return self.set_fleet(found.name, target=VersionTarget(TargetKind.NUMBER, number))
+
+    def rollback(self, fleet: str = "", version: int | None = None, *, reason: str = "", request_id: str = "") -> FleetStatus:
+        """Bring a fleet back to a version, by default to the READY one before. Later versions are refused from then on.
+
+        Args:
+            request_id: A repetition with the same id is no second step back.
+        """
+        request = operator_pb2.RollBackFleetRequest(
+            fleet=self.fleet(fleet).name, version=version or 0, reason=reason, request_id=request_id or uuid.uuid4().hex
+        )
+        return self._fleet(self._stub.RollBackFleet, request)
+
+    def approve(self, fleet: str = "", *, reason: str = "", move: int | None = None) -> FleetStatus:
+        """Let a move go on to its end. `move`: its id, by default the fleet's current one. Raises NotFound."""
+        return self._decide(fleet, True, reason, move)
+
+    def back(self, fleet: str = "", *, reason: str = "", move: int | None = None) -> FleetStatus:
+        """End a move by going back to where it came from; its version is then refused. Raises NotFound."""
+        return self._decide(fleet, False, reason, move)
+
+    def sleep(self, fleet: str, server: str = "", *, level: int = 1) -> FleetStatus:
+        """Free the GPUs of one server, or of all in the fleet and those that join later.
+
+        Args:
+            level: 1: weights go to host memory; 2: they are dropped.
+        """
+        if level not in _SLEEP:
+            raise UsageError(f"expected sleep level 1 or 2, got {level}")
+        return self._set_power(fleet, server, _SLEEP[level])
+
+    def wake(self, fleet: str, server: str = "", *, tag: Literal["weights"] | None = None) -> FleetStatus:
+        """Wake one server or the whole fleet. `tag`: weights alone; a second `wake` brings the rest."""
+        return self._set_power(fleet, server, ServerPower.WEIGHTS_AWAKE if tag else ServerPower.AWAKE)
+
+    def drain(self, fleet: str, server: str = "") -> FleetStatus:
+        """Close one server, or all that the fleet has now, to new requests."""
+        return self._set_drained(fleet, server, True)
+
+    def resume(self, fleet: str, server: str = "") -> FleetStatus:
+        """Open drained servers to requests again."""
+        return self._set_drained(fleet, server, False)
+
+    def profile_install(self, server: str, *, timeout: float | None = 600.0) -> Iterator[WorkerProfile]:
+        """Install the version that a server serves once more under a profiler; yield each worker's profile as it comes.
+
+        Raises Refused if the server does not serve or the install fails, WaitTimeout after `timeout` seconds, NotFound.
+        """
+        seconds = _LONGEST_WAIT if timeout is None else timeout
+        request = operator_pb2.ProfileInstallRequest(server=server_name(server), wait_seconds=seconds)
+        for profile in self._channel.stream(self._stub.ProfileInstall(request, timeout=seconds + 30)):
+            yield answer(WorkerProfile, profile)
+
+    def verify(self, server: str, *, timeout: float | None = 600.0) -> tuple[WorkerVerification, ...]:
+        """Have each worker compare its memory with the version that it holds, while the server serves; the results by rank.
+
+        A server with a worker that finds a difference leaves service, and its version is installed again.
+
+        Raises Refused if a worker is missing, WaitTimeout after `timeout` seconds, NotFound.
+        """
+        seconds = _LONGEST_WAIT if timeout is None else timeout
+        request = operator_pb2.VerifyServerRequest(server=server_name(server), wait_seconds=seconds)
+        found = self._channel.call(self._stub.VerifyServer, request, timeout=seconds + 30)
+        return tuple(answer(WorkerVerification, one) for one in found.verifications)
+
+    def wait_moved(
+        self, asked: FleetStatus, listener: waiting.FleetListener = _ignore, *, timeout: float | None = None
+    ) -> FleetStatus:
+        """Wait until the move of a command has ended and the servers are where the fleet wants them.
+
+        Servers that are lost, asleep or drained are not waited for. `went_well` judges the result.
+
+        Args:
+            asked: The command's answer.
+            listener: Called with the fleet and its servers at every poll.
+
+        Raises:
+            WaitTimeout: after `timeout` seconds.
+        """
+        return self._until(waiting.moved(asked), asked.name, "the move's end", listener, timeout)
+
+    def wait_power(
+        self,
+        fleet: str,
+        power: ServerPower,
+        server: str = "",
+        listener: waiting.FleetListener = _ignore,
+        *,
+        timeout: float | None = None,
+    ) -> FleetStatus:
+        """Wait until the servers are at `power`; with AWAKE, until they serve."""
+        return self._until(waiting.powered(power, server_name(server)), fleet, power.value, listener, timeout)
+
+    def wait_drained(
+        self, fleet: str, server: str = "", listener: waiting.FleetListener = _ignore, *, timeout: float | None = None
+    ) -> FleetStatus:
+        """Wait until the drained servers have answered their last request."""
+        return self._until(waiting.drained(server_name(server)), fleet, "the last answers", listener, timeout)
+
+    def wait_serving(
+        self, fleet: str, server: str = "", listener: waiting.FleetListener = _ignore, *, timeout: float | None = None
+    ) -> FleetStatus:
+        """Wait until the servers serve or sleep."""
+        return self._until(waiting.serving(server_name(server)), fleet, "SERVING", listener, timeout)
+
+    def _decide(self, fleet: str, go_on: bool, reason: str, move: int | None) -> FleetStatus:
+        found = self.fleet(fleet)
+        if move is None and found.move is None:
+            raise NotFound(f"expected a move to decide, fleet {found.name} has made none")
+        id = move if move is not None else found.move.id if found.move else 0
+        request = operator_pb2.DecideMoveRequest(fleet=found.name, move=id, go_on=go_on, reason=reason)
+        return self._fleet(self._stub.DecideMove, request)
+
+    def _set_power(self, fleet: str, server: str, power: ServerPower) -> FleetStatus:
+        request = operator_pb2.SetPowerRequest(fleet=fleet, server=server_name(server), power=power.value)
+        return self._fleet(self._stub.SetPower, request)
+
+    def _set_drained(self, fleet: str, server: str, drained: bool) -> FleetStatus:
+        request = operator_pb2.SetDrainedRequest(fleet=fleet, server=server_name(server), drained=drained)
+        return self._fleet(self._stub.SetDrained, request)
+
+    def _fleet(self, method: Callable[..., Any], request: Any) -> FleetStatus:
+        return answer(FleetStatus, self._call(method, request))
+
+    def _until(
+        self, done: waiting.Condition, name: str, what: str, listener: waiting.FleetListener, timeout: float | None
+    ) -> FleetStatus:
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            fleet = one_of({fleet.name: fleet for fleet in self._fleets(RESTART)}, name, "fleet")
+            servers = self._servers(name, RESTART)
+            listener(fleet, servers)
+            if done(fleet, servers):
+                return fleet
+            if end is not None and time.monotonic() > end:
+                raise WaitTimeout(f"fleet {name}: expected {what} within {timeout:g} s; {waiting.why(fleet, servers)}")
+            time.sleep(_POLL)

@@ -1,0 +1,100 @@
+"""Queries: what a daemon has, where it is, and what has happened."""
+
+import time
+from collections.abc import Iterator
+from itertools import takewhile
+
+from resharder.client.errors import DaemonUnreachable, NotFound, UsageError
+from resharder.client.operator.answers import DaemonEvent, FleetStatus, ServerStatus, VersionStatus
+from resharder.client.operator.connection import DaemonConnection, one_of, server_name
+from resharder.client.operator.convert import answer
+from resharder.client.operator.states import VersionState
+from resharder.client.rpc.channel import Backoff
+from resharder.v1 import operator_pb2
+
+RESTART = 60.0
+"""Seconds that a restart of the daemon may take during a wait, or while events are followed."""
+
+
+class OperatorQueries(DaemonConnection):
+    """Queries that change nothing."""
+
+    def clock_difference(self) -> float:
+        """Seconds that the daemon's clock is ahead of this host's, to half a round trip."""
+        self.daemon()  # the time to connect is no part of a round trip
+        before = time.time()
+        there = self.daemon().time
+        return (there.timestamp() if there else 0.0) - (before + time.time()) / 2
+
+    def versions(self, model: str = "") -> list[VersionStatus]:
+        """The versions of one model, or of all."""
+        return list(self._versions(model))
+
+    def versions_after(self, number: int, *, model: str) -> list[VersionStatus]:
+        """The versions of higher numbers, newest first. Reads no page beyond them."""
+        return list(takewhile(lambda version: version.number > number, self._versions(model)))
+
+    def version(self, number: int, *, model: str = "") -> VersionStatus:
+        """One version; `model` may be omitted if the daemon has one model. Raises NotFound, UsageError."""
+        request = operator_pb2.GetVersionRequest(version=self._version_name(number, model))
+        return answer(VersionStatus, self._call(self._stub.GetVersion, request))
+
+    def latest(self, model: str = "") -> VersionStatus:
+        """The newest READY version; `model` may be omitted if the daemon has one model. Raises NotFound, UsageError."""
+        model = model or self.only_model()
+        ready = [version for version in self.versions(model) if version.state == VersionState.READY]
+        if not ready:
+            raise NotFound(f"model {model!r} has no READY version yet")
+        return max(ready, key=lambda version: version.number)
+
+    def servers(self, fleet: str = "") -> list[ServerStatus]:
+        """The servers of one fleet, or of all."""
+        return self._servers(fleet)
+
+    def server(self, name: str) -> ServerStatus:
+        """One server, by its id or as `servers/{id}`. Raises NotFound."""
+        return one_of({server.name: server for server in self.servers()}, server_name(name), "server")
+
+    def fleets(self) -> list[FleetStatus]:
+        return self._fleets()
+
+    def fleet(self, name: str = "") -> FleetStatus:
+        """One fleet; `name` may be omitted if the daemon has one fleet. Raises NotFound, UsageError."""
+        fleets = {fleet.name: fleet for fleet in self.fleets()}
+        if not name and len(fleets) > 1:
+            raise UsageError(f"expected a fleet's name, the daemon has {', '.join(fleets)}: pass --fleet")
+        return one_of(fleets, name or next(iter(fleets), ""), "fleet")
+
+    def events(self, *, after: int = 0, last: int = 0, subject: str = "", follow: bool = False) -> Iterator[DaemonEvent]:
+        """Events, oldest first: after the event of this id, or the `last` newest (0: 100).
+
+        Args:
+            subject: Resource name; only events about it.
+            follow: Wait for further events, over restarts of the daemon.
+        """
+        request = operator_pb2.ListEventsRequest(after=after, last=last, subject=subject, follow=follow)
+        lost = Backoff(RESTART)
+        while True:
+            try:
+                for event in self._channel.stream(self._stub.ListEvents(request)):
+                    request.after, request.last, lost = event.id, 0, Backoff(RESTART)
+                    yield answer(DaemonEvent, event)
+                if not follow:
+                    return
+            except DaemonUnreachable:
+                if not follow:
+                    raise
+            if not lost.wait():
+                raise DaemonUnreachable(f"expected the daemon at {self.endpoint} to be back within {RESTART:g} s")
+
+    def _versions(self, model: str) -> Iterator[VersionStatus]:
+        request = operator_pb2.ListVersionsRequest(model=model)
+        return self._pages(self._stub.ListVersions, request, "versions", VersionStatus)
+
+    def _fleets(self, connect_timeout: float | None = None) -> list[FleetStatus]:
+        request = operator_pb2.ListFleetsRequest()
+        return list(self._pages(self._stub.ListFleets, request, "fleets", FleetStatus, connect_timeout))
+
+    def _servers(self, fleet: str, connect_timeout: float | None = None) -> list[ServerStatus]:
+        request = operator_pb2.ListServersRequest(fleet=fleet)
+        return list(self._pages(self._stub.ListServers, request, "servers", ServerStatus, connect_timeout))

@@ -1,0 +1,75 @@
+"""Commands on versions: copies, the archive, and removal. A version is its number, with its model."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from resharder.client.operator.answers import ArchivedVersion, CollectedVersions, ExportedVersion, VersionStatus
+from resharder.client.operator.convert import answer
+from resharder.client.operator.export import appearing, plain_name, write_parts, write_synced
+from resharder.client.operator.queries import OperatorQueries
+from resharder.v1 import operator_pb2, server_pb2, server_pb2_grpc
+
+_DAY = 24 * 3600.0
+
+
+class VersionCommands(OperatorQueries):
+    """Commands named as in `resharder`. `model` may be omitted if the daemon has one model."""
+
+    def export(
+        self,
+        version: int,
+        folder: Path,
+        *,
+        model: str = "",
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> ExportedVersion:
+        """Write a READY version into `folder`, whole or not at all, as `from_pretrained` opens it.
+
+        Args:
+            folder: New or empty.
+            progress: Called with the bytes so far and the bytes expected, for every part.
+
+        Raises UsageError for a folder that is not empty, CorruptData for a wrong checksum, NotFound.
+        """
+        found = self.version(version, model=model)
+        with appearing(folder) as beside:
+            request = operator_pb2.ExportVersionRequest(version=found.name)
+            parts = self._channel.stream(self._stub.ExportVersion(request, timeout=_DAY))
+            files, size = write_parts(beside, parts, lambda done: progress(done, max(done, found.size_bytes)))
+        return ExportedVersion(found, folder, files, size)
+
+    def fetch_config(self, folder: Path, *, model: str = "") -> list[str]:
+        """Write config.json and the tokenizer's files for `vllm serve FOLDER`; return their names.
+
+        Raises UsageError, NotFound.
+        """
+        stub = server_pb2_grpc.ServerServiceStub(self._channel.grpc)
+        found = self._call(stub.GetModel, server_pb2.GetModelRequest(model=model or self.only_model()))
+        with appearing(folder) as beside:
+            for file in found.files:
+                write_synced(beside / plain_name(file.path), file.content)
+        return [file.path for file in found.files]
+
+    def gc(self, versions: Sequence[int] = (), *, keep: int = 0, dry_run: bool = False, model: str = "") -> CollectedVersions:
+        """Drop these versions, or all but the newest `keep`; versions in use are kept. `dry_run`: report only."""
+        model = model or self.only_model()
+        request = operator_pb2.RetireVersionsRequest(model=model, versions=versions, keep=keep, dry_run=dry_run)
+        return answer(CollectedVersions, self._call(self._stub.RetireVersions, request))
+
+    def archive(self, version: int, *, model: str = "") -> ArchivedVersion:
+        """Write a version to the archive; return when it is verified there."""
+        request = operator_pb2.ArchiveVersionRequest(version=self._version_name(version, model))
+        return answer(ArchivedVersion, self._channel.call(self._stub.ArchiveVersion, request, timeout=_DAY))
+
+    def archived(self, model: str = "") -> list[ArchivedVersion]:
+        """The archived versions of one model, or of all."""
+        found = self._call(self._stub.ListArchive, operator_pb2.ListArchiveRequest(model=model))
+        return [answer(ArchivedVersion, one) for one in found.versions]
+
+    def restore(self, version: int, *, model: str = "") -> VersionStatus:
+        """Make an archived version READY again, under its own number.
+
+        A daemon with an empty store has no model yet: name it.
+        """
+        request = operator_pb2.RestoreVersionRequest(version=self._version_name(version, model))
+        return answer(VersionStatus, self._channel.call(self._stub.RestoreVersion, request, timeout=_DAY))

@@ -1,0 +1,86 @@
+"""Conditions under which a command on a fleet has come to its end: pure functions of the fleet and its servers."""
+
+from collections.abc import Callable, Container, Iterable, Sequence
+
+from resharder.client.operator.answers import FleetStatus, ServerStatus
+from resharder.client.operator.states import MovePhase, ServerPower, ServerState
+
+FleetListener = Callable[[FleetStatus, Sequence[ServerStatus]], None]
+Condition = Callable[[FleetStatus, Sequence[ServerStatus]], bool]
+
+_WENT_WRONG = (MovePhase.FAILED, MovePhase.STOPPED)
+_ENDED = (MovePhase.UNSPECIFIED, MovePhase.DONE, *_WENT_WRONG)
+_OUT = (ServerState.LOST, ServerState.ASLEEP, ServerState.DRAINED)
+"""They catch up when they are back: no move waits for them."""
+
+
+def moved(asked: FleetStatus) -> Condition:
+    """The move that a command began, or joined, has ended. `asked` is the command's answer."""
+
+    def ended(fleet: FleetStatus, servers: Sequence[ServerStatus]) -> bool:
+        if _phase(fleet) not in _ENDED:
+            return False
+        ours = _began(asked, fleet)
+        if ours and _phase(fleet) in _WENT_WRONG:
+            return True
+        return _settled(fleet, servers, _failed(fleet) if ours else ())
+
+    return ended
+
+
+def went_well(asked: FleetStatus, fleet: FleetStatus) -> bool:
+    """Whether the move of `asked`, and any after it, is neither FAILED nor STOPPED and left no failed servers behind."""
+    return not (_began(asked, fleet) and (_failed(fleet) or _phase(fleet) in _WENT_WRONG))
+
+
+def powered(power: ServerPower, server: str = "") -> Condition:
+    """The fleet's servers, or one, are at `power`; with AWAKE they serve, too."""
+    awake = power == ServerPower.AWAKE
+    return lambda fleet, servers: all(
+        one.power == power and not (awake and one.state not in (ServerState.SERVING, ServerState.DRAINED))
+        for one in _chosen(servers, server)
+    )
+
+
+def drained(server: str = "") -> Condition:
+    """Servers that are to be drained accept no requests and have answered the last one."""
+    shut = (ServerState.DRAINED, ServerState.ASLEEP, ServerState.FAILED)
+    return lambda fleet, servers: all(
+        one.state in shut and not one.in_flight for one in _chosen(servers, server) if one.drained or server
+    )
+
+
+def serving(server: str = "") -> Condition:
+    """The fleet's servers, or one, serve or sleep."""
+    return lambda fleet, servers: all(one.state in (ServerState.SERVING, ServerState.ASLEEP) for one in _chosen(servers, server))
+
+
+def why(fleet: FleetStatus, servers: Iterable[ServerStatus]) -> str:
+    """The fleet's reason, and those of servers that do not serve its wanted version."""
+    others = (s for s in servers if s.state not in (ServerState.SERVING, ServerState.LOST) or s.version != fleet.wanted_version)
+    return "; ".join([fleet.reason, *(f"{server.name}: {server.reason}" for server in others)])
+
+
+def _phase(fleet: FleetStatus) -> MovePhase:
+    return fleet.move.state if fleet.move else MovePhase.UNSPECIFIED
+
+
+def _failed(fleet: FleetStatus) -> Container[str]:
+    return fleet.move.failed if fleet.move else ()
+
+
+def _began(asked: FleetStatus, fleet: FleetStatus) -> bool:
+    """The fleet's move is that of `asked` or a later one, not one that had ended before the command."""
+    before, now = (one.move.id if one.move else 0 for one in (asked, fleet))
+    return now > before or _phase(asked) not in _ENDED
+
+
+def _settled(fleet: FleetStatus, servers: Sequence[ServerStatus], left_behind: Container[str]) -> bool:
+    """True also if the fleet wants no version yet. `left_behind`: ids of servers."""
+    awaited = (s for s in servers if s.state not in _OUT and s.name.removeprefix("servers/") not in left_behind)
+    arrived = all(s.state == ServerState.SERVING and s.version == fleet.wanted_version for s in awaited)
+    return not fleet.wanted_version or (fleet.settled_version == fleet.wanted_version and arrived)
+
+
+def _chosen(servers: Iterable[ServerStatus], name: str) -> list[ServerStatus]:
+    return [server for server in servers if server.state != ServerState.LOST and name in ("", server.name)]

@@ -1,0 +1,1 @@
+"""Channels to the daemon, TLS included."""

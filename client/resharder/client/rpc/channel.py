@@ -1,0 +1,121 @@
+"""The one place that opens channels to the daemon and makes calls over them.
+
+Made when first asked for, never at import: processes that fork later must not inherit a channel.
+"""
+
+import importlib.metadata
+import random
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+import grpc
+from resharder.client.errors import NO_VERSION, TOO_FAST, TOO_MANY_CALLS, ResharderError, UsageError, error_of, reason_of
+from resharder.client.rpc.secure_channel import SecureChannel
+from resharder.client.rpc.tls import Tls
+from resharder.v1.revision import user_agent
+
+Answer = TypeVar("Answer")
+
+_OPTIONS = (
+    ("grpc.max_send_message_length", -1),  # the bound is the daemon's
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 10_000),  # the time that one attempt to connect has, handshake included; not a pause
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+
+
+def bound(timeout: float | None) -> float:
+    """A timeout in seconds as a number: None is no bound."""
+    return float("inf") if timeout is None else timeout
+
+
+class Backoff:
+    """Pauses that double, with jitter, until `patience` seconds are over."""
+
+    def __init__(self, patience: float, first: float = 0.05, longest: float = 2.0) -> None:
+        self._end = time.monotonic() + patience
+        self._pause, self._longest = first, longest
+        self._random = random.Random()  # a trainer's own generator stays as it is
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+    def wait(self) -> bool:
+        """Sleeps; False, at once, when the patience is used up."""
+        if not self.left:
+            return False
+        time.sleep(min(self._pause * self._random.uniform(0.5, 1.0), self.left))
+        self._pause = min(self._pause * 2, self._longest)
+        return True
+
+
+class Channel:
+    """A channel to `endpoint` (`host:port`). `tls`: else what RESHARDER_TLS_* say; without either it is not encrypted.
+
+    `call` retries while the daemon cannot be reached, for `patience` seconds (None: no bound); every call of this API may be
+    repeated.
+    """
+
+    def __init__(self, endpoint: str, patience: float | None = 60.0, tls: Tls | None = None) -> None:
+        _, colon, port = endpoint.rpartition(":")
+        if not colon or not port.isdigit():
+            raise UsageError(f"expected an endpoint as host:port, got {endpoint!r}")
+        self.endpoint, self.patience = endpoint, bound(patience)
+        self.tls = tls or Tls.from_environment()
+        options = (*_OPTIONS, ("grpc.primary_user_agent", user_agent(importlib.metadata.version("resharder"))))
+        self.grpc: grpc.Channel = (
+            SecureChannel(endpoint, self.tls, options) if self.tls else grpc.insecure_channel(endpoint, options=options)
+        )
+
+    def call(
+        self, method: Callable[..., Answer], request: Any, *, timeout: float | None = 30.0, patience: float | None = None
+    ) -> Answer:
+        """The answer of a unary call. `timeout`: seconds for one attempt; None: no bound. Raises what `errors` lists."""
+        backoff = Backoff(self.patience if patience is None else patience)
+        while True:
+            try:
+                return method(request, timeout=timeout)
+            except grpc.RpcError as error:
+                if not (unreachable(error) and backoff.wait()):
+                    raise error_of(error, self.endpoint) from error
+
+    def stream(self, call: Iterator[Answer]) -> Iterator[Answer]:
+        """The answers of a server stream, with typed errors."""
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise error_of(error, self.endpoint) from error
+
+    def error(self, error: grpc.RpcError) -> ResharderError:
+        return error_of(error, self.endpoint)
+
+    def close(self) -> None:
+        self.grpc.close()
+
+    def __enter__(self) -> "Channel":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def unreachable(error: grpc.RpcError) -> bool:
+    """Whether the same call may succeed later: the connection or the daemon is gone or going, or it was too busy to answer.
+
+    NO_VERSION is an answer: the daemon has waited for as long as the call asked.
+    """
+    code = error.code()
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return not reason_of(error)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return reason_of(error) != NO_VERSION
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return reason_of(error) in (TOO_MANY_CALLS, TOO_FAST)
+    # A connection cut in the middle of a message can look like a reset stream.
+    return code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL) and "RST_STREAM" in (error.details() or "")

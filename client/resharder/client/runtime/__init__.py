@@ -1,0 +1,1 @@
+"""The Python runtime around copies: the interpreter's switch interval, garbage collection, the driver lock."""

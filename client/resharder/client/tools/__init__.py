@@ -1,0 +1,1 @@
+"""Whole jobs behind commands: importing a checkpoint, checking a plan, diagnosing a connection."""

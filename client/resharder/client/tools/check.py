@@ -1,0 +1,215 @@
+"""`resharder check`: whether a trainer's layout and a server's fit a model, and what each process would send and receive, from a
+config alone: no weights, no GPUs, any number of ranks.
+
+The trainer's half needs megatron-core, the server's half vLLM, in this environment; each can be checked without the other.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from resharder.client.errors import UsageError
+from resharder.converters.architectures import architecture_of
+from resharder.converters.architectures.checkpoint import expected_shapes
+from resharder.converters.errors import ConversionError, LayoutError, UnsupportedModel
+from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, full_box
+from resharder.converters.geometry.piece_arrays import Ints, Pieces, pack
+from resharder.converters.geometry.plan import plan_pieces
+
+if TYPE_CHECKING:
+    from resharder.client.inference.vllm.blueprint import ServerSizes
+    from resharder.converters.models.megatron.worlds import Parallel
+
+Config = Mapping[str, Any]
+Progress = Callable[[str, int, int], None]
+"""Called with what is being laid out, how many are done and how many there are."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """Bytes of every process of one side."""
+
+    bytes_each: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes_each)
+
+    @property
+    def imbalance(self) -> float:
+        """The largest over the mean."""
+        return max(self.bytes_each) * len(self.bytes_each) / self.total if self.total else 1.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found. `sends`: what each trainer rank hands to the daemon; `receives`: what each worker takes from it; `direct`:
+    what ranks would send straight to the workers of one server, those that do, in `copies` copies. None where that side was not
+    asked about."""
+
+    architecture: str
+    tensors: int
+    size: int
+    sends: Side | None
+    receives: Side | None
+    direct: Side | None
+    copies: int
+    through_load_weights: tuple[str, ...]
+    """Tensors that some worker takes whole, because its loader does more than copy."""
+
+
+def read_config(path: Path) -> Config:
+    """The config.json at `path`, or in the folder. Raises UsageError."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"expected a config.json at {file}: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"expected an object in {file}, found {type(config).__name__}")
+    return config
+
+
+def parallel(world: int, tp: int, pp: int, vpp: int, cp: int, ep: int, etp: int) -> "Parallel":
+    """A trainer's sizes; 0 for `vpp` and `etp`: none given. Raises UsageError."""
+    _positive(world=world, tp=tp, pp=pp, cp=cp, ep=ep)
+    _need("megatron.core", "a trainer's layout needs megatron-core here: pip install 'resharder[megatron]'")
+    from resharder.converters.models.megatron.worlds import Parallel
+
+    return Parallel(world, tp, pp, vpp or None, cp, ep, etp or None)
+
+
+def server(tp: int, pp: int, dp: int, ep: bool) -> "ServerSizes":
+    """A server's sizes. Raises UsageError."""
+    _positive(server_tp=tp, server_pp=pp, server_dp=dp)
+    _need("vllm", "a server's layout needs vllm here: install it, or check the trainer alone")
+    from resharder.client.inference.vllm.blueprint import ServerSizes
+
+    return ServerSizes(tp, pp, dp, ep)
+
+
+def settings(pairs: Sequence[str]) -> dict[str, Any]:
+    """From `key=JSON`; what is no JSON is a string. Raises UsageError."""
+    found = {}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not separator or not key:
+            raise UsageError(f"expected KEY=VALUE, got {pair!r}")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
+
+
+def _positive(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise UsageError(f"expected {name} of at least 1, got {size}")
+
+
+def _need(module: str, otherwise: str) -> None:
+    try:
+        found = find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise UsageError(otherwise)
+
+
+def check(
+    config: Config,
+    trainer: "Parallel | None" = None,
+    server: "ServerSizes | None" = None,
+    *,
+    dtype: str = "bfloat16",
+    options: Mapping[str, Any] | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> Report:
+    """Lays out every rank and every worker, and plans. `options` are those of `building.build_chunks`.
+
+    Raises LayoutError (naming the tensor, what was expected and what was found) and UnsupportedModel, also for what Megatron or
+    vLLM refuses.
+    """
+    shapes = expected_shapes(config)
+    kind = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(dtype)
+    if kind is None:
+        raise UsageError(f"expected bfloat16, float16 or float32 as dtype, got {dtype!r}")
+    sources = _ranks(config, trainer, dtype, options or {}, progress) if trainer is not None else None
+    held = {spec.name: spec for spec in sources.specs} if sources is not None else {}
+    specs = {name: held.get(name) or TensorSpec(name, kind, shape) for name, shape in shapes.items()}
+    store = pack({"store": _whole(specs)})
+    sends = plan_pieces(sources, store).sent if sources is not None else None
+    workers, through = _workers(config, specs, server, dtype, progress) if server is not None else (None, ())
+    receives = plan_pieces(store, workers).received if workers is not None else None
+    direct = plan_pieces(sources, workers, 0) if sources is not None and workers is not None else None
+    return Report(
+        architecture_of(config).name,
+        len(specs),
+        sum(spec.size for spec in specs.values()),
+        _side(sends),
+        _side(receives),
+        _side(direct.sent[direct.sent > 0] if direct is not None else None),
+        len(direct) if direct is not None else 0,
+        through,
+    )
+
+
+def _side(sizes: Ints | None) -> Side | None:
+    return None if sizes is None else Side(tuple(sizes.tolist()))
+
+
+def _whole(specs: Mapping[str, TensorSpec], names: tuple[str, ...] | None = None) -> Layout:
+    """Tensors as they are in a checkpoint."""
+    pieces = []
+    for name in specs if names is None else names:
+        strides = [1]
+        for n in reversed(specs[name].shape[1:]):
+            strides.append(strides[-1] * n)
+        pieces.append(Piece(name, full_box(specs[name].shape), name, 0, tuple(reversed(strides))))
+    return Layout(dict(specs), tuple(pieces))
+
+
+def _ranks(config: Config, trainer: "Parallel", dtype: str, options: Mapping[str, Any], progress: Progress) -> Pieces[int]:
+    import torch
+    from resharder.converters.models.megatron.worlds import world_layouts
+
+    layouts = {}
+    with _refused_by("megatron-core"):
+        for rank, layout in world_layouts(config, trainer, dtype=getattr(torch, dtype), **options):
+            layouts[rank] = layout
+            progress("trainer ranks", len(layouts), trainer.world)
+    return pack(layouts)
+
+
+@contextmanager
+def _refused_by(who: str) -> Iterator[None]:
+    """What `who` raises for sizes, settings and models that it refuses, as one error."""
+    try:
+        yield
+    except ConversionError:
+        raise
+    except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModel(f"{who} refuses this: {type(error).__name__}: {error}") from error
+
+
+def _workers(
+    config: Config, specs: Mapping[str, TensorSpec], server: "ServerSizes", dtype: str, progress: Progress
+) -> tuple[Pieces[int], tuple[str, ...]]:
+    from resharder.client.inference.vllm.blueprint import worker_recording
+
+    layouts, through = {}, dict[str, None]()
+    for worker in range(server.workers):
+        with _refused_by("vLLM"):
+            recording = worker_recording(config, specs, server, worker, dtype=dtype)
+        if "" in recording.impure:
+            raise LayoutError(f"worker {worker}: vLLM's loader of this model cannot be followed: {recording.impure['']}")
+        impure = tuple(name for name in recording.impure if name in specs)
+        through.update(dict.fromkeys(impure))
+        layouts[worker] = Layout(dict(specs), recording.layout.pieces + _whole(specs, impure).pieces)
+        progress("workers", worker + 1, server.workers)
+    return pack(layouts), tuple(through)

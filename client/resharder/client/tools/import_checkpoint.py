@@ -1,0 +1,172 @@
+"""Checkpoints that become versions, so that no trainer is needed.
+
+import_checkpoint("daemon:7677", "/checkpoints/Qwen3-8B", "policy")
+import_checkpoint("daemon:7677", "/runs/7/checkpoints", "policy", config="/checkpoints/Qwen3-8B")   # Megatron's, torch_dist
+"""
+
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from resharder.client.errors import Conflict, UsageError
+from resharder.client.operator import Operator
+from resharder.client.operator.answers import VersionStatus
+from resharder.client.operator.convert import answer
+from resharder.client.operator.states import PublisherState
+from resharder.client.tools.check import read_config
+from resharder.client.trainer.connect import connect
+from resharder.client.trainer.model_files import tokenizer_files
+from resharder.client.trainer.rank_layout import DeclaredTensor, TensorItem
+from resharder.client.versions.source import open_source
+from resharder.converters.architectures.checkpoint import expected_shapes
+from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
+from resharder.converters.geometry.layout import Layout, TensorSpec, box_index, full_box
+from resharder.converters.models.tensor_io import tensor_of_bits
+
+_JOB = "import-"
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What a checkpoint delivers; `items` can be read several times."""
+
+    specs: Mapping[str, TensorSpec]
+    declared: list[DeclaredTensor]
+    items: Callable[[], Iterable[TensorItem]]
+
+
+def import_checkpoint(
+    endpoint: str | None,
+    folder: str | Path,
+    model: str,
+    *,
+    step: int = 0,
+    config: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    take_over: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> VersionStatus:
+    """A checkpoint's weights as a READY version of `model`, published by a job of their own.
+
+    `folder`: a Hugging Face checkpoint in safetensors, or a distributed checkpoint of megatron-core (`torch_dist`) under any
+    parallel layout: its folder, or the one with latest_checkpointed_iteration.txt. `config`: config.json or the folder with it,
+    which a Megatron checkpoint needs. `tokenizer`: a folder; else those files of `folder` or `config` that are a tokenizer's.
+    A part of the checkpoint is in this process's memory at a time: of Megatron's 256 MiB, and three times its largest tensor.
+
+    The job that publishes the model is fenced by this one: while the daemon hears of its ranks, that takes `take_over`, unless it
+    is an import too. `progress(bytes, bytes of all)` is told of every part.
+
+    Raises UsageError, Conflict (somebody else publishes the model), UnknownTensor (missing or unexpected tensors), LayoutError
+    (other shapes), UnsupportedModel, ConversionError (it cannot be read), and what publishing raises.
+    """
+    place = Path(folder)
+    if not place.is_dir():
+        raise UsageError(f"expected a folder with a checkpoint, got {folder}")
+    megatron = _torch_dist_folder(place)
+    if megatron is not None and config is None:
+        raise UsageError(f"expected the model's config with Megatron's checkpoint {megatron}: pass a folder with config.json")
+    where = Path(config) if config is not None else place
+    hf_config = read_config(where)
+    with Operator(endpoint, connect_timeout=60) as operator:
+        _refuse_live(operator, model, take_over)
+    files = tokenizer if tokenizer is not None else _tokenizer_folder(place, where)
+    with _open_megatron(megatron, hf_config) if megatron is not None else _open_folder(place) as opened:
+        _check_against(hf_config, opened.specs, str(place))
+        job = f"{_JOB}{place.absolute().name[:100]}-{secrets.token_hex(8)}"
+        with connect(endpoint, model=model, job=job, rank=0, world_size=1, config=hf_config, tokenizer=files) as publisher:
+            publisher.attach_tensors(opened.declared)
+            handle = publisher.publish_tensors(step, lambda: _counted(opened, progress))
+            handle.wait_ready()
+            return answer(VersionStatus, handle.get())
+
+
+def _refuse_live(operator: Operator, model: str, take_over: bool) -> None:
+    for publisher in operator.daemon().publishers:
+        usable = publisher.state in (PublisherState.REGISTERING, PublisherState.ACTIVE)
+        live = usable and publisher.live_ranks > 0 and not publisher.job.startswith(_JOB)
+        if publisher.model == model and live and not take_over:
+            raise Conflict(
+                f"{publisher.name} of job {publisher.job} is alive, {publisher.live_ranks} of {publisher.world_size} ranks: an "
+                "import would fence that trainer, which could not publish any more; end it first, or take the model over"
+            )
+
+
+def _torch_dist_folder(folder: Path) -> Path | None:
+    """The folder of a distributed checkpoint, itself or the newest iteration's. Raises UsageError."""
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    if tracker.is_file():
+        said = tracker.read_text().strip()
+        folder = folder / (f"iter_{int(said):07d}" if said.isdigit() else said)
+        if not (folder / "metadata.json").is_file():
+            raise UsageError(f"expected a torch_dist checkpoint in {folder}, as {tracker} says, found no metadata.json")
+    return folder if (folder / "metadata.json").is_file() and (folder / ".metadata").is_file() else None
+
+
+def _tokenizer_folder(*folders: Path) -> Path | None:
+    for folder in folders:
+        with suppress(UsageError):
+            if tokenizer_files(folder if folder.is_dir() else folder.parent):
+                return folder if folder.is_dir() else folder.parent
+    return None
+
+
+@contextmanager
+def _open_folder(folder: Path) -> Iterator[_Opened]:
+    with open_source(folder) as source:
+        wanted = [(name, full_box(spec.shape)) for name, spec in source.specs.items()]
+        declared = [DeclaredTensor(spec.name, spec.dtype, spec.shape) for spec in source.specs.values()]
+
+        def items() -> Iterator[TensorItem]:
+            for position, _, bits in source.parts(wanted):
+                name = wanted[position][0]
+                yield name, tensor_of_bits(bits, source.specs[name].dtype)
+
+        yield _Opened(source.specs, declared, items)
+
+
+@contextmanager
+def _open_megatron(folder: Path, config: Mapping[str, Any]) -> Iterator[_Opened]:
+    if find_spec("megatron") is None:
+        raise UsageError("a Megatron checkpoint needs megatron-core here: pip install 'resharder[megatron]'")
+    if dist.is_initialized():
+        raise UsageError("expected a process of its own for Megatron's checkpoint, torch.distributed is initialised in this one")
+    from resharder.converters.models.megatron.torch_dist import open_torch_dist
+
+    with open_torch_dist(folder, config) as opened:
+        yield _Opened(opened.layout.tensors, _declared(opened.layout), opened.items)
+
+
+def _declared(layout: Layout) -> list[DeclaredTensor]:
+    specs = layout.tensors
+    return [DeclaredTensor(p.tensor, specs[p.tensor].dtype, specs[p.tensor].shape, box_index(p.box)) for p in layout.pieces]
+
+
+def _check_against(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], where: str) -> None:
+    """Names and shapes, where the family has a table. Raises UnknownTensor, LayoutError."""
+    try:
+        shapes = expected_shapes(config)
+    except UnsupportedModel:
+        return
+    missing, unexpected = [name for name in shapes if name not in specs], [name for name in specs if name not in shapes]
+    if missing or unexpected:
+        raise UnknownTensor(
+            f"{where}: expected the {len(shapes)} tensors that the config speaks of; {len(missing)} are not there "
+            f"{missing[:4]}, {len(unexpected)} are there that it does not speak of {unexpected[:4]}"
+        )
+    for name, shape in shapes.items():
+        if specs[name].shape != shape:
+            raise LayoutError(f"{where}: {name}: expected {list(shape)} from the config, found {list(specs[name].shape)}")
+
+
+def _counted(opened: _Opened, progress: Progress) -> Iterator[TensorItem]:
+    done, total = 0, sum(spec.size for spec in opened.specs.values())
+    for item in opened.items():
+        yield item
+        done += item[-1].nbytes
+        progress(done, total)

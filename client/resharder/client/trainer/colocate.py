@@ -1,0 +1,238 @@
+"""A trainer that shares its GPUs with servers: the time in which the servers have them.
+
+    publish, READY -> memory aside -> every rank has come -> rank 0 orders AWAKE -> every live server serves the version
+    -> the body -> every rank has left, or one has failed -> asleep -> memory back -> train modes and RNG states back
+
+Two rules keep ranks and servers off each other's memory. Rank 0 alone wakes, and only when every rank has moved its memory aside.
+And a rank brings its memory back only after it has seen all servers asleep at a time when rank 0 would not wake them any more.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+
+from resharder.client.errors import GenerationEnded, ServersNotAsleep, UsageError, WaitTimeout
+from resharder.client.operator import Operator
+from resharder.client.operator.answers import FleetStatus, ServerStatus
+from resharder.client.operator.states import ServerPower, ServerState, TargetKind
+from resharder.client.rpc.channel import Backoff
+from resharder.client.trainer.handle import Handle
+from resharder.client.trainer.rendezvous import Ranks
+
+ASLEEP = {1: ServerPower.ASLEEP_1, 2: ServerPower.ASLEEP_2}
+
+Restore = Callable[[], None]
+_ADVICE = (
+    "they may hold memory of this trainer's GPUs, so what offload moved aside was not brought back: put them to sleep or end "
+    "them, then call publisher.bring_back()"
+)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Each of the servers serves `version` or a newer one; 0: whichever their fleet wants. `servers`: their addresses."""
+
+    version: int
+    servers: tuple[str, ...]
+
+
+class SharedFleet:
+    """The servers of one fleet, as one generation sees them."""
+
+    def __init__(self, operator: Operator, name: str) -> None:
+        self._operator, self.name = operator, name
+        self._known: set[str] = set()
+
+    def wake(self) -> None:
+        self._operator.wake(self.name)
+
+    def sleep(self, level: int) -> None:
+        self._operator.sleep(self.name, level=level)
+
+    def look(self) -> list[ServerStatus]:
+        """Those that live, and those that were lost since the first look: one lost long ago stays in the daemon's lists."""
+        listed = self._operator.servers(self.name)
+        self._known |= {server.name for server in listed if server.state != ServerState.LOST}
+        return [server for server in listed if server.name in self._known]
+
+    def lagging(self, version: int) -> dict[str, str]:
+        """As the function; raises UsageError where they lag because the fleet will not take the version."""
+        late = lagging(self.look(), version)
+        if late and (why := next((refuses(f, version) for f in self._operator.fleets() if f.name == self.name), "")):
+            raise UsageError(f"expected fleet {self.name} to take version {version}, {why}")
+        return late
+
+
+class GenerationPart:
+    """One rank's part in one generation. `timeout`: seconds for each wait but that for other ranks' bodies."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        fleet: SharedFleet,
+        *,
+        level: int,
+        timeout: float,
+        set_aside: Callable[[], None],
+        bring_back: Callable[[], None],
+    ) -> None:
+        self._ranks, self._fleet = ranks, fleet
+        self._level, self._timeout = level, timeout
+        self._set_aside, self._bring_back = set_aside, bring_back
+
+    @contextmanager
+    def held(self, publish: Callable[[], Handle | None], keep: Iterable[Callable[[], Restore]]) -> Iterator[Generation]:
+        """`publish` returns what the servers should serve; None: anything. What `keep` takes down is restored in any case.
+
+        What speaks against it is found here, not before, so that the other ranks hear of it.
+        """
+        with ExitStack() as kept:
+            for keeping in keep:
+                kept.callback(keeping())
+            try:
+                if self._level not in ASLEEP:
+                    raise UsageError(f"expected sleep level 1 or 2, got {self._level}")
+                version = self._ready(publish())
+            except BaseException:
+                self._fail()
+                raise
+            try:
+                yield self._come(version)
+            except BaseException:
+                self._leave(failed=True)
+                raise
+            self._leave(failed=False)
+
+    def _ready(self, handle: Handle | None) -> int:
+        if handle is None:
+            return 0
+        self._wait(partial(ready, handle), f"{handle.name} to be READY", lambda: f"it is not: {handle.progress()}")
+        return handle.version
+
+    def _come(self, version: int) -> Generation:
+        self._set_aside()
+        self._ranks.say("aside")
+        if self._ranks.first:
+            self._wait(lambda: self._ranks.all_said("aside"), "every rank to come to this generation", self._ranks.absent)
+            self._ranks.forget_earlier()
+            self._fleet.wake()
+        else:
+            self._wait(lambda: self._ranks.said("settled"), f"rank 0 to wake fleet {self._fleet.name}", lambda: "it has not")
+        wanted = f"version {version} or newer" if version else "a version"
+        self._wait(
+            lambda: not self._fleet.lagging(version),
+            f"every live server of fleet {self._fleet.name} to serve {wanted}",
+            lambda: listed(self._fleet.lagging(version)),
+        )
+        if self._ranks.first:
+            self._ranks.say("settled")
+        servers = [server.address for server in self._fleet.look() if serves(server, version)]
+        return Generation(version, tuple(servers))
+
+    def _leave(self, *, failed: bool) -> None:
+        """Servers asleep, then memory back. Raises ServersNotAsleep: memory is still aside."""
+        try:
+            self._agree_to_end(failed)
+            self._until(lambda: not occupying(self._fleet.look(), but_lost=True))
+            occupied = occupying(self._fleet.look())
+        except Exception as error:
+            raise ServersNotAsleep(f"expected fleet {self._fleet.name} to be put to sleep, got: {error}; {_ADVICE}") from error
+        finally:
+            if self._ranks.first:
+                self._ranks.say("ended")
+        if occupied:
+            raise ServersNotAsleep(
+                f"expected every server of fleet {self._fleet.name} to be asleep in {self._timeout:g} s: "
+                f"{listed(occupied)}; {_ADVICE}"
+            )
+        self._bring_back()
+
+    def _agree_to_end(self, failed: bool) -> None:
+        """Returns when the servers have been told to sleep and rank 0 will not wake them any more."""
+        ranks = self._ranks
+        if failed:
+            self._fail()
+            self._until(lambda: ranks.said("settled"))
+        ranks.say("left")
+        if not failed:
+            self._until(lambda: ranks.all_said("left") or ranks.said("failed"), timeout=None)
+        if ranks.first or failed:
+            self._fleet.sleep(self._level)
+        else:
+            self._until(lambda: ranks.said("ended") or ranks.said("failed"))
+
+    def _fail(self) -> None:
+        self._ranks.say("failed")
+        if self._ranks.first:
+            self._ranks.say("settled")
+
+    def _wait(self, holds: Callable[[], object], what: str, found: Callable[[], str]) -> None:
+        """Raises WaitTimeout, and GenerationEnded as soon as a rank has failed."""
+
+        def over() -> object:
+            if self._ranks.said("failed"):
+                raise GenerationEnded(f"expected {what}: another rank has left this generation with an error")
+            return holds()
+
+        if not self._until(over):
+            raise WaitTimeout(f"expected {what} in {self._timeout:g} s: {found()}")
+
+    def _until(self, holds: Callable[[], object], timeout: float | None = 0.0) -> bool:
+        """Whether it came to hold in time: `_timeout` seconds, or for ever with None."""
+        backoff = Backoff(float("inf") if timeout is None else self._timeout, longest=1.0)
+        while not holds():
+            if not backoff.wait():
+                return False
+        return True
+
+
+def ready(handle: Handle) -> bool:
+    """Waits a moment for it. Raises as `Handle.wait_ready`."""
+    with suppress(WaitTimeout):
+        handle.wait_ready(1.0)
+        return True
+    return False
+
+
+def serves(server: ServerStatus, version: int) -> bool:
+    return server.state in (ServerState.SERVING, ServerState.STAGING) and server.version >= version
+
+
+def lagging(servers: Sequence[ServerStatus], version: int) -> dict[str, str]:
+    """Why it is not so, by server, where not all that live and are not drained serve the version or a newer one."""
+    live = [server for server in servers if server.state != ServerState.LOST and not server.drained]
+    if not live:
+        return {"the fleet": "has no live server"}
+    return {server.name: seen(server) for server in live if not serves(server, version)}
+
+
+def occupying(servers: Iterable[ServerStatus], *, but_lost: bool = False) -> dict[str, str]:
+    """Those that may hold GPU memory: not asleep, as they were last seen."""
+    return {
+        server.name: seen(server)
+        for server in servers
+        if server.power not in ASLEEP.values() and not (but_lost and server.state == ServerState.LOST)
+    }
+
+
+def refuses(fleet: FleetStatus, version: int) -> str:
+    """Why the fleet will not take this version by itself; empty where it may."""
+    if fleet.target.kind == TargetKind.NUMBER and fleet.target.version < version:
+        return f"it wants number {fleet.target.version}"
+    if fleet.target.kind == TargetKind.NONE and version:
+        return "it wants none"
+    refused = {refusal.version: refusal.reason for refusal in fleet.refused}
+    if version in refused and fleet.wanted_version <= version:
+        return f"it has refused that: {refused[version]}"
+    return ""
+
+
+def seen(server: ServerStatus) -> str:
+    lost = "its lease ended in this generation and its processes may still run" if server.state == ServerState.LOST else ""
+    why = server.reason or lost
+    return f"{server.state} at {server.address} with version {server.version}, {server.power}" + (f" ({why})" if why else "")
+
+
+def listed(found: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {why}" for name, why in found.items())

@@ -1,0 +1,157 @@
+"""Delivery of one rank's part of a version: create, offer, transfer, seal; again after a restart of the daemon.
+
+    CreateVersion -> servers may read the rank's memory (direct path) -> the transport delivers the slot's boxes -> SealSlot
+
+A daemon that restarts loses versions that were not READY: `NotFound` starts the delivery over, a few times.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from resharder.client import tracing
+from resharder.client.errors import TOO_MANY_STAGING, UNREGISTERED, NotFound, OutOfRoom, VersionAborted, WaitTimeout
+from resharder.client.rpc.channel import Backoff, Channel
+from resharder.client.trainer.handle import Handle, State, delivered
+from resharder.client.trainer.session import PublisherSession
+from resharder.client.transport.base import AssignedSlot
+from resharder.client.transport.host_buffers import digests_of
+from resharder.client.transport.selection import TransportSelector
+from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
+
+if TYPE_CHECKING:
+    from resharder.client.direct.sender import Sender
+    from resharder.client.transport.base import Item
+
+    Read = Callable[[Sequence[int]], Iterable[Item]]
+    """Returns the items at these positions of the rank's layout."""
+
+_RESTARTS = 3
+
+
+class Delivery:
+    """Deliveries of what is attached.
+
+    Args:
+        sender: Offers versions on the direct path; None without one.
+        staging_timeout: Seconds to wait for capacity among STAGING versions.
+        direct_wait: Seconds that an offer may outlast READY.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        session: PublisherSession,
+        transports: TransportSelector,
+        sender: "Sender | None",
+        *,
+        staging_timeout: float,
+        direct_wait: float,
+    ) -> None:
+        self._channel, self._session, self._transports, self._sender = channel, session, transports, sender
+        self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
+        self._staging_timeout, self._direct_wait = staging_timeout, direct_wait
+
+    def declare(self) -> None:
+        """Declare the memory of a new registration to the direct path, if there is one."""
+        if self._sender is not None:
+            self._sender.declare(self._session.registration.name)
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = None
+
+    def deliver(self, step: int, read: "Read", timings: tracing.Timings, *, direct: bool, once: bool) -> Handle:
+        """Deliver this rank's part of a version of `step`. `once`: `read` cannot be called again.
+
+        Appends to `timings`. Raises as `Publisher.publish`; the version is aborted then.
+        """
+        restarts = 0 if once else _RESTARTS
+        while True:
+            slot, positions, version = self._begin(step, timings, direct)
+            try:
+                with self._offered(version, direct):
+                    return self._send(slot, positions, version, read, timings)
+            except NotFound:
+                if not restarts:
+                    raise
+            restarts -= 1
+            timings.clear()
+
+    def _begin(
+        self, step: int, timings: tracing.Timings, direct: bool
+    ) -> tuple[AssignedSlot, Sequence[int], resources_pb2.Version]:
+        """Return the slot, its positions and the version to fill; registers again with a daemon that was restarted."""
+        restarts = _RESTARTS
+        while True:
+            try:
+                with tracing.timed(timings, "create"):
+                    slot, positions = self._session.assignment()
+                    return slot, positions, self._create_version(step, direct)
+            except (NotFound, WaitTimeout) as error:
+                if error.reason not in UNREGISTERED or not restarts:
+                    raise
+            restarts -= 1
+            self._session.register_again()
+
+    def _create_version(self, step: int, direct: bool) -> resources_pb2.Version:
+        request = publisher_pb2.CreateVersionRequest(
+            publisher=self._session.registration.name,
+            rank=self._session.identity.rank,
+            step=step,
+            withheld=not direct or self._sender is None,
+            after=self._session.after(step),
+        )
+        backoff = Backoff(self._staging_timeout, longest=1.0)
+        while True:
+            try:
+                version: resources_pb2.Version = self._channel.call(self._stub.CreateVersion, request)
+                self._session.begun(step, version)
+                return version
+            except OutOfRoom as error:
+                if error.reason != TOO_MANY_STAGING or not backoff.wait():
+                    raise
+
+    @contextmanager
+    def _offered(self, version: resources_pb2.Version, direct: bool) -> Iterator[None]:
+        """Offer the rank's memory to servers during the delivery, and afterwards until no server is expected to read it."""
+        if not direct or self._sender is None or version.state == State.ABORTED:
+            yield
+            return
+        offering = self._sender.offer(self._session.registration.name, version.name, self._direct_wait)
+        try:
+            yield
+            offering.wait(self._staging_timeout + self._direct_wait)
+        except BaseException:
+            offering.give_up()
+            raise
+
+    def _send(
+        self, slot: AssignedSlot, positions: Sequence[int], version: resources_pb2.Version, read: "Read", timings: tracing.Timings
+    ) -> Handle:
+        if version.state == State.ABORTED:
+            raise VersionAborted(f"{version.name} (step {version.step}) was aborted: {version.reason}")
+        tracing.link(version.trace)
+        if not slot.boxes:
+            return Handle(self._channel, version)
+        try:
+            transport = None if delivered(version, slot.rank) else self._transports.select(self._session.registration.store)
+            with tracing.timed(timings, "deliver"):
+                items = read(positions)
+                digests = digests_of(slot, items) if transport is None else transport.deliver(version, slot, items)
+            request = publisher_pb2.SealSlotRequest(
+                version=version.name,
+                epoch=version.epoch,
+                rank=slot.rank,
+                digests=digests,
+                mapped=transport is not None and transport.mapped,
+                timings=timings,
+            )
+            self._channel.call(partial(self._stub.SealSlot, metadata=tracing.metadata()), request, timeout=300)
+        except BaseException as error:
+            if not delivered(version, slot.rank):
+                self._session.abort(version.name, f"rank {slot.rank}: {type(error).__name__}: {error}"[:500])
+            raise
+        return Handle(self._channel, version)

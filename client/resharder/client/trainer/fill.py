@@ -1,0 +1,165 @@
+"""The way back: a checkpoint or a version into a trainer's model, under any parallel layout.
+
+from resharder.client import fill
+
+fill(model_chunks, hf_config, "/checkpoints/Qwen3-8B")
+fill(model_chunks, hf_config, "resharder://daemon:7677/models/policy/versions/latest")
+"""
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from resharder.client.errors import CorruptData
+from resharder.client.trainer.model_files import Config, plain_config
+from resharder.client.transport.host_buffers import host_bits
+from resharder.client.versions.source import Wanted, WeightSource, open_source
+from resharder.converters.architectures.checkpoint import expected_shapes
+from resharder.converters.errors import ConversionError, LayoutError, UnknownTensor, UnsupportedModel
+from resharder.converters.geometry.layout import ITEM_SIZES, Layout, Piece, box_shape, box_size, format_box
+from resharder.converters.models import local_layout
+from resharder.converters.models.tensor_io import read_piece, tensor_of_bits, write_piece
+from resharder.converters.storage.digest import digest, digest_torch
+
+if TYPE_CHECKING:
+    from resharder.converters.models.hf_names import Model, Rename
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class Filled(NamedTuple):
+    """What this rank took from the source."""
+
+    source: str
+    """The folder, or models/{model}/versions/{number}."""
+    tensors: int
+    bytes: int
+    proven: int
+    """Boxes whose digest, taken of the model's own memory, is the source's: a version's manifest has it from the ranks that
+    published. Boxes whose values were cast are not among them."""
+    unused: tuple[str, ...]
+    """Tensors of the source that the config does not speak of; no rank has read them."""
+
+
+@torch.no_grad()
+def fill(
+    model: "Model",
+    hf_config: Config,
+    source: str | Path,
+    *,
+    rename: "Rename | None" = None,
+    ranks: Sequence[int] | None = None,
+    shared: bool = True,
+) -> Filled:
+    """Puts the weights of `source` into `model`, as far as this rank holds it, replicas too; padding becomes zero.
+
+    `model`, `hf_config`, `rename` and `ranks` are those of `Publisher.attach`. `source`: a folder with a Hugging Face
+    checkpoint in safetensors, or `resharder://HOST:PORT/models/MODEL/versions/NUMBER` (or `latest`: what it is for rank 0, by one
+    broadcast, so every rank calls). Of either only the boxes that this rank holds are read; `shared=False` streams a version
+    even where the daemon's store could be mapped.
+
+    Where the dtype of a tensor differs from its parameter's, values are cast as `Tensor.copy_` casts (float32 to bfloat16:
+    round to nearest, ties to even). An optimizer that keeps fp32 copies must take them anew: Megatron's
+    `optimizer.reload_model_params()`.
+
+    A tensor that the source leaves out is filled all the same where the model keeps it in the place of another one, as it keeps
+    the copies of embedding and head in MTP layers.
+
+    Names, shapes and dtypes are checked before the first write. Raises UnknownTensor, LayoutError, UnsupportedModel,
+    UsageError, NotFound; and, with the model partly filled, CorruptData or DaemonUnreachable.
+    """
+    config = plain_config(hf_config)
+    layout, tensors = local_layout(model, config, rename=rename, ranks=ranks)
+    with open_source(source, shared=shared) as opened:
+        layout = _without_copies(layout, opened.specs)
+        wanted = _check(layout, tensors, opened)
+        expected = opened.digests([key for key, pieces in wanted.items() if any(_provable(p, layout, opened) for p in pieces)])
+        for tensor in tensors.values():
+            tensor.zero_()
+        _write(opened, wanted, tensors)
+        for key, digest_there in expected.items():
+            _prove(key, wanted[key], digest_there, layout, opened, tensors)
+        size = sum(box_size(box) * ITEM_SIZES[opened.specs[name].dtype] for name, box in wanted)
+        return Filled(opened.name, len(layout.tensors), size, len(expected), _unused(opened, config))
+
+
+def _without_copies(layout: Layout, stored: Container[str]) -> Layout:
+    """Without tensors that are not `stored` and whose every piece lies where the model keeps one that is."""
+    kept = {_place(piece) for piece in layout.pieces if piece.tensor in stored}
+    needed = {piece.tensor for piece in layout.pieces if piece.tensor in stored or _place(piece) not in kept}
+    pieces = tuple(piece for piece in layout.pieces if piece.tensor in needed)
+    return Layout({name: spec for name, spec in layout.tensors.items() if name in needed}, pieces)
+
+
+def _place(piece: Piece) -> tuple[object, ...]:
+    return piece.local, piece.offset, piece.strides, box_shape(piece.box), piece.plus
+
+
+def _check(layout: Layout, tensors: Mapping[str, torch.Tensor], source: WeightSource) -> dict[Wanted, list[Piece]]:
+    """The pieces that each box of the source goes into. Raises what cannot work."""
+    missing = [name for name in layout.tensors if name not in source.specs]
+    if missing:
+        raise UnknownTensor(f"{source.name}: {len(missing)} tensors of the model are not there: {_some(missing)}")
+    for name, spec in layout.tensors.items():
+        there = source.specs[name]
+        if there.shape != spec.shape:
+            raise LayoutError(f"{name}: expected {list(spec.shape)} as the model has it, {source.name} has {list(there.shape)}")
+        if there.dtype != spec.dtype and not (there.dtype in _FLOATS and spec.dtype in _FLOATS):
+            raise UnsupportedModel(
+                f"{name}: expected {spec.dtype} or a float that can be cast to it, {source.name} has {there.dtype}"
+            )
+    blank = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if blank:
+        raise UnsupportedModel(f"expected a model in memory, {len(blank)} tensors are on the meta device: {_some(blank)}")
+    wanted: dict[Wanted, list[Piece]] = {}
+    for piece in layout.pieces:
+        wanted.setdefault((piece.tensor, piece.box), []).append(piece)
+    return wanted
+
+
+def _write(source: WeightSource, wanted: Mapping[Wanted, Sequence[Piece]], tensors: Mapping[str, torch.Tensor]) -> None:
+    keys = list(wanted)
+    for position, box, bits in source.parts(keys):
+        values = tensor_of_bits(bits, source.specs[keys[position][0]].dtype)
+        for piece in wanted[keys[position]]:
+            write_piece(tensors, piece.part(box), values)
+
+
+def _provable(piece: Piece, layout: Layout, source: WeightSource) -> bool:
+    """Whether the model holds the very bits of the source."""
+    return not piece.plus and layout.tensors[piece.tensor].dtype == source.specs[piece.tensor].dtype
+
+
+def _prove(
+    key: Wanted,
+    pieces: Iterable[Piece],
+    expected: int,
+    layout: Layout,
+    source: WeightSource,
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
+    name, box = key
+    shape = layout.tensors[name].shape
+    for piece in pieces:
+        if not _provable(piece, layout, source):
+            continue
+        there = read_piece(tensors, piece)
+        found = digest(host_bits(there), box, shape) if there.device.type == "cpu" else digest_torch(there, box, shape)
+        if found != expected:
+            raise CorruptData(
+                f"{name}{format_box(box)}: the model's digest is {found:#x}, that of {source.name} is {expected:#x}. Where the "
+                "model keeps two tensors in one place, as it does the embeddings of MTP layers, both must have the same values"
+            )
+
+
+def _unused(source: WeightSource, config: Mapping[str, object]) -> tuple[str, ...]:
+    try:
+        known = expected_shapes(config)
+    except ConversionError:
+        return ()
+    return tuple(name for name in source.specs if name not in known)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")

@@ -1,0 +1,110 @@
+"""What `publish` returns: a version on its way, to wait for or to look at."""
+
+import time
+from dataclasses import dataclass
+
+from resharder.client.errors import NotFound, VersionAborted, WaitTimeout
+from resharder.client.rpc.channel import Channel, bound
+from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
+
+State = resources_pb2.Version.State
+
+
+@dataclass(frozen=True)
+class Progress:
+    """`sealed_slots` of `slots` ranks have delivered; both are 0 once the version is READY."""
+
+    state: str
+    received_bytes: int
+    size_bytes: int
+    sealed_slots: int
+    slots: int
+    servers_serving: int
+    servers_following: int
+
+
+class Handle:
+    """One published version. `version` is its number, `step` the trainer's label on it, `trace` the W3C traceparent of its trace;
+    empty where the daemon makes none."""
+
+    def __init__(self, channel: Channel, version: resources_pb2.Version) -> None:
+        self._channel = channel
+        self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
+        self.name: str = version.name
+        self.version: int = version.number
+        self.step: int = version.step
+        self.trace: str = version.trace
+
+    def wait_ready(self, timeout: float | None = 600.0) -> None:
+        """Wait until the version is READY. `timeout`: seconds; None: no bound.
+
+        Raises VersionAborted, WaitTimeout, NotFound, DaemonUnreachable.
+        """
+        self._wait(bound(timeout), serving=False)
+
+    def wait_serving(self, timeout: float | None = 600.0) -> None:
+        """Wait until every live server of the model serves this version or a newer one. Raises as `wait_ready`."""
+        self._wait(bound(timeout), serving=True)
+
+    def progress(self) -> Progress:
+        version = self.get()
+        done = version.state in (State.READY, State.RETIRED)
+        return Progress(
+            state=State.Name(version.state),
+            received_bytes=version.size_bytes if done else sum(slot.received_bytes for slot in version.slots),
+            size_bytes=version.size_bytes,
+            sealed_slots=sum(slot.state == resources_pb2.Slot.SEALED for slot in version.slots),
+            slots=len(version.slots),
+            servers_serving=version.servers_serving,
+            servers_following=version.servers_following,
+        )
+
+    def get(self, *, serving: bool = False, wait_seconds: float = 0.0) -> resources_pb2.Version:
+        request = publisher_pb2.WaitVersionRequest(version=self.name, wait_seconds=wait_seconds, serving=serving)
+        version: resources_pb2.Version = self._channel.call(self._stub.WaitVersion, request, timeout=wait_seconds + 30)
+        return version
+
+    def is_gone(self) -> bool:
+        """Whether the daemon was started anew while the version was STAGING, and knows it no more."""
+        try:
+            self.get()
+        except NotFound:
+            return True
+        return False
+
+    def is_coming(self) -> bool:
+        """Whether the version is READY or may still be: not aborted, not gone."""
+        try:
+            return bool(self.get().state != State.ABORTED)
+        except NotFound:
+            return False
+
+    def _wait(self, timeout: float, *, serving: bool) -> None:
+        end = time.monotonic() + timeout
+        while True:
+            version = self.get(serving=serving, wait_seconds=max(0.0, min(20.0, end - time.monotonic())))
+            if version.state == State.ABORTED:
+                raise VersionAborted(f"{self.name} (step {self.step}) was aborted: {version.reason}")
+            if version.state == State.RETIRED or (version.state == State.READY and not (serving and behind(version))):
+                return
+            if time.monotonic() >= end:
+                wanted = f"served by all {version.servers_following} servers" if serving else "READY"
+                raise WaitTimeout(
+                    f"expected {self.name} (step {self.step}) to be {wanted} in {timeout:g} s, "
+                    f"it is {State.Name(version.state)} with "
+                    f"{sum(s.state == resources_pb2.Slot.SEALED for s in version.slots)} of {len(version.slots)} slots sealed, "
+                    f"{version.servers_serving} servers serving"
+                )
+
+    def __repr__(self) -> str:
+        return f"Handle({self.name}, step={self.step})"
+
+
+def behind(version: resources_pb2.Version) -> bool:
+    return bool(version.servers_serving < version.servers_following)
+
+
+def delivered(version: resources_pb2.Version, rank: int) -> bool:
+    """Whether the daemon has this rank's part already: only digests are compared then."""
+    sealed = any(slot.rank == rank and slot.state == resources_pb2.Slot.SEALED for slot in version.slots)
+    return bool(version.state != State.STAGING or sealed)

@@ -1,0 +1,58 @@
+"""Who this process is among the trainer's ranks: arguments, else torch.distributed, else the environment, else alone."""
+
+import os
+import secrets
+from dataclasses import dataclass, field
+
+from resharder.client.errors import UsageError
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    job: str
+    rank: int
+    world_size: int
+    process: str = field(default_factory=lambda: secrets.token_hex(16))  # another one for each `connect`
+
+
+def identify(job: str | None, rank: int | None, world_size: int | None) -> RankIdentity:
+    """With torch.distributed initialised and no `job`, one broadcast of a random one: the only collective there is."""
+    if (rank is None) != (world_size is None):
+        raise UsageError(f"expected rank and world_size together, got rank={rank}, world_size={world_size}")
+    job = job or os.environ.get("RESHARDER_JOB")
+    if rank is None or world_size is None:
+        rank, world_size = _place()
+    if not 0 <= rank < world_size:
+        raise UsageError(f"expected 0 <= rank < world_size, got rank={rank}, world_size={world_size}")
+    return RankIdentity(job or _random_job(world_size), rank, world_size)
+
+
+def _place() -> tuple[int, int]:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    given = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if given == (None, None):
+        return 0, 1
+    if not all(value is not None and value.isdigit() for value in given):
+        raise UsageError(f"expected RANK and WORLD_SIZE in the environment, got RANK={given[0]}, WORLD_SIZE={given[1]}")
+    return int(given[0] or 0), int(given[1] or 1)
+
+
+def _random_job(world_size: int) -> str:
+    import torch
+    import torch.distributed as dist
+
+    mine = secrets.token_bytes(16)
+    if world_size == 1:
+        return mine.hex()
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size):
+        raise UsageError(
+            f"expected a job id that all {world_size} ranks share, got none, and torch.distributed cannot broadcast one: "
+            "pass job=… or set RESHARDER_JOB, or connect after init_process_group"
+        )
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in str(dist.get_backend()) else torch.device("cpu")
+    shared = torch.tensor(list(mine), dtype=torch.uint8, device=device)
+    dist.broadcast(shared, src=0)
+    return bytes(shared.cpu().tolist()).hex()

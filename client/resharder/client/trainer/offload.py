@@ -1,0 +1,114 @@
+"""A model's memory, moved aside to the host and brought back: bit for bit, under the same tensors.
+
+Storages are emptied and filled again, tensors are left as they are. So every view is right again when its storage is: Megatron's
+DDP keeps parameters and gradients in flat buffers, of which buckets and optimizers have views too. Addresses do change.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from resharder.client.errors import UsageError
+from resharder.converters.models.hf_names import Model, local_of
+from torch.distributed.fsdp import FSDPModule
+
+_DEVICE = "cuda"
+_BLOCK = 1 << 28  # bytes; torch rounds pinned memory up to powers of two, and keeps what is given back for the next time
+
+
+class Aside:
+    """Storages that are empty, and what was in them in pinned memory. Nothing is changed where the host has no room for it."""
+
+    def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        self._sizes = [(storage, storage.nbytes()) for storage in storages]
+        self._devices = {storage.device for storage in storages if storage.device.type == "cuda"}
+        self.size_bytes = sum(size for _, size in self._sizes)
+        self._synchronize()  # gradients and gathered parameters come on streams of their own
+        self._blocks = _host_blocks(self.size_bytes, pinned=bool(self._devices))
+        for there, here in self._spans():
+            here.copy_(there, non_blocking=True)
+        self._synchronize()
+        self._empty()
+
+    def bring_back(self) -> None:
+        """May be tried again where it raises torch.OutOfMemoryError: all storages are empty then."""
+        try:
+            for storage, size in self._sizes:
+                storage.resize_(size)
+        except BaseException:
+            self._empty()
+            raise
+        for there, here in self._spans():
+            there.copy_(here, non_blocking=True)
+        self._synchronize()
+        self._blocks = []
+
+    def _empty(self) -> None:
+        for storage, _ in self._sizes:
+            storage.resize_(0)
+        if self._devices:
+            torch.cuda.empty_cache()
+
+    def _synchronize(self) -> None:
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+
+    def _spans(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The same bytes in a storage and in a block."""
+        blocks = iter(self._blocks)
+        here = torch.empty(0, dtype=torch.uint8)
+        for storage, _ in self._sizes:
+            there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            while there.numel():
+                here = here if here.numel() else next(blocks)
+                size = min(there.numel(), here.numel())
+                yield there[:size], here[:size]
+                there, here = there[size:], here[size:]
+
+
+def set_aside(model: Model) -> Aside:
+    """Parameters, gradients (Megatron's `main_grad` as well) and buffers of a model, those of them that are on a GPU. Raises
+    UsageError where their memory cannot be moved."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    for module in (module for root in roots_of(model) for module in root.modules()):
+        _refuse_fixed(module)
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for name, tensor in _tensors(model):
+        storage = local_of(tensor).untyped_storage()
+        if storage.device.type != _DEVICE or not storage.nbytes():
+            continue
+        if not storage.resizable():
+            raise UsageError(f"{name}: expected memory that torch may free, found some that others have a hold on")
+        storages[storage.data_ptr()] = storage
+    return Aside(list(storages.values()))
+
+
+def roots_of(model: Model) -> list[torch.nn.Module]:
+    """None for a state dict."""
+    if isinstance(model, Mapping):
+        return []
+    return [model] if isinstance(model, torch.nn.Module) else list(model)
+
+
+def _tensors(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+    named = list(model.items()) if isinstance(model, Mapping) else []
+    for root in roots_of(model):
+        named += [*root.named_parameters(), *root.named_buffers()]
+    for name, tensor in named:
+        for held in (tensor, tensor.grad, getattr(tensor, "main_grad", None)):
+            if isinstance(held, torch.Tensor):
+                yield name, held
+
+
+def _refuse_fixed(module: torch.nn.Module) -> None:
+    """What was registered with NCCL or captured in a CUDA graph is used by its address."""
+    config, ddp = getattr(module, "config", None), getattr(module, "ddp_config", None)
+    graphs = getattr(config, "cuda_graph_impl", None) not in (None, "none")
+    if graphs or getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False):
+        raise UsageError("expected parameters that may change their address, CUDA graphs hold them: use offload=False")
+    if getattr(ddp, "nccl_ub", False):
+        raise UsageError("expected parameters that may change their address, nccl_ub registers them: use offload=False")
+
+
+def _host_blocks(size: int, *, pinned: bool) -> list[torch.Tensor]:
+    return [torch.empty(min(_BLOCK, size - start), dtype=torch.uint8, pin_memory=pinned) for start in range(0, size, _BLOCK)]

@@ -1,0 +1,314 @@
+"""One rank's side of a publisher: register the rank's layout, then deliver its part of version after version.
+
+Ranks wait for one another only through the daemon: registration is complete when every rank has
+registered, and a version is READY when every rank has sealed its slot.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from resharder.client import tracing
+from resharder.client.errors import UsageError
+from resharder.client.operator import Operator
+from resharder.client.rpc.channel import Channel, bound
+from resharder.client.trainer.backpressure import Backpressure
+from resharder.client.trainer.colocate import Generation, GenerationPart, SharedFleet
+from resharder.client.trainer.delivery import Delivery
+from resharder.client.trainer.handle import Handle
+from resharder.client.trainer.identity import RankIdentity
+from resharder.client.trainer.model_checks import compare_replicas, refuse_stale
+from resharder.client.trainer.model_files import Config, Tokenizer, config_file, plain_config, tokenizer_files
+from resharder.client.trainer.rank_layout import (
+    DeclaredTensor,
+    LiveTensors,
+    RankLayout,
+    TensorItem,
+    assigned_items,
+    declare,
+    declared_rank_layout,
+    rank_layout_of,
+)
+from resharder.client.trainer.rendezvous import meet
+from resharder.client.trainer.saved_state import eval_mode, keep_rng
+from resharder.client.trainer.session import PublisherSession
+from resharder.client.transport.selection import CHOICES, TransportSelector
+from resharder.converters.architectures.checkpoint import expected_shapes
+from resharder.converters.errors import ConversionError
+from resharder.converters.geometry.layout import ITEM_SIZES
+from resharder.converters.storage.digest import compile_for
+from resharder.v1 import resources_pb2
+
+if TYPE_CHECKING:
+    import torch
+    from resharder.client.direct.sender import Sender
+    from resharder.client.trainer.delivery import Read
+    from resharder.client.trainer.offload import Aside
+    from resharder.converters.geometry.layout import Layout
+    from resharder.converters.models.hf_names import Model, Rename
+
+
+class Publisher:
+    """Made by `connect`. A context manager; one thread at a time publishes."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        model: str,
+        identity: RankIdentity,
+        *,
+        transport: str,
+        max_ahead: int | None,
+        staging_timeout: float,
+        register_timeout: float,
+        direct_wait: float = 0.0,
+    ) -> None:
+        self._backpressure = Backpressure(max_ahead, staging_timeout)
+        if transport not in CHOICES:
+            raise UsageError(f"expected transport auto, grpc or shared-memory, got {transport!r}")
+        self.model, self.identity = model, identity
+        self._channel, self._transport = channel, transport
+        self._staging_timeout, self._direct_wait = staging_timeout, direct_wait
+        self._session = PublisherSession(channel, model, identity, register_timeout)
+        self._files: list[resources_pb2.ModelFile] = []
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._live: LiveTensors | None = None
+        self._chunks: Sequence[torch.nn.Module] = ()
+        self._model: Model | None = None
+        self._aside: Aside | None = None
+        self._delivery = self._delivery_of(None)
+        self._sharing = threading.Lock()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of this job's claim on the model; 0 before something is attached."""
+        return self._session.epoch
+
+    def attach(
+        self,
+        model: "Model",
+        hf_config: Config,
+        tokenizer: Tokenizer | None = None,
+        *,
+        rename: "Rename | None" = None,
+        ranks: Sequence[int] | None = None,
+        check_replicas: bool = False,
+        wait: bool = True,
+    ) -> None:
+        """Registers what this rank holds of a model: Megatron's chunks, or a module (its parts, a state dict) of DTensors and
+        plain tensors with HF names, wrapped or not.
+
+        `hf_config`: a transformers config or the content of config.json. `tokenizer`: an object with `save_pretrained`, or a
+        folder. For DTensors: `rename` from names in memory to names on disk, `ranks` that hold the whole of `model` between
+        them where not all do (a pipeline stage's). `check_replicas`: first compare what all ranks hold of the same elements (a
+        collective of torch's default group). Waits for all ranks unless `wait` is False. Raises ConversionError for a model that
+        is not understood (FP8 parameters, an unknown family) and, as ReplicasDiffer, for replicas that differ; LayoutRejected,
+        OutOfRoom, StaleEpoch, UsageError.
+        """
+        from resharder.converters.models import local_layout, megatron_chunks
+
+        with self._alone():
+            self.attach_config(hf_config, tokenizer)
+            layout, tensors = local_layout(model, plain_config(hf_config), rename=rename, ranks=ranks)
+            if check_replicas:
+                compare_replicas(layout, tensors, self.identity.world_size)
+            self._live = LiveTensors(layout, tensors)
+            self._model, self._chunks = model, megatron_chunks(model)
+            self._delivery.close()
+            self._delivery = self._delivery_of(self._live, self._sender(layout, tensors))
+            self._register(rank_layout_of(layout), wait)
+
+    def attach_config(self, hf_config: Config, tokenizer: Tokenizer | None = None) -> None:
+        """The files that the model's versions carry, for a trainer that publishes tensors."""
+        self._files = [config_file(hf_config), *tokenizer_files(tokenizer)]
+        self._shapes = _known_shapes(hf_config)
+
+    def attach_tensors(self, declared: Iterable[DeclaredTensor], *, wait: bool = True) -> None:
+        """Registers what this rank will give to `publish_tensors`: (name, dtype, shape of the whole tensor[, index]).
+
+        Raises LayoutRejected, OutOfRoom, StaleEpoch, UsageError.
+        """
+        with self._alone():
+            self._live, self._model, self._chunks = None, None, ()
+            self._delivery.close()
+            self._delivery = self._delivery_of(None)
+            self._register(declared_rank_layout(declared), wait)
+
+    def publish(self, step: int, *, sync: bool = False, direct: bool = True) -> Handle:
+        """Hands this rank's part of the attached model over; returns when the trainer may change its weights.
+
+        `sync`: gather parameters first that `overlap_param_gather` left stale (a collective). `direct`: False where servers are
+        to take this version from the daemon, though `connect` was given a `direct_wait`; alike on all ranks.
+
+        Raises StaleParameters where `sync` is False and some are stale, StaleEpoch, Conflict, VersionAborted, OutOfRoom,
+        WaitTimeout, DaemonUnreachable; the version is aborted then.
+        """
+        with self._alone():
+            live = self._live
+            if live is None:
+                raise UsageError("expected an attached model: call attach(model_chunks, hf_config) before publish")
+            refuse_stale(self._chunks, sync=sync)
+            return self._publish(step, live.items, direct=direct)
+
+    def publish_tensors(self, step: int, items: Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]) -> Handle:
+        """Hands over HF tensors that the trainer has made itself: (hf_name, tensor) or (hf_name, index, part), spread over
+        the ranks in any way, in any order, each element on one rank. A tensor may be reused as soon as the next one is asked for.
+
+        Without `attach_tensors` before, the first call registers what comes; it reads `items` twice, so those of a plain iterator
+        are kept until it returns. Raises as `publish`.
+        """
+        with self._alone():
+            if self._live is not None:
+                raise UsageError("expected publish(step): a model is attached")
+            once = not callable(items) and iter(items) is items
+            if self._session.rank_layout is None:
+                items = list(items) if once and not callable(items) else items
+                once = False
+                self._register(declared_rank_layout(declare(_opened(items), self._shapes)), wait=True)
+            rank_layout = self._session.rank_layout
+            if rank_layout is None:
+                raise UsageError("expected registered tensors")
+            return self._publish(step, lambda positions: assigned_items(rank_layout, positions, _opened(items)), once=once)
+
+    @contextmanager
+    def generation(
+        self,
+        step: int,
+        *,
+        fleet: str = "",
+        level: int = 2,
+        offload: bool = False,
+        timeout: float | None = 600.0,
+        publish: bool = True,
+    ) -> Iterator[Generation]:
+        """Gives the GPUs to the servers that share them, for as long as the block lasts; every rank enters and leaves.
+
+        At entry: `publish(step)` unless it is published (`publish=False`: nothing is); models in eval mode; with `offload`
+        parameters, gradients and buffers in host memory; every live server of `fleet` (the model's default one) awake, with
+        this version or a newer one. At exit, however the block ends: servers asleep at `level`, memory back, and every
+        module's train mode and all RNG states as they were. `timeout`: seconds for each wait but that for other ranks to leave;
+        None: no bound.
+
+        Raises as `publish`, WaitTimeout, which names the servers that lag, GenerationEnded, where another rank failed, and
+        UsageError; at exit ServersNotAsleep: what is aside stays there until `bring_back`.
+        """
+        from resharder.client.trainer.offload import roots_of, set_aside
+
+        if not self._sharing.acquire(blocking=False):
+            raise UsageError("expected the end of this publisher's generation before another one")
+        model = self._model
+        roots = roots_of(model) if model is not None else []
+
+        def wanted() -> Handle | None:
+            with self._alone():
+                if offload and model is None:
+                    raise UsageError("expected an attached model to move aside: call attach, or move your own tensors")
+                return self._published(step) if publish else self._session.newest
+
+        def aside() -> None:
+            self._aside = set_aside(model) if offload and model is not None else None
+
+        try:
+            with Operator(self._channel.endpoint, connect_timeout=self._channel.patience, tls=self._channel.tls) as operator:
+                part = GenerationPart(
+                    meet(self.identity, self.model),
+                    SharedFleet(operator, fleet or self.model),
+                    level=level,
+                    timeout=bound(timeout),
+                    set_aside=aside,
+                    bring_back=self.bring_back,
+                )
+                with part.held(wanted, (keep_rng, partial(eval_mode, roots))) as generation:
+                    self._backpressure.clear()
+                    yield generation
+        finally:
+            self._sharing.release()
+
+    def bring_back(self) -> None:
+        """What a generation has left aside, after ServersNotAsleep or an interrupt. The servers must be asleep or gone."""
+        if self._aside is not None:
+            self._aside.bring_back()
+            self._aside = None
+
+    def abort(self, reason: str = "the trainer asked for it") -> None:
+        """Gives up the newest version that this rank has published, unless it is READY."""
+        if (newest := self._session.newest) is not None:
+            self._session.abort(newest.name, reason)
+
+    def close(self) -> None:
+        """Ends the lease's renewal and the channel. Versions that every rank has sealed are not touched."""
+        self._session.close()
+        self._delivery.close()
+        self._channel.close()
+
+    def __enter__(self) -> "Publisher":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with self._session.exclusive():
+            if self._aside is not None:
+                raise UsageError(
+                    "expected parameters in their place, a generation has moved them aside: leave it, or bring_back()"
+                )
+            yield
+
+    def _published(self, step: int) -> Handle:
+        """The newest version, if it is of this step, else a new one."""
+        newest = self._session.newest
+        if newest is not None and newest.step == step and newest.is_coming():
+            return newest
+        if self._live is None:
+            raise UsageError(f"expected publish_tensors({step}, …) before generation({step}), or an attached model")
+        return self.publish(step)
+
+    def _sender(self, layout: "Layout", tensors: "Mapping[str, torch.Tensor]") -> "Sender | None":
+        if self._direct_wait <= 0:
+            return None
+        from resharder.client.direct.sender import Sender
+
+        return Sender(self._channel, self.identity.rank, layout, tensors)
+
+    def _delivery_of(self, live: LiveTensors | None, sender: "Sender | None" = None) -> Delivery:
+        transports = TransportSelector(self._channel, self._transport, lambda: live.device if live is not None else None)
+        return Delivery(
+            self._channel,
+            self._session,
+            transports,
+            sender,
+            staging_timeout=self._staging_timeout,
+            direct_wait=self._direct_wait,
+        )
+
+    def _register(self, rank_layout: RankLayout, wait: bool) -> None:
+        self._session.register(self._files, rank_layout)
+        self._delivery.declare()
+        compile_for(ITEM_SIZES[spec.dtype] for spec in rank_layout.tensors.values())  # while others register, not in a publish
+        if wait:
+            self._session.assignment()
+
+    def _publish(self, step: int, read: "Read", *, once: bool = False, direct: bool = False) -> Handle:
+        timings: tracing.Timings = []
+        self._session.start_publish(step)
+        self._backpressure.wait(timings)
+        handle = self._delivery.deliver(step, read, timings, direct=direct, once=once)
+        self._session.published(handle)
+        self._backpressure.add(handle)
+        return handle
+
+
+def _opened(items: Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]) -> Iterable[TensorItem]:
+    return items() if callable(items) else items
+
+
+def _known_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Of whole tensors, where the family has a table."""
+    with suppress(ConversionError):
+        return expected_shapes(plain_config(config))
+    return {}

@@ -1,0 +1,185 @@
+"""What a rank holds, as it registers it, and where to read it at each publish."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from resharder.client.errors import UsageError
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, Range, TensorSpec, box_shape, format_box, full_box
+from resharder.converters.models.tensor_io import DTYPES, read_piece
+
+if TYPE_CHECKING:
+    from resharder.client.transport.base import Item
+
+Index = tuple[int | slice, ...]
+TensorItem = tuple[str, torch.Tensor] | tuple[str, Index, torch.Tensor]
+"""(hf_name, whole tensor) or (hf_name, index, the part that the index selects)."""
+
+
+class RankBox(NamedTuple):
+    tensor: str
+    box: Box
+    replica: bool = False
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """The boxes that a rank registers, and the HF tensors that they are part of, by name."""
+
+    tensors: dict[str, TensorSpec]
+    boxes: tuple[RankBox, ...]
+
+    @cached_property
+    def positions(self) -> dict[tuple[str, Box], int]:
+        return {(each.tensor, each.box): position for position, each in enumerate(self.boxes)}
+
+
+class DeclaredTensor(NamedTuple):
+    """A whole HF tensor, or the part of it that `part` selects, that a rank will deliver. `shape` is the whole tensor's;
+    `dtype` is torch's, or safetensors' name."""
+
+    name: str
+    dtype: torch.dtype | str
+    shape: tuple[int, ...]
+    part: Index | None = None
+
+
+def rank_layout_of(layout: Layout) -> RankLayout:
+    return RankLayout(dict(layout.tensors), tuple(RankBox(piece.tensor, piece.box, piece.replica) for piece in layout.pieces))
+
+
+def declared_rank_layout(declared: Iterable[DeclaredTensor | tuple[Any, ...]]) -> RankLayout:
+    """Raises UsageError for a dtype that safetensors lacks, two shapes of one tensor, or a piece declared twice."""
+    specs: dict[str, TensorSpec] = {}
+    boxes: dict[tuple[str, Box], RankBox] = {}
+    for entry in declared:
+        name, dtype, shape, index = DeclaredTensor(*entry)
+        spec = TensorSpec(name, dtype_name(name, dtype), tuple(shape))
+        if specs.setdefault(name, spec) != spec:
+            raise UsageError(
+                f"{name}: declared as {specs[name].dtype} {list(specs[name].shape)} and as {spec.dtype} {list(shape)}"
+            )
+        box = box_of(name, index, spec.shape)
+        if (name, box) in boxes:
+            raise UsageError(f"{name}{format_box(box)}: declared twice")
+        boxes[name, box] = RankBox(name, box)
+    return RankLayout(specs, tuple(boxes.values()))
+
+
+def declare(items: Iterable[TensorItem], shapes: Mapping[str, tuple[int, ...]]) -> list[DeclaredTensor]:
+    """What `items` would deliver; `shapes` gives the whole tensor's where an item is a part."""
+    declared = []
+    for item in items:
+        name, index, tensor = split_item(item)
+        shape = tuple(tensor.shape) if index is None else shapes.get(name)
+        if shape is None:
+            raise UsageError(
+                f"{name}: a part was given, and its model's config does not tell the whole tensor's shape: "
+                "call attach_tensors with the names, dtypes, shapes and indices first"
+            )
+        declared.append(DeclaredTensor(name, tensor.dtype, shape, index))
+    return declared
+
+
+def split_item(item: TensorItem) -> tuple[str, Index | None, torch.Tensor]:
+    if len(item) == 2 and isinstance(item[1], torch.Tensor):
+        return item[0], None, item[1]
+    if len(item) == 3 and isinstance(item[2], torch.Tensor) and isinstance(item[1], tuple):
+        return item[0], item[1], item[2]
+    raise UsageError(f"expected (hf_name, tensor) or (hf_name, index, tensor), got {tuple(type(part).__name__ for part in item)}")
+
+
+def dtype_name(name: str, dtype: torch.dtype | str) -> str:
+    found = dtype if isinstance(dtype, str) else DTYPES.get(dtype, "")
+    if found not in ITEM_SIZES or found.startswith("F8"):
+        raise UsageError(
+            f"{name}: expected one of {', '.join(DTYPES.values())}, got {dtype}; quantised tensors are not supported yet"
+        )
+    return found
+
+
+def box_of(name: str, index: Index | None, shape: tuple[int, ...]) -> Box:
+    """The box that `tensor[index]` selects; an integer selects a box of one. Raises UsageError where there is none."""
+    if index is None:
+        return full_box(shape)
+    if len(index) > len(shape):
+        raise UsageError(f"{name}: expected at most {len(shape)} indices for shape {list(shape)}, got {index}")
+    box = []
+    for number, size in zip((*index, *[slice(None)] * (len(shape) - len(index))), shape, strict=True):
+        if isinstance(number, slice):
+            selected = range(*number.indices(size))
+        elif isinstance(number, int):
+            selected = range(number, number + 1)
+        else:
+            raise UsageError(f"{name}: expected slices and integers as index, got {number!r}")
+        if not selected or selected[0] < 0 or selected[-1] >= size or selected.step < 1:
+            raise UsageError(f"{name}: expected a forward range inside of {list(shape)}, got {index}")
+        box.append(Range(selected[0], len(selected), selected.step if len(selected) > 1 else 1))
+    return tuple(box)
+
+
+class LiveTensors:
+    """A model's own tensors, read where they are at each publish."""
+
+    def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor]):
+        self._pieces, self._tensors = layout.pieces, tensors
+        self._known = {name: _memory_form(tensor) for name, tensor in tensors.items()}
+
+    @property
+    def device(self) -> torch.device | None:
+        """That of all of them, if it is one."""
+        devices = {tensor.device for tensor in self._tensors.values()}
+        return devices.pop() if len(devices) == 1 else None
+
+    def items(self, positions: Iterable[int]) -> list["Item"]:
+        """Raises UsageError where a tensor has changed its shape, strides or dtype since the model was attached."""
+        for name, tensor in self._tensors.items():
+            if _memory_form(tensor) != self._known[name]:
+                raise UsageError(
+                    f"{name}: expected {self._known[name]} as when the model was attached, found {_memory_form(tensor)}: "
+                    "attach again"
+                )
+        return [(number, read_piece(self._tensors, self._pieces[position])) for number, position in enumerate(positions)]
+
+
+def _memory_form(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
+
+
+def assigned_items(rank_layout: RankLayout, positions: Iterable[int], items: Iterable[TensorItem]) -> Iterator["Item"]:
+    """Those of `items` that are assigned, by their number in the slot. Raises UsageError unless `items` are exactly what the rank
+    registered, in any order."""
+    numbers = {position: number for number, position in enumerate(positions)}
+    open_ = dict(rank_layout.positions)
+    for item in items:
+        name, index, tensor = split_item(item)
+        spec = rank_layout.tensors.get(name)
+        if spec is None:
+            raise UsageError(f"{name}: this rank registered no such tensor; it holds {len(rank_layout.tensors)} others")
+        box = box_of(name, index, spec.shape)
+        position = open_.pop((name, box), None)
+        if position is None:
+            again = "came twice" if (name, box) in rank_layout.positions else "was not registered by this rank"
+            raise UsageError(f"{name}{format_box(box)}: {again}")
+        number = numbers.get(position)
+        if dtype_name(name, tensor.dtype) != spec.dtype or tensor.numel() != _count(box) or not _same_shape(tensor, box):
+            raise UsageError(
+                f"{name}{format_box(box)}: expected {spec.dtype} {list(box_shape(box))} as registered, got "
+                f"{tensor.dtype} {list(tensor.shape)}"
+            )
+        if number is not None:
+            yield number, tensor.reshape(box_shape(box)) if tensor.dim() != len(box) else tensor
+    if open_:
+        names = ", ".join(f"{name}{format_box(box)}" for name, box in list(open_)[:4])
+        raise UsageError(f"expected everything that this rank registered, {len(open_)} pieces did not come: {names}")
+
+
+def _count(box: Box) -> int:
+    return int(torch.Size(box_shape(box)).numel())
+
+
+def _same_shape(tensor: torch.Tensor, box: Box) -> bool:
+    """Equal but for the dimensions of one that integer indices leave out."""
+    return [n for n in tensor.shape if n != 1] == [n for n in box_shape(box) if n != 1]

@@ -1,0 +1,111 @@
+"""A rank's registration with the daemon and what it is to send."""
+
+import threading
+import time
+from collections.abc import Sequence
+
+from resharder.client.errors import StaleEpoch, WaitTimeout, refusal
+from resharder.client.rpc.channel import Channel
+from resharder.client.trainer.identity import RankIdentity
+from resharder.client.trainer.rank_layout import RankLayout
+from resharder.client.transport.base import AssignedSlot
+from resharder.converters.wire.boxes import boxes_to_proto, spec_to_proto
+from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
+
+State = resources_pb2.Publisher.State
+_POLL_SECONDS = 20.0
+
+
+class Registration:
+    """One publisher as the daemon knows it. `assignment` asks once and keeps the answer."""
+
+    def __init__(
+        self, channel: Channel, publisher: resources_pb2.Publisher, identity: RankIdentity, rank_layout: RankLayout
+    ) -> None:
+        self._channel, self._identity, self._rank_layout = channel, identity, rank_layout
+        self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
+        self._assigned: tuple[AssignedSlot, Sequence[int]] | None = None
+        self._lock = threading.Lock()
+        self.name: str = publisher.name
+        self.epoch: int = publisher.epoch
+        self.store: resources_pb2.StoreAccess = publisher.store
+        self.lease_seconds: float = publisher.lease_seconds
+        self.newest_version: int = publisher.newest_version
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank had registered when this one asked."""
+        return self._assigned is not None
+
+    def assignment(self, timeout: float) -> tuple[AssignedSlot, Sequence[int]]:
+        """The slot, and for each of its boxes the position in what the rank registered. Waits for all ranks to register.
+
+        Raises LayoutRejected, OutOfRoom, StaleEpoch, WaitTimeout after `timeout` seconds.
+        """
+        with self._lock:
+            if self._assigned is None:
+                self._assigned = self._slot(self._ask(timeout))
+            return self._assigned
+
+    def _ask(self, timeout: float) -> publisher_pb2.Assignment:
+        end = time.monotonic() + timeout
+        while True:
+            wait = max(0.0, min(_POLL_SECONDS, end - time.monotonic()))
+            request = publisher_pb2.GetAssignmentRequest(publisher=self.name, rank=self._identity.rank, wait_seconds=wait)
+            waiting = f"{self.name}: not all of {self._identity.world_size} ranks have registered in {timeout:g} s"
+            try:
+                answer: publisher_pb2.Assignment = self._channel.call(self._stub.GetAssignment, request, timeout=wait + 30)
+            except WaitTimeout as error:
+                waiting = f"{waiting}: {error}"
+            else:
+                raise_refusal(answer.publisher)
+                if answer.publisher.state == State.ACTIVE:
+                    return answer
+                waiting = f"{waiting}, {answer.publisher.registered_slots} have"
+            if time.monotonic() >= end:
+                raise WaitTimeout(waiting)
+
+    def _slot(self, answer: publisher_pb2.Assignment) -> tuple[AssignedSlot, Sequence[int]]:
+        assigned = [self._rank_layout.boxes[position] for position in answer.boxes]
+        slot = AssignedSlot(
+            rank=self._identity.rank,
+            boxes=tuple(each.box for each in assigned),
+            specs=tuple(self._rank_layout.tensors[each.tensor] for each in assigned),
+            chunk_bytes=answer.chunk_bytes,
+        )
+        return slot, list(answer.boxes)
+
+
+def register(
+    channel: Channel, model: str, files: Sequence[resources_pb2.ModelFile], identity: RankIdentity, rank_layout: RankLayout
+) -> Registration:
+    """Claims the model for the job and registers this rank's layout. The model's files are rank 0's.
+
+    Raises LayoutRejected, OutOfRoom, StaleEpoch.
+    """
+    stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
+    claim = publisher_pb2.CreatePublisherRequest(
+        model=resources_pb2.Model(name=model, files=files if identity.rank == 0 else ()),
+        job=identity.job,
+        world_size=identity.world_size,
+    )
+    publisher = channel.call(stub.CreatePublisher, claim)
+    raise_refusal(publisher)
+    numbers = {name: number for number, name in enumerate(rank_layout.tensors)}
+    request = publisher_pb2.RegisterSlotRequest(
+        publisher=publisher.name,
+        rank=identity.rank,
+        process=identity.process,
+        tensors=[spec_to_proto(spec) for spec in rank_layout.tensors.values()],
+        boxes=boxes_to_proto((numbers[each.tensor], each.box, each.replica) for each in rank_layout.boxes),
+    )
+    registered = channel.call(stub.RegisterSlot, request, timeout=300)
+    raise_refusal(registered)
+    return Registration(channel, registered, identity, rank_layout)
+
+
+def raise_refusal(publisher: resources_pb2.Publisher) -> None:
+    if publisher.state == State.FENCED:
+        raise StaleEpoch(f"{publisher.name} of job {publisher.job}: a later job took the model over {publisher.reason}".rstrip())
+    if publisher.state == State.REJECTED:
+        raise refusal(publisher.name, publisher.reason)

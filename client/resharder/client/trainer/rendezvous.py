@@ -1,0 +1,75 @@
+"""How the ranks of a trainer tell each other how far they are: words in the store of torch's default group. No collective.
+
+A word is counted, so that asking whether all have said it is one short call; it is never said twice by one rank.
+"""
+
+from collections import Counter
+
+import torch.distributed as dist
+from resharder.client.errors import UsageError
+from resharder.client.trainer.identity import RankIdentity
+from torch._C._distributed_c10d import HashStore, Store
+
+_WORDS = ("aside", "settled", "left", "failed", "ended")
+_meetings: Counter[str] = Counter()  # a key of the store means one thing for as long as the process lives
+
+
+class Ranks:
+    """One meeting of all ranks, the `number`-th of its `scope` on each of them."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, scope: str, number: int) -> None:
+        self.first = rank == 0
+        self._rank, self._world_size = rank, world_size
+        self._store, self._scope, self._number = store, scope, number
+        self._mark, self._said = str(number), set[str]()
+
+    def say(self, word: str) -> None:
+        if word not in self._said:
+            self._said.add(word)
+            self._store.set(f"{self._scope}/rank {self._rank}", self._mark)
+            self._store.add(self._key(self._number, word), 1)
+
+    def said(self, word: str) -> int:
+        """By how many ranks."""
+        return self._store.add(self._key(self._number, word), 0)
+
+    def all_said(self, word: str) -> bool:
+        return self.said(word) == self._world_size
+
+    def absent(self) -> str:
+        """The ranks that have not said anything at this meeting. Asks rank by rank."""
+        keys = {rank: f"{self._scope}/rank {rank}" for rank in range(self._world_size)}
+        came = {rank for rank, key in keys.items() if self._store.check([key]) and self._store.get(key) == self._mark.encode()}
+        return f"ranks {sorted(keys.keys() - came)} have not"
+
+    def forget_earlier(self) -> None:
+        """The meeting before, once all have come to this one."""
+        for word in _WORDS:
+            self._store.delete_key(self._key(self._number - 1, word))
+
+    def _key(self, number: int, word: str) -> str:
+        return f"{self._scope}/{number}/{word}"
+
+
+def meet(identity: RankIdentity, model: str) -> Ranks:
+    """Every rank comes to every meeting. Raises UsageError where torch.distributed does not span the trainer's ranks."""
+    scope = f"resharder/{identity.job}/{model}"
+    return Ranks(_store(identity), identity.rank, identity.world_size, scope, _number(scope))
+
+
+def _number(scope: str) -> int:
+    _meetings[scope] += 1
+    return _meetings[scope]
+
+
+def _store(identity: RankIdentity) -> Store:
+    if identity.world_size == 1:
+        return HashStore()
+    if not (dist.is_initialized() and dist.get_world_size() == identity.world_size):
+        raise UsageError(
+            f"expected torch.distributed over all {identity.world_size} ranks, through whose store they tell each other how far "
+            "they are: call init_process_group before generation"
+        )
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

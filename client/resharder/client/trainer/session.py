@@ -1,0 +1,148 @@
+"""One rank's registration and lease, across restarts of the daemon."""
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from resharder.client.errors import ResharderError, UsageError
+from resharder.client.rpc.channel import Channel
+from resharder.client.trainer.attempts import Attempts
+from resharder.client.trainer.handle import Handle, delivered
+from resharder.client.trainer.identity import RankIdentity
+from resharder.client.trainer.lease import PublisherLease
+from resharder.client.trainer.rank_layout import RankLayout
+from resharder.client.trainer.registration import Registration, register
+from resharder.client.transport.base import AssignedSlot
+from resharder.v1 import operator_pb2, operator_pb2_grpc, publisher_pb2, publisher_pb2_grpc, resources_pb2
+
+
+class PublisherSession:
+    """A rank's claim on a model: its registration, the lease, and the newest version that it has delivered to.
+
+    A daemon that was restarted has lost the registration and every version that was not READY. The
+    rank then registers again with the same layout, and aborts versions that can no longer complete.
+    """
+
+    def __init__(self, channel: Channel, model: str, identity: RankIdentity, register_timeout: float) -> None:
+        self.identity, self._channel, self._model = identity, channel, model
+        self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
+        self._register_timeout = register_timeout
+        self._files: Sequence[resources_pb2.ModelFile] = ()
+        self._rank_layout: RankLayout | None = None
+        self._registration: Registration | None = None
+        self._lease: PublisherLease | None = None
+        self._attempts = Attempts()
+        self._newest: Handle | None = None
+        self._lost = ""  # the newest version's name, if it was lost in a restart of the daemon
+        self._process, self._lock = os.getpid(), threading.RLock()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of this job's claim; 0 before a registration."""
+        return self._registration.epoch if self._registration else 0
+
+    @property
+    def newest(self) -> Handle | None:
+        """The newest version that this rank has published."""
+        return self._newest
+
+    @property
+    def rank_layout(self) -> RankLayout | None:
+        """The layout that was registered last."""
+        return self._rank_layout
+
+    @property
+    def registration(self) -> Registration:
+        if self._registration is None:
+            raise UsageError("expected something attached")
+        return self._registration
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Exclude other threads. Raises UsageError in a forked process, and the error that ended the lease."""
+        if os.getpid() != self._process:
+            raise UsageError("expected the process that called connect, this one was forked from it: connect here")
+        with self._lock:
+            if self._lease is not None and self._lease.lost is not None:
+                raise self._lease.lost
+            yield
+
+    def register(self, files: Sequence[resources_pb2.ModelFile], rank_layout: RankLayout) -> Registration:
+        """Register `rank_layout` in place of an earlier one. Raises LayoutRejected, OutOfRoom, StaleEpoch, UsageError."""
+        if not files:
+            raise UsageError("expected the model's config: pass config to connect, or call attach_config first")
+        self._files, self._rank_layout = list(files), rank_layout
+        registration = register(self._channel, self._model, self._files, self.identity, rank_layout)
+        self._registration = registration
+        self._attempts.registered(registration.newest_version)
+        if self._lease is not None:
+            self._lease.stop()
+        self._lease = PublisherLease(
+            self._channel, registration, self.identity.rank, self._register_again_if_idle, self.abort_lost
+        )
+        return registration
+
+    def register_again(self) -> None:
+        """Register as before with a daemon that was restarted and has lost this publisher."""
+        if self._rank_layout is None:
+            raise UsageError("expected something attached")
+        self._registration = register(self._channel, self._model, self._files, self.identity, self._rank_layout)
+        if self._lease is not None:
+            self._lease.follow(self._registration)
+        if self._newest is not None:
+            with suppress(ResharderError):
+                self._lost = self._newest.name if self._newest.is_gone() else ""
+
+    def _register_again_if_idle(self) -> None:
+        """For the lease's thread. A publish in progress registers by itself, and must not cost the lease."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self.register_again()
+            finally:
+                self._lock.release()
+
+    def assignment(self) -> tuple[AssignedSlot, Sequence[int]]:
+        """This rank's slot and the registered positions of its boxes. Waits for all ranks to register."""
+        return self.registration.assignment(self._register_timeout)
+
+    def after(self, step: int) -> int:
+        """`CreateVersionRequest.after` for this step."""
+        return self._attempts.after(step)
+
+    def begun(self, step: int, version: resources_pb2.Version) -> None:
+        """Record the daemon's answer to the creation of a version, in whatever state that is."""
+        self._attempts.begun(step, version.number)
+
+    def published(self, handle: Handle) -> None:
+        """Record the newest version."""
+        self._newest = handle
+
+    def start_publish(self, step: int) -> None:
+        """Abort a version that was lost in a restart; one of `step` is about to be delivered again and needs no abort later."""
+        self.abort_lost()
+        if self._newest is not None and self._newest.step == step:
+            self._lost = ""
+
+    def abort_lost(self) -> None:
+        """Abort versions that wait for this rank's part of a step that it delivered to a daemon before its restart."""
+        newest, registration, rank = self._newest, self._registration, self.identity.rank
+        if newest is None or registration is None or newest.name != self._lost:
+            return
+        request = operator_pb2.ListVersionsRequest(model=self._model, page_size=500)
+        stub = operator_pb2_grpc.OperatorServiceStub(self._channel.grpc)
+        for version in self._channel.call(stub.ListVersions, request).versions:
+            same = (version.epoch, version.step) == (registration.epoch, newest.step)
+            if same and not delivered(version, rank):
+                self.abort(version.name, f"rank {rank} delivered step {newest.step} to a daemon that is gone")
+
+    def abort(self, name: str, reason: str) -> None:
+        """Abort a version. Errors are dropped: the daemon aborts it too when the lease ends."""
+        request = publisher_pb2.AbortVersionRequest(version=name, epoch=self.epoch, reason=reason)
+        with suppress(ResharderError):
+            self._channel.call(self._stub.AbortVersion, request, timeout=5, patience=0)
+
+    def close(self) -> None:
+        """Stop renewing the lease."""
+        if self._lease is not None:
+            self._lease.stop()

@@ -1,0 +1,121 @@
+"""Elements of tensors on any device as arrays on the host.
+
+Tensors of the host are read where they are. Those of a GPU are packed there and copied to two pinned buffers in turn: one fills
+while the other is read. Everything runs on the caller's current stream, so a trainer's earlier kernels are waited for, and its
+later ones wait.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from resharder.client.transport.base import AssignedSlot
+from resharder.converters.geometry.layout import Box
+from resharder.converters.storage.digest import digest
+from resharder.converters.storage.files import BITS, Array
+
+if TYPE_CHECKING:
+    import torch
+    from resharder.client.transport.base import Item
+
+PART_BYTES = 4 << 20
+_BUFFER_BYTES = 8 << 20
+_ALIGNMENT = 64
+
+
+class HostPart(NamedTuple):
+    """Part `part` of box `number`; `array` holds its bits and is good until the next part is asked for."""
+
+    number: int
+    part: int
+    array: Array
+
+
+def host_parts(items: "Iterable[Item]", boxes: Sequence[Box], cuts: Sequence[Sequence[Box]]) -> Iterator[HostPart]:
+    """The parts `cuts[number]` of every item, those of one device in order."""
+    stage: _DeviceStage | None = None
+    for number, tensor in items:
+        for part, cut in enumerate(cuts[number]):
+            elements = tensor.detach()[within(cut, boxes[number])]
+            if tensor.device.type == "cpu":
+                yield HostPart(number, part, host_bits(elements))
+            else:
+                stage = stage or _DeviceStage(_BUFFER_BYTES)
+                yield from stage.add(number, part, elements)
+    if stage is not None:
+        yield from stage.flush()
+
+
+def digests_of(slot: AssignedSlot, items: "Iterable[Item]") -> list[int]:
+    """The digest of each box, with nothing sent."""
+    cuts, digests = slot.cuts(PART_BYTES), [0] * len(slot.boxes)
+    for number, part, array in host_parts(items, slot.boxes, cuts):
+        add_digest(digests, number, digest(array, cuts[number][part], slot.specs[number].shape))
+    return digests
+
+
+def add_digest(digests: list[int], number: int, value: int) -> None:
+    digests[number] = (digests[number] + value) & ((1 << 64) - 1)
+
+
+def within(part: Box, box: Box) -> tuple[slice, ...]:
+    """Where `part`, cut from `box`, is in an array of the box's elements."""
+    starts = [(p.start - b.start) // b.step for p, b in zip(part, box, strict=True)]
+    return tuple(slice(start, start + p.count) for start, p in zip(starts, part, strict=True))
+
+
+def host_bits(tensor: "torch.Tensor") -> Array:
+    """A host tensor's elements as unsigned integers, sharing its memory."""
+    import torch
+
+    plain = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    array: Array = tensor.detach().view(plain).numpy()
+    return array.view(BITS[tensor.element_size()])
+
+
+class _DeviceStage:
+    """Two pinned buffers between a GPU and the host."""
+
+    def __init__(self, buffer_bytes: int) -> None:
+        self._filling, self._full = _Pinned(buffer_bytes), _Pinned(buffer_bytes)
+
+    def add(self, number: int, part: int, elements: "torch.Tensor") -> Iterator[HostPart]:
+        if not self._filling.fits(elements):
+            self._filling.close()
+            self._filling, self._full = self._full, self._filling
+            # The older buffer is read while the newer one's copies, begun already, go on.
+            yield from self._filling.drain()
+        self._filling.add(number, part, elements)
+
+    def flush(self) -> Iterator[HostPart]:
+        self._filling.close()
+        for buffer in (self._full, self._filling):
+            yield from buffer.drain()
+
+
+class _Pinned:
+    def __init__(self, size: int) -> None:
+        import torch
+
+        self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._parts: list[tuple[int, int, torch.Tensor]] = []
+        self._end = 0
+
+    def fits(self, elements: "torch.Tensor") -> bool:
+        return self._end + elements.nbytes <= self._memory.numel()
+
+    def add(self, number: int, part: int, elements: "torch.Tensor") -> None:
+        place = self._memory[self._end : self._end + elements.nbytes].view(elements.dtype).view(elements.shape)
+        place.copy_(elements, non_blocking=True)
+        self._parts.append((number, part, place))
+        self._end += -(-elements.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def close(self) -> None:
+        self._copied.record()
+
+    def drain(self) -> Iterator[HostPart]:
+        if self._parts:
+            self._copied.synchronize()
+        for number, part, place in self._parts:
+            yield HostPart(number, part, host_bits(place))
+        self._parts, self._end = [], 0

@@ -1,0 +1,51 @@
+"""Choice of the transport for a rank's deliveries."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from resharder.client.errors import UsageError
+from resharder.client.rpc.channel import Channel
+from resharder.client.transport.base import Transport
+from resharder.client.transport.grpc_chunks import GrpcChunks
+from resharder.client.transport.shared_memory import SharedMemory, copy_threads, shares_memory
+from resharder.v1 import resources_pb2
+
+if TYPE_CHECKING:
+    import torch
+
+CHOICES = ("auto", "grpc", "shared-memory")
+
+
+class TransportSelector:
+    """Transports for one attached model. The one from a GPU is planned once and reused.
+
+    Args:
+        channel: The daemon's.
+        choice: `auto`, `grpc` or `shared-memory`.
+        device: Returns the device of all tensors, None where there are several or none is attached.
+    """
+
+    def __init__(self, channel: Channel, choice: str, device: "Callable[[], torch.device | None]") -> None:
+        self._channel, self._choice, self._device = channel, choice, device
+        self._from_gpu: Transport | None = None
+
+    def select(self, store: resources_pb2.StoreAccess) -> Transport:
+        """Prefer shared memory. Raises UsageError where only that is allowed and the store is not visible."""
+        if self._choice != "grpc" and shares_memory(store):
+            return self._from_memory()
+        if self._choice == "shared-memory":
+            raise UsageError(
+                f"expected to share memory with the daemon at {self._channel.endpoint}, cannot read {store.nonce_file}"
+            )
+        return GrpcChunks(self._channel)
+
+    def _from_memory(self) -> Transport:
+        plain, device = partial(SharedMemory, copy_threads()), self._device()
+        if device is None or device.type != "cuda":
+            return plain()
+        if self._from_gpu is None:
+            from resharder.client.transport.gpu_buffers import FromGpu
+
+            self._from_gpu = FromGpu(device, copy_threads(most=8), plain)
+        return self._from_gpu

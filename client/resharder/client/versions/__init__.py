@@ -1,0 +1,1 @@
+"""Reading versions: from a folder or from the daemon."""

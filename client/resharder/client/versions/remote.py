@@ -1,0 +1,132 @@
+"""Boxes of a READY version, as the daemon's clients get them: what there is, its digests, and the bytes."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+import numpy as np
+import xxhash
+from resharder.client.errors import CorruptData
+from resharder.client.rpc.channel import Backoff, Channel, unreachable
+from resharder.converters.geometry.chunking import cut_chunks
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec, box_shape, box_size, full_box
+from resharder.converters.storage.digest import Array
+from resharder.converters.storage.files import BITS, FileLayout, parse_header
+from resharder.converters.wire.boxes import boxes_to_proto, spec_from_proto
+from resharder.converters.wire.chunk_frame import unframe
+from resharder.v1 import server_pb2, server_pb2_grpc
+
+_CHUNK_BYTES = 1 << 20
+_DOWNLOAD = "/resharder.v1.ServerService/DownloadChunks"
+_DIGEST_TIMEOUT = 600.0
+_PATIENCE = 120.0  # seconds without a box before giving up
+
+Needs = Mapping[str, tuple[Box, ...]]
+
+
+@dataclass(frozen=True)
+class VersionManifest:
+    """A version as the daemon describes it."""
+
+    name: str
+    number: int
+    fingerprint: str
+    folder: str
+    specs: dict[str, TensorSpec]
+    digests: dict[str, int]
+    files: tuple[FileLayout, ...]
+
+
+class Arrived(NamedTuple):
+    """The elements of `box` as unsigned integers; it lies inside the box at `position` of those that were asked for."""
+
+    position: int
+    box: Box
+    array: Array
+
+
+def get_manifest(channel: Channel, version: str) -> VersionManifest:
+    stub = server_pb2_grpc.ServerServiceStub(channel.grpc)
+    answer = channel.call(stub.GetManifest, server_pb2.GetManifestRequest(version=version))
+    specs = [spec_from_proto(tensor.spec) for tensor in answer.tensors]
+    return VersionManifest(
+        answer.version.name,
+        answer.version.number,
+        answer.version.fingerprint,
+        answer.version.folder,
+        {spec.name: spec for spec in specs},
+        {spec.name: tensor.digest for spec, tensor in zip(specs, answer.tensors, strict=True)},
+        tuple(parse_header(Path(file.path).name, file.header, file.size_bytes) for file in answer.files),
+    )
+
+
+def boxes_request(manifest: VersionManifest, boxes: Iterable[tuple[str, Box]]) -> server_pb2.BoxesRequest:
+    boxes = list(boxes)
+    names = list(dict.fromkeys(name for name, _ in boxes))
+    position = {name: i for i, name in enumerate(names)}
+    return server_pb2.BoxesRequest(
+        version=manifest.name,
+        tensors=names,
+        boxes=boxes_to_proto((position[name], box, False) for name, box in boxes),
+        chunk_bytes=_CHUNK_BYTES,
+    )
+
+
+def expected_digests(channel: Channel, manifest: VersionManifest, needs: Needs) -> dict[tuple[str, Box], int]:
+    """The store's digests of all needed boxes; whole tensors are in the manifest already."""
+    expected: dict[tuple[str, Box], int] = {}
+    asked = []
+    for name, boxes in needs.items():
+        for box in boxes:
+            if box == full_box(manifest.specs[name].shape):
+                expected[name, box] = manifest.digests[name]
+            else:
+                asked.append((name, box))
+    if asked:
+        stub = server_pb2_grpc.ServerServiceStub(channel.grpc)
+        answer = channel.call(stub.DigestBoxes, boxes_request(manifest, asked), timeout=_DIGEST_TIMEOUT)
+        expected |= dict(zip(asked, answer.digests, strict=True))
+    return expected
+
+
+def download(channel: Channel, manifest: VersionManifest, boxes: Sequence[tuple[str, Box]]) -> Iterator[Arrived]:
+    """The boxes in parts, in order. After a cut connection it goes on with the first box that is not complete, whose parts
+    then come again. Raises ResharderError."""
+    done, backoff = 0, Backoff(_PATIENCE)
+    while done < len(boxes):
+        first = done
+        try:
+            for position, box, array in _stream(channel, manifest, boxes[first:]):
+                if first + position > done:
+                    done, backoff = first + position, Backoff(_PATIENCE)
+                yield Arrived(first + position, box, array)
+            done = len(boxes)
+        except grpc.RpcError as error:
+            if not (unreachable(error) and backoff.wait()):
+                raise channel.error(error) from error
+
+
+def _stream(channel: Channel, manifest: VersionManifest, boxes: Sequence[tuple[str, Box]]) -> Iterator[Arrived]:
+    kinds = [np.dtype(BITS[ITEM_SIZES[manifest.specs[name].dtype]]) for name, _ in boxes]
+    chunks = cut_chunks([box for _, box in boxes], [kind.itemsize for kind in kinds], _CHUNK_BYTES)
+    ask = channel.grpc.unary_stream(_DOWNLOAD, request_serializer=server_pb2.BoxesRequest.SerializeToString)
+    call = ask(boxes_request(manifest, boxes))
+    try:
+        for index, (parts, message) in enumerate(zip(chunks, call, strict=True)):
+            header, data, _ = unframe(message)
+            if header.index != index or header.checksum != xxhash.xxh3_64_intdigest(data):
+                raise CorruptData(
+                    f"{manifest.name}: chunk {index} arrived as {header.index}, or not with the checksum it was sent with"
+                )
+            sizes = [box_size(box) * kinds[position].itemsize for position, box in parts]
+            if sum(sizes) != len(data):
+                raise CorruptData(f"{manifest.name}: chunk {index} has {len(data)} bytes, expected {sum(sizes)}")
+            at = 0
+            for (position, box), size in zip(parts, sizes, strict=True):
+                array = np.frombuffer(data[at : at + size], dtype=kinds[position])
+                yield Arrived(position, box, array.reshape(box_shape(box)))
+                at += size
+    finally:
+        call.cancel()

@@ -1,0 +1,143 @@
+"""Where a trainer's weights can come from: a folder with a Hugging Face checkpoint, or a version of the daemon.
+
+A source is named by a folder's path, or by `resharder://HOST:PORT/models/MODEL/versions/NUMBER` (or `…/versions/latest`).
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from resharder.client.errors import NotFound, ResharderError, UsageError
+from resharder.client.operator import Operator
+from resharder.client.rpc.channel import Channel
+from resharder.client.transport.shared_memory import shares_memory
+from resharder.client.versions.remote import Arrived, VersionManifest, download, expected_digests, get_manifest
+from resharder.converters.geometry.layout import Box, TensorSpec, box_index
+from resharder.converters.storage.digest import digest
+from resharder.converters.storage.files import FileLayout, MappedFiles, read_checkpoint_layout
+
+SCHEME = "resharder://"
+_VERSION = re.compile(SCHEME + r"(?P<endpoint>[^/]+:\d+)/models/(?P<model>[A-Za-z0-9._-]+)/versions/(?P<number>\d+|latest)")
+
+Wanted = tuple[str, Box]
+
+
+class WeightSource(Protocol):
+    """A whole checkpoint, of which boxes are read."""
+
+    name: str
+    specs: Mapping[str, TensorSpec]
+
+    def parts(self, wanted: Sequence[Wanted]) -> Iterator[Arrived]:
+        """The boxes, whole or in parts, some perhaps twice. An array is good until the next one is asked for."""
+        ...
+
+    def digests(self, wanted: Sequence[Wanted]) -> dict[Wanted, int]:
+        """The digests of the boxes."""
+        ...
+
+
+@contextmanager
+def open_source(source: str | Path, *, shared: bool = True) -> Iterator[WeightSource]:
+    """`shared`: map a version's files where this process can see the daemon's store.
+
+    Where torch.distributed has several ranks, `latest` is what it is for rank 0: one broadcast. Raises UsageError, NotFound,
+    DaemonUnreachable.
+    """
+    with ExitStack() as stack:
+        if not str(source).startswith(SCHEME):
+            folder = Path(source)
+            yield _FolderSource(str(folder), _mapped(stack, folder))
+            return
+        found = _VERSION.fullmatch(str(source))
+        if found is None:
+            raise UsageError(f"expected {SCHEME}HOST:PORT/models/MODEL/versions/NUMBER (or latest), got {source}")
+        operator = stack.enter_context(Operator(found["endpoint"], connect_timeout=60))
+        name = f"models/{found['model']}/versions/{_agreed(operator, found['model'], found['number'])}"
+        channel = stack.enter_context(Channel(found["endpoint"]))
+        manifest = get_manifest(channel, name)
+        store = operator.daemon().store
+        if shared and store is not None and shares_memory(store):
+            yield _SharedVersion(channel, manifest, _mapped(stack, Path(manifest.folder), manifest.files))
+        else:
+            yield _Version(channel, manifest)
+
+
+class _FolderSource:
+    """Mapped safetensors files: only the pages of what is read are touched."""
+
+    def __init__(self, name: str, files: MappedFiles) -> None:
+        self.name, self._files = name, files
+        self.specs: Mapping[str, TensorSpec] = files.specs
+
+    def parts(self, wanted: Sequence[Wanted]) -> Iterator[Arrived]:
+        for position, (name, box) in enumerate(wanted):
+            array = self._files.arrays[name]
+            yield Arrived(position, box, array[box_index(box)] if box else array)
+
+    def digests(self, wanted: Sequence[Wanted]) -> dict[Wanted, int]:
+        return {wanted[i]: digest(array, box, self.specs[wanted[i][0]].shape) for i, box, array in self.parts(wanted)}
+
+
+class _Version:
+    """A version of a daemon on another host, or one whose files this process may not see."""
+
+    def __init__(self, channel: Channel, manifest: VersionManifest) -> None:
+        self.name = manifest.name
+        self.specs: Mapping[str, TensorSpec] = manifest.specs
+        self._channel, self._manifest = channel, manifest
+
+    def parts(self, wanted: Sequence[Wanted]) -> Iterator[Arrived]:
+        return download(self._channel, self._manifest, wanted)
+
+    def digests(self, wanted: Sequence[Wanted]) -> dict[Wanted, int]:
+        needs: dict[str, list[Box]] = {}
+        for name, box in wanted:
+            needs.setdefault(name, []).append(box)
+        return expected_digests(self._channel, self._manifest, {name: tuple(boxes) for name, boxes in needs.items()})
+
+
+class _SharedVersion(_Version):
+    """A version whose files are mapped: the store keeps them as long as they are."""
+
+    def __init__(self, channel: Channel, manifest: VersionManifest, files: MappedFiles) -> None:
+        super().__init__(channel, manifest)
+        self._files = _FolderSource(manifest.name, files)
+
+    def parts(self, wanted: Sequence[Wanted]) -> Iterator[Arrived]:
+        return self._files.parts(wanted)
+
+
+def _mapped(stack: ExitStack, folder: Path, files: Sequence[FileLayout] = ()) -> MappedFiles:
+    if not folder.is_dir():
+        raise UsageError(f"expected a folder with a checkpoint, or {SCHEME}…, got {folder}")
+    try:
+        mapped = MappedFiles(folder, files or read_checkpoint_layout(folder))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    # Not closed on the way out: an error's frames may still hold arrays. The maps go with the last of them.
+    stack.callback(mapped.arrays.clear)
+    return mapped
+
+
+def _agreed(operator: Operator, model: str, number: str) -> int:
+    """The version that all ranks take."""
+    if number != "latest":
+        return int(number)
+    found, problem = 0, None
+    try:
+        found = operator.latest(model).number
+    except ResharderError as error:
+        problem = error
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in str(dist.get_backend()) else torch.device("cpu")
+        shared = torch.tensor([found], device=device)
+        dist.broadcast(shared, src=0)
+        found = int(shared)
+    if not found:
+        raise problem or NotFound(f"rank 0 found no READY version of model {model!r}")
+    return found

@@ -1,0 +1,1 @@
+"""Boxes and plans: pure functions over layouts."""

@@ -1,0 +1,43 @@
+"""Cutting boxes into chunks, alike on both sides."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from resharder.converters.geometry.layout import Box, Range, box_size
+
+
+class Part(NamedTuple):
+    """A piece of a chunk: `box` lies inside the box at `position` of the list the chunks were cut from."""
+
+    position: int
+    box: Box
+
+
+def cut_chunks(boxes: Sequence[Box], item_sizes: Sequence[int], chunk_bytes: int) -> list[list[Part]]:
+    """The chunks of `boxes` as proto Chunk describes them; sender and receiver cut alike."""
+    chunks: list[list[Part]] = []
+    room = 0
+    for position, (box, item_size) in enumerate(zip(boxes, item_sizes, strict=True)):
+        for part in _cut(box, item_size, chunk_bytes):
+            size = box_size(part) * item_size
+            if size > room or not chunks:
+                chunks.append([])
+                room = chunk_bytes
+            chunks[-1].append(Part(position, part))
+            room -= size
+    return chunks
+
+
+def _cut(box: Box, item_size: int, limit: int) -> Iterable[Box]:
+    if box_size(box) == 1 or box_size(box) * item_size <= limit:
+        return [box]
+    axis = next(i for i, r in enumerate(box) if r.count > 1)
+    row = box_size(box[axis + 1 :]) * item_size
+    rows = max(1, limit // row)
+    parts: list[Box] = []
+    whole = box[axis]
+    for first in range(0, whole.count, rows):
+        count = min(rows, whole.count - first)
+        piece = Range(whole.start + first * whole.step, count, whole.step if count > 1 else 1)
+        parts += _cut((*box[:axis], piece, *box[axis + 1 :]), item_size, limit)
+    return parts

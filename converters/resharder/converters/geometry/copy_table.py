@@ -1,0 +1,114 @@
+"""The copies of a plan as bytes, for the direct path: what each process has to know, in arrays that travel as they are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from resharder.converters.geometry.piece_arrays import Ints, distinct
+from resharder.converters.geometry.plan import Plan
+
+ALIGN = 256  # bytes; where things begin in buffers
+_LITTLE = 64  # a pair that exchanges less than such a part of what its target's main source sends is not worth a connection
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copy `i` takes `counts[i]` elements of `item[i]` bytes from local tensor `source_locals[source_local[i]]` of rank
+    `source[i]` to one of rank `target[i]`; `plus[i]` is added to them on the way. Offsets and strides are bytes."""
+
+    source_locals: tuple[str, ...]
+    target_locals: tuple[str, ...]
+    source: Ints
+    target: Ints
+    source_local: Ints
+    target_local: Ints
+    source_offset: Ints
+    target_offset: Ints
+    counts: Ints  # (copies, dimensions)
+    source_strides: Ints
+    target_strides: Ints
+    item: Ints
+    plus: npt.NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def take(self, which: Any) -> "Copies":
+        arrays = {f.name: getattr(self, f.name)[which] for f in fields(self) if f.name not in ("source_locals", "target_locals")}
+        return replace(self, **arrays)
+
+    def of(self, rank: int) -> "Copies":
+        """Those that `rank` sends or receives: all that it needs for its schedule."""
+        return self.take((self.source == rank) | (self.target == rank))
+
+    @property
+    def sizes(self) -> Ints:
+        """Bytes of each."""
+        found: Ints = self.counts.prod(axis=1) * self.item
+        return found
+
+    @property
+    def made(self) -> Ints:
+        """Bytes that each copy needs of a buffer at its sender, where its elements are made before they are sent."""
+        return np.where(self.plus != 0, -(-self.sizes // ALIGN) * ALIGN, 0)
+
+    @property
+    def most_made(self) -> int:
+        """The most that one sender needs."""
+        return int(np.bincount(self.source, self.made).max(initial=0))
+
+    @property
+    def most_peers(self) -> int:
+        """The most others that one rank exchanges something with, counted twice where it does both."""
+        pairs = np.unique(np.column_stack([self.source, self.target]), axis=0)
+        pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+        return int(np.bincount(pairs.reshape(-1)).max()) if len(pairs) else 0
+
+
+def copies_of(
+    plan: Plan[Any, Any], source_ranks: Sequence[int] | None = None, target_ranks: Sequence[int] | None = None
+) -> Copies:
+    """All of a plan, `with_fewer_pairs`. By default its sources are the first ranks of the group and its targets the next ones; a
+    process that is both has the same rank in both lists."""
+    plan = with_fewer_pairs(plan)
+    sources, targets, item = plan.sources, plan.targets, plan.item_sizes
+    senders = np.asarray(range(len(sources.processes)) if source_ranks is None else source_ranks, np.int64)
+    first = len(sources.processes)
+    receivers = np.asarray(range(first, first + len(targets.processes)) if target_ranks is None else target_ranks, np.int64)
+    (source_offset, source_strides), (target_offset, target_strides) = plan.source_views, plan.target_views
+    return Copies(
+        sources.locals,
+        targets.locals,
+        senders[sources.process[plan.have]],
+        receivers[targets.process[plan.want]],
+        sources.local[plan.have],
+        targets.local[plan.want],
+        source_offset * item,
+        target_offset * item,
+        plan.boxes.count,
+        source_strides * item[:, None],
+        target_strides * item[:, None],
+        item,
+        sources.plus[plan.have] - targets.plus[plan.want],
+    )
+
+
+def with_fewer_pairs(plan: Plan[Any, Any]) -> Plan[Any, Any]:
+    """The same copies. What a target would have from a source that sends it little else comes from the one that sends it most,
+    among those that hold it: connections take time and memory, and processes share their buffers out between them."""
+    process, target = plan.sources.process, plan.targets.process[plan.want]
+    between = np.zeros((len(plan.sources.processes), len(plan.targets.processes)), np.int64)
+    np.add.at(between, (process[plan.have], target), plan.sizes)
+    which = np.flatnonzero(between[process[plan.have], target] * _LITTLE < between.max(axis=0, initial=0)[target])
+    held = distinct(plan.sources.tensor, plan.sources.boxes)
+    order, holders = np.argsort(held.of, kind="stable"), np.bincount(held.of, minlength=len(held.tensor))
+    begins, box = np.cumsum(holders) - holders, held.of[plan.have[which]]
+    copy = np.repeat(np.arange(len(which)), holders[box])
+    piece = order[np.arange(len(copy)) + np.repeat(begins[box] - (np.cumsum(holders[box]) - holders[box]), holders[box])]
+    best = np.lexsort((-between[process[piece], target[which][copy]], copy))
+    first = np.flatnonzero(np.diff(copy, prepend=-1))  # of each copy; `best` keeps copies together
+    have = plan.have.copy()
+    have[which] = piece[best[first]]
+    return replace(plan, have=have)

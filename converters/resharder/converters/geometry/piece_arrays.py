@@ -1,0 +1,211 @@
+"""The pieces of many processes in arrays: hundreds of ranks hold a million of them, and Python objects would be gigabytes."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from resharder.converters.errors import LayoutError
+from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, intersect_ranges
+
+Ints = npt.NDArray[np.int64]
+Process = TypeVar("Process", bound=Hashable)
+
+
+class Ranges(NamedTuple):
+    """Boxes: (boxes, dimensions) each. Tensors of fewer dimensions than others have trailing ones of count 1."""
+
+    start: Ints
+    count: Ints  # type: ignore[assignment]  # tuple.count is of no use here
+    step: Ints
+
+    def take(self, which: Any) -> "Ranges":
+        return Ranges(self.start[which], self.count[which], self.step[which])
+
+    @property
+    def volume(self) -> Ints:
+        """Elements of each box."""
+        found: Ints = self.count.prod(axis=1)
+        return found
+
+    def box(self, i: int, dimensions: int) -> Box:
+        rows = zip(self.start[i].tolist(), self.count[i].tolist(), self.step[i].tolist(), strict=True)
+        return tuple(Range(*row) for row in rows)[:dimensions]
+
+
+@dataclass(frozen=True)
+class Pieces(Generic[Process]):
+    """Piece `i` is `boxes[i]` of tensor `specs[tensor[i]]` and lies in local tensor `locals[local[i]]` of process
+    `processes[process[i]]`, at `offset[i]` with `strides[i]` (elements)."""
+
+    specs: tuple[TensorSpec, ...]
+    processes: tuple[Process, ...]
+    locals: tuple[str, ...]
+    tensor: Ints
+    process: Ints
+    local: Ints
+    boxes: Ranges
+    offset: Ints
+    strides: Ints
+    plus: npt.NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def dimensions(self, i: int) -> int:
+        return len(self.specs[self.tensor[i]].shape)
+
+    def widened(self, width: int) -> "Pieces[Process]":
+        """The same with `width` columns or more."""
+        more = ((0, 0), (0, max(0, width - self.strides.shape[1])))
+        filled = (np.pad(part, more, constant_values=filler) for part, filler in zip(self.boxes, (0, 1, 1), strict=True))
+        return replace(self, boxes=Ranges(*filled), strides=np.pad(self.strides, more))
+
+
+def pack(layouts: Mapping[Process, Layout]) -> Pieces[Process]:
+    """The pieces of every process, replicas too.
+
+    Raises LayoutError where two processes know a tensor by other shapes or dtypes.
+    """
+    numbers: dict[str, int] = {}
+    specs: list[TensorSpec] = []
+    first_process: list[Process] = []
+    pieces: list[Piece] = []
+    counts = []
+    for process, layout in layouts.items():
+        for name, spec in layout.tensors.items():
+            number = numbers.setdefault(name, len(specs))
+            if number == len(specs):
+                specs.append(spec)
+                first_process.append(process)
+            elif specs[number] != spec:
+                one, other = (f"{s.dtype} {list(s.shape)}" for s in (specs[number], spec))
+                raise LayoutError(f"{name}: {first_process[number]} holds it as {one}, {process} as {other}")
+        pieces += layout.pieces
+        counts.append(len(layout.pieces))
+    width = max([1, *(len(spec.shape) for spec in specs)])
+    locals_ = {name: i for i, name in enumerate(dict.fromkeys(p.local for p in pieces))}
+    ranges = _columns([p.box for p in pieces], width, Range(0, 1)).reshape(-1, width, 3)
+    return Pieces(
+        tuple(specs),
+        tuple(layouts),
+        tuple(locals_),
+        np.array([numbers[p.tensor] for p in pieces], np.int64),
+        np.repeat(np.arange(len(counts), dtype=np.int64), counts),
+        np.array([locals_[p.local] for p in pieces], np.int64),
+        Ranges(*(np.ascontiguousarray(ranges[..., i]) for i in range(3))),
+        np.array([p.offset for p in pieces], np.int64),
+        _columns([tuple((stride,) for stride in p.strides) for p in pieces], width, (0,)).reshape(-1, width),
+        np.array([p.plus for p in pieces], np.float64),
+    )
+
+
+def join(parts: Sequence[Pieces[Process]]) -> Pieces[Process]:
+    """The pieces of several, each of processes of its own.
+
+    Raises LayoutError where two of them know a tensor by other shapes or dtypes.
+    """
+    width = max((part.strides.shape[1] for part in parts), default=1)
+    specs: dict[str, TensorSpec] = {}
+    locals_: dict[str, int] = {}
+    tensors, names, processes, first = [], [], [], 0
+    for part in parts:
+        for spec in part.specs:
+            if specs.setdefault(spec.name, spec) != spec:
+                one, other = (f"{s.dtype} {list(s.shape)}" for s in (specs[spec.name], spec))
+                raise LayoutError(f"{spec.name}: held as {one} and, by {part.processes[0]}, as {other}")
+        numbers = {name: i for i, name in enumerate(specs)}
+        tensors.append(np.array([numbers[spec.name] for spec in part.specs], np.int64)[part.tensor])
+        names.append(np.array([locals_.setdefault(name, len(locals_)) for name in part.locals], np.int64)[part.local])
+        processes.append(part.process + first)
+        first += len(part.processes)
+    wide = [part.widened(width) for part in parts]
+    return Pieces(
+        tuple(specs.values()),
+        tuple(process for part in parts for process in part.processes),
+        tuple(locals_),
+        np.concatenate(tensors),
+        np.concatenate(processes),
+        np.concatenate(names),
+        Ranges(*(np.concatenate(columns) for columns in zip(*(part.boxes for part in wide), strict=True))),
+        np.concatenate([part.offset for part in wide]),
+        np.concatenate([part.strides for part in wide]),
+        np.concatenate([part.plus for part in wide]),
+    )
+
+
+def _columns(rows: Sequence[tuple[tuple[int, ...], ...]], width: int, filler: tuple[int, ...]) -> Ints:
+    """Each row flat, with as many fillers at its end as it is short of `width`."""
+    fill = [(filler,) * (width - n) for n in range(width + 1)]
+    flat = chain.from_iterable(chain.from_iterable(row if len(row) == width else row + fill[len(row)] for row in rows))
+    return np.fromiter(flat, np.int64)
+
+
+def intersect_all(a: Ranges, b: Ranges) -> tuple[Ranges, npt.NDArray[np.bool_]]:
+    """The common elements of `a[i]` and `b[i]`, and whether there are any; without, the box means nothing."""
+    start = np.maximum(a.start, b.start)
+    count = np.minimum(a.start + a.count, b.start + b.count) - start
+    step = np.ones_like(start)
+    for i, d in np.argwhere((a.step != 1) | (b.step != 1)):
+        found = _intersect(
+            (int(a.start[i, d]), int(a.count[i, d]), int(a.step[i, d])),
+            (int(b.start[i, d]), int(b.count[i, d]), int(b.step[i, d])),
+        )
+        start[i, d], count[i, d], step[i, d] = found or (0, 0, 1)
+    return Ranges(start, count, step), (count > 0).all(axis=1)
+
+
+@lru_cache(maxsize=4096)
+def _intersect(a: tuple[int, int, int], b: tuple[int, int, int]) -> Range | None:
+    return intersect_ranges(Range(*a), Range(*b))
+
+
+_MULTIPLIERS = np.random.default_rng(7).integers(1, 2**63, 64, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+
+
+class Distinct(NamedTuple):
+    """Boxes of tensors, each once: `tensor` and `boxes` of each, sorted by tensor; `of[i]` says which one piece `i` is."""
+
+    tensor: Ints
+    boxes: Ranges
+    of: Ints
+
+
+def distinct(tensor: Ints, boxes: Ranges) -> Distinct:
+    """Which boxes of the same tensor are the same."""
+    columns = np.column_stack([tensor, boxes.start, boxes.count, boxes.step])
+    hashed = (columns.astype(np.uint64) * _MULTIPLIERS[: columns.shape[1]]).sum(axis=1, dtype=np.uint64)
+    found = _grouped(tensor, boxes, np.lexsort((hashed, tensor)), np.column_stack([tensor, hashed.view(np.int64)]))
+    if (columns == columns[_first(found)[found.of]]).all():
+        return found
+    return _grouped(tensor, boxes, np.lexsort(columns.T[::-1]), columns)
+
+
+def _grouped(tensor: Ints, boxes: Ranges, order: Ints, keys: Ints) -> Distinct:
+    """`order` sorts the rows of `keys`, whose first column is `tensor`; equal rows are one box."""
+    ordered = keys[order]
+    new = np.ones(len(order), dtype=bool)
+    new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    of = np.empty(len(order), np.int64)
+    of[order] = np.cumsum(new) - 1
+    return Distinct(tensor[order[new]], boxes.take(order[new]), of)
+
+
+def _first(found: Distinct) -> Ints:
+    """A piece of each distinct box."""
+    first = np.empty(len(found.tensor), np.int64)
+    first[found.of] = np.arange(len(found.of))
+    return first
+
+
+def pairs(left: Ints, right: Ints, groups: int) -> tuple[Ints, Ints]:
+    """All (i, j) with `left[i] == right[j]`, group numbers below `groups`; `right` is sorted. In the order of i, then j."""
+    sizes = np.bincount(right, minlength=groups)
+    begins = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    many = sizes[left]
+    i = np.repeat(np.arange(len(left)), many)
+    within = np.arange(len(i)) - np.repeat(np.cumsum(many) - many, many)
+    return i, begins[left[i]] + within

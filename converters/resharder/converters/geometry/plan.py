@@ -1,0 +1,232 @@
+"""Plans: who sends what to whom. Array by array, so that hundreds of ranks and tens of thousands of tensors take seconds."""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from resharder.converters.errors import LayoutError
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, TensorSpec, View, box_shape, format_box
+from resharder.converters.geometry.piece_arrays import Distinct, Ints, Pieces, Ranges, distinct, intersect_all, pack, pairs
+
+Array = npt.NDArray[Any]
+Source = TypeVar("Source", bound=Hashable)
+Target = TypeVar("Target", bound=Hashable)
+_BUSY = 1.01  # what the busiest source may send where a part of the replicas is to do, of what the busiest target receives
+
+
+class Copy(NamedTuple, Generic[Source, Target]):
+    """`box` of `tensor` goes from a view of a local tensor of process `source` to one of process `target`, with `plus` added."""
+
+    tensor: str
+    box: Box
+    source: Source
+    source_local: str
+    source_view: View
+    target: Target
+    target_local: str
+    target_view: View
+    plus: float
+
+
+@dataclass(frozen=True)
+class Plan(Generic[Source, Target]):
+    """Copy `i` takes `boxes[i]` from piece `have[i]` of the sources to piece `want[i]` of the targets."""
+
+    sources: Pieces[Source]
+    targets: Pieces[Target]
+    have: Ints
+    want: Ints
+    boxes: Ranges
+    parts: int = 1  # that the sources' replicas were divided into; it takes from one of them
+
+    def __len__(self) -> int:
+        return len(self.have)
+
+    @property
+    def sizes(self) -> Ints:
+        """Bytes of each copy."""
+        found: Ints = self.boxes.volume * self.item_sizes
+        return found
+
+    @property
+    def item_sizes(self) -> Ints:
+        """Bytes of an element of each copy."""
+        found: Ints = _item_sizes(self.targets)[self.targets.tensor[self.want]]
+        return found
+
+    @property
+    def sent(self) -> Ints:
+        """Bytes that each source sends."""
+        return _total(self.sources.process[self.have], self.sizes, len(self.sources.processes))
+
+    @property
+    def received(self) -> Ints:
+        """Bytes that each target receives."""
+        return _total(self.targets.process[self.want], self.sizes, len(self.targets.processes))
+
+    @property
+    def source_views(self) -> tuple[Ints, Ints]:
+        """Offset and strides, in elements, of each copy's box in its source's local tensor."""
+        return _views(self.sources, self.have, self.boxes)
+
+    @property
+    def target_views(self) -> tuple[Ints, Ints]:
+        """The same in its target's."""
+        return _views(self.targets, self.want, self.boxes)
+
+    def copies(self) -> Iterator[Copy[Source, Target]]:
+        (source_offsets, source_strides), (target_offsets, target_strides) = self.source_views, self.target_views
+        for i, (have, want) in enumerate(zip(self.have.tolist(), self.want.tolist(), strict=True)):
+            n = self.targets.dimensions(want)
+            box = self.boxes.box(i, n)
+            shape = box_shape(box)
+            yield Copy(
+                self.targets.specs[self.targets.tensor[want]].name,
+                box,
+                self.sources.processes[self.sources.process[have]],
+                self.sources.locals[self.sources.local[have]],
+                View(shape, tuple(source_strides[i, :n].tolist()), int(source_offsets[i])),
+                self.targets.processes[self.targets.process[want]],
+                self.targets.locals[self.targets.local[want]],
+                View(shape, tuple(target_strides[i, :n].tolist()), int(target_offsets[i])),
+                float(self.sources.plus[have] - self.targets.plus[want]),
+            )
+
+
+def plan(sources: Mapping[Source, Layout], targets: Mapping[Target, Layout]) -> Plan[Source, Target]:
+    """The copies that fill every piece of the targets, each element once, from whichever sources hold it, so that what each
+    source sends is as even as the layouts allow.
+
+    Raises LayoutError, naming the tensor, where the sources do not hold an element, where boxes of theirs overlap without being
+    the same, or where two processes know a tensor by other shapes or dtypes.
+    """
+    return plan_pieces(pack(sources), pack(targets))
+
+
+def plan_pieces(sources: Pieces[Source], targets: Pieces[Target], number: int | None = None) -> Plan[Source, Target]:
+    """`plan` for pieces in arrays. `number`: of these targets among several that the sources fill, each from the next part of the
+    replicas: as small a part as can be where no source is to send more than the busiest target receives. None: from all."""
+    known = _same_tensors(sources, targets)
+    width = max(sources.boxes.start.shape[1], targets.boxes.start.shape[1])
+    sources, targets = sources.widened(width), targets.widened(width)
+    held = distinct(sources.tensor, sources.boxes)
+    _refuse_overlaps(sources.specs, held)
+    want, box = pairs(known[targets.tensor], held.tensor, len(sources.specs))
+    boxes, some = intersect_all(held.boxes.take(box), targets.boxes.take(want))
+    want, box, boxes = want[some], box[some], boxes.take(some)
+    _refuse_holes(targets, want, boxes)
+    sizes = boxes.volume * _item_sizes(targets)[targets.tensor[want]]
+    replica, parts = _replicas(held, sources.process, box) if number is not None else (np.zeros(len(sources), np.int64), 1)
+    count = parts
+    while True:
+        part = _part(held, replica * parts // count == (number or 0) % parts)
+        have = _choose(held, part, sources.process, len(sources.processes), box, sizes)
+        found = Plan(sources, targets, have, want, boxes, parts)
+        if parts == 1 or found.sent.max() <= _BUSY * found.received.max():
+            return found
+        parts //= 2
+
+
+def _item_sizes(pieces: Pieces[Any]) -> Ints:
+    """Bytes of an element of each tensor."""
+    return np.array([ITEM_SIZES[spec.dtype] for spec in pieces.specs], np.int64)
+
+
+def _same_tensors(sources: Pieces[Source], targets: Pieces[Target]) -> Ints:
+    """The sources' number of each of the targets' tensors."""
+    numbers = {spec.name: number for number, spec in enumerate(sources.specs)}
+    for spec in targets.specs:
+        if spec.name not in numbers:
+            raise LayoutError(f"{spec.name}: the targets want it, no source holds it")
+        if (have := sources.specs[numbers[spec.name]]) != spec:
+            wanted, found = f"{spec.dtype} {list(spec.shape)}", f"{have.dtype} {list(have.shape)}"
+            raise LayoutError(f"{spec.name}: the targets expect {wanted}, the sources have {found}")
+    return np.array([numbers[spec.name] for spec in targets.specs], np.int64)
+
+
+def _refuse_overlaps(specs: Sequence[TensorSpec], held: Distinct) -> None:
+    one, other = pairs(held.tensor, held.tensor, len(specs))
+    one, other = one[one < other], other[one < other]
+    _, some = intersect_all(held.boxes.take(one), held.boxes.take(other))
+    for i in np.flatnonzero(some)[:1]:
+        spec = specs[held.tensor[one[i]]]
+        boxes = [format_box(held.boxes.box(int(j[i]), len(spec.shape))) for j in (one, other)]
+        raise LayoutError(f"{spec.name}: expected the same boxes from all who hold an element, found {boxes[0]} and {boxes[1]}")
+
+
+def _refuse_holes(targets: Pieces[Target], want: Ints, boxes: Ranges) -> None:
+    filled = _total(want, boxes.volume, len(targets))
+    for i in np.flatnonzero(filled != targets.boxes.volume)[:1]:
+        name = targets.specs[targets.tensor[i]].name
+        where = f"{name}{format_box(targets.boxes.box(i, targets.dimensions(i)))} for {targets.locals[targets.local[i]]}"
+        raise LayoutError(f"{where}: expected {targets.boxes.volume[i]} elements, the sources give {filled[i]}")
+
+
+def _replicas(held: Distinct, process: Ints, box: Ints) -> tuple[Ints, int]:
+    """Which replica each piece's process is of, and how many there are: as many as the fewest processes that hold one of these
+    boxes. The first holder of such a box is of the first, and so on; whoever holds none of these is where it stands among the
+    holders of another box."""
+    order = np.lexsort((process, held.of))  # pieces, box by box
+    holders = np.bincount(held.of, minlength=len(held.tensor))
+    place = np.arange(len(order)) - (np.cumsum(holders) - holders)[held.of[order]]
+    count = int(holders[box].min(initial=len(order)))
+    share = place * count // holders[held.of[order]]
+    last = np.argsort(holders[held.of[order]] == count, kind="stable")
+    replica = np.zeros(process.max(initial=0) + 1, np.int64)
+    replica[process[order[last]]] = share[last]  # the last of each process counts
+    return replica[process], max(1, count)
+
+
+def _part(held: Distinct, wanted: npt.NDArray[np.bool_]) -> Ints:
+    """The pieces that are wanted, and all of the boxes of which none is."""
+    found = np.bincount(held.of, wanted, len(held.tensor)) > 0
+    return np.flatnonzero(wanted | ~found[held.of])
+
+
+def _choose(held: Distinct, part: Ints, process: Ints, processes: int, box: Ints, sizes: Ints) -> Ints:
+    """The piece that each copy is taken from: a holder of its box, among those of `part`, that has least to send so far. Copies
+    with fewer holders come first, then larger ones: what is left can only even out."""
+    order = part[np.lexsort((process[part], held.of[part]))]  # pieces, box by box
+    holders = np.bincount(held.of[part], minlength=len(held.tensor))
+    begins = np.cumsum(holders) - holders
+    load = np.zeros(processes, np.int64)
+    chosen = np.empty(len(box), np.int64)
+    # Copies of one size whose boxes have the same holders are shared out in one go.
+    names = np.random.default_rng(7).integers(2**63, size=processes)
+    alike = np.zeros(len(held.tensor), np.int64)
+    np.add.at(alike, held.of[part], names[process[part]])
+    by_kind = np.lexsort((alike[box], -sizes, holders[box]))
+    kinds = np.column_stack([alike[box], sizes, holders[box]])[by_kind]
+    for copies in np.split(by_kind, np.flatnonzero((kinds[1:] != kinds[:-1]).any(axis=1)) + 1):
+        if len(copies):
+            first = box[copies[0]]
+            who = process[order[begins[first] : begins[first] + holders[first]]]
+            turns = _turns(load[who], int(sizes[copies[0]]), len(copies))
+            np.add.at(load, who[turns], sizes[copies])
+            chosen[copies] = order[begins[box[copies]] + turns]
+    return chosen
+
+
+def _turns(load: Ints, size: int, items: int) -> Ints:
+    """Which of several carriers takes each of `items` things of one size, when the least loaded takes the next."""
+    most = int((load.max() - load.min()) // size) + items // len(load) + 2
+    after = load[:, None] + size * np.arange(min(items, most))
+    turns: Ints = np.argsort(after, axis=None, kind="stable")[:items] // after.shape[1]
+    return turns
+
+
+def _views(pieces: Pieces[Any], which: Ints, boxes: Ranges) -> tuple[Ints, Ints]:
+    """Offset and strides of each box inside of its piece's local tensor, in elements: `Piece.view` for arrays."""
+    whole, strides = pieces.boxes.take(which), pieces.strides[which]
+    offsets: Ints = pieces.offset[which] + ((boxes.start - whole.start) // whole.step * strides).sum(axis=1)
+    strides_in_box: Ints = np.where(boxes.count > 1, boxes.step // whole.step, 1) * strides
+    return offsets, strides_in_box
+
+
+def _total(groups: Ints, amounts: Ints, length: int) -> Ints:
+    """The sum of the amounts of each group, exactly."""
+    total = np.zeros(length, np.int64)
+    np.add.at(total, groups, amounts)
+    return total

@@ -1,0 +1,150 @@
+"""Layouts of models of torch DTensors: FSDP2's `fully_shard`, tensor parallelism by `parallelize_module`, meshes of both.
+
+Placement is what each DTensor says of itself: its mesh, placements and shape. Names are those of the checkpoint on
+disk (`in_memory.py`); where the model's family has a table, they and their shapes are compared with it. Tensors that are no
+DTensors are replicas.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from operator import mul
+
+import torch
+import torch.distributed as dist
+from resharder.converters.architectures.checkpoint import HFConfig, PretrainedConfig, config_dict
+from resharder.converters.errors import LayoutError, UnsupportedModel
+from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, format_box, intersect
+from resharder.converters.models.hf_names import Model, Rename, Stored, local_of, named_tensors, stored_tensors
+from resharder.converters.models.tensor_io import DTYPES
+from torch.distributed.tensor import DTensor
+
+
+class LocalTensors(Mapping[str, torch.Tensor]):
+    """This rank's part of each tensor, asked for anew each time: FSDP gives a DTensor other memory at its first forward."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return local_of(self._tensors[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def local_layout(
+    model: Model,
+    hf_config: HFConfig | PretrainedConfig,
+    *,
+    rename: Rename | None = None,
+    ranks: Sequence[int] | None = None,
+) -> tuple[Layout, Mapping[str, torch.Tensor]]:
+    """What this rank holds, and its local tensors by their names in memory, live, not copied.
+
+    `ranks`: the global ranks that hold the whole of `model` between them, where that is not every rank: those of a pipeline
+    stage. The first of them owns plain tensors; of DTensors on equal meshes side by side, those whose mesh has it own.
+    FSDP's modules are left with their sharded parameters.
+
+    Raises UnknownTensor (names that are not those on disk), LayoutError (another shape than the config says, `Partial`, a
+    placement that is not understood) and UnsupportedModel (quantised or no memory layout of its own).
+    """
+    tensors = named_tensors(model, rename)
+    first = min(ranks) if ranks else 0
+    specs: dict[str, TensorSpec] = {}
+    pieces: list[Piece] = []
+    for name, parts in stored_tensors(tensors, config_dict(hf_config), whole=ranks is None).items():
+        tensor, local = tensors[name], local_of(tensors[name])
+        dtype, box = _dtype(name, local), _box(name, tensor)
+        whole = None if box is None else Piece(name, box, name, 0, local.stride(), not _owns(tensor, first))
+        for part in parts:
+            common = None if whole is None else intersect(whole.box, part.box)
+            if whole is not None and common is not None:
+                specs[part.name] = TensorSpec(part.name, dtype, part.shape)
+                pieces.append(_moved(whole.part(common), part))
+    return Layout(specs, tuple(pieces)), LocalTensors({piece.local: tensors[piece.local] for piece in pieces})
+
+
+def _moved(piece: Piece, part: Stored) -> Piece:
+    """The piece of a tensor in memory as one of the HF tensor that its `part` is."""
+    box = tuple(have._replace(start=have.start - all_.start) for have, all_ in zip(piece.box, part.box, strict=True))
+    skip = int(part.stacked)
+    return piece._replace(tensor=part.name, box=box[skip:], strides=piece.strides[skip:])
+
+
+def shard_order(split_factors: Sequence[tuple[int, int]]) -> list[int]:
+    """The order in which mesh dimensions cut one tensor dimension: indices into `split_factors`, (size, split factor) of
+    each mesh dimension that does, outermost first.
+
+    The split factor is 1 for `Shard`; for `_StridedShard` it is the number of parts into which mesh dimensions after this one
+    had cut before (torch/distributed/tensor/placement_types.py), as tensor parallelism does before FSDP. Raises ValueError for
+    factors that no order has.
+    """
+    order: list[int] = []
+    for index in reversed(range(len(split_factors))):
+        parts = list(accumulate((split_factors[i][0] for i in order), mul, initial=1))
+        factor = split_factors[index][1]
+        if factor not in parts:
+            raise ValueError(f"expected a split factor among {parts}, found {factor}")
+        order.insert(parts.index(factor), index)
+    return order
+
+
+def _dtype(name: str, local: torch.Tensor) -> str:
+    if type(local) not in (torch.Tensor, torch.nn.Parameter):
+        raise UnsupportedModel(f"{name}: expected a plain tensor or a DTensor of plain ones, found {type(local).__name__}")
+    if local.dtype not in DTYPES:
+        raise UnsupportedModel(f"{name}: expected one of {', '.join(DTYPES.values())}, found {local.dtype}")
+    return DTYPES[local.dtype]
+
+
+def _box(name: str, tensor: torch.Tensor) -> Box | None:
+    """What of the tensor this rank holds; None for nothing: it is not in the mesh, or there were fewer rows than ranks."""
+    box = tuple(Range(0, n) for n in tensor.shape)
+    if isinstance(tensor, DTensor):
+        coordinate = tensor.device_mesh.get_coordinate()
+        if coordinate is None:
+            return None
+        box = tuple(_range(name, tensor, dimension, size, coordinate) for dimension, size in enumerate(tuple(tensor.shape)))
+        found = tuple(local_of(tensor).shape)
+        if found != tuple(r.count for r in box):
+            raise LayoutError(
+                f"{name}: {tensor.placements} over mesh {tuple(tensor.device_mesh.shape)} at {coordinate} should hold "
+                f"{format_box(box)} of {list(tensor.shape)}, its local tensor has shape {list(found)}"
+            )
+    return box if all(r.count for r in box) else None
+
+
+def _range(name: str, tensor: DTensor, dimension: int, size: int, coordinate: Sequence[int]) -> Range:
+    """Cuts one dimension as `torch.chunk` does, by one mesh dimension after the other."""
+    cuts: list[tuple[int, int, int]] = []  # size of the mesh dimension, split factor, this rank's place
+    for mesh_dimension, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            continue
+        kind = type(placement).__name__
+        if kind not in ("Shard", "_StridedShard"):
+            raise LayoutError(f"{name}: expected Shard or Replicate, found {placement}: redistribute it before")
+        if placement.dim % tensor.ndim == dimension:  # type: ignore[attr-defined]
+            factor = getattr(placement, "split_factor", 1)
+            cuts.append((tensor.device_mesh.size(mesh_dimension), factor, coordinate[mesh_dimension]))
+    try:
+        order = shard_order([(parts, factor) for parts, factor, _ in cuts])
+    except ValueError as error:
+        raise LayoutError(f"{name}: {tensor.placements} over mesh {tuple(tensor.device_mesh.shape)}: {error}") from error
+    start, count = 0, size
+    for parts, _, place in (cuts[i] for i in order):
+        each = -(-count // parts)
+        first = min(place * each, count)
+        start, count = start + first, min(each, count - first)
+    return Range(start, count)
+
+
+def _owns(tensor: torch.Tensor, first: int) -> bool:
+    """Whether this rank's copy is the one that the others are replicas of."""
+    if not isinstance(tensor, DTensor):
+        return (dist.get_rank() if dist.is_initialized() else 0) == first
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    replicated = (place for place, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate())
+    return not any(replicated) and first in tensor.device_mesh.mesh.flatten().tolist()

@@ -1,0 +1,1 @@
+"""Layouts of megatron-core models, live or built on the meta device."""

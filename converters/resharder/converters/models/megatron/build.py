@@ -1,0 +1,162 @@
+"""megatron-core's GPTModel from a config.json, under any parallel layout: for `resharder check`, without memory, and for tests.
+
+Needs torch.distributed: real ranks, or torch's "fake" process groups, which have ranks and sizes and move nothing.
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core import activations, parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from resharder.converters.architectures import architecture_of
+from resharder.converters.architectures.checkpoint import HFConfig
+from resharder.converters.architectures.recipe import Extras, Recipe
+from resharder.converters.errors import UnsupportedModel
+from resharder.converters.models.megatron.extras import change_model, change_specs
+
+Spec = Literal["local", "te"]
+"""Megatron's own layers, or TransformerEngine's."""
+
+
+def build_chunks(
+    config: HFConfig,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int | None = None,
+    ep: int = 1,
+    etp: int | None = None,
+    cp: int = 1,
+    spec: Spec = "local",
+    dtype: torch.dtype = torch.float32,
+    vocab_multiple: int = 1,
+    device: str = "cpu",
+    **overrides: Any,
+) -> list[torch.nn.Module]:
+    """This rank's chunks, one per virtual pipeline stage, in evaluation mode, weights not initialised.
+
+    The vocabulary is padded to a multiple of `vocab_multiple * tp`, as Megatron pads it; `etp` defaults to `tp` without expert
+    parallelism and to 1 with it; `overrides` go to TransformerConfig. Sets up Megatron's groups, if they are of other sizes.
+    Raises UnsupportedModel for a family without a recipe, and what megatron-core raises for a layout that it refuses.
+    """
+    recipe = architecture_of(config).recipe(config)
+    if (limit := recipe.extras.clip_qkv) is not None:
+        raise UnsupportedModel(f"config: clip_qkv={limit!r}: megatron-core does not clip queries, keys and values")
+    etp = etp or (1 if ep > 1 else tp)
+    _set_up_groups(tp, pp, vpp, cp, ep, etp)
+    experts = "num_moe_experts" in recipe.transformer
+    settings = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": vpp,
+        "context_parallel_size": cp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": etp,
+        "use_cpu_initialization": device == "cpu",
+        "init_model_with_meta_device": device == "meta",
+        "perform_initialization": False,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "sequence_parallel": spec == "te" and tp > 1 and experts,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "layernorm_zero_centered_gamma": recipe.transformer.get("layernorm_zero_centered_gamma", False) and spec == "te",
+    }
+    if experts:
+        settings["moe_grouped_gemm"] = spec == "te"
+    transformer = _transformer_config(recipe, settings | overrides)
+    padding = vocab_multiple * tp
+    vocab = -(-recipe.model["vocab_size"] // padding) * padding
+    model = recipe.model | {"vocab_size": vocab}
+    with torch.device(device):
+        return [_chunk(transformer, recipe.extras, model, spec, stage if vpp else None) for stage in range(vpp or 1)]
+
+
+def _set_up_groups(tp: int, pp: int, vpp: int | None, cp: int, ep: int, etp: int) -> None:
+    """Megatron forgets groups but never ends them, so those that fit stay: each has threads and sockets of its own."""
+    if parallel_state.model_parallel_is_initialized():
+        now = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+        if now == (tp, pp, cp, ep, etp):
+            parallel_state.set_virtual_pipeline_model_parallel_world_size(vpp)
+            return
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        create_gloo_process_groups=False,
+    )
+
+
+class LatentAttention(DotProductAttention):  # type: ignore[misc]  # megatron-core has no types
+    """megatron-core's own attention for MLA in the local spec, which 0.16.1 gives two widths that its constructor does not know.
+    It needs none of them: a recipe's `kv_channels` is the width of values."""
+
+    def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+def _transformer_config(recipe: Recipe, settings: dict[str, Any]) -> Any:
+    arguments = recipe.transformer | settings
+    name = arguments["activation_func"]
+    if isinstance(name, str):
+        arguments["activation_func"] = getattr(activations, name, None) or getattr(F, name)
+    kind = MLATransformerConfig if arguments.get("multi_latent_attention") else TransformerConfig
+    config = kind(**arguments)
+    vars(config).update(recipe.attributes)
+    return config
+
+
+def _chunk(transformer: Any, extras: Extras, model: dict[str, Any], spec: Spec, stage: int | None) -> torch.nn.Module:
+    te = spec == "te"
+    if transformer.experimental_attention_variant is not None:
+        layers = get_transformer_block_with_experimental_attention_variant_spec(transformer, vp_stage=stage)
+        kinds = layers.layer_specs
+    else:
+        wanted = {"use_transformer_engine": te, "normalization": transformer.normalization, "vp_stage": stage}
+        layers = get_gpt_decoder_block_spec(transformer, **wanted)
+        kinds = get_gpt_decoder_layer_specs(transformer, **wanted)  # of the whole model: a stage of MTP may have none of its own
+    if transformer.multi_latent_attention and not te:
+        for layer in (*layers.layer_specs, *kinds):
+            layer.submodules.self_attention.submodules.core_attention = LatentAttention
+    change_specs(layers.layer_specs, extras, transformer, te)
+    mtp = {}
+    if transformer.mtp_num_layers:
+        mtp["mtp_block_spec"] = get_gpt_mtp_block_spec(transformer, kinds[-1], use_transformer_engine=te, vp_stage=stage)
+    chunk = GPTModel(
+        transformer,
+        layers,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
+        parallel_output=True,
+        vp_stage=stage,
+        **mtp,
+        **model,
+    )
+    for parameter in chunk.parameters():  # norms of the local spec are made in fp32; buffers in fp32 stay so
+        parameter.data = parameter.data.to(transformer.params_dtype)
+    change_model(chunk, extras)
+    evaluated: torch.nn.Module = chunk.eval()
+    return evaluated

@@ -1,0 +1,287 @@
+"""Layouts of Megatron models: placement from `sharded_state_dict`, meaning from the family's table.
+
+`sharded_state_dict` is the only source of placement: it knows pipeline stages, tensor, expert and context parallelism, halves
+of gated MLPs, tied embeddings and replicas. (Parameter attributes are not: `partition_dim` is wrong for experts.) Nothing is
+skipped in silence: a parameter that is not placed, or whose meaning no table knows, is an error.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from resharder.converters.architectures import architecture_of, table_of
+from resharder.converters.architectures.agreement import disagreements, is_padding
+from resharder.converters.architectures.checkpoint import HFConfig, PretrainedConfig, config_dict
+from resharder.converters.architectures.recipe import Recipe
+from resharder.converters.architectures.table import Table, Weight
+from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
+from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec, box_index
+from resharder.converters.models.megatron.live import LocalTensors
+from resharder.converters.models.tensor_io import read_piece
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+Chunks = torch.nn.Module | Sequence[torch.nn.Module]
+"""What Megatron calls a model: its chunks, one per virtual pipeline stage of this rank, wrapped or not."""
+
+DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+def local_layout(
+    model_chunks: Chunks, hf_config: HFConfig | PretrainedConfig, *, padded_for: int = 1
+) -> tuple[Layout, Mapping[str, torch.Tensor]]:
+    """What this rank holds, and its local tensors by the names that the pieces use: `CHUNK.NAME`, live, not copied.
+
+    Replicas are marked as `sharded_state_dict` marks them. Rows that Megatron added as padding are in no piece; `padded_for`:
+    the most tensor-parallel ranks that they were added for, where those that hold the vocabulary now are fewer.
+
+    Raises UnsupportedModel (no table; quantised, sharded or offloaded parameters; a wrapper that is not known), UnknownTensor (a
+    parameter that the table does not know) and LayoutError (a parameter without placement, or of another shape than the
+    config says; a model built with other sizes than the config's).
+    """
+    config = config_dict(hf_config)
+    table, shapes = table_of(config)
+    recipe = architecture_of(config).recipe(config)
+    specs: dict[str, TensorSpec] = {}
+    pieces: list[Piece] = []
+    tensors: dict[str, torch.Tensor] = {}
+    modules = [_unwrap(chunk) for chunk in _chunks(model_chunks)]
+    for number, module in enumerate(modules):
+        _refuse_other_sizes(module, number, recipe)
+        one = 0.0 if module.config.layernorm_zero_centered_gamma else 1.0
+        for name, (tensor, shards) in _placed(module, number).items():
+            tensors[name] = tensor
+            dtype = _dtype(name, tensor)
+            for shard in shards:
+                for piece in _shard_pieces(name, tensor, shard, table, one, padded_for):
+                    spec = TensorSpec(piece.tensor, dtype, shapes[piece.tensor])
+                    if specs.setdefault(piece.tensor, spec) != spec:
+                        raise LayoutError(
+                            f"{name}: holds {piece.tensor} as {dtype}, another tensor as {specs[piece.tensor].dtype}"
+                        )
+                    pieces.append(piece)
+    return Layout(specs, tuple(pieces)), LocalTensors(tensors, modules)
+
+
+def local_pieces(
+    model_chunks: Chunks, hf_config: HFConfig | PretrainedConfig
+) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
+    """Every piece that this rank owns as `(hf_name, index, tensor)`: over all ranks, `full[hf_name][index] = tensor` fills each
+    element of the checkpoint exactly once. The tensors are views of the parameters, but where
+    HF's values differ from Megatron's by a constant. Raises as `local_layout` does.
+    """
+    layout, tensors = local_layout(model_chunks, hf_config)
+    if blank := [name for name, tensor in tensors.items() if tensor.is_meta]:
+        raise UnsupportedModel(f"{blank[0]}: expected a model in memory, found {len(blank)} tensors on the meta device")
+    for piece in layout.owned():
+        yield piece.tensor, box_index(piece.box), read_piece(tensors, piece)
+
+
+def stale_parameters(model_chunks: Chunks) -> list[str]:
+    """Local tensors that other ranks have newer values of: with `overlap_param_gather` a step's parameters are gathered in the
+    next forward pass, or by `gather_parameters`.
+
+    As megatron-core 0.16.1 keeps it (distributed/param_and_grad_buffer.py): a bucket group's `param_gather_dispatched` falls
+    when its gradients are reduced and rises when the gather starts; `param_gather_handle` is there until the gather is over.
+    """
+    stale = []
+    for number, chunk in enumerate(_chunks(model_chunks)):
+        names = {parameter: name for name, parameter in _unwrap(chunk).named_parameters()}
+        for group in (group for wrapper in _late_gatherers(chunk) for group in _bucket_groups(wrapper)):
+            gathered = group.param_gather_dispatched and group.param_gather_handle is None
+            if not gathered and _was_used(group):
+                stale += [f"{number}.{names[p]}" for bucket in group.buckets for p in bucket.params_list if p in names]
+    return stale
+
+
+def gather_parameters(model_chunks: Chunks) -> None:
+    """Gathers parameters that would be gathered in the next forward pass. A collective of the data-parallel ranks."""
+    for chunk in _chunks(model_chunks):
+        for wrapper in _late_gatherers(chunk):
+            wrapper.start_param_sync(force_sync=True)
+
+
+def _late_gatherers(chunk: torch.nn.Module) -> list[DistributedDataParallel]:
+    """Megatron's DDP around a chunk, if it gathers parameters in the forward pass. Its hooks in the chunk know it, where the
+    chunk was taken out of it."""
+    hooks = _unwrap(chunk)._forward_pre_hooks.values()
+    behind = [inspect.getclosurevars(hook).nonlocals.get("self") for hook in hooks if inspect.isfunction(hook)]
+    around = [wrapper for wrapper in (*_wrappers(chunk), *behind) if isinstance(wrapper, DistributedDataParallel)]
+    late = [ddp for ddp in around if ddp.ddp_config.use_distributed_optimizer and ddp.ddp_config.overlap_param_gather]
+    return list({id(wrapper): wrapper for wrapper in late}.values())
+
+
+def _bucket_groups(wrapper: DistributedDataParallel) -> list[Any]:
+    return [*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups]
+
+
+def _was_used(group: Any) -> bool:
+    """Whether there was a forward or backward pass; before that every rank has the parameters it was built or loaded with."""
+    shards = [*group.cached_param_buffer_shard_list, *group.cached_grad_buffer_shard_list]
+    counts = [*group.per_param_grad_ready_counts, *group.golden_per_param_grad_ready_counts]
+    return bool(counts) or any(shard is not None for shard in shards)
+
+
+def _chunks(model_chunks: Chunks) -> Sequence[torch.nn.Module]:
+    return [model_chunks] if isinstance(model_chunks, torch.nn.Module) else model_chunks
+
+
+def _wrappers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
+    """What is around a chunk, outermost first. They prefix names and keys."""
+    return [chunk, *_wrappers(chunk.module)] if isinstance(chunk, Float16Module | DistributedDataParallel) else []
+
+
+def _unwrap(chunk: torch.nn.Module) -> MegatronModule:
+    wrappers = _wrappers(chunk)
+    inner = wrappers[-1].module if wrappers else chunk
+    if isinstance(getattr(inner, "module", None), torch.nn.Module):
+        raise UnsupportedModel(
+            f"expected Float16Module or Megatron's DistributedDataParallel around a chunk, found {type(inner).__name__}: of a "
+            "wrapper that shards parameters (FSDP) nothing places the shards; of a harmless one give the module inside"
+        )
+    if not isinstance(inner, MegatronModule):
+        raise UnsupportedModel(f"expected megatron-core modules as model chunks, found {type(inner).__name__}")
+    return inner
+
+
+def _placed(module: MegatronModule, number: int) -> dict[str, tuple[torch.Tensor, list[ShardedTensor]]]:
+    """Every local tensor of a chunk with the shards of global tensors that it consists of."""
+    for parameter_name, parameter in module.named_parameters():
+        _refuse_absent(f"{number}.{parameter_name}", parameter)
+    if not parallel_state.model_parallel_is_initialized():
+        raise UnsupportedModel(
+            "expected megatron-core's parallel_state to be initialised, found none: a ProcessGroupCollection alone is not "
+            "supported; call parallel_state.initialize_model_parallel with the same sizes"
+        )
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state = module.sharded_state_dict(metadata={"dp_cp_group": group, "non_homogeneous_layers": True})
+    placed: dict[str, tuple[torch.Tensor, list[ShardedTensor]]] = {}
+    for key, value in state.items():
+        name = f"{number}.{key}"
+        if isinstance(value, ShardedObject) and value.key.endswith("_extra_state"):
+            continue
+        if not isinstance(value, ShardedTensor | ShardedTensorFactory):
+            raise UnknownTensor(f"{name}: expected a sharded tensor in sharded_state_dict, found {type(value).__name__}")
+        _refuse_quantised(name, value.data)
+        shards = _shards(name, _built(name, value) if isinstance(value, ShardedTensorFactory) else value)
+        if (found := sum(shard.data.numel() for shard in shards)) != value.data.numel():
+            raise LayoutError(f"{name}: expected shards for {value.data.numel()} elements in sharded_state_dict, found {found}")
+        placed[name] = value.data, shards
+    held = {id(tensor) for tensor, _ in placed.values()}
+    for local, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in held and not local.endswith("_extra_state"):
+            raise LayoutError(f"{number}.{local}: expected its placement in sharded_state_dict, found none")
+    return placed
+
+
+def _built(name: str, factory: ShardedTensorFactory) -> object:
+    try:
+        with _ViewsForCopies():
+            return factory.build()
+    except RuntimeError as error:  # a view that its memory does not allow
+        raise LayoutError(
+            f"{name}: its factory in sharded_state_dict fails on strides {factory.data.stride()}: {error}"
+        ) from error
+
+
+class _ViewsForCopies(TorchFunctionMode):
+    """Keeps `contiguous` from copying, so that shards are views that tell where their elements lie: legacy GroupedMLP
+    transposes its weights and gives contiguous copies (transformer/moe/experts.py)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def _shards(name: str, built: object) -> list[ShardedTensor]:
+    """The sharded tensors in what a factory built: nested lists and dicts."""
+    if isinstance(built, ShardedTensor):
+        return [built]
+    if isinstance(built, Mapping):
+        built = list(built.values())
+    if not isinstance(built, list | tuple):
+        raise LayoutError(f"{name}: expected sharded tensors from its factory, found {type(built).__name__}")
+    return [shard for item in built for shard in _shards(name, item)]
+
+
+def _refuse_other_sizes(module: MegatronModule, number: int, recipe: Recipe) -> None:
+    """Refuses a model that was built with other values than the config's, where they decide how tensors are cut."""
+    tied = {name: value for name, value in vars(module).items() if name == "share_embeddings_and_output_weights"}
+    if different := disagreements(recipe, vars(module.config) | tied):
+        raise LayoutError(f"chunk {number}: {'; '.join(different)}: attach with the config of the model that is trained")
+
+
+def _refuse_absent(name: str, parameter: torch.nn.Parameter) -> None:
+    """Refuses a parameter whose elements are not all in this process's memory."""
+    if isinstance(parameter, DTensor):
+        raise UnsupportedModel(f"{name}: expected a plain tensor, found a DTensor: parameters sharded by FSDP are not supported")
+    if parameter.numel() and not parameter.untyped_storage().nbytes():
+        raise UnsupportedModel(
+            f"{name}: expected {parameter.numel()} elements in memory, it is freed: bring offloaded weights back"
+        )
+
+
+def _refuse_quantised(name: str, tensor: torch.Tensor) -> None:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        found = type(tensor).__name__
+        raise UnsupportedModel(f"{name}: expected a plain tensor, found {found}: quantised (FP8) parameters are not supported")
+
+
+def _dtype(name: str, tensor: torch.Tensor) -> str:
+    if tensor.dtype not in DTYPES:
+        raise UnsupportedModel(f"{name}: expected one of {sorted(DTYPES.values())}, found {tensor.dtype}")
+    return DTYPES[tensor.dtype]
+
+
+def _shard_pieces(
+    name: str, tensor: torch.Tensor, shard: ShardedTensor, table: Table, one: float, padded_for: int
+) -> Iterator[Piece]:
+    """The pieces of one shard: a box of a global Megatron tensor, in a part of a local one. The model stores a norm's gain of
+    one as `one`."""
+    if shard.data.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+        raise UnsupportedModel(f"{name}: sharded_state_dict copies it, so it has no place in memory")
+    for weight, data, start in _members(name, shard, table, padded_for):
+        base, strides = int(data.storage_offset() - tensor.storage_offset()), data.stride()
+        within = tuple(Range(first, count) for first, count in zip(start, data.shape, strict=True))
+        for row, hf_name, box in weight.overlaps(within):
+            offset = base + (row - start[weight.axis]) * strides[weight.axis]
+            stacked = 0 if len(box) > len(strides) else None
+            replica, plus = not is_main_replica(shard.replica_id), weight.plus_where_one_is(one)
+            yield Piece(hf_name, box, name, offset, weight.in_hf_order(strides, stacked), replica, plus)
+        rows = within[weight.axis]
+        meant = min(rows.count, max(0, weight.shape[weight.axis] - rows.start))
+        if (covered := weight.rows_known(rows)) != meant:
+            raise LayoutError(f"{name}: expected HF rows for {meant} rows in the table, found {covered}")
+
+
+def _members(
+    name: str, shard: ShardedTensor, table: Table, padded_for: int
+) -> Iterator[tuple[Weight, torch.Tensor, tuple[int, ...]]]:
+    """The table's weights that a shard holds, each with its elements and where in the whole weight they start. Experts are
+    stacked in a dimension before those of a weight, which the local tensor has (legacy GroupedMLP) or has not."""
+    if shard.key not in table:
+        raise UnknownTensor(f"{name}: the table of this model has no {shard.key}")
+    weights, expected = table[shard.key], table[shard.key][0].shape
+    before = len(shard.global_shape) - len(expected)
+    lead, found = tuple(shard.global_shape[:before]), tuple(shard.global_shape[before:]) if before >= 0 else ()
+    stacked = (len(weights),) if len(weights) > 1 or lead else ()
+    fits = found == expected or (
+        weights[0].padded and len(found) == len(expected) and found[1:] == expected[1:] and found[0] > expected[0]
+    )
+    if not fits or lead != stacked:
+        more = " or more rows (padding)" if weights[0].padded else ""
+        raise LayoutError(f"{name}: expected {stacked + expected}{more} from the config, found {tuple(shard.global_shape)}")
+    ranks = max(padded_for, shard.axis_fragmentations[before])
+    if weights[0].padded and not is_padding(found[0], expected[0], ranks):
+        raise LayoutError(
+            f"{name}: expected {expected[0]} rows (vocab_size) and less than a unit of padding, found {found[0]}: the config "
+            f"leaves out {found[0] - expected[0]} rows of the model; attach with the vocab_size that the model was made with"
+        )
+    start, first = shard.global_offset[before:], shard.global_offset[0] if lead else 0
+    members = shard.data.unbind(0) if before > shard.prepend_axis_num else [shard.data]
+    for number, data in enumerate(members):
+        yield weights[first + number], data, start

@@ -1,0 +1,282 @@
+"""megatron-core's distributed checkpoints (`torch_dist`), saved under any parallel layout, as HF tensors, a part at a time.
+
+The model is built on the meta device, as the only rank of a world holds it, and some of its tensors at a time are read from the
+files, so that the host's memory never holds the model: torch's readers do that, Megatron's wants whole layers' stacks. Optimizer
+states are not looked at. `.metadata` is a pickle, of which nothing but torch's own descriptions of tensors is accepted;
+`common.pt`, a pickle of the trainer's classes, is not read.
+"""
+
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from resharder.converters.architectures import architecture_of, table_of
+from resharder.converters.architectures.checkpoint import HFConfig
+from resharder.converters.architectures.table import Table, Weight
+from resharder.converters.errors import ConversionError, LayoutError, UnknownTensor, UnsupportedModel
+from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, box_index
+from resharder.converters.models.megatron.build import build_chunks
+from resharder.converters.models.megatron.layout import DTYPES, local_layout
+from resharder.converters.models.megatron.worlds import WITHOUT_CUDA, fake_rank
+from resharder.converters.models.tensor_io import read_piece
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
+Stored = Mapping[str, TensorStorageMetadata]
+"""A checkpoint's tensors, by Megatron's keys."""
+
+_FORMS: tuple[dict[str, bool], ...] = (
+    {"non_homogeneous_layers": False},  # layers stacked in one tensor
+    {"non_homogeneous_layers": True},
+    {"singleton_local_shards": True},  # experts and halves of gated MLPs apart as well
+)
+"""How megatron-core 0.16 may name the same tensors, by the metadata that sharded_state_dict was given."""
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer[._]")
+_STACKED = re.compile(r"^decoder\.layers\.(?!\d)")
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_NORM_STATE = "decoder.final_layernorm._extra_state"
+_EMBEDDING = "embedding.word_embeddings.weight"
+_MOST_RANKS = 64  # tensor-parallel ranks that a vocabulary was padded for; a checkpoint does not tell
+_AT_ONCE = 256 << 20  # bytes; torch has up to two copies more of the one that it is reading
+
+
+@dataclass(frozen=True)
+class TorchDist:
+    """An opened checkpoint. `layout`: its HF tensors in the dtypes it has them in, whole, and where they lie in Megatron's."""
+
+    layout: Layout
+    _files: "_Files"
+    _entries: Mapping[str, Entry]
+    _dtypes: Mapping[str, torch.dtype]
+
+    def items(self) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
+        """Every element of every HF tensor once, as (name, index, part), good until the next one is asked for. Raises
+        ConversionError where the checkpoint cannot be read."""
+        pieces: dict[str, list[Piece]] = {}
+        for piece in self.layout.pieces:
+            pieces.setdefault(piece.local, []).append(piece)
+        for names in self._groups(pieces):
+            tensors = {name: torch.empty(self._entries[name].data.shape, dtype=self._dtypes[name]) for name in names}
+            self._files.read([shard for name in names for shard in _shards_in(self._entries[name], tensors[name])])
+            for name in names:
+                for piece in pieces[name]:
+                    yield piece.tensor, box_index(piece.box), read_piece(tensors, piece)
+            tensors.clear()  # before the next ones take memory
+
+    def _groups(self, names: Iterable[str]) -> Iterator[list[str]]:
+        group: list[str] = []
+        size = 0
+        for name in names:
+            group.append(name)
+            size += self._entries[name].data.numel() * self._dtypes[name].itemsize
+            if size >= _AT_ONCE:
+                yield group
+                group, size = [], 0
+        if group:
+            yield group
+
+
+@contextmanager
+def open_torch_dist(folder: Path, config: HFConfig) -> Iterator[TorchDist]:
+    """The checkpoint of the model that `config` describes. This process is the only rank of a world while it is opened.
+
+    Raises UnknownTensor (tensors that one side has and the other has not), LayoutError (other shapes), UnsupportedModel,
+    ConversionError (it cannot be read), RuntimeError where torch.distributed is initialised already.
+    """
+    files = _Files(folder)
+    with fake_rank(0, 1):
+        chunk = _build(config, files)
+        layout, _ = local_layout(chunk, config, padded_for=_MOST_RANKS)
+        entries = _entries(chunk, files, table_of(config)[0])
+        dtypes = {name: _check(folder, entry, files.stored) for name, entry in entries.items()}
+    yield TorchDist(_as_stored(layout, dtypes), files, entries, dtypes)
+
+
+class _Files:
+    """What is on disk. `stored`: the tensors that are no optimizer's; `states`: the keys of everything else."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._reader = folder, FileSystemReader(folder)
+        try:
+            with (folder / ".metadata").open("rb") as file:
+                metadata: Metadata = _Unpickler(file).load()
+            self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+            found = dict(metadata.state_dict_metadata)
+        except Exception as error:  # a damaged pickle raises anything
+            raise ConversionError(f"{folder}: expected a torch_dist checkpoint: {type(error).__name__}: {error}") from error
+        tensors = {key: entry for key, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+        self.stored: Stored = {key: entry for key, entry in tensors.items() if not _OPTIMIZER.match(key)}
+        self.states: Set[str] = found.keys() - tensors.keys()
+
+    def read(self, shards: Iterable[ShardedTensor]) -> None:
+        """Fills the shards' memory. Raises ConversionError."""
+        targets: dict[MetadataIndex, torch.Tensor] = {}
+        items: list[ReadItem] = []
+        for shard in shards:
+            data = shard.data.view([1] * shard.prepend_axis_num + list(shard.data.shape))
+            chunk = ChunkStorageMetadata(torch.Size(shard.global_offset), data.shape)
+            wanted = create_read_items_for_chunk_list(shard.key, self.stored[shard.key], [chunk])
+            if (found := sum(prod(item.lengths) for item in wanted)) != data.numel():
+                raise ConversionError(f"{self.folder}: {shard.key}: expected {data.numel()} elements, found {found}")
+            targets |= {item.dest_index: data for item in wanted}
+            items += wanted
+        try:
+            plan = self._reader.prepare_local_plan(LoadPlan(items))
+            self._reader.read_data(plan, _Into(targets)).wait()
+        except Exception as error:  # torch raises anything here
+            raise ConversionError(f"{self.folder}: cannot be read: {type(error).__name__}: {error}") from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """Of the classes that torch and megatron-core describe a checkpoint with, and of dtypes."""
+
+    _HOMES = (*(f"torch.distributed.checkpoint.{name}" for name in ("filesystem", "metadata", "planner")), _MEGATRON)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("torch", "torch.serialization", *self._HOMES):
+            found = super().find_class(module, name)
+            own = module in self._HOMES and isinstance(found, type) and found.__module__ == module
+            if own or isinstance(found, torch.dtype) or found in (torch.Size, torch.serialization._get_layout):
+                return found
+        raise pickle.UnpicklingError(f"expected a description of tensors, found {module}.{name}")
+
+
+class _Into(LoadPlanner):
+    """Tells torch's reader where each part of a stored tensor goes."""
+
+    def __init__(self, targets: Mapping[MetadataIndex, torch.Tensor]) -> None:
+        self._targets = targets
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        target = self._targets[read_item.dest_index]
+        for dimension, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dimension, start, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def create_local_plan(self) -> LoadPlan:
+        raise NotImplementedError("the plan is made already")
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        raise NotImplementedError("the plan is made already")
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        raise NotImplementedError("the plan is made already")
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise NotImplementedError("only tensors are read")
+
+
+def _build(config: HFConfig, files: _Files) -> Any:
+    """The whole model, without memory, its vocabulary padded as the checkpoint has it. Megatron's own layers will do, but gated
+    delta nets are made of TransformerEngine's."""
+    recipe = architecture_of(config).recipe(config).transformer
+    rows = files.stored[_EMBEDDING].size[0] if _EMBEDDING in files.stored else 1
+    options: dict[str, Any] = {"spec": "te"} if recipe.get("experimental_attention_variant") else WITHOUT_CUDA
+    try:
+        (chunk,) = build_chunks(config, device="meta", vocab_multiple=rows, **options)
+    except (AssertionError, ImportError, KeyError, NameError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModel(f"megatron-core cannot build this model here: {type(error).__name__}: {error}") from error
+    built: Any = chunk
+    if recipe.get("layernorm_zero_centered_gamma"):
+        built.config.layernorm_zero_centered_gamma = True
+        if not any(state.startswith(_NORM_STATE) for state in files.states):
+            raise UnsupportedModel(
+                f"{files.folder}: expected norms of TransformerEngine ({_NORM_STATE}), which keep this family's gains less one, "
+                "found none: a checkpoint does not say how other norms keep them"
+            )
+    return built
+
+
+def _entries(chunk: Any, files: _Files, table: Table) -> dict[str, Entry]:
+    """The model's local tensors as the checkpoint names them, by the names that its layout uses. Raises UnknownTensor."""
+    stored, differences = files.stored.keys(), list[tuple[int, str]]()
+    for form in _FORMS:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        state = chunk.sharded_state_dict(metadata={"dp_cp_group": group, **form})
+        entries = {f"0.{key}": value for key, value in state.items() if isinstance(value, ShardedTensor | ShardedTensorFactory)}
+        wanted = {shard.key for entry in entries.values() for shard in _shards(entry)}
+        other = _other_names(wanted - stored, stored - wanted, table)
+        missing = sorted(wanted - stored - other.keys())
+        unexpected = sorted(stored - wanted - set(other.values()))
+        if not missing and not unexpected:
+            return {name: _renamed(entry, other) for name, entry in entries.items()}
+        said = f"{len(missing)} of the model's {len(wanted)} tensors are not there{_some(missing)}"
+        said += f", {len(unexpected)} are there that it does not have{_some(unexpected)}"
+        differences.append((len(missing) + len(unexpected), said))
+    raise UnknownTensor(f"{files.folder}: {min(differences)[1]}")
+
+
+def _other_names(missing: Set[str], unexpected: Set[str], table: Table) -> dict[str, str]:
+    """What is missing, by the names that it has in the checkpoint: TransformerEngine fuses other norms than Megatron's own layers
+    do, and the table knows both names."""
+    there = {meaning: key for key in unexpected if (meaning := _meaning(key, table)) is not None}
+    meanings = {key: _meaning(key, table) for key in missing}
+    return {key: there[meaning] for key, meaning in meanings.items() if meaning is not None and meaning in there}
+
+
+def _meaning(key: str, table: Table) -> tuple[Weight, ...] | None:
+    return table.get(_STACKED.sub("decoder.layers.0.", key))
+
+
+def _renamed(entry: Entry, names: Mapping[str, str]) -> Entry:
+    return replace(entry, key=names[entry.key]) if isinstance(entry, ShardedTensor) and entry.key in names else entry
+
+
+def _shards(entry: Entry) -> list[ShardedTensor]:
+    return [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
+
+
+def _check(folder: Path, entry: Entry, stored: Stored) -> torch.dtype:
+    """The dtype that a local tensor has in the checkpoint. Raises LayoutError where its shape is another one."""
+    dtypes = set()
+    for shard in _shards(entry):
+        there = stored[shard.key]
+        if tuple(there.size) != tuple(shard.global_shape):
+            expected, found = list(shard.global_shape), list(there.size)
+            raise LayoutError(f"{folder}: {shard.key}: expected {expected} from the config, found {found}")
+        dtypes.add(there.properties.dtype)
+    if len(dtypes) != 1 or not dtypes <= DTYPES.keys():
+        raise LayoutError(f"{folder}: {entry.key}: expected one of {sorted(DTYPES.values())}, found {sorted(map(str, dtypes))}")
+    dtype: torch.dtype = dtypes.pop()
+    return dtype
+
+
+def _as_stored(layout: Layout, dtypes: Mapping[str, torch.dtype]) -> Layout:
+    specs: dict[str, TensorSpec] = {}
+    for piece in layout.owned():
+        spec = layout.tensors[piece.tensor]._replace(dtype=DTYPES[dtypes[piece.local]])
+        if specs.setdefault(piece.tensor, spec) != spec:
+            raise LayoutError(
+                f"{piece.tensor}: the checkpoint has parts of it as {spec.dtype} and as {specs[piece.tensor].dtype}"
+            )
+    return Layout(specs, tuple(layout.owned()))
+
+
+def _shards_in(entry: Entry, tensor: torch.Tensor) -> list[ShardedTensor]:
+    """The shards of a local tensor whose memory is `tensor`'s. Raises UnsupportedModel where Megatron would copy."""
+    if isinstance(entry, ShardedTensor):
+        return [replace(entry, data=tensor, dtype=tensor.dtype)]
+    shards = _shards(replace(entry, data=tensor))
+    if any(shard.data.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() for shard in shards):
+        raise UnsupportedModel(f"{entry.key}: Megatron copies it, so it cannot be read in place")
+    return shards
+
+
+def _some(names: list[str]) -> str:
+    return f" ({', '.join(names[:4])}{', …' if len(names) > 4 else ''})" if names else ""

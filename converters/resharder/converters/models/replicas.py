@@ -1,0 +1,74 @@
+"""Whether replicas are what they should be: equal to their owners, bit for bit.
+
+A rank that drifted (a missed gather, a skipped broadcast, weights of experts updated twice) still holds plausible numbers, and
+which of them are published depends on who sends. Digests of what every rank holds tell.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from resharder.converters.errors import ReplicasDiffer
+from resharder.converters.geometry.layout import Box, Layout, format_box
+from resharder.converters.models.tensor_io import read_piece
+from resharder.converters.storage.digest import digest, digest_torch
+from resharder.converters.storage.files import BITS
+
+_SHOWN = 8
+
+
+class HeldDigest(NamedTuple):
+    """What a rank holds of `box` of an HF tensor."""
+
+    tensor: str
+    box: Box
+    replica: bool
+    digest: int
+
+
+def check_replicas(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises ReplicasDiffer, on every rank, where two ranks hold different values of one box of an HF tensor.
+
+    A collective of torch's default group, if there is one: every rank reads all that it holds once and tells all others a number
+    of each piece.
+    """
+    held = list(held_digests(layout, tensors))
+    everyone: list[list[HeldDigest]] = [held]
+    if dist.is_initialized():
+        everyone = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, held)
+    wrong = differences(everyone)
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise ReplicasDiffer("; ".join(wrong[:_SHOWN]) + more)
+
+
+def held_digests(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Iterator[HeldDigest]:
+    """Of every piece, as HF has its values."""
+    for piece in layout.pieces:
+        values, shape = read_piece(tensors, piece), layout.tensors[piece.tensor].shape
+        if values.device.type == "cpu":
+            bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+            found = digest(values.view(bits).numpy().view(BITS[values.element_size()]), piece.box, shape)
+        else:
+            found = digest_torch(values, piece.box, shape)
+        yield HeldDigest(piece.tensor, piece.box, piece.replica, found)
+
+
+def differences(everyone: Sequence[Sequence[HeldDigest]]) -> list[str]:
+    """A sentence for each box of which ranks, or one rank twice, hold different values; `everyone[rank]` is what a rank holds."""
+    holders: dict[tuple[str, Box], list[tuple[int, HeldDigest]]] = defaultdict(list)
+    for rank, pieces in enumerate(everyone):
+        for held in pieces:
+            holders[held.tensor, held.box].append((rank, held))
+    return [_sentence(held) for held in holders.values() if len({found.digest for _, found in held}) > 1]
+
+
+def _sentence(held: Sequence[tuple[int, HeldDigest]]) -> str:
+    owner, expected = next(((rank, found) for rank, found in held if not found.replica), held[0])
+    others = sorted({rank for rank, found in held if found.digest != expected.digest})
+    shown = ", ".join(map(str, others[:_SHOWN])) + (f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else "")
+    where = f"{expected.tensor}{format_box(expected.box)}"
+    return f"{where}: expected the values of its owner, rank {owner}; found others on rank {shown or owner}"

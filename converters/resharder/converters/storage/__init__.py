@@ -1,0 +1,1 @@
+"""Tensors in files and memory: safetensors layouts, digests, mapped pages."""

@@ -1,0 +1,278 @@
+"""Digests that add up: the same for any tiling of a tensor, different when an element is changed, moved or swapped.
+
+The digest of a box is the sum over its elements of `fold(bits) * a[row] * b[column]` modulo 2**64, where `row` and `column` are
+the element's place in the whole tensor seen as a matrix `(prod(shape[:-1]), shape[-1])`, `bits` is the whole element as an
+unsigned integer, and `fold(x) = x ^ (x >> 32)`, which changes only elements of 64 bits. `a` and `b` are hashes of their index,
+both odd, `a` of 64 bits and `b` of 21.
+
+- One changed element of any width is always seen: `fold` is one to one, and so is the product with an odd number modulo 2**64.
+- Whatever else has changed, at most one value of a given element leaves the digest as it was. A change that fills an element of
+  n bits at random goes unseen with a chance of at most 2**-n.
+- Two swapped elements that differ go unseen with a chance below 2**-19: within a row where their `b` are equal, between rows
+  where their `a * b` are equal in the low bits. Excepted are elements of 64 bits that differ in the same bits of both halves,
+  and in none of the low 12: they may be swapped unseen more often.
+
+The digest proves placement, it does not stop an adversary. `fold` is there for swaps: without it, a difference in the high bits
+alone, as between 1.0 and -1.0, vanishes in the product with `b[i] - b[j]`. Any sum that is linear in a 64-bit element's parts and
+sees every change of it has this flaw in one of the parts (Hajós' theorem).
+
+On the host a compiled kernel (numba) reads at memory speed and can copy in the same pass; without numba, numpy does the same at a
+third of the speed or less. A kernel is compiled when first needed, one for each width of elements; `compile_for` does it before
+that. `digest_torch` is the same sum for tensors on a GPU.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
+from resharder.converters.geometry.layout import Box, Range
+
+if TYPE_CHECKING:
+    import torch
+
+Array = npt.NDArray[Any]
+MASK = (1 << 64) - 1
+_ROW_SEED, COLUMN_SEED = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+_BLOCK = 1 << 19  # elements: half of a core's second-level cache as uint16
+
+
+def hashes(index: Array, seed: int) -> Array:
+    """splitmix64."""
+    x = (index.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def row_weights(rows: Array) -> Array:
+    """`a` of these rows, uint64."""
+    return hashes(rows, _ROW_SEED) | np.uint64(1)
+
+
+def column_weights(columns: int) -> Array:
+    """`b` of the first so many columns, uint32."""
+    return _column_weights(Range(0, columns))
+
+
+@lru_cache(maxsize=256)
+def _column_weights(columns: Range) -> Array:
+    index = np.arange(columns.count, dtype=np.uint64) * np.uint64(columns.step) + np.uint64(columns.start)
+    weights = (hashes(index, COLUMN_SEED) & np.uint64((1 << 21) - 1) | np.uint64(1)).astype(np.uint32)
+    weights.flags.writeable = False
+    return weights
+
+
+def _rows(box: Box, shape: tuple[int, ...]) -> Array:
+    """Row numbers of the box's rows, in C order."""
+    index = np.zeros(1, dtype=np.uint64)
+    for r, n in zip(box[:-1], shape[:-1], strict=True):
+        along = np.arange(r.count, dtype=np.uint64) * np.uint64(r.step) + np.uint64(r.start)
+        index = (index[:, None] * np.uint64(n) + along[None, :]).reshape(-1)
+    return index
+
+
+def digest(array: Array, box: Box, shape: tuple[int, ...]) -> int:
+    """Digest of `box` of a tensor of `shape`; `array` holds the box's elements as unsigned integers, in any strides."""
+    return _run(None, array, box, shape)
+
+
+def copy_and_digest(target: Array, source: Array, box: Box, shape: tuple[int, ...]) -> int:
+    """`target[...] = source` and the digest of what was copied, in one pass."""
+    if target.shape != source.shape:
+        raise ValueError(f"expected a source of shape {target.shape}, got {source.shape}")
+    return _run(target, source, box, shape)
+
+
+def _run(target: Array | None, source: Array, box: Box, shape: tuple[int, ...]) -> int:
+    if not shape:
+        source, box, shape = source.reshape(1), (Range(0, 1),), (1,)
+        target = None if target is None else target.reshape(1)
+    if source.size == 0:
+        return 0
+    b = _column_weights(box[-1])
+    if source.strides[-1] == source.dtype.itemsize and (target is None or target.strides[-1] == target.dtype.itemsize):
+        return _slab(target, source, box, shape, 0, b)
+    if target is not None:
+        np.copyto(target, source)
+    return sum(_slab(None, block, part, shape, 0, b) for block, part in _blocks(source, box)) & MASK
+
+
+def _slab(target: Array | None, source: Array, box: Box, shape: tuple[int, ...], before: int, b: Array) -> int:
+    """`before`: the number, among all of their kind, of what the dimensions that are left lie in."""
+    if source.ndim <= 2:
+        rows = box[0] if source.ndim == 2 else Range(0, 1)
+        first = before * (shape[0] if source.ndim == 2 else 1) + rows.start
+        return digest_rows(None if target is None else np.atleast_2d(target), np.atleast_2d(source), first, rows.step, b)
+    total = 0
+    for i in range(box[0].count):
+        index = before * shape[0] + box[0].start + i * box[0].step
+        total += _slab(None if target is None else target[i], source[i], box[1:], shape[1:], index, b)
+    return total & MASK
+
+
+def _blocks(source: Array, box: Box) -> Iterator[tuple[Array, Box]]:
+    """Contiguous copies of parts along the first dimension, small ones."""
+    step = max(1, _BLOCK // max(1, prod(source.shape[1:]))) if source.ndim > 1 else source.shape[0]
+    for i in range(0, source.shape[0], step):
+        block, first = np.ascontiguousarray(source[i : i + step]), box[0]
+        yield block, (Range(first.start + i * first.step, block.shape[0], first.step), *box[1:])
+
+
+def digest_rows(target: Array | None, source: Array, first: int, step: int, b: Array) -> int:
+    """The digest of a matrix by the weights `b` of its columns. Row `i` of it is row `first + i * step` of the tensor."""
+    kind = np.dtype(f"u{source.itemsize}")
+    sum_only, copying = _kernels(source.itemsize)
+    rows = _rows_of(source.view(kind))
+    if rows is None:
+        rows = source.copy().view(kind)
+    into = None if target is None else _rows_of(target.view(kind))
+    if into is not None:
+        return int(copying(into, rows, first, step, b))
+    if target is not None:
+        np.copyto(target, source)
+    return int(sum_only(rows, first, step, b))
+
+
+def _rows_of(matrix: Array) -> Array | None:
+    """The same rows as the heads of longer ones that follow each other without a gap, so that kernels need one signature and no
+    strides: with strides they run at a quarter of the speed. Kernels end a row where its weights end, and touch nothing between.
+
+    None where there is no such matrix: rows that overlap, as of an expanded tensor, or run backwards, or are not aligned.
+    """
+    step, width = matrix.strides[0], matrix.itemsize
+    if not matrix.flags.aligned:
+        return None
+    if matrix.flags.c_contiguous:
+        return matrix
+    if step < matrix.shape[1] * width or step % width:
+        return None
+    return as_strided(matrix, (matrix.shape[0], step // width), (step, width), writeable=matrix.flags.writeable)
+
+
+def compile_for(item_sizes: Iterable[int]) -> None:
+    """Compiles what elements of so many bytes need, if this process has not done so: about half a second for each size, or none
+    where the compiled code is kept on disk. Nothing is compiled for them afterwards."""
+    for width in sorted(set(item_sizes)):
+        _kernels(width)
+
+
+Kernels = tuple[Callable[..., int], Callable[..., int]]
+_compiling = threading.Lock()  # numba fails where two threads come with the same loop
+
+
+def _kernels(width: int) -> Kernels:
+    """(digest, copy and digest) of rows of elements of `width` bytes, compiled."""
+    with _compiling:
+        return _compiled(width)
+
+
+@lru_cache(maxsize=4)
+def _compiled(width: int) -> Kernels:
+    try:
+        import numba
+    except ImportError:
+        return _sum_numpy, _copy_numpy
+    if numba.config.DISABLE_JIT:  # these loops would run in the interpreter
+        return _sum_numpy, _copy_numpy
+    types = numba.types
+    element = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}[width]
+    source, target = types.Array(element, 2, "C", readonly=True), types.Array(element, 2, "C")
+    weights, number = types.Array(types.uint32, 1, "C", readonly=True), types.uint64
+    signatures = (number(source, number, number, weights), number(target, source, number, number, weights))
+    loops = (_sum_loop, _copy_loop)
+    try:
+        kernels = [numba.njit(signature, nogil=True, cache=True)(loop) for signature, loop in zip(signatures, loops, strict=True)]
+    except (RuntimeError, OSError):  # no folder to keep the compiled code in, as on a read-only file system, or it is full
+        kernels = [numba.njit(signature, nogil=True)(loop) for signature, loop in zip(signatures, loops, strict=True)]
+    return kernels[0], kernels[1]
+
+
+# Both loops spell `fold` and `row_weights` out: numba is imported late, so there is no compiled helper to call.
+def _sum_loop(source, first, step, b):  # type: ignore[no-untyped-def]
+    total = np.uint64(0)
+    for i in range(source.shape[0]):
+        row = np.uint64(0)
+        for j in range(b.shape[0]):
+            x = np.uint64(source[i, j])
+            row += (x ^ (x >> np.uint64(32))) * np.uint64(b[j])
+        x = (first + np.uint64(i) * step + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(_ROW_SEED)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        total += row * ((x ^ (x >> np.uint64(31))) | np.uint64(1))
+    return total
+
+
+def _copy_loop(target, source, first, step, b):  # type: ignore[no-untyped-def]
+    total = np.uint64(0)
+    for i in range(source.shape[0]):
+        row = np.uint64(0)
+        for j in range(b.shape[0]):
+            target[i, j] = source[i, j]
+            x = np.uint64(source[i, j])
+            row += (x ^ (x >> np.uint64(32))) * np.uint64(b[j])
+        x = (first + np.uint64(i) * step + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(_ROW_SEED)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        total += row * ((x ^ (x >> np.uint64(31))) | np.uint64(1))
+    return total
+
+
+def _sum_numpy(source: Array, first: int, step: int, b: Array) -> int:
+    total, width = 0, 1 << 16
+    a = row_weights(np.arange(source.shape[0], dtype=np.uint64) * np.uint64(step) + np.uint64(first))
+    block = max(1, _BLOCK // 8 // b.shape[0])
+    for i in range(0, source.shape[0], block):
+        for j in range(0, b.shape[0], width):
+            weights = b[j : j + width]
+            rows = _sums_of_rows(source[i : i + block, j : j + len(weights)], weights)
+            total += int((rows * a[i : i + block]).sum(dtype=np.uint64))
+    return total & MASK
+
+
+def _sums_of_rows(values: Array, b: Array) -> Array:
+    """Elements of up to 16 bits as float64, faster than integers and exact: 2**16 * 2**21 * 2**16 columns <= 2**53."""
+    if values.itemsize <= 2:
+        return (values.astype(np.float64) @ b.astype(np.float64)).astype(np.uint64)
+    values = values.astype(np.uint64, copy=False)
+    found: Array = np.einsum("ij,j->i", values ^ (values >> np.uint64(32)), b.astype(np.uint64))
+    return found
+
+
+def _copy_numpy(target: Array, source: Array, first: int, step: int, b: Array) -> int:
+    np.copyto(target[:, : b.shape[0]], source[:, : b.shape[0]])
+    return _sum_numpy(target, first, step, b)
+
+
+def digest_torch(tensor: "torch.Tensor", box: Box, shape: tuple[int, ...]) -> int:
+    """As `digest`, on the tensor's own device."""
+    return int(digest_on_device(tensor, box, shape)) & MASK
+
+
+def digest_on_device(tensor: "torch.Tensor", box: Box, shape: tuple[int, ...]) -> "torch.Tensor":
+    """The digest as one int64 on the tensor's own device, where integer arithmetic wraps modulo 2**64 as well. The host does not
+    wait for it."""
+    import torch
+
+    if not shape:
+        tensor, box, shape = tensor.reshape(1), (Range(0, 1),), (1,)
+    size = tensor.element_size()
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    a = torch.from_numpy(row_weights(_rows(box, shape)).view(np.int64)).to(tensor.device, non_blocking=True)
+    b = torch.from_numpy(_column_weights(box[-1]).astype(np.int64)).to(tensor.device, non_blocking=True)
+    total, width = torch.zeros((), dtype=torch.int64, device=tensor.device), tensor.shape[-1]
+    leading = tensor.shape[0] if tensor.dim() > 1 else 1
+    rows = prod(tensor.shape[1:-1]) if tensor.dim() > 1 else 1
+    step = max(1, (1 << 24) // max(1, rows * width))
+    for i in range(0, leading, step):
+        block = (tensor[i : i + step] if tensor.dim() > 1 else tensor).contiguous().reshape(-1, width).view(bits).long()
+        if size == 8:
+            block = block ^ (block >> 32 & 0xFFFFFFFF)
+        elif size > 1:
+            block &= (1 << 8 * size) - 1
+        total += ((block * b).sum(1) * a[i * rows : i * rows + block.shape[0]]).sum()
+    return total

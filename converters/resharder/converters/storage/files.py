@@ -1,0 +1,199 @@
+"""safetensors files laid out before their bytes exist, and mapped as arrays of raw bits.
+
+All names, dtypes and shapes of a version are known when its publisher registers, so headers are written first and every byte that
+arrives goes to its final place.
+"""
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.array_utils import byte_bounds
+from resharder.converters.geometry.layout import ITEM_SIZES, Layout, Piece, TensorSpec, full_box
+from resharder.converters.storage.pages import Span, forget_pages, small_pages
+
+Array = npt.NDArray[Any]
+BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+INDEX_FILE = "model.safetensors.index.json"
+_ALIGNMENT = 64
+
+
+class Placed(NamedTuple):
+    """A tensor and the place of its first byte in its file."""
+
+    spec: TensorSpec
+    offset: int
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    path: str  # file name
+    header: bytes  # everything before the first tensor
+    size: int  # bytes of the whole file
+    tensors: tuple[Placed, ...]
+
+
+def lay_out(specs: Iterable[TensorSpec], max_file_bytes: int = 4 << 30) -> tuple[FileLayout, ...]:
+    """Files named as `save_pretrained` names them. The widest elements come first, so that all are aligned without holes."""
+    groups: list[list[TensorSpec]] = [[]]
+    room = max_file_bytes
+    for spec in sorted(specs, key=lambda s: (-ITEM_SIZES[s.dtype], s.name)):
+        if spec.size > room and groups[-1]:
+            groups.append([])
+            room = max_file_bytes
+        groups[-1].append(spec)
+        room -= spec.size
+    names = (
+        [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
+        if len(groups) > 1
+        else ["model.safetensors"]
+    )
+    return tuple(_lay_out_file(name, group) for name, group in zip(names, groups, strict=True))
+
+
+def _lay_out_file(path: str, specs: list[TensorSpec]) -> FileLayout:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for spec in specs:
+        entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, offset + spec.size]}
+        offset += spec.size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    header = struct.pack("<Q", len(text)) + text
+    placed, start = [], len(header)
+    for spec in specs:
+        placed.append(Placed(spec, start))
+        start += spec.size
+    return FileLayout(path, header, start, tuple(placed))
+
+
+def index_json(files: Iterable[FileLayout]) -> bytes:
+    """`model.safetensors.index.json` of these files."""
+    weight_map = {placed.spec.name: file.path for file in files for placed in file.tensors}
+    total = sum(placed.spec.size for file in files for placed in file.tensors)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2).encode()
+
+
+def read_layout(folder: Path) -> tuple[FileLayout, ...]:
+    """The layout of a folder's safetensors files, from their headers. Raises ValueError for a file that is none."""
+    return _read_layouts(sorted(folder.glob("*.safetensors")))
+
+
+def read_checkpoint_layout(folder: Path) -> tuple[FileLayout, ...]:
+    """That of the files which `from_pretrained` reads: those of the index, else model.safetensors, else all there are.
+
+    Raises ValueError where a file is missing or no safetensors file, and where two files have a tensor of one name.
+    """
+    index, single = folder / INDEX_FILE, folder / "model.safetensors"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        paths = [folder / name for name in names]
+    else:
+        paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing or not paths:
+        raise ValueError(f"{folder}: expected safetensors files, {', '.join(missing[:4]) or 'one at least'} is not there")
+    files = _read_layouts(paths)
+    homes: dict[str, str] = {}
+    for file in files:
+        for placed in file.tensors:
+            if homes.setdefault(placed.spec.name, file.path) != file.path:
+                raise ValueError(f"{folder}: {placed.spec.name} is in {homes[placed.spec.name]} and in {file.path}")
+    return files
+
+
+def _read_layouts(paths: Iterable[Path]) -> tuple[FileLayout, ...]:
+    return tuple(parse_header(path.name, _read_header(path), path.stat().st_size) for path in paths)
+
+
+def _read_header(path: Path) -> bytes:
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or not 2 <= length <= path.stat().st_size - 8:
+            raise ValueError(f"{path}: expected a safetensors file, its header would be {length} bytes long")
+        return prefix + file.read(length)
+
+
+@lru_cache(maxsize=64)
+def parse_header(path: str, header: bytes, size: int) -> FileLayout:
+    """A FileLayout from a safetensors header (with its length prefix), the very same for files that are laid out alike, as those
+    of a model's versions are. Raises ValueError for what is none."""
+    try:
+        entries = json.loads(header[8:])
+        placed = []
+        for name, entry in entries.items():
+            if name == "__metadata__":
+                continue
+            spec = TensorSpec(name, entry["dtype"], tuple(entry["shape"]))
+            start, end = entry["data_offsets"]
+            if end - start != spec.size or not 0 <= start <= end <= size - len(header):
+                raise ValueError(f"{name} is said to be at {start}:{end}, {spec.size} bytes were expected in a file of {size}")
+            placed.append(Placed(spec, len(header) + start))
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not a safetensors header: {error!r}") from error
+    return FileLayout(path, header, size, tuple(sorted(placed, key=lambda p: p.offset)))
+
+
+class MappedFiles:
+    """The tensors of a folder of laid-out files, as arrays of unsigned integers in the tensors' shapes.
+
+    `arrays` is empty after `close`; arrays taken from it must be gone by then (BufferError otherwise).
+    """
+
+    def __init__(self, folder: Path, files: Iterable[FileLayout], *, writable: bool = False) -> None:
+        self._maps: list[tuple[mmap.mmap, Span]] = []
+        self.small_pages = False  # of any of them
+        self.places: dict[str, tuple[Path, int]] = {}  # each tensor's file, and the byte where it begins
+        self.arrays: dict[str, Array] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        for file in files:
+            descriptor = os.open(folder / file.path, os.O_RDWR if writable else os.O_RDONLY)
+            try:
+                size = os.fstat(descriptor).st_size
+                if size != file.size:
+                    raise ValueError(f"{folder / file.path}: expected {file.size} bytes, found {size}")
+                self.small_pages |= small_pages(descriptor)
+                access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+                mapped = mmap.mmap(descriptor, file.size, access=access)
+            finally:
+                os.close(descriptor)
+            raw = np.frombuffer(mapped, dtype=np.uint8)
+            self._maps.append((mapped, byte_bounds(raw)))
+            for spec, offset in file.tensors:
+                self.specs[spec.name], self.places[spec.name] = spec, (folder / file.path, offset)
+                self.arrays[spec.name] = raw[offset : offset + spec.size].view(BITS[ITEM_SIZES[spec.dtype]]).reshape(spec.shape)
+
+    def close(self) -> None:
+        self.arrays.clear()
+        while self._maps:
+            mapped, span = self._maps.pop()
+            forget_pages(span)
+            mapped.close()
+
+    def __enter__(self) -> "MappedFiles":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def folder_layout(specs: Mapping[str, TensorSpec]) -> Layout:
+    """A folder that holds every tensor whole, as a Layout whose local tensors are the HF tensors."""
+    pieces = []
+    for spec in specs.values():
+        strides, step = [], 1
+        for n in reversed(spec.shape):
+            strides.append(step)
+            step *= n
+        pieces.append(Piece(spec.name, full_box(spec.shape), spec.name, 0, tuple(reversed(strides))))
+    return Layout(dict(specs), tuple(pieces))

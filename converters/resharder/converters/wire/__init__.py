@@ -1,0 +1,1 @@
+"""Messages made of boxes, and chunk frames."""

@@ -1,0 +1,43 @@
+"""Layouts and protobuf messages, both ways."""
+
+from collections.abc import Iterable
+
+from resharder.converters.errors import LayoutError
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, Range, TensorSpec
+from resharder.v1 import resources_pb2
+
+MAX_DIMENSIONS = 32  # numpy 1's; 2 takes 64
+
+
+def box_to_proto(box: Box) -> resources_pb2.Box:
+    steps = [r.step for r in box] if any(r.step != 1 for r in box) else []
+    return resources_pb2.Box(start=[r.start for r in box], count=[r.count for r in box], step=steps)
+
+
+def box_from_proto(message: resources_pb2.Box) -> Box:
+    """Raises LayoutError where the fields' lengths differ."""
+    steps = message.step or [1] * len(message.start)
+    if not len(message.start) == len(message.count) == len(steps):
+        raise LayoutError(
+            f"a box needs as many counts and steps as starts, got {len(message.start)}, {len(message.count)}, {len(steps)}"
+        )
+    return tuple(Range(s, n, t) for s, n, t in zip(message.start, message.count, steps, strict=True))
+
+
+def spec_to_proto(spec: TensorSpec) -> resources_pb2.TensorSpec:
+    return resources_pb2.TensorSpec(name=spec.name, dtype=spec.dtype, shape=spec.shape)
+
+
+def spec_from_proto(message: resources_pb2.TensorSpec) -> TensorSpec:
+    """Raises LayoutError for a dtype that safetensors does not have, a negative size, more sizes than numpy takes, or a
+    name that is empty or what safetensors calls something else."""
+    named = message.name not in ("", "__metadata__")
+    if not named or message.dtype not in ITEM_SIZES or len(message.shape) > MAX_DIMENSIONS or any(n < 1 for n in message.shape):
+        found = f"{message.name[:200]!r} {message.dtype[:20]!r} {list(message.shape[: MAX_DIMENSIONS + 1])}"
+        raise LayoutError(f"expected a name, a safetensors dtype and at most {MAX_DIMENSIONS} positive sizes, got {found}")
+    return TensorSpec(message.name, message.dtype, tuple(message.shape))
+
+
+def boxes_to_proto(boxes: Iterable[tuple[int, Box, bool]]) -> list[resources_pb2.TensorBox]:
+    """From (position of the tensor, box, replica)."""
+    return [resources_pb2.TensorBox(tensor=tensor, box=box_to_proto(box), replica=replica) for tensor, box, replica in boxes]

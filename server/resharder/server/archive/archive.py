@@ -1,0 +1,235 @@
+"""Versions kept outside of the store, in a folder or on any URL that fsspec knows: every Nth one, or on command; and back.
+
+One thread writes behind the daemon, the newest version first. A version waits for its turn only until a newer one of its model
+does, and lets go when the store needs its room, so a slow archive never holds up a publish.
+"""
+
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import structlog
+from resharder.server.archive.checkpoints import Archived, Checkpoints
+from resharder.server.archive.remote import Remote
+from resharder.server.state.errors import AlreadyExists, DaemonError, DataLoss, FailedPrecondition, NotFound, Unavailable
+from resharder.server.store.manifest import MANIFEST_FILE, READY, RETIRED, VersionRecord
+from resharder.server.store.model_state import check_model_name
+from resharder.server.store.store import Store
+
+_HOLDER = "archive"
+_TRIES = 5
+_PATIENCE = 30.0  # seconds that a daemon waits for its archive before it starts without having looked
+_log = structlog.get_logger("resharder.archive")
+
+
+class Archive:
+    """Thread-safe. `_changed` guards what waits and what is written; no I/O happens under it. The store's lock is taken under it,
+    never the other way round.
+
+    `heard(resource name, what, reason)` is told of everything `archived`, `restored` and `failed`.
+    """
+
+    def __init__(
+        self, store: Store, url: str, every: int = 0, options: Mapping[str, Any] | None = None, *, pause: float = 1.0
+    ) -> None:
+        """`every`: how many READY versions of a model make one that is archived; 0: only on command. `options` go to fsspec.
+        `pause`: seconds before something that failed is tried again, doubling. Raises FailedPrecondition (NO_ARCHIVE)."""
+        self.store, self.every = store, every
+        self.heard: Callable[[str, str, str], object] = lambda name, what, reason: None
+        self._pause = pause
+        self._closed, self._looked = threading.Event(), threading.Event()
+        self._checkpoints = Checkpoints(Remote(url, options or {}), self._closed)
+        self._changed = threading.Condition()
+        self._waiting: dict[str, VersionRecord] = {}
+        self._writing: VersionRecord | None = None
+        self._newest: dict[str, int] = {}  # archived number of each model
+        self._one = threading.Lock()  # writes at a time
+        self._thread: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        return self._checkpoints.url
+
+    def start(self, restore: bool = True) -> None:
+        """Returns when the archive was looked at, so that numbers and epochs there do not come again, or has not answered for
+        a while. `restore`: models that the store has no READY version of then get their newest one, behind the caller."""
+        self.store.subscribe(self._on_version)
+        self._thread = threading.Thread(target=self._run, args=(restore,), name="archive", daemon=True)
+        self._thread.start()
+        if not self._looked.wait(_PATIENCE):
+            _log.error("archive_not_seen", url=self.url, seconds=_PATIENCE)
+
+    def close(self) -> None:
+        """Gives up what is being written or restored."""
+        self._closed.set()
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(30)
+
+    # What operators ask
+
+    def archive_now(self, model: str, number: int) -> Archived:
+        """Returns when the version is in the archive and every file was read back; a damaged one is written anew.
+
+        Raises NotFound (MODEL_UNKNOWN, VERSION_UNKNOWN, VERSION_GONE), AlreadyExists (VERSION_DIFFERS), DataLoss (CHECKSUM),
+        Unavailable (ARCHIVE_FAILED).
+        """
+        holder = f"{_HOLDER}-{secrets.token_hex(4)}"
+        record = self.store.hold(model, number, holder, yielding=True)
+        try:
+            return self._keep(record, sure=True)
+        finally:
+            self.store.release(model, number, holder)
+
+    def archived(self, model: str = "") -> list[Archived]:
+        """The complete versions of one model or of all, newest first. Raises InvalidArgument (MODEL_NAME), Unavailable
+        (ARCHIVE_FAILED)."""
+        models = [check_model_name(model)] if model else self._checkpoints.models()
+        found = (self._checkpoints.find(name, number) for name in models for number in self._checkpoints.numbers(name))
+        return [archived for archived in found if archived is not None]
+
+    def restore(self, model: str, number: int) -> VersionRecord:
+        """The version, READY again in the store under its own number, all of it proven.
+
+        Raises NotFound (NOT_ARCHIVED), DataLoss (CHECKSUM), Unavailable (ARCHIVE_FAILED), and what `Store.adopt` raises.
+        """
+        archived = self._checkpoints.find(model, number)
+        if archived is None:
+            raise NotFound("NOT_ARCHIVED", f"{self.url} has no complete models/{model}/versions/{number}")
+        write = partial(self._checkpoints.fetch, archived)
+        record = self.store.adopt(model, number, archived.fingerprint, archived.size_bytes, write)
+        self.heard(record.name, "restored", f"from {archived.url}")
+        return record
+
+    # What goes on behind
+
+    def _run(self, restore: bool) -> None:
+        while not self._looked.is_set():
+            try:
+                missing = self._look(restore)
+                self._looked.set()
+            except DaemonError as error:
+                _log.error("archive_unreachable", url=self.url, reason=str(error))
+                if self._closed.wait(10 * self._pause):
+                    return
+        for model in missing:
+            self._bring_back(model)
+        while (record := self._next()) is not None:
+            self._work(record)
+
+    def _look(self, restore: bool) -> list[str]:
+        """The models to restore. Tells the store which numbers and epochs are taken, those of incomplete versions too."""
+        missing = []
+        for model in self._checkpoints.models():
+            numbers = self._checkpoints.numbers(model)
+            found = (self._checkpoints.find(model, number) for number in numbers)
+            newest = next((archived for archived in found if archived is not None), None)
+            coming = restore and newest is not None and self.store.newest(model) is None
+            self.store.expect(model, numbers[0], newest.epoch if newest else 0, coming=coming)
+            self._newest[model] = newest.number if newest else 0
+            missing += [model] if coming else []
+        for model in self.store.models():
+            if (record := self.store.newest(model)) is not None:
+                self._on_version(record)
+        return missing
+
+    def _bring_back(self, model: str) -> None:
+        """The newest version that is whole, unless a trainer was quicker."""
+        try:
+            for number in self._checkpoints.numbers(model):
+                if self.store.newest(model) is not None or self._closed.is_set():
+                    break
+                try:
+                    self._again(partial(self.restore, model, number))
+                except (DataLoss, NotFound) as error:
+                    self._failed(f"models/{model}/versions/{number}", "not restored", error)
+        except Exception as error:
+            self._failed(f"models/{model}", "not restored", error)
+        finally:
+            self.store.expect(model, 0, 0, coming=False)
+
+    def _on_version(self, record: VersionRecord) -> None:
+        if record.state != READY or not self.every:
+            return
+        with self._changed:
+            if not self._due(record):
+                return
+            try:
+                self.store.hold(record.model, record.number, _HOLDER, yielding=True)
+            except NotFound:  # gone already
+                return
+            overtaken = self._waiting.get(record.model)
+            self._waiting[record.model] = record
+            self._changed.notify_all()
+        if overtaken is not None:
+            self.store.release(overtaken.model, overtaken.number, _HOLDER)
+
+    def _due(self, record: VersionRecord) -> bool:
+        taken = [r.number for r in (self._writing, self._waiting.get(record.model)) if r is not None and r.model == record.model]
+        last = max([self._newest.get(record.model, 0), *taken])
+        later = [r for r in self.store.versions(record.model) if last < r.number <= record.number and r.state in (READY, RETIRED)]
+        return len(later) >= self.every
+
+    def _next(self) -> VersionRecord | None:
+        """The one that has waited longest; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._waiting) or self._closed.is_set())
+            if self._closed.is_set():
+                return None
+            self._writing = record = self._waiting.pop(next(iter(self._waiting)))
+            return record
+
+    def _work(self, record: VersionRecord) -> None:
+        try:
+            self._again(partial(self._keep, record, sure=False), lambda: record.model in self._waiting)
+        except Exception as error:
+            self._failed(record.name, "not archived", error)
+        finally:
+            with self._changed:
+                self._writing = None
+            self.store.release(record.model, record.number, _HOLDER)
+
+    def _again(self, act: Callable[[], object], overtaken: Callable[[], bool] = lambda: False) -> None:
+        """Tries again what the archive or the store's medium fails at."""
+        for number in range(_TRIES):
+            try:
+                act()
+                return
+            except Unavailable as error:
+                if error.reason not in ("ARCHIVE_FAILED", "STORE_FAILED") or number == _TRIES - 1 or overtaken():
+                    raise
+                _log.warning("archive_tried", tries=number + 1, reason=str(error))
+            self._closed.wait(self._pause * 2**number)
+
+    def _failed(self, name: str, what: str, error: Exception) -> None:
+        if not self._closed.is_set():
+            self.heard(name, "failed", f"{what}: {error}")
+
+    def _keep(self, record: VersionRecord, *, sure: bool) -> Archived:
+        """The version in the archive, written unless it is there; `sure`: and is what was written."""
+        with self._one:
+            there = self._checkpoints.find(record.model, record.number)
+            if there is not None and there.fingerprint != record.fingerprint:
+                raise AlreadyExists(
+                    "VERSION_DIFFERS", f"{there.url} is another {record.name}, with fingerprint {there.fingerprint}"
+                )
+            kept = there if there is not None and not (sure and self._checkpoints.damaged(there)) else self._write(record)
+        self._newest[record.model] = max(record.number, self._newest.get(record.model, 0))
+        return kept
+
+    def _write(self, record: VersionRecord) -> Archived:
+        manifest = self.store.manifest(record.model, record.number)
+        names = [*(file.path for file in manifest.files), *manifest.other_files, MANIFEST_FILE]
+        archived = self._checkpoints.write(record, self.store.folder(record), names)
+        self.heard(record.name, "archived", f"to {archived.url}")
+        return archived
+
+
+def needed(archive: Archive | None) -> Archive:
+    """Raises FailedPrecondition (NO_ARCHIVE)."""
+    if archive is None:
+        raise FailedPrecondition("NO_ARCHIVE", "this daemon has no archive: start it with archive_url")
+    return archive

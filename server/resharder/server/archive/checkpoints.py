@@ -1,0 +1,239 @@
+"""Complete versions as checkpoint folders on a URL: written and read back, found, fetched.
+
+    <url>/<model>/<number>/    every file of the version, resharder.json among them
+                               archived.json: their sizes and hashes
+
+Object stores have no rename: a folder counts once archived.json is in it, which is written when every file was read back and was
+what was sent. Nothing is ever deleted, but for the archived.json of a folder that is written anew.
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from io import RawIOBase
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import structlog
+import xxhash
+from blake3 import blake3
+from resharder.server.archive.remote import CHUNK, Remote
+from resharder.server.infra.failpoints import failpoint
+from resharder.server.infra.filesystem import touching, write_at
+from resharder.server.infra.medium import medium_error, medium_errors
+from resharder.server.state.errors import DataLoss, NotFound, Unavailable
+from resharder.server.store.manifest import VersionRecord
+from resharder.server.store.model_state import MODEL_NAME
+
+MARKER = "archived.json"
+_FORMAT = 1
+_AT_ONCE = 2  # files; each takes some chunks of memory
+_log = structlog.get_logger("resharder.archive")
+Found = TypeVar("Found")
+
+
+class File(NamedTuple):
+    size: int
+    xxh3: str  # xxh3_128, hexadecimal
+
+
+class Archived(NamedTuple):
+    """A version in the archive. `size_bytes` are those of its safetensors files, `archive_time` seconds since 1970."""
+
+    model: str
+    number: int
+    url: str
+    size_bytes: int
+    fingerprint: str
+    archive_time: float
+    epoch: int
+    files: dict[str, File]
+
+    @property
+    def name(self) -> str:
+        return f"models/{self.model}/versions/{self.number}"
+
+
+class Checkpoints:
+    """On `remote`. Everything raises Unavailable: ARCHIVE_FAILED, and DRAINING once `closed` is set."""
+
+    def __init__(self, remote: Remote, closed: threading.Event) -> None:
+        self._remote, self._closed = remote, closed
+
+    @property
+    def url(self) -> str:
+        return self._remote.url
+
+    def models(self) -> list[str]:
+        return [name for name in self._remote.names() if MODEL_NAME.fullmatch(name) and self.numbers(name)]
+
+    def numbers(self, model: str) -> list[int]:
+        """Of the model's folders, newest first, complete or not."""
+        names = self._remote.names(model)
+        return sorted((int(name) for name in names if name.isascii() and name.isdigit() and len(name) >= 8), reverse=True)
+
+    def find(self, model: str, number: int) -> Archived | None:
+        """None where there is no folder that counts."""
+        place = _place(model, number)
+        content = self._remote.content(f"{place}/{MARKER}")
+        if content is None:
+            return None
+        try:
+            archived = _decode(content, f"{self.url}/{place}")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            _log.error("archived_json_damaged", url=f"{self.url}/{place}", reason=repr(error))
+            return None
+        return archived if (archived.model, archived.number) == (model, number) else None
+
+    def write(self, record: VersionRecord, folder: Path, names: Sequence[str]) -> Archived:
+        """Puts the files there, reads them back, and then makes them count. Raises NotFound (VERSION_GONE) where the store gives
+        the version up meanwhile, DataLoss (CHECKSUM)."""
+        place = _place(record.model, record.number)
+        url, marker = f"{self.url}/{place}", f"{place}/{MARKER}"
+        if self._remote.content(marker) is not None:
+            self._remote.remove(marker)
+        sent = self._each(lambda name: self._send(folder / name, f"{place}/{name}"), names)
+        files = dict(zip(names, sent, strict=True))
+        now = round(time.time(), 3)
+        archived = Archived(record.model, record.number, url, record.size_bytes, record.fingerprint, now, record.epoch, files)
+        if damaged := self.damaged(archived):
+            raise DataLoss("CHECKSUM", f"{url}: read back other than they were written: {', '.join(damaged[:8])}")
+        failpoint("archive.before-marker")
+        content = _encode(archived)
+        self._remote.write(marker, [content])
+        if self._remote.content(marker) != content:
+            raise DataLoss("CHECKSUM", f"{url}/{MARKER}: read back other than it was written")
+        return archived
+
+    def damaged(self, archived: Archived) -> list[str]:
+        """The files that are not what was written."""
+        place, names = _place(archived.model, archived.number), list(archived.files)
+        found = self._each(lambda name: self._read_back(f"{place}/{name}"), names)
+        return [name for name, file in zip(names, found, strict=True) if file != archived.files[name]]
+
+    def fetch(self, archived: Archived, folder: Path) -> None:
+        """Every file into `folder`. Raises DataLoss (CHECKSUM), OSError where it cannot be written."""
+        place = _place(archived.model, archived.number)
+        self._each(lambda name: self._fetch(f"{place}/{name}", archived.files[name], folder / name), list(archived.files))
+
+    def _send(self, source: Path, path: str) -> File:
+        counted = _Counted(self._read(source))
+        self._remote.write(path, counted)
+        return counted.file()
+
+    def _read(self, source: Path) -> Iterator[bytes]:
+        """Once it is open, a file's bytes stay as they are, whatever becomes of the version."""
+        try:
+            file = source.open("rb", buffering=0)
+        except FileNotFoundError:
+            raise NotFound("VERSION_GONE", f"{source}: the store needed the room of this version") from None
+        except OSError as error:
+            raise medium_error(error) from error
+        with file:
+            while chunk := _read(source, file):
+                self._check_open()
+                yield chunk
+
+    def _read_back(self, path: str) -> File | None:
+        if self._remote.size(path) is None:
+            return None
+        counted = _Counted(self._remote.chunks(path))
+        for _ in counted:
+            self._check_open()
+        return counted.file()
+
+    def _fetch(self, path: str, said: File, target: Path) -> None:
+        if self._remote.size(path) != said.size:
+            raise DataLoss("CHECKSUM", f"{self.url}/{path}: expected {said.size} bytes, found {self._remote.size(path)}")
+        counted = _Counted(self._remote.chunks(path))
+        _write_new(target, said.size, self._while_open(counted))
+        if counted.file() != said:
+            raise DataLoss("CHECKSUM", f"{self.url}/{path}: expected hash {said.xxh3}, read {counted.file().xxh3}")
+
+    def _while_open(self, chunks: "_Counted") -> Iterator[bytes]:
+        for chunk in chunks:
+            self._check_open()
+            yield chunk
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise Unavailable("DRAINING", "the daemon is going down")
+
+    def _each(self, act: Callable[[str], Found], names: Sequence[str]) -> list[Found]:
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="archive-files") as threads:
+            coming = [threads.submit(act, name) for name in names]
+            try:
+                return [future.result() for future in coming]
+            except BaseException:
+                threads.shutdown(cancel_futures=True)
+                raise
+
+
+class _Counted:
+    """Chunks that go by, and the size and hash of those that have."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._hash, self._size = chunks, xxhash.xxh3_128(), 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        for chunk in self._chunks:
+            self._hash.update(chunk)
+            self._size += len(chunk)
+            yield chunk
+
+    def file(self) -> File:
+        return File(self._size, self._hash.hexdigest())
+
+
+def _read(source: Path, file: RawIOBase) -> bytes:
+    with medium_errors(), touching(source, "reading"):
+        return file.read(CHUNK) or b""
+
+
+def _write_new(path: Path, size: int, chunks: Iterator[bytes]) -> None:
+    with touching(path, "writing", size):
+        descriptor, at = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), 0
+        try:
+            if size:
+                os.posix_fallocate(descriptor, 0, size)  # all or nothing, before time is spent
+            for chunk in chunks:
+                write_at(descriptor, chunk, at)
+                at += len(chunk)
+        finally:
+            os.close(descriptor)
+
+
+def _place(model: str, number: int) -> str:
+    return f"{model}/{number:08}"
+
+
+def _encode(archived: Archived) -> bytes:
+    content: dict[str, Any] = {
+        "format": _FORMAT,
+        "model": archived.model,
+        "version": archived.number,
+        "epoch": archived.epoch,
+        "fingerprint": archived.fingerprint,
+        "archive_time": archived.archive_time,
+        "files": {name: {"size": file.size, "xxh3_128": file.xxh3} for name, file in sorted(archived.files.items())},
+    }
+    return json.dumps(content | {"blake3": _blake3(content)}, indent=1).encode()
+
+
+def _decode(content: bytes, url: str) -> Archived:
+    """Raises ValueError, KeyError, TypeError or AttributeError for what `_encode` did not write."""
+    said = json.loads(content)
+    if said.pop("blake3") != _blake3(said) or said["format"] != _FORMAT:
+        raise ValueError(f"expected format {_FORMAT} and the hash of the rest, found format {said.get('format')!r}")
+    files = {name: File(file["size"], file["xxh3_128"]) for name, file in said["files"].items()}
+    if strange := [name for name in files if name != Path(name).name or name.startswith(".")]:
+        raise ValueError(f"expected plain file names, found {strange[:4]}")
+    size = sum(file.size for name, file in files.items() if name.endswith(".safetensors"))
+    return Archived(said["model"], said["version"], url, size, said["fingerprint"], said["archive_time"], said["epoch"], files)
+
+
+def _blake3(content: Mapping[str, Any]) -> str:
+    return str(blake3(json.dumps(content, sort_keys=True).encode()).hexdigest())

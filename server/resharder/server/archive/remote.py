@@ -1,0 +1,99 @@
+"""Files on a URL that fsspec knows, in chunks: a folder, memory, an object store by its plugin."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from resharder.server.infra.filesystem import sync
+from resharder.server.state.errors import DaemonError, FailedPrecondition, Unavailable
+
+CHUNK = 4 << 20
+_PART = 8 << 20  # of an upload to an object store; they take 10,000 of them for one file
+
+
+class Remote:
+    """What is under `url`; paths are relative to it. Everything raises Unavailable (ARCHIVE_FAILED).
+
+    The constructor raises FailedPrecondition (NO_ARCHIVE) where fsspec or the URL's plugin is not installed, or the URL is none.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        try:
+            from fsspec.core import url_to_fs
+            from fsspec.implementations.local import LocalFileSystem
+
+            self._files, root = url_to_fs(url, **options)
+        except ImportError as error:
+            raise FailedPrecondition(
+                "NO_ARCHIVE", f"expected fsspec and its plugin for {url}: {error}; pip install 'resharder[archive]'"
+            ) from error
+        except ValueError as error:
+            raise FailedPrecondition(
+                "NO_ARCHIVE", f"expected a folder or a URL that fsspec knows, got {url!r}: {error}"
+            ) from error
+        self._root: str = root.rstrip("/")
+        self._local = isinstance(self._files, LocalFileSystem)
+        self.url: str = self._files.unstrip_protocol(self._root)
+
+    def names(self, folder: str = "") -> list[str]:
+        """What is in a folder; nothing where it does not exist."""
+        with self._failures(folder):
+            self._files.invalidate_cache()
+            try:
+                found = self._files.ls(self._at(folder), detail=False)
+            except FileNotFoundError:
+                return []
+            return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
+
+    def content(self, path: str) -> bytes | None:
+        """Of a small file; None where there is none."""
+        with self._failures(path):
+            try:
+                found: bytes = self._files.cat_file(self._at(path))
+            except FileNotFoundError:
+                return None
+            return found
+
+    def size(self, path: str) -> int | None:
+        """None where there is no such file."""
+        with self._failures(path):
+            try:
+                return int(self._files.size(self._at(path)))
+            except FileNotFoundError:
+                return None
+
+    def chunks(self, path: str) -> Iterator[bytes]:
+        with self._failures(path), self._files.open(self._at(path), "rb", block_size=CHUNK) as file:
+            while chunk := file.read(CHUNK):
+                yield chunk
+
+    def write(self, path: str, chunks: Iterable[bytes]) -> None:
+        """The whole file, its folder made; on a disk durably."""
+        with self._failures(path):
+            place = self._at(path)
+            folder = place.rsplit("/", 1)[0]
+            self._files.makedirs(folder, exist_ok=True)
+            with self._files.open(place, "wb", block_size=_PART) as file:
+                for chunk in chunks:
+                    file.write(chunk)
+            if self._local:
+                for made in (Path(place), *Path(place).parents[: path.count("/") + 1]):
+                    sync(made)
+
+    def remove(self, path: str) -> None:
+        with self._failures(path):
+            self._files.rm_file(self._at(path))
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+    @contextmanager
+    def _failures(self, path: str) -> Iterator[None]:
+        """Plugins raise exceptions of their own; those of the daemon, from what feeds a write, go through."""
+        try:
+            yield
+        except DaemonError:
+            raise
+        except Exception as error:
+            raise Unavailable("ARCHIVE_FAILED", f"{self.url}/{path}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,1 @@
+"""The direct path's coordinator: offers of versions, groups of members, turns."""

@@ -1,0 +1,50 @@
+"""What ranks say of the boxes that they send, and what that comes to for each worker: the proof of what is served ahead of READY.
+
+Digests add up over boxes (converters/storage/digest.py), and a plan fills every element of a worker's box once.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from resharder.converters.geometry.piece_arrays import Pieces
+from resharder.converters.geometry.plan import Plan
+
+Digests = npt.NDArray[np.uint64]
+
+
+def sent_by(plan: Plan[Any, Any], source: int) -> Pieces[Any]:
+    """All that the process of this number sends, where it lies in its memory, in the plan's order."""
+    which, sources = _of(plan, source), plan.sources
+    have = plan.have[which]
+    offsets, strides = plan.source_views
+    return Pieces(
+        sources.specs,
+        (sources.processes[source],),
+        sources.locals,
+        sources.tensor[have],
+        np.zeros(len(which), np.int64),
+        sources.local[have],
+        plan.boxes.take(which),
+        offsets[which],
+        strides[which],
+        sources.plus[have] - plan.targets.plus[plan.want[which]],
+    )
+
+
+def sent_count(plan: Plan[Any, Any], source: int) -> int:
+    return len(_of(plan, source))
+
+
+def held_by(plan: Plan[Any, Any], target: int, said: Mapping[int, Digests]) -> list[int]:
+    """The digest of each piece of one target, by what every source says of what it sends."""
+    totals = np.zeros(len(plan.targets), np.uint64)
+    for source, digests in said.items():
+        np.add.at(totals, plan.want[_of(plan, source)], digests)
+    found: list[int] = totals[plan.targets.process == target].tolist()
+    return found
+
+
+def _of(plan: Plan[Any, Any], source: int) -> npt.NDArray[np.int64]:
+    return np.flatnonzero(plan.sources.process[plan.have] == source).astype(np.int64)

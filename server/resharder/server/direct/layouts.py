@@ -1,0 +1,90 @@
+"""What ranks and workers have declared that they hold, each in its process's memory, and the plans between them."""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Mapping
+from typing import NamedTuple
+
+import structlog
+from resharder.converters.geometry.copy_table import copies_of
+from resharder.converters.geometry.piece_arrays import Pieces, join
+from resharder.converters.geometry.plan import plan_pieces
+from resharder.server.direct.state import Member, Planned
+from resharder.server.state.errors import FailedPrecondition
+
+_log = structlog.get_logger("resharder.direct")
+_PLANS = 8
+Side = Mapping[int, tuple[Member, str]]  # members by rank, and the fingerprint of what each holds
+
+
+class _Memory(NamedTuple):
+    process: str
+    fingerprint: str
+    pieces: Pieces[int]
+
+
+class Memories:
+    """Thread-safe; whoever holds its lock asks for no other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[tuple[str, int], _Memory] = {}
+        self._plans: OrderedDict[tuple[Hashable, int], Planned] = OrderedDict()  # by sides, and part of the replicas
+
+    def declare(self, member: Member, fingerprint: str, pieces: Pieces[int]) -> None:
+        """Of a model only the newest publisher's count."""
+        model, is_rank, _ = member.owner.partition("/publishers/")
+        with self._lock:
+            if is_rank:
+                for key in [key for key in self._known if key[0] != member.owner and key[0].startswith(f"{model}/publishers/")]:
+                    del self._known[key]
+            self._known[member.owner, member.rank] = _Memory(member.process, fingerprint, pieces)
+
+    def owners(self) -> frozenset[str]:
+        with self._lock:
+            return frozenset(owner for owner, _ in self._known)
+
+    def forget(self, owners: Collection[str]) -> None:
+        with self._lock:
+            self._known = {key: memory for key, memory in self._known.items() if key[0] not in owners}
+
+    def check(self, member: Member, fingerprint: str) -> None:
+        """Raises FailedPrecondition (MEMORY_UNKNOWN) where it has not declared just that."""
+        with self._lock:
+            self._find(member, fingerprint)
+
+    def _find(self, member: Member, fingerprint: str) -> Pieces[int]:
+        known = self._known.get((member.owner, member.rank))
+        if known is None or (known.process, known.fingerprint) != (member.process, fingerprint):
+            raise FailedPrecondition("MEMORY_UNKNOWN", f"{member.owner}, rank {member.rank}: declare what it holds first")
+        return known.pieces
+
+    def plan(self, ranks: Side, workers: Side, number: int) -> Planned:
+        """For server `number` of those that the ranks send to. Known for the last few of what was asked. Raises LayoutError,
+        ValueError where the staging memory does not suffice, FailedPrecondition (MEMORY_UNKNOWN): a later publisher's memory may
+        have taken the place of this one's."""
+        members = tuple(tuple(sorted((rank, memory) for rank, (_, memory) in side.items())) for side in (ranks, workers))
+        with self._lock:
+            for (known, of), planned in self._plans.items():
+                if known == members and of == number % planned.plan.parts:
+                    self._plans.move_to_end((known, of))
+                    return planned
+            sides = [[self._find(*found) for _, found in sorted(side.items())] for side in (ranks, workers)]
+        began = time.monotonic()
+        have, want = (join(side) for side in sides)
+        found = plan_pieces(have, want, number)
+        sending = sorted({int(p) for p in set(found.sources.process[found.have].tolist())})
+        order = {process: i for i, process in enumerate(sending)}
+        copies = copies_of(
+            found,
+            [order.get(process, -1) for process in range(len(ranks))],
+            [len(sending) + i for i in range(len(workers))],
+        )
+        planned = Planned(copies, tuple(sorted(ranks)[process] for process in sending), found)
+        _log.info("direct_planned", ranks=len(ranks), workers=len(workers), copies=len(copies), seconds=time.monotonic() - began)
+        with self._lock:
+            self._plans[members, number % found.parts] = planned
+            while len(self._plans) > _PLANS:
+                self._plans.popitem(last=False)
+        return planned

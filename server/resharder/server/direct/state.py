@@ -1,0 +1,136 @@
+"""What the direct path's coordinator (direct.py) knows: members, groups, offers and the tasks of their ranks."""
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from resharder.converters.geometry.copy_table import Copies
+from resharder.converters.geometry.piece_arrays import Pieces
+from resharder.converters.geometry.plan import Plan
+from resharder.server.direct.digest_sums import Digests, sent_by
+from resharder.server.infra.change_signal import ChangeSignal
+
+
+class Member(NamedTuple):
+    """A rank of a publisher, or a worker of a server, in one life of its process."""
+
+    owner: str
+    rank: int
+    process: str
+
+
+class Act(Enum):
+    LINK = "link"
+    RUN = "run"
+    DROP = "drop"
+    DIGEST = "digest"
+
+
+@dataclass(frozen=True)
+class Link:
+    """One member's side of a group."""
+
+    group: str
+    rank: int
+    size: int
+    copies: Copies
+    most_peers: int
+    most_made: int
+
+
+class Task(NamedTuple):
+    act: Act
+    group: str
+    link: Link | None = None
+    sent: Pieces[int] | None = None  # of DIGEST, where the rank has not been told yet
+
+
+class Planned(NamedTuple):
+    copies: Copies
+    senders: tuple[int, ...]  # ranks, in the order of the group
+    plan: Plan[int, int]  # between numbers of ranks and of workers
+
+
+@dataclass(eq=False)
+class Group:
+    id: str
+    server: str
+    key: Hashable  # processes and memories of all that it was planned for
+    members: tuple[Member, ...]  # in the group's order, senders first
+    senders: int
+    planned: Planned
+    install: str = ""  # that workers start now
+    started: set[int] = field(default_factory=set)  # workers
+    finished: set[Member] = field(default_factory=set)
+    linked: set[Member] = field(default_factory=set)  # who was given a link
+    received: int = 0  # bytes, by workers
+    granted: str = ""  # the install whose turn it is or was
+    began: float = 0.0
+    error: str = ""
+    keys: dict[str, bytes] = field(default_factory=dict)
+    said_of: int = 0  # the version that ranks were asked about last
+    said: dict[int, Digests] = field(default_factory=dict)  # by rank
+    told: bool = False  # ranks know of which boxes
+
+    @property
+    def ranks(self) -> frozenset[Member]:
+        """Those that send."""
+        return frozenset(self.members[: self.senders])
+
+    def link(self, member: Member) -> Link:
+        rank = self.members.index(member)
+        copies = self.planned.copies
+        self.linked.add(member)
+        return Link(self.id, rank, len(self.members), copies.of(rank), copies.most_peers, copies.most_made)
+
+
+@dataclass
+class Offer:
+    """`ranks`: those that hold the version, each with its queue of tasks."""
+
+    model: str
+    number: int
+    publisher: str
+    world_size: int
+    wait_seconds: float
+    changed: ChangeSignal
+    ranks: dict[int, tuple[Member, str, deque[Task | None]]] = field(default_factory=dict)
+    turns: deque[Group] = field(default_factory=deque)
+    running: dict[str, Group] = field(default_factory=dict)
+    ready_at: float | None = None
+    served: set[str] = field(default_factory=set)  # servers that have all of it, proven
+    ended: bool = False
+    look_at: float = 0.0  # when to look next whether it is over
+
+    @property
+    def complete(self) -> bool:
+        return len(self.ranks) == self.world_size
+
+    def has_room(self, group: Group) -> bool:
+        """None of its ranks sends at the moment."""
+        return all(group.ranks.isdisjoint(other.ranks) for other in self.running.values())
+
+    def tell(self, group: Group, act: Act, *, link: bool = False) -> None:
+        for member in group.members[: group.senders]:
+            there = self.ranks.get(member.rank)
+            if there is not None and there[0] == member:
+                there[2].append(Task(act, group.id, group.link(member) if link else None))
+        self.changed.notify()
+
+    def ask(self, group: Group) -> None:
+        """For the digests of what each rank sends."""
+        for member in group.members[: group.senders]:
+            sent = None if group.told else sent_by(group.planned.plan, member.rank)
+            there = self.ranks.get(member.rank)
+            if there is not None and there[0] == member:
+                there[2].append(Task(Act.DIGEST, group.id, sent=sent))
+        group.told = True
+        self.changed.notify()
+
+    def end(self) -> None:
+        self.ended = True
+        for _, _, tasks in self.ranks.values():
+            tasks.append(None)
+        self.changed.notify()

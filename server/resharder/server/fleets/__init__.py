@@ -1,0 +1,1 @@
+"""Servers and fleets: update strategies, the reconciler of each server, operator commands, canary checks."""

@@ -1,0 +1,166 @@
+"""Commands that a canary waits for: the daemon's configuration names them, their exit codes decide.
+
+    checks = Checks({"answers": ["/opt/checks/answers.sh", "--quick"]}, timeout=600)
+    checks.start("answers", "fleets/policy/7", environment("policy", 7, 12, 11, ["10.0.0.1:8000"]), done)
+
+A command runs without a shell, in a process group of its own that ends with it, with RESHARDER_* of `environment` and the
+daemon's PATH and HOME alone. What ran when the daemon ended is not remembered: whoever still waits for it starts it again, and
+after a SIGKILL its orphan may run beside it.
+"""
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+import structlog
+from resharder.server.infra.medium import medium_error
+
+_KEPT_BYTES = 16 << 10  # of the end of the output
+_LINES, _LONGEST = 5, 1000  # of it in the message
+_log = structlog.get_logger("resharder.checks")
+
+Done = Callable[[bool, str], None]
+"""Whether the command ended with 0, and a sentence with the last lines of its output."""
+
+
+class Checks:
+    """Thread-safe. `timeout`: seconds until a command is killed, with all of its group."""
+
+    def __init__(self, commands: Mapping[str, Sequence[str]], timeout: float) -> None:
+        self._commands, self._timeout = dict(commands), timeout
+        self._lock = threading.Lock()
+        self._runs: dict[str, _Run] = {}
+        self._closed = False
+
+    def start(self, name: str, key: str, environment: Mapping[str, str], done: Done) -> None:
+        """Once for each key, however often it is called. `done` is called in a thread of its own, and not for what was cancelled,
+        unless it ended in that very moment."""
+        with self._lock:
+            if self._closed or key in self._runs:
+                return
+            run = self._runs[key] = _Run(name, self._commands.get(name, ()), environment, self._timeout)
+        _log.info("check_started", check=name, key=key)
+        threading.Thread(target=self._follow, args=(run, key, done), name=f"check-{name}", daemon=True).start()
+
+    def cancel(self, key: str) -> None:
+        """Kills it, if it runs. Its key may be used again."""
+        with self._lock:
+            run = self._runs.pop(key, None)
+        if run is not None:
+            run.cancel()
+
+    def close(self) -> None:
+        """Kills what runs, and starts nothing more."""
+        with self._lock:
+            self._closed = True
+            keys = list(self._runs)
+        for key in keys:
+            self.cancel(key)
+
+    def _follow(self, run: "_Run", key: str, done: Done) -> None:
+        ok, message = run.result()
+        _log.info("check_ended", check=run.name, key=key, ok=ok, message=message)
+        with self._lock:
+            if self._runs.get(key) is not run:
+                return
+        try:
+            done(ok, message)
+        except OSError as error:
+            _log.error("check_not_kept", check=run.name, key=key, reason=str(medium_error(error)))
+            with self._lock:  # it is started again for as long as it is needed
+                if self._runs.get(key) is run:
+                    del self._runs[key]
+
+
+class _Run:
+    """One command: its process once `result` runs it, unless it was cancelled before."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], timeout: float) -> None:
+        self.name, self._command, self._timeout = name, list(command), timeout
+        kept = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
+        self._environment = kept | dict(environment)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._cancelled = False
+
+    def result(self) -> tuple[bool, str]:
+        if not self._command:
+            return False, "the daemon's configuration has no such check any more"
+        try:
+            process = self._start()
+        except OSError as error:
+            return False, f"{self._command[0]} cannot be run: {error.strerror}"
+        if process is None or process.stdout is None:
+            return False, "it was cancelled"
+        tail = _Tail(process.stdout)
+        try:
+            status = process.wait(self._timeout)
+            said = f"ended with {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"
+        except subprocess.TimeoutExpired:
+            status, said = 1, f"did not end within {self._timeout:g} s"
+        _kill(process)
+        process.wait()
+        return status == 0, said + tail.lines()
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._cancelled = True
+            if self._process is not None and self._process.poll() is None:  # else its number may be somebody else's
+                _kill(self._process)
+
+    def _start(self) -> subprocess.Popen[bytes] | None:
+        with self._lock:
+            if not self._cancelled:
+                self._process = subprocess.Popen(
+                    self._command,
+                    env=self._environment,
+                    cwd="/",
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            return self._process
+
+
+class _Tail:
+    """Reads what a process writes, all of it, and keeps the end."""
+
+    def __init__(self, output: IO[bytes]) -> None:
+        self._output, self._kept = output, b""
+        self._thread = threading.Thread(target=self._read, name="check-output", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with self._output as output:
+            while read := os.read(output.fileno(), _KEPT_BYTES):
+                self._kept = (self._kept + read)[-_KEPT_BYTES:]
+
+    def lines(self) -> str:
+        """`: ` and the last lines, once the process has ended."""
+        self._thread.join(5)  # what left the process group may still hold the output open
+        lines = [line.strip() for line in self._kept.decode(errors="replace").splitlines() if line.strip()]
+        said = "\n".join(lines[-_LINES:])[-_LONGEST:]
+        return f": {said}" if said else ""
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """The whole group, which outlives its first process."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):  # all have ended
+        return
+
+
+def environment(fleet: str, move: int, version: int, from_version: int, servers: Sequence[str]) -> dict[str, str]:
+    """What a command is told. `servers`: the canaries' addresses, host:port."""
+    return {
+        "RESHARDER_FLEET": fleet,
+        "RESHARDER_MOVE": str(move),
+        "RESHARDER_VERSION": str(version),
+        "RESHARDER_FROM_VERSION": str(from_version),
+        "RESHARDER_SERVERS": ",".join(servers),
+    }

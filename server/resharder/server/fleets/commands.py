@@ -1,0 +1,219 @@
+"""What operators may ask of fleets: reads the request, says what is wrong with it, and has `Fleets` keep and begin the rest."""
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from google.protobuf.json_format import MessageToJson
+from google.protobuf.message import Message
+from resharder.server.fleets import updates
+from resharder.server.fleets.fleets import Fleets, FleetView, Note
+from resharder.server.state.errors import FailedPrecondition, InvalidArgument, NotFound
+from resharder.server.state.fleet import Fleet, Motion, MotionKind, PauseMode, View, Want, WantKind
+from resharder.server.state.server import Power
+from resharder.v1 import operator_pb2, resources_pb2
+
+_FIELDS = ("want", "motion", "pause_mode", "max_skew", "serve_ahead")
+_Act = Callable[[Fleet, View], Fleet]
+
+
+class Operations:
+    """`checks`: the names of the commands that canaries may wait for. `note` hears of every request that is not refused, before
+    anything follows from it."""
+
+    def __init__(self, fleets: Fleets, checks: Collection[str] = (), note: Note = lambda *_, **__: None) -> None:
+        self._fleets, self._checks, self._note = fleets, checks, note
+
+    def _change(self, fleet: str, what: str, request: Message, act: _Act, model: str = "") -> FleetView:
+        def noted(fleet: Fleet, view: View) -> Fleet:
+            after = act(fleet, view)
+            asked = MessageToJson(request, indent=None, preserving_proto_field_name=True)
+            self._note("operator", f"fleets/{fleet.name}", what, getattr(request, "reason", "")[:1000], request=asked[:1000])
+            return after
+
+        return self._fleets.change(fleet.removeprefix("fleets/"), noted, model)
+
+    def update(self, request: operator_pb2.UpdateFleetRequest) -> FleetView:
+        """Raises InvalidArgument (UPDATE_MASK, WANT, MOTION, PAUSE_MODE, MAX_SKEW, SERVE_AHEAD, CHECK_UNKNOWN),
+        FailedPrecondition (VERSION_NOT_READY, KV_FLEET, FLEET_MODEL), NotFound (FLEET_UNKNOWN, MODEL_UNKNOWN)."""
+        message, fields = request.fleet, list(request.update_mask.paths)
+        if unknown := set(fields) - set(_FIELDS):
+            raise InvalidArgument("UPDATE_MASK", f"expected fields of {list(_FIELDS)}, got {sorted(unknown)}")
+        want = read_want(message.want) if "want" in fields else None
+        motion = read_motion(message.motion, self._checks) if "motion" in fields else None
+        mode = _read_pause_mode(message.pause_mode) if "pause_mode" in fields else None
+        if message.max_skew < 0:
+            raise InvalidArgument("MAX_SKEW", f"expected max_skew of 0 or more, got {message.max_skew}")
+        model = message.model.removeprefix("models/")
+
+        def act(fleet: Fleet, view: View) -> Fleet:
+            if model and fleet.model != model:
+                raise FailedPrecondition("FLEET_MODEL", f"fleet {fleet.name} follows model {fleet.model}, not {model}")
+            if request.accept_refused and (want is None or want.kind != WantKind.NUMBER):
+                fleet = replace(fleet, refused={})
+            if want is not None:
+                fleet = _want(fleet, want, view)
+            if motion is not None:
+                _check_kv(fleet, motion, view)
+                fleet = replace(fleet, motion=motion)
+            if mode is not None:
+                fleet = replace(fleet, pause_mode=mode)
+            if "max_skew" in fields:
+                fleet = replace(fleet, max_skew=message.max_skew)
+            if "serve_ahead" in fields:
+                fleet = replace(fleet, serve_ahead=message.serve_ahead)
+            _check_ahead(fleet)
+            return fleet
+
+        # Of the fleet only what the mask names: the rest may be anything, even what is no JSON.
+        asked = operator_pb2.UpdateFleetRequest(
+            fleet=resources_pb2.Fleet(name=message.name, model=message.model),
+            update_mask=request.update_mask,
+            accept_refused=request.accept_refused,
+        )
+        request.update_mask.MergeMessage(message, asked.fleet)
+        return self._change(message.name, "update", asked, act, model)
+
+    def roll_back(self, request: operator_pb2.RollBackFleetRequest) -> FleetView:
+        """Raises FailedPrecondition (VERSION_NOT_READY, NO_EARLIER), InvalidArgument (VERSION), NotFound (FLEET_UNKNOWN)."""
+
+        def act(fleet: Fleet, view: View) -> Fleet:
+            if request.request_id and request.request_id == fleet.rolled_back:
+                return fleet
+            at = fleet.moving.to if fleet.moving else fleet.settled
+            to = request.version or max((v for v in view.ready if v < at and v not in fleet.refused), default=0)
+            if not to:
+                raise FailedPrecondition("NO_EARLIER", f"no READY version is before {at}; there are {sorted(view.ready)}")
+            _check_ready(to, view)
+            if to >= at:
+                raise InvalidArgument("VERSION", f"expected a version before {at}, which the fleet wants now, got {to}")
+            reason = request.reason[:1000] or f"rolled back to version {to}"
+            return updates.roll_back(fleet, to, view, reason, request.request_id)
+
+        return self._change(request.fleet, "rollback", request, act)
+
+    def decide(self, request: operator_pb2.DecideMoveRequest) -> FleetView:
+        """Raises FailedPrecondition (NOTHING_TO_DECIDE), NotFound (FLEET_UNKNOWN)."""
+
+        def act(fleet: Fleet, view: View) -> Fleet:
+            now = fleet.move.id if fleet.move else 0
+            if request.move not in (0, now):
+                raise FailedPrecondition("NOTHING_TO_DECIDE", f"fleet {fleet.name} is at move {now}, not {request.move}")
+            try:
+                return updates.decide(fleet, request.go_on, request.reason[:1000], view)
+            except ValueError as error:
+                raise FailedPrecondition("NOTHING_TO_DECIDE", f"fleet {fleet.name}: {error}") from error
+
+        return self._change(request.fleet, "approve" if request.go_on else "back", request, act)
+
+    def set_power(self, request: operator_pb2.SetPowerRequest) -> FleetView:
+        """Raises InvalidArgument (POWER), NotFound (FLEET_UNKNOWN, SERVER_UNKNOWN)."""
+        if int(request.power) not in set(Power) - {Power.UNKNOWN}:
+            names = [power.name for power in Power if power]
+            raise InvalidArgument("POWER", f"expected a power of {names}, got {request.power}")
+        power, servers = Power(request.power), _servers(request.server)
+        act = _of(servers, lambda fleet, _: updates.set_power(fleet, power, servers))
+        return self._change(request.fleet, "sleep" if power.asleep else "wake", request, act)
+
+    def set_drained(self, request: operator_pb2.SetDrainedRequest) -> FleetView:
+        """Raises NotFound (FLEET_UNKNOWN, SERVER_UNKNOWN)."""
+        servers = _servers(request.server)
+
+        def act(fleet: Fleet, view: View) -> Fleet:
+            return updates.set_drained(fleet, request.drained, servers or fleet.members)
+
+        return self._change(request.fleet, "drain" if request.drained else "resume", request, _of(servers, act))
+
+
+def read_want(message: resources_pb2.Want) -> Want:
+    """Raises InvalidArgument (WANT)."""
+    if int(message.kind) not in set(WantKind):
+        raise InvalidArgument("WANT", f"expected a want of {[kind.name for kind in WantKind]}, got {message.kind}")
+    want = Want(WantKind(message.kind), message.version, message.every_seconds)
+    if (want.kind == WantKind.NUMBER) != (want.version > 0):
+        raise InvalidArgument("WANT", f"expected a version of 1 or more with NUMBER alone, got {want.kind.name} {want.version}")
+    if not 0 <= want.every_seconds < 1e9 or (want.every_seconds and want.kind != WantKind.LATEST):
+        raise InvalidArgument("WANT", f"expected every_seconds of 0 or more, with LATEST alone, got {want.every_seconds:g}")
+    return want
+
+
+def read_motion(message: resources_pb2.Motion, checks: Collection[str]) -> Motion:
+    """Raises InvalidArgument (MOTION, CHECK_UNKNOWN)."""
+    if int(message.kind) not in set(MotionKind):
+        raise InvalidArgument("MOTION", f"expected a motion of {[kind.name for kind in MotionKind]}, got {message.kind}")
+    motion = Motion(
+        MotionKind(message.kind),
+        message.at_a_time,
+        message.max_failures,
+        message.canaries,
+        message.hold_seconds,
+        message.approval,
+        message.check,
+    )
+    counts = (motion.at_a_time, motion.max_failures, motion.canaries, motion.hold_seconds)
+    if not all(0 <= count < 1e9 for count in counts):
+        raise InvalidArgument("MOTION", f"expected counts and seconds of 0 or more, got {counts}")
+    if motion.kind != MotionKind.CANARY and (motion.canaries or motion.hold_seconds or motion.approval or motion.check):
+        raise InvalidArgument("MOTION", f"expected canaries, a hold, approval and a check with CANARY alone, got {motion}")
+    if motion.kind in (MotionKind.ALL_AT_ONCE, MotionKind.ATOMIC) and (motion.at_a_time or motion.max_failures):
+        raise InvalidArgument("MOTION", f"expected at_a_time and max_failures with ROLLING or CANARY, got {motion}")
+    if motion.check and motion.check not in checks:
+        there = sorted(checks)
+        raise InvalidArgument("CHECK_UNKNOWN", f"expected a check of the daemon's configuration {there}, got {motion.check!r}")
+    return motion
+
+
+def _read_pause_mode(mode: int) -> PauseMode:
+    if mode not in set(PauseMode):
+        raise InvalidArgument("PAUSE_MODE", f"expected a pause mode of {[mode.name for mode in PauseMode]}, got {mode}")
+    return PauseMode(mode)
+
+
+def _want(fleet: Fleet, want: Want, view: View) -> Fleet:
+    refused = dict(fleet.refused)
+    if want.kind == WantKind.NUMBER:
+        _check_ready(want.version, view)
+        refused.pop(want.version, None)  # an operator names it: it is not taken by itself
+    fleet = replace(fleet, want=want, refused=refused)
+    if fleet.move is not None and not fleet.move.active:
+        fleet = replace(fleet, move=replace(fleet.move, tries=fleet.move.tries + 1))  # servers that gave up try again
+    return fleet
+
+
+def _check_ready(version: int, view: View) -> None:
+    if version not in view.ready:
+        raise FailedPrecondition("VERSION_NOT_READY", f"version {version} is not READY; there are {sorted(view.ready)}")
+
+
+def _check_ahead(fleet: Fleet) -> None:
+    if fleet.serve_ahead and (fleet.motion.kind != MotionKind.ALL_AT_ONCE or fleet.max_skew):
+        bound = f"a skew bound of {fleet.max_skew}" if fleet.max_skew else "no skew bound"
+        raise InvalidArgument(
+            "SERVE_AHEAD",
+            f"expected a fleet that serves ahead to move ALL_AT_ONCE without a skew bound, {fleet.name} moves "
+            f"{fleet.motion.kind.name} with {bound}",
+        )
+
+
+def _check_kv(fleet: Fleet, motion: Motion, view: View) -> None:
+    passing = sorted(id for id, server in view.servers.items() if server.passes_kv)
+    if passing and motion.kind != MotionKind.ATOMIC:
+        raise FailedPrecondition(
+            "KV_FLEET",
+            f"servers {passing} pass KV caches on: expected fleet {fleet.name} to move atomically, got {motion.kind.name}",
+        )
+
+
+def _of(servers: tuple[str, ...], act: _Act) -> _Act:
+    """`act`, where the servers are the fleet's."""
+
+    def checked(fleet: Fleet, view: View) -> Fleet:
+        there = sorted(fleet.members | view.servers.keys())  # after a restart of the daemon some may be on their way back
+        if missing := [id for id in servers if id not in there]:
+            raise NotFound("SERVER_UNKNOWN", f"server {missing[0]!r} is not of fleet {fleet.name}; there are {there}")
+        return act(fleet, view)
+
+    return checked
+
+
+def _servers(name: str) -> tuple[str, ...]:
+    return (name.removeprefix("servers/"),) if name else ()

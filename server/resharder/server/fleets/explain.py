@@ -1,0 +1,214 @@
+"""Why a server, or a fleet, is in the state it is in: one sentence for every state."""
+
+from resharder.server.fleets.reconciler import target, why_not_ahead
+from resharder.server.fleets.updates import wanted
+from resharder.server.state.fleet import Fleet, Move, MoveState, View, WantKind
+from resharder.server.state.server import InstallState, Power, Server, Settings, WorkerState
+from resharder.v1 import resources_pb2
+
+_GOING = {
+    Power.AWAKE: "is waking up",
+    Power.WEIGHTS_AWAKE: "is waking its weights up",
+    Power.ASLEEP_1: "is going to sleep at level 1",
+    Power.ASLEEP_2: "is going to sleep at level 2",
+}
+
+
+def state_of(server: Server) -> int:
+    """The value of `Server.State`."""
+    install = server.install
+    if server.lost_at is not None:
+        return resources_pb2.Server.LOST
+    if install is not None and install.state == InstallState.APPLYING:
+        return resources_pb2.Server.APPLYING
+    staging = install is not None and install.state == InstallState.STAGING
+    if server.controls and (server.power not in (Power.AWAKE, Power.UNKNOWN) or _goes_to_sleep(server)):
+        return resources_pb2.Server.ASLEEP
+    if server.agreed and not server.opened and not server.goal.open:
+        return resources_pb2.Server.DRAINED
+    waits = server.agreed and not server.opened and not server.goal.permits(server.agreed)
+    if waits or (server.staged and not server.goal.apply):
+        return resources_pb2.Server.WAITING
+    if server.opened and server.resumed:
+        return resources_pb2.Server.STAGING if staging else resources_pb2.Server.SERVING
+    if server.torn:
+        return resources_pb2.Server.FAILED
+    if server.opened:
+        return resources_pb2.Server.APPLYING if server.installs else resources_pb2.Server.BOOTING
+    broken = any(worker.state == WorkerState.FAILED for worker in server.workers.values())
+    if not staging and (broken or (server.complete and server.failures)):
+        return resources_pb2.Server.FAILED
+    return resources_pb2.Server.BOOTING
+
+
+def _goes_to_sleep(server: Server) -> bool:
+    return server.change is not None and server.change.power.asleep
+
+
+def explain(server: Server, now: float, settings: Settings) -> str:
+    """Why it is in `state_of(server)`, and what it waits for."""
+    if server.lost_at is not None:
+        booting = "nobody has renewed its claim" if server.renews else "no control side attached"
+        who = "its control side has been silent" if server.attached else booting
+        return f"{who} for {now - server.seen:.0f} s"
+    if not server.controls and server.attached:
+        left = max(0.0, server.seen + settings.lease - now)
+        return f"{_serving(server)}no control side is attached; its lease ends in {left:.0f} s"
+    return _serving(server) + _doing(server, now, settings)
+
+
+def _serving(server: Server) -> str:
+    if server.controls and server.power not in (Power.AWAKE, Power.UNKNOWN):
+        return {
+            Power.ASLEEP_1: "asleep at level 1; ",
+            Power.ASLEEP_2: "asleep at level 2, its weights are dropped; ",
+            Power.WEIGHTS_AWAKE: "its weights are awake, its KV cache is not; ",
+        }[server.power]
+    if not server.opened and server.controls and not server.goal.open:
+        left = sum(control.in_flight for control in server.controls)
+        requests = "1 request is" if left == 1 else f"{left} requests are"
+        return "drained for maintenance; " + (f"{requests} still being answered; " if left else "")
+    if server.opened:
+        ahead = f" ahead of READY{_way(server)}" if server.unproven else ""
+        return f"serving version {server.opened}{ahead}; " if server.resumed else f"opening the gate on version {server.opened}; "
+    if _goes_to_sleep(server):
+        return "closed; "
+    if server.altered:
+        rank, found = min(server.altered.items())
+        return f"closed, worker {rank}: {found}; "
+    return ("closed, the last install went wrong half-way; " if _half_way(server) else "closed; ") + _stranger(server)
+
+
+def _way(server: Server) -> str:
+    """What has become of a version that is served ahead."""
+    if server.differs:
+        return f", and the store's copy differs: {server.differs}"
+    if server.opened in server.ready:
+        return ", being compared with the store's copy"
+    return "" if server.serves(server.opened) else ", it will not become READY"
+
+
+def _stranger(server: Server) -> str:
+    """The first worker that holds a version of another store."""
+    workers = sorted(server.workers.items())
+    errors = [
+        f"worker {rank}: {worker.error}; " for rank, worker in workers if worker.state == WorkerState.EMPTY and worker.error
+    ]
+    return errors[0] if errors else ""
+
+
+def _half_way(server: Server) -> bool:
+    return bool(server.torn) and not (server.install is not None and server.install.state == InstallState.APPLYING)
+
+
+def _doing(server: Server, now: float, settings: Settings) -> str:
+    missing = [rank for rank in range(server.world_size) if rank not in server.workers]
+    if not server.controls:
+        return f"waits for its control side; {len(server.workers)} workers have reported"
+    if missing:
+        return f"waits for workers {_few(missing)} of {server.world_size}"
+    install = server.install
+    if server.change is not None:
+        return _GOING[server.change.power]
+    if server.change_failed is not None and now < server.change_failed.retry_at:
+        return f"{server.change_failed.error}; tries again in {server.change_failed.retry_at - now:.0f} s"
+    if server.power.asleep and server.goal.power.asleep:
+        return "sleeps as wanted" + (f"; version {server.wanted} is installed at wake" if target(server, settings) else "")
+    if server.staged and not server.goal.apply:
+        return f"version {server.staged} is staged; {server.goal.why}"
+    if install is not None and install.active:
+        done = WorkerState.STAGED if install.state == InstallState.STAGING else WorkerState.APPLIED
+        ready = [w for w in server.workers.values() if w.install == install.id and w.state in (done, WorkerState.APPLIED)]
+        what = "staging" if install.state == InstallState.STAGING else "applying"
+        last = f" after: {_last_failure(server)}" if server.failures else ""
+        return f"{what} version {install.version}, {len(ready)} of {server.world_size} workers done{last}"
+    return _idle(server, now, settings)
+
+
+def _idle(server: Server, now: float, settings: Settings) -> str:
+    if busy := server.controls[0].busy:
+        return f"its control side is still at install {busy}"
+    if not server.ready:
+        return f"model {server.model} has no READY version"
+    if not server.opened and server.agreed and server.goal.open and not server.goal.permits(server.agreed):
+        return f"holds version {server.agreed} and may not serve it yet; {server.goal.why or 'the fleet serves another'}"
+    if server.is_ahead(server.wanted) and server.wanted != server.agreed and (why := why_not_ahead(server, server.wanted)):
+        return f"waits for version {server.wanted} to be READY: {why}"
+    if server.opened and server.opened == server.newest:
+        return "it is the newest"
+    version = target(server, settings)
+    if server.opened and not version and not server.failures:
+        return server.goal.why or "it is the one that the fleet wants"
+    if version and version in server.failures:
+        return f"{_last_failure(server)}; tries again in {max(0.0, server.failures[version].retry_at - now):.0f} s"
+    if server.failures:
+        return f"{_last_failure(server)}; waits for a newer version"
+    if version:
+        return f"version {version} is next"
+    return server.goal.why or (f"holds version {server.agreed}" if server.agreed else "no version is wanted")
+
+
+def _last_failure(server: Server) -> str:
+    version, failure = max(server.failures.items(), key=lambda item: item[1].retry_at)
+    often = "once" if failure.count == 1 else f"{failure.count} times, last"
+    return f"version {version} failed {often}: {failure.error}"
+
+
+def _few(ranks: list[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks[:8]) + (", …" if len(ranks) > 8 else "")
+
+
+def explain_fleet(fleet: Fleet, view: View) -> str:
+    """Why the fleet is at the version where it is."""
+    move = fleet.moving
+    if view.settling:
+        return "the daemon has just started; it waits for its servers to come back"
+    if move is not None:
+        return _explain_move(move, view)
+    refused = "".join(f"; version {version} is refused: {why}" for version, why in sorted(fleet.refused.items()))
+    match fleet.want.kind:
+        case WantKind.NONE:
+            return f"wants no other version than {fleet.settled}" if fleet.settled else "wants no version"
+        case WantKind.NUMBER if fleet.want.version != fleet.settled:
+            why = "is refused" if fleet.want.version in fleet.refused else "is not READY"
+            return f"wants version {fleet.want.version}, which {why}{refused}"
+        case WantKind.NUMBER:
+            return f"pinned to version {fleet.want.version}{refused}"
+    if not view.ready:
+        return f"model {fleet.model} has no READY version"
+    if fleet.settled in view.ahead:
+        return f"at version {fleet.settled}, ahead of READY{refused}"
+    newest = max(view.ready)
+    if newest not in fleet.refused and newest != fleet.settled and wanted(fleet, view) == fleet.settled:
+        left = fleet.rest_left(view.now)
+        return f"version {newest} is READY and due in {left:.0f} s: at most one move in {fleet.want.every_seconds:g} s{refused}"
+    return f"at the version it wants{refused}"
+
+
+def _explain_move(move: Move, view: View) -> str:
+    there = sum(server.serving == move.to for server in view.servers.values())
+    ahead = " ahead of READY" if move.to in view.ahead else ""
+    way = f"from version {move.back_to or '–'} to {move.to}{ahead}, {there} of {len(view.servers)} servers there"
+    why = f" ({move.reason})" if move.reason else ""
+    match move.state:
+        case MoveState.HOLDING:
+            left = move.hold_left(view.now)
+            waits = [
+                f"for another {left:.0f} s" if left else "",
+                "for an operator's word" if move.motion.approval and not move.approved else "",
+                f"for check {move.motion.check}" if move.checking else "",
+            ]
+            canaries = ", ".join(move.canaries)
+            return f"{way}; canaries {canaries} serve it and the rest waits {' and '.join(filter(None, waits)) or 'a moment'}"
+        case MoveState.TRYING:
+            return f"{way}; canaries {', '.join(move.canaries) or '(none is in service)'} go first"
+        case MoveState.STAGING:
+            return f"{way}; all servers stage it before any applies{why}"
+        case MoveState.APPLYING:
+            return f"{way}; all servers apply it before any serves it{why}"
+        case MoveState.BACK:
+            return f"going back to version {move.back_to}: {move.reason}"
+        case MoveState.STOPPED:
+            return f"{way}; stopped: {move.reason}; `approve` goes on, `back` goes back"
+    failed = "".join(f"; {id} failed: {error}" for id, error in sorted(move.failed.items()))
+    return f"{way}{why}{failed}"

@@ -1,0 +1,48 @@
+"""Who keeps which versions in the store from being dropped."""
+
+from collections.abc import Collection
+from typing import Protocol
+
+from resharder.server.state.errors import NotFound
+from resharder.server.store.manifest import VersionRecord
+
+
+class Holdable(Protocol):
+    """What is needed of the store."""
+
+    def hold(self, name: str, number: int, holder: str) -> VersionRecord: ...
+    def release(self, name: str, number: int, holder: str) -> None: ...
+
+
+class Holds:
+    """Of holders by name, each with versions of a model. One thread at a time changes it; `of` may be asked by any."""
+
+    def __init__(self, store: Holdable) -> None:
+        self._store = store
+        self._held: dict[tuple[str, str], frozenset[int]] = {}
+
+    def of(self, holder: str, model: str) -> frozenset[int]:
+        return self._held.get((holder, model), frozenset())
+
+    def hold(self, holder: str, model: str, numbers: Collection[int]) -> frozenset[int]:
+        """These too; those that are no longer READY are returned."""
+        gone = set()
+        for number in numbers:
+            if number in self.of(holder, model):
+                continue
+            try:
+                self._store.hold(model, number, holder)
+                self._held[holder, model] = self.of(holder, model) | {number}
+            except NotFound:
+                gone.add(number)
+        return frozenset(gone)
+
+    def release(self, holder: str, model: str, keep: frozenset[int] = frozenset()) -> None:
+        """All but those."""
+        held = self.of(holder, model)
+        if held & keep:
+            self._held[holder, model] = held & keep
+        else:
+            self._held.pop((holder, model), None)
+        for number in held - keep:
+            self._store.release(model, number, holder)

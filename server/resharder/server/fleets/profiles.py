@@ -1,0 +1,78 @@
+"""Profiles on their way from workers to the operator who asked: kept while he waits, and nowhere else."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from resharder.server.fleets.fleets import Fleets
+from resharder.server.infra.change_signal import ChangeSignal, Pause
+from resharder.server.state.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
+from resharder.server.state.server import InstallState
+from resharder.v1 import resources_pb2
+
+MAX_BYTES = 64 << 20  # of one worker's
+_LOOK = 0.1  # seconds; between looks whether the install has ended and the operator is still there
+
+
+@dataclass
+class _Waiting:
+    """`missing`: ranks whose profile has not come."""
+
+    missing: set[int]
+    arrived: deque[resources_pb2.Profile] = field(default_factory=deque)
+    changed: ChangeSignal = field(default_factory=ChangeSignal)
+
+
+class Profiles:
+    """Thread-safe. `_lock` comes before the fleets'."""
+
+    def __init__(self, fleets: Fleets, clock: Callable[[], float] = time.monotonic) -> None:
+        self._fleets, self._clock = fleets, clock
+        self._lock = threading.Lock()
+        self._waiting: dict[tuple[str, str], _Waiting] = {}  # by server and install
+
+    def take(self, server: str, wait_seconds: float) -> Iterator[resources_pb2.Profile | Pause]:
+        """Has the server install what it serves once more, and yields what its workers say of it; ends when the install has.
+
+        Raises NotFound (SERVER_UNKNOWN), FailedPrecondition (NOT_SERVING), DeadlineExceeded (NO_PROFILE).
+        """
+        deadline = self._clock() + wait_seconds
+        with self._lock:  # a profile must not come before it is waited for
+            install, workers = self._fleets.reinstall(server)
+            waiting = self._waiting[server, install] = _Waiting(set(range(workers)))
+        try:
+            left = workers
+            while left or not self._ended(server, install):
+                seen = waiting.changed.count
+                while waiting.arrived:
+                    left -= 1
+                    yield waiting.arrived.popleft()
+                if left:
+                    self._ended(server, install)
+                if self._clock() > deadline:
+                    missing = f"{left} workers of server {server} have not said how they spent {install}"
+                    raise DeadlineExceeded("NO_PROFILE", missing if left else f"server {server} has not ended {install}")
+                yield waiting.changed.pause(seen, _LOOK)
+        finally:
+            with self._lock:
+                del self._waiting[server, install]
+
+    def _ended(self, server: str, install: str) -> bool:
+        """Raises FailedPrecondition (NOT_SERVING) where it failed."""
+        known = self._fleets.server(server)
+        if (ended := known.ended) is not None and ended.id == install and ended.state == InstallState.FAILED:
+            raise FailedPrecondition("NOT_SERVING", f"the install that was to be profiled failed: {ended.error}")
+        return known.install is None or known.install.id != install or not known.install.active
+
+    def put(self, server: str, profile: resources_pb2.Profile) -> None:
+        """Lets go of one that nobody waits for. Raises InvalidArgument (PROFILE)."""
+        if len(profile.trace) + len(profile.table) > MAX_BYTES:
+            raise InvalidArgument("PROFILE", f"expected a profile of at most {MAX_BYTES} bytes, got {profile.ByteSize()}")
+        with self._lock:
+            waiting = self._waiting.get((server, profile.install))
+            if waiting is not None and profile.rank in waiting.missing:
+                waiting.missing.discard(profile.rank)
+                waiting.arrived.append(profile)
+                waiting.changed.notify()

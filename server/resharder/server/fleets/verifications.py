@@ -1,0 +1,56 @@
+"""Requests to verify what a server's workers hold: made by operators, carried to workers by the answers to their reports."""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+
+from resharder.server.fleets.fleets import Fleets
+from resharder.server.infra.change_signal import Waiting
+from resharder.server.state.errors import DeadlineExceeded, FailedPrecondition
+from resharder.v1 import resources_pb2
+
+_LOOK = 0.1  # seconds; between looks whether all have answered
+
+
+class Verifications:
+    """Thread-safe."""
+
+    def __init__(self, fleets: Fleets, clock: Callable[[], float] = time.monotonic) -> None:
+        self._fleets, self._clock = fleets, clock
+        self._lock = threading.Lock()
+        self._requests: dict[str, str] = {}  # by server, the last one
+
+    def requested(self, server: str) -> str:
+        """Empty where none has been."""
+        with self._lock:
+            return self._requests.get(server, "")
+
+    def take(self, server: str, wait_seconds: float) -> Waiting[list[resources_pb2.Verification]]:
+        """One of each worker, by rank, all made after this call. Raises NotFound (SERVER_UNKNOWN), FailedPrecondition
+        (NOT_SERVING) where not all workers are there, DeadlineExceeded (NO_VERIFICATION)."""
+        known = self._fleets.server(server)
+        if not known.complete or known.lost_at is not None:
+            raise FailedPrecondition(
+                "NOT_SERVING",
+                f"expected all {known.world_size} workers of server {server} to report, got {len(known.workers)}"
+                + (", and its lease ended" if known.lost_at is not None else ""),
+            )
+        request, deadline = secrets.token_hex(8), self._clock() + wait_seconds
+        with self._lock:
+            self._requests[server] = request
+        while True:
+            seen = self._fleets.changed.count
+            workers = [worker for _, worker in sorted(self._fleets.server(server).workers.items())]
+            found = [worker.verification for worker in workers if worker.verification is not None]
+            answered = [one for one in found if one.request == request]
+            if len(answered) == len(workers):
+                return answered
+            if self.requested(server) != request:
+                raise FailedPrecondition("NOT_SERVING", f"another verification of server {server} was asked for: try again")
+            if self._clock() > deadline:
+                raise DeadlineExceeded(
+                    "NO_VERIFICATION",
+                    f"expected {len(workers)} workers of server {server} to verify in {wait_seconds:g} s, {len(answered)} have",
+                )
+            yield self._fleets.changed.pause(seen, _LOOK)

@@ -1,0 +1,82 @@
+"""Waiting for changes without holding a lock over them, or a thread.
+
+A function that waits is a generator, a `Waiting[T]`: it yields a `Pause` whenever there is nothing to do before a signal fires,
+and returns its result. The RPC server drives it from its event loop and holds no thread meanwhile; `result_of` blocks.
+
+    seen = changes.count        # before looking, so that no change is missed
+    while not look():
+        yield changes.pause(seen, 1.0)
+        seen = changes.count
+"""
+
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class ChangeSignal:
+    """Thread-safe. No other lock is taken under its own, so `notify` may be called under any."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._changed = threading.Condition()
+        self._listeners: dict[object, Callable[[], object]] = {}
+
+    def notify(self) -> None:
+        with self._changed:
+            self.count += 1
+            self._changed.notify_all()
+            listeners = list(self._listeners.values())
+        for listener in listeners:
+            listener()
+
+    def wait(self, seen: int, seconds: float) -> None:
+        """Block until a change after `seen`, for at most `seconds`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.count != seen, seconds)
+
+    def listeners(self) -> int:
+        """How many listen at the moment."""
+        return len(self._listeners)
+
+    def pause(self, seen: int, seconds: float) -> "Pause":
+        return Pause(self, seen, seconds)
+
+    @contextmanager
+    def listening(self, listener: Callable[[], object]) -> Iterator[None]:
+        """Call `listener` at each change, on the thread that makes it. It must not block."""
+        key = object()
+        with self._changed:
+            self._listeners[key] = listener
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._listeners[key]
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Nothing to do until `signal` changes after `seen`, or `seconds` have passed."""
+
+    signal: ChangeSignal
+    seen: int
+    seconds: float
+
+
+Waiting = Generator[Pause, None, T]
+
+
+def result_of(waiting: Waiting[T]) -> T:
+    """Drive `waiting` to its end on this thread."""
+    while True:
+        try:
+            pause = next(waiting)
+        except StopIteration as ended:
+            result: T = ended.value
+            return result
+        pause.signal.wait(pause.seen, pause.seconds)

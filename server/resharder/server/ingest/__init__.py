@@ -1,0 +1,1 @@
+"""Publishers and slots: registration, uploads and seals, up to a READY version."""

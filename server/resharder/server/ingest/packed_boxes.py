@@ -1,0 +1,142 @@
+"""What ranks hold and send, in arrays: a thousand ranks have a million boxes, and Python objects would be hundreds of MiB."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from resharder.converters.errors import LayoutError
+from resharder.converters.geometry.chunking import Part, cut_chunks
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, Range, TensorSpec, box_size
+from resharder.converters.wire.boxes import box_from_proto
+from resharder.v1 import resources_pb2
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Boxes of one rank: `tensors[i]` numbers the tensor, `ranges[ends[i-1]:ends[i]]` are its (start, count, step)."""
+
+    tensors: npt.NDArray[np.uint32]
+    replicas: npt.NDArray[np.bool_]
+    ends: Ints
+    ranges: Ints
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def box(self, i: int) -> Box:
+        first = int(self.ends[i - 1]) if i else 0
+        return tuple(Range(*row) for row in self.ranges[first : int(self.ends[i])].tolist())
+
+    def renumber(self, numbers: Sequence[int]) -> "Boxes":
+        """The same boxes, tensor `i` being called `numbers[i]`."""
+        return replace(self, tensors=np.array(numbers, np.uint32)[self.tensors])
+
+    def take(self, positions: Sequence[int]) -> "Boxes":
+        return pack((int(self.tensors[i]), self.box(i), bool(self.replicas[i])) for i in positions)
+
+
+def pack(boxes: Iterator[tuple[int, Box, bool]]) -> Boxes:
+    """From (number of the tensor, box, replica)."""
+    tensors: list[int] = []
+    replicas: list[bool] = []
+    ends: list[int] = []
+    flat: list[int] = []
+    for tensor, box, replica in boxes:
+        tensors.append(tensor)
+        replicas.append(replica)
+        for r in box:
+            flat += r
+        ends.append(len(flat) // 3)
+    return Boxes(
+        np.array(tensors, np.uint32), np.array(replicas, bool), np.array(ends, np.int64), np.array(flat, np.int64).reshape(-1, 3)
+    )
+
+
+def read_boxes(messages: Sequence[resources_pb2.TensorBox], specs: Sequence[TensorSpec]) -> Boxes:
+    """`messages` speak of `specs`. Raises LayoutError for what lies outside."""
+
+    def read() -> Iterator[tuple[int, Box, bool]]:
+        for message in messages:
+            if message.tensor >= len(specs):
+                raise LayoutError(f"a box names tensor {message.tensor} of {len(specs)}")
+            spec, box = specs[message.tensor], box_from_proto(message.box)
+            fits = len(box) == len(spec.shape) and all(
+                r.start >= 0 and r.count >= 1 and r.step >= 1 and r.last < n for r, n in zip(box, spec.shape, strict=True)
+            )
+            if not fits:
+                raise LayoutError(
+                    f"{spec.name}: {[tuple(r) for r in box]} (start, count, step) lies outside of {list(spec.shape)}"
+                )
+            yield message.tensor, box, message.replica
+
+    return pack(read())
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What one rank sends, and how it is cut: chunk `i` begins with part `first_part[i]` of box `first_box[i]`."""
+
+    boxes: Boxes
+    item_sizes: npt.NDArray[np.uint8]
+    chunk_bytes: int
+    first_box: npt.NDArray[np.uint32]
+    first_part: npt.NDArray[np.uint32]
+    sizes: npt.NDArray[np.uint32]
+    size_bytes: int
+
+    @property
+    def chunks(self) -> int:
+        return len(self.sizes)
+
+    def parts(self, chunk: int) -> list[Part]:
+        """The parts of one chunk, as `cut.cut_chunks` has them for the whole slot."""
+        found, size = [], 0
+        position, part = int(self.first_box[chunk]), int(self.first_part[chunk])
+        while size < self.sizes[chunk]:
+            cut = _cut(self.boxes.box(position), int(self.item_sizes[position]), self.chunk_bytes)
+            for box in cut[part:]:
+                found.append(Part(position, box))
+                size += box_size(box) * int(self.item_sizes[position])
+                if size >= self.sizes[chunk]:
+                    break
+            position, part = position + 1, 0
+        return found
+
+
+@lru_cache(maxsize=64)
+def _cut(box: Box, item_size: int, chunk_bytes: int) -> tuple[Box, ...]:
+    """The parts of one box, in order."""
+    return tuple(part.box for chunk in cut_chunks([box], [item_size], chunk_bytes) for part in chunk)
+
+
+def cut_slot(boxes: Boxes, specs: Sequence[TensorSpec], chunk_bytes: int) -> Slot:
+    """As `cut.cut_chunks`, remembering where chunks begin instead of every part."""
+    item_sizes = np.array([ITEM_SIZES[specs[int(t)].dtype] for t in boxes.tensors], np.uint8)
+    first_box: list[int] = []
+    first_part: list[int] = []
+    sizes: list[int] = []
+    room = 0
+    for position in range(len(boxes)):
+        item_size = int(item_sizes[position])
+        for ordinal, part in enumerate(_cut(boxes.box(position), item_size, chunk_bytes)):
+            size = box_size(part) * item_size
+            if size > room or not sizes:
+                first_box.append(position)
+                first_part.append(ordinal)
+                sizes.append(0)
+                room = chunk_bytes
+            sizes[-1] += size
+            room -= size
+    return Slot(
+        boxes,
+        item_sizes,
+        chunk_bytes,
+        np.array(first_box, np.uint32),
+        np.array(first_part, np.uint32),
+        np.array(sizes, np.uint32),
+        sum(sizes),
+    )

@@ -1,0 +1,222 @@
+"""One job's claim in memory: what its ranks hold, whether that tiles the model, and who sends what."""
+
+import json
+import math
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from resharder.converters.architectures.checkpoint import expected_shapes
+from resharder.converters.errors import LayoutError, UnsupportedModel
+from resharder.converters.geometry.layout import Box, TensorSpec
+from resharder.converters.geometry.tiling import Held, assign, check_tiling
+from resharder.converters.storage.files import INDEX_FILE
+from resharder.server.ingest.packed_boxes import Boxes, Slot, cut_slot
+from resharder.server.state.errors import AlreadyExists, DaemonError, FailedPrecondition, InvalidArgument
+from resharder.server.store.manifest import MANIFEST_FILE
+
+REGISTERING, ACTIVE, REJECTED, FENCED = "REGISTERING", "ACTIVE", "REJECTED", "FENCED"
+MAX_WORLD = 1 << 16
+MAX_FILE_BYTES, MAX_FILES = 48 << 20, 64
+_MOST_EXPERTS = 1 << 17  # in all layers: Kimi-K2 has 23,424
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_files(files: Mapping[str, bytes]) -> None:
+    """Raises InvalidArgument (MODEL_FILE) for a name that is a path or one of the store's own, and for too much."""
+    if len(files) > MAX_FILES:
+        raise InvalidArgument("MODEL_FILE", f"expected at most {MAX_FILES} files of a model, got {len(files)}")
+    for name, content in files.items():
+        ours = name in (MANIFEST_FILE, INDEX_FILE) or name.endswith((".safetensors", ".part"))
+        if ours or not _FILE_NAME.fullmatch(name):
+            raise InvalidArgument("MODEL_FILE", f"expected a plain file name that is not the store's own, got {name!r}")
+        if len(content) > MAX_FILE_BYTES:
+            raise InvalidArgument("MODEL_FILE", f"{name}: expected at most {MAX_FILE_BYTES} bytes, got {len(content)}")
+
+
+def _check_counts(config: object) -> None:
+    """Raises LayoutError for more layers and experts than any model has: the names of their tensors would take all memory."""
+    counts = {"layers": 1, "experts": 1}
+    parts = [config]
+    while parts:
+        part = parts.pop()
+        for key, value in part.items() if isinstance(part, dict) else ():
+            parts.append(value)
+            for what in counts:
+                if what in key and isinstance(value, int):
+                    counts[what] = max(counts[what], value)
+    if counts["layers"] * counts["experts"] > _MOST_EXPERTS:
+        raise LayoutError(f"config.json: expected at most {_MOST_EXPERTS} experts in all layers, got {counts}")
+
+
+@dataclass
+class Publisher:
+    """Guarded by the intake's lock. REGISTERING -> ACTIVE or REJECTED; FENCED from any."""
+
+    model: str
+    job: str
+    epoch: int
+    world_size: int
+    created: float = 0.0  # by the intake's clock
+    state: str = REGISTERING
+    error: DaemonError | None = None
+    stalled: DaemonError | None = None  # why the last activation failed, where the next one may not
+    activating: bool = False
+    files: dict[str, bytes] = field(default_factory=dict)  # until ACTIVE
+    registered: dict[int, str] = field(default_factory=dict)  # rank -> fingerprint of its registration
+    specs: list[TensorSpec] = field(default_factory=list)
+    numbers: dict[str, int] = field(default_factory=dict)
+    held: dict[int, Boxes] = field(default_factory=dict)  # until ACTIVE
+    assigned: dict[int, list[int]] = field(default_factory=dict)
+    boxes: dict[int, Boxes] = field(default_factory=dict)  # what each rank sends
+    seen: dict[int, float] = field(default_factory=dict)  # rank -> when it last called
+    processes: dict[int, str] = field(default_factory=dict)  # rank -> the nonce of its process
+    started: dict[int, int] = field(default_factory=dict)  # rank -> the last step that its process has started
+    replaced: float = -math.inf  # when a rank last registered from a new process
+    _slots: dict[int, Slot] = field(default_factory=dict)
+    _cutting: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def name(self) -> str:
+        return f"models/{self.model}/publishers/{self.epoch}"
+
+    def check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise InvalidArgument("RANK", f"{self.name}: expected a rank below {self.world_size}, got {rank}")
+
+    def check_usable(self) -> None:
+        """Raises what the publisher was rejected with, or FailedPrecondition (STALE_EPOCH)."""
+        if self.state == FENCED:
+            raise FailedPrecondition("STALE_EPOCH", f"{self.name}: a later job took {self.model!r} over")
+        if self.error is not None:
+            raise type(self.error)(self.error.reason, str(self.error))
+
+    def check_active(self) -> None:
+        self.check_usable()
+        if self.state != ACTIVE:
+            raise FailedPrecondition(
+                "NOT_REGISTERED", f"{self.name}: expected {self.world_size} registered ranks, {len(self.registered)} are"
+            )
+
+    def add_slot(self, rank: int, fingerprint: str, specs: Sequence[TensorSpec], boxes: Boxes) -> bool:
+        """Whether all ranks have registered now. Raises FailedPrecondition (TENSOR_MISMATCH), with nothing changed."""
+        for spec in specs:
+            number = self.numbers.get(spec.name)
+            if number is not None and self.specs[number] != spec:
+                have = self.specs[number]
+                raise FailedPrecondition(
+                    "TENSOR_MISMATCH",
+                    f"{spec.name}: expected {have.dtype} {list(have.shape)} as another rank says, "
+                    f"rank {rank} has {spec.dtype} {list(spec.shape)}",
+                )
+        self.held[rank] = boxes.renumber([self._number(spec) for spec in specs])
+        self.registered[rank] = fingerprint
+        return len(self.registered) == self.world_size
+
+    def _number(self, spec: TensorSpec) -> int:
+        if spec.name not in self.numbers:
+            self.numbers[spec.name] = len(self.specs)
+            self.specs.append(spec)
+        return self.numbers[spec.name]
+
+    @property
+    def is_complete(self) -> bool:
+        """Every rank has registered, and nothing activates the publisher yet or again."""
+        return self.state == REGISTERING and len(self.registered) == self.world_size and not self.activating
+
+    def is_registered(self, rank: int, fingerprint: str) -> bool:
+        if self.registered.get(rank, fingerprint) != fingerprint:
+            raise AlreadyExists("SLOT_DIFFERS", f"{self.name}: rank {rank} has registered other tensors or boxes before")
+        return rank in self.registered
+
+    def is_replaced(self, rank: int, process: str, now: float) -> bool:
+        """Whether the rank registers from another process than before. An empty `process` is no information."""
+        former = self.processes.get(rank)
+        if not process or process == former:
+            return False
+        self.processes[rank] = process
+        if former is None:
+            return False
+        self.started.pop(rank, None)
+        self.replaced = now
+        return True
+
+    def overtaken(self, step: int, ranks: Iterable[int]) -> str:
+        """Why one of `ranks` delivers nothing more of `step`: it has started a later one. Empty where none has.
+
+        A job that restarts may go back to an earlier step: ranks that have been silent since a process was replaced do not
+        count, their processes may be gone as well.
+        """
+        for rank in ranks:
+            started = self.started.get(rank, step)
+            if started > step and self.seen[rank] > self.replaced:
+                return f"rank {rank} has started step {started} without its part of step {step}"
+        return ""
+
+    def senders(self) -> list[int]:
+        """Ranks that have something to send."""
+        return [rank for rank, boxes in self.boxes.items() if len(boxes)]
+
+    def check_and_assign(self) -> tuple[dict[int, list[int]], dict[int, Boxes]]:
+        """(positions, boxes) that each rank sends. Raises FailedPrecondition where the slots are not the model exactly."""
+        try:
+            self._check_names()
+            held = self._held_by_tensor()
+            for spec in self.specs:
+                check_tiling(spec, held[spec.name])
+        except LayoutError as error:
+            raise FailedPrecondition("LAYOUT_MISMATCH", str(error)) from error
+        positions = assign({spec.name: spec for spec in self.specs}, held)
+        everyone = {rank: positions.get(rank, []) for rank in range(self.world_size)}
+        return everyone, {rank: self.held[rank].take(wanted) for rank, wanted in everyone.items()}
+
+    def _check_names(self) -> None:
+        if not self.specs:
+            raise LayoutError("expected at least one tensor, no rank holds any")
+        try:
+            config = json.loads(self.files["config.json"])
+            _check_counts(config)
+            expected = expected_shapes(config)
+        except (KeyError, UnsupportedModel):
+            return  # no config, or no table for its architecture: what the ranks say is taken
+        except (ValueError, TypeError, AttributeError) as error:
+            raise LayoutError(f"config.json: {error!r}") from error
+        wrong = [
+            f"{name}: expected {list(shape)}, found {list(self.specs[self.numbers[name]].shape)}"
+            for name, shape in expected.items()
+            if name in self.numbers and self.specs[self.numbers[name]].shape != tuple(shape)
+        ]
+        wrong += [
+            f"{name}: expected {list(shape)}, no rank holds it" for name, shape in expected.items() if name not in self.numbers
+        ]
+        wrong += [f"{spec.name}: not a tensor of this model" for spec in self.specs if spec.name not in expected]
+        if wrong:
+            more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise LayoutError("; ".join(wrong[:8]) + more)
+
+    def _held_by_tensor(self) -> dict[str, list[Held]]:
+        held: dict[str, list[Held]] = defaultdict(list)
+        same: dict[Box, Box] = {}  # ranks hold the same boxes over and over
+        for rank, boxes in sorted(self.held.items()):
+            for position in range(len(boxes)):
+                box = boxes.box(position)
+                piece = Held(rank, position, same.setdefault(box, box), bool(boxes.replicas[position]))
+                held[self.specs[int(boxes.tensors[position])].name].append(piece)
+        return held
+
+    def activate(self, assigned: dict[int, list[int]], boxes: dict[int, Boxes]) -> None:
+        self.assigned, self.boxes, self.state = assigned, boxes, ACTIVE
+        self.held, self.files, self.stalled = {}, {}, None
+
+    def reject(self, error: DaemonError) -> None:
+        self.error, self.state = error, REJECTED
+        self.held, self.files = {}, {}
+
+    def slot(self, rank: int, chunk_bytes: int) -> Slot:
+        """What the rank sends, cut into chunks at first use."""
+        with self._cutting:
+            if rank not in self._slots:
+                self._slots[rank] = cut_slot(self.boxes[rank], self.specs, chunk_bytes)
+            return self._slots[rank]

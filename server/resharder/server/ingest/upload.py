@@ -1,0 +1,263 @@
+"""A STAGING version: the chunks that arrived, the slots that are sealed, and the proof before it becomes READY.
+
+open --all slots sealed--> committing --digests agree--> READY
+  \\--aborted, fenced, a rank silent or at a later step--\\--they differ--> ABORTED
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from blake3 import blake3
+from resharder.converters.geometry.layout import Box, box_index, box_shape, box_size, full_box
+from resharder.converters.storage.digest import MASK
+from resharder.converters.storage.files import BITS, Array, FileLayout, MappedFiles
+from resharder.converters.wire.chunk_frame import ChunkHeader
+from resharder.server.infra.filesystem import touching, unwritten_elsewhere
+from resharder.server.ingest.packed_boxes import Slot
+from resharder.server.ingest.publisher import Publisher
+from resharder.server.state.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument
+from resharder.server.state.timing import Timing
+from resharder.server.store.digests import digest_tensors
+from resharder.server.store.manifest import VersionRecord
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What a rank said when it sealed its slot. `trace`: W3C traceparent of what the trainer was at, or empty."""
+
+    timings: tuple[Timing, ...]
+    transport: str
+    size_bytes: int
+    trace: str
+
+
+class Staged:
+    """Thread-safe. `_lock` guards the bitmaps, the seals and the number of copies in progress; copies run outside of it."""
+
+    def __init__(
+        self,
+        record: VersionRecord,
+        publisher: Publisher,
+        folder: Path,
+        files: Sequence[FileLayout],
+        *,
+        chunk_bytes: int,
+        shared: bool,
+        now: float,
+    ) -> None:
+        self.record, self.publisher, self.folder, self.created = record, publisher, folder, now
+        self.deliveries: dict[int, Delivery] = {}
+        self.timings: list[Timing] = []  # of what the daemon did itself
+        self.begun: dict[int, str] = {}  # rank -> its process that was given the version; guarded by the intake's lock
+        self._shared = shared  # whether others may have mapped the files
+        self._files, self._chunk_bytes = files, chunk_bytes
+        self._lock = threading.Condition()
+        self._maps: MappedFiles | None = None
+        self._landing = 0
+        self._closed = self._aborted = False
+        self._received: dict[int, npt.NDArray[np.bool_]] = {}
+        self._sealed = {rank: _digests([]) for rank, boxes in publisher.boxes.items() if not len(boxes)}
+
+    def slot(self, rank: int) -> Slot:
+        return self.publisher.slot(rank, self._chunk_bytes)
+
+    def land(self, header: ChunkHeader, data: memoryview) -> None:
+        """Puts a chunk in its place. Everything is checked before a byte changes; a chunk that came before is fine."""
+        self.publisher.check_rank(header.rank)
+        slot = self.slot(header.rank)
+        if header.index >= slot.chunks:
+            raise InvalidArgument("CHUNK_INDEX", f"rank {header.rank} has {slot.chunks} chunks, got number {header.index}")
+        expected = int(slot.sizes[header.index])
+        if len(data) != expected:
+            raise InvalidArgument(
+                "CHUNK_LENGTH", f"rank {header.rank} chunk {header.index}: expected {expected} bytes, got {len(data)}"
+            )
+        found = xxhash.xxh3_64_intdigest(data)
+        if found != header.checksum:
+            raise DataLoss(
+                "CHECKSUM", f"rank {header.rank} chunk {header.index}: expected xxh3 {header.checksum:016x}, got {found:016x}"
+            )
+        arrays = self._enter(header.rank)
+        if arrays is None:
+            return
+        try:
+            self._copy(arrays, slot, header.index, data)
+        finally:
+            with self._lock:
+                self._landing -= 1
+                self._lock.notify_all()
+        with self._lock:
+            self._bitmap(header.rank)[header.index] = True
+
+    def _enter(self, rank: int) -> MappedFiles | None:
+        """The writable files, or None where the slot is sealed: its bytes are there already."""
+        with self._lock:
+            self._check_open()
+            if rank in self._sealed:
+                return None
+            if self._maps is None:
+                with touching(self.folder, "mapping"):
+                    self._maps = MappedFiles(self.folder, self._files, writable=True)
+            self._landing += 1
+            return self._maps
+
+    def _copy(self, maps: MappedFiles, slot: Slot, chunk: int, data: memoryview) -> None:
+        at = 0
+        for position, box in slot.parts(chunk):
+            spec = self.publisher.specs[int(slot.boxes.tensors[position])]
+            size = box_size(box) * int(slot.item_sizes[position])
+            _put(maps.arrays[spec.name], box, data[at : at + size])
+            at += size
+
+    def _check_open(self) -> None:
+        if self._aborted:
+            raise FailedPrecondition("VERSION_ABORTED", f"{self.record.name} takes no more bytes: it is aborted")
+        if self._closed:
+            raise FailedPrecondition("VERSION_CLOSED", f"{self.record.name} takes no more bytes: it is complete")
+
+    def _bitmap(self, rank: int) -> npt.NDArray[np.bool_]:
+        if rank not in self._received:
+            self._received[rank] = np.zeros(self.slot(rank).chunks, bool)
+        return self._received[rank]
+
+    def missing(self, rank: int) -> list[int]:
+        """Numbers of the rank's chunks that have not arrived; none once it is sealed."""
+        self.publisher.check_rank(rank)
+        with self._lock:
+            return [] if rank in self._sealed else [int(i) for i in np.flatnonzero(~self._bitmap(rank))]
+
+    def seal(self, rank: int, digests: Sequence[int], mapped: bool, timings: tuple[Timing, ...] = (), trace: str = "") -> bool:
+        """Whether this was the last open slot. Raises FailedPrecondition (MISSING_CHUNKS), AlreadyExists (SLOT_DIFFERS)."""
+        self.publisher.check_rank(rank)
+        boxes = len(self.publisher.boxes[rank])
+        if len(digests) != boxes:
+            raise InvalidArgument("DIGESTS", f"rank {rank} delivers {boxes} boxes, got {len(digests)} digests")
+        packed = _digests(digests)
+        with self._lock:
+            if rank in self._sealed:
+                if not np.array_equal(self._sealed[rank], packed):
+                    raise AlreadyExists("SLOT_DIFFERS", f"{self.record.name}: rank {rank} has sealed other bytes before")
+                return False
+            self._check_open()
+            missing = 0 if mapped else int(np.count_nonzero(~self._bitmap(rank)))
+            if missing:
+                raise FailedPrecondition(
+                    "MISSING_CHUNKS",
+                    f"{self.record.name}: {missing} of {self.slot(rank).chunks} chunks of rank {rank} are missing",
+                )
+            self._sealed[rank] = packed
+            transport, size = "shared-memory" if mapped else "grpc", self.slot(rank).size_bytes
+            self.deliveries[rank] = Delivery(timings, transport, size, trace)
+            if len(self._sealed) < self.publisher.world_size:
+                return False
+            self._closed = True
+            return True
+
+    def open_ranks(self, among: Iterable[int] | None = None) -> list[int]:
+        """Ranks that have not sealed their slots, of `among` or of all."""
+        with self._lock:
+            asked = range(self.publisher.world_size) if among is None else among
+            return [rank for rank in asked if rank not in self._sealed]
+
+    def is_left(self, rank: int, process: str, step: int | None = None) -> bool:
+        """Whether a former process of the rank has begun the version and left it incomplete: without the rank's part, or with
+        one of another time, as the rank is back at `step`."""
+        if self.begun.get(rank, process) == process:
+            return False
+        back = step is not None and self.record.step >= step
+        return bool(self.open_ranks(None if back else [rank]))
+
+    def progress(self) -> list[tuple[int, bool, int, int]]:
+        """(rank, sealed, bytes, bytes received) of every slot."""
+        with self._lock:
+            sealed, arrived = set(self._sealed), {rank: bits.copy() for rank, bits in self._received.items()}
+        found = []
+        for rank in range(self.publisher.world_size):
+            slot = self.slot(rank)
+            received = int(slot.sizes[arrived[rank]].sum()) if rank in arrived else 0
+            found.append((rank, rank in sealed, slot.size_bytes, slot.size_bytes if rank in sealed else received))
+        return found
+
+    def close(self, *, aborted: bool = False) -> None:
+        """No byte changes from here on, and the daemon's own writable maps are gone."""
+        with self._lock:
+            self._closed, self._aborted = True, self._aborted or aborted
+            self._lock.wait_for(lambda: self._landing == 0)
+            maps, self._maps = self._maps, None
+        if maps is not None:
+            maps.close()
+
+    def slot_digests(self) -> tuple[tuple[int, str], ...]:
+        return tuple((rank, hash_digests(values)) for rank, values in sorted(self._sealed.items()))
+
+    def prove(self, threads: int, patience: float) -> dict[str, int]:
+        """The digest of every tensor, from the files, once nobody can write them. Raises ProofFailed, OSError."""
+        self.close()
+        with touching(self.folder, "proving"):
+            return self._prove(threads, patience)
+
+    def _prove(self, threads: int, patience: float) -> dict[str, int]:
+        paths = [self.folder / file.path for file in self._files]
+        if self._shared and not _wait(lambda: all(unwritten_elsewhere(path) for path in paths), patience):
+            busy = [path.name for path in paths if not unwritten_elsewhere(path)]
+            raise ProofFailed(f"somebody still has files open for writing after {patience} s: {', '.join(busy[:4])}")
+        for file in self._files:
+            with (self.folder / file.path).open("rb") as opened:
+                if opened.read(len(file.header)) != file.header:
+                    raise ProofFailed(f"{file.path}: its header was overwritten")
+        said = self._said()
+        with MappedFiles(self.folder, self._files) as maps:
+            found = digest_tensors(maps, threads)
+        wrong = sorted(name for name in found if found[name] != said[name])
+        if wrong:
+            first = f"{wrong[0]}: the ranks' digests add up to {said[wrong[0]]:016x}, the store holds {found[wrong[0]]:016x}"
+            raise ProofFailed(f"{len(wrong)} of {len(found)} tensors are not what was sent: {', '.join(wrong[:8])}. {first}")
+        return found
+
+    def _said(self) -> dict[str, int]:
+        """The sum of the ranks' digests of each tensor."""
+        totals = np.zeros(len(self.publisher.specs), np.uint64)
+        for rank, digests in self._sealed.items():
+            np.add.at(totals, self.publisher.boxes[rank].tensors, digests)
+        return {spec.name: int(total) & MASK for spec, total in zip(self.publisher.specs, totals, strict=True)}
+
+
+class ProofFailed(Exception):
+    """The version cannot become READY; the message says why, with the tensors' names."""
+
+
+def _digests(values: Sequence[int]) -> npt.NDArray[np.uint64]:
+    return np.array(values, np.uint64)
+
+
+def hash_digests(values: Sequence[int] | npt.NDArray[np.uint64]) -> str:
+    """blake3 of a slot's digests, hexadecimal."""
+    return str(blake3(np.asarray(values, "<u8").tobytes()).hexdigest())
+
+
+def _wait(done: Callable[[], bool], patience: float) -> bool:
+    deadline = time.monotonic() + patience
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _put(array: Array, box: Box, data: memoryview) -> None:
+    """One strided copy. Rows that are contiguous are copied as bytes: what arrives need not be aligned."""
+    if not box:
+        array, box = array.reshape(1), full_box((1,))
+    target = array[box_index(box)]
+    if box[-1].step == 1:
+        width = array.dtype.itemsize
+        target = target.view(np.uint8)
+        target[...] = np.frombuffer(data, np.uint8).reshape(*box_shape(box)[:-1], box[-1].count * width)
+    else:
+        target[...] = np.frombuffer(data, BITS[array.dtype.itemsize]).reshape(box_shape(box))

@@ -1,0 +1,1 @@
+"""Snapshots, metrics and traces of the running daemon."""

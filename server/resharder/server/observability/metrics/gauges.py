@@ -1,0 +1,101 @@
+"""How things stand, read from the daemon's own views whenever Prometheus asks: nothing is counted twice."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from resharder.server.observability.snapshot import Snapshot
+from resharder.server.state.fleet import MoveState
+from resharder.server.store.manifest import ABORTED, READY, RETIRED, STAGING, VersionRecord
+from resharder.v1 import resources_pb2
+
+NOTHING = Snapshot(0.0, 0, 0, {}, {}, (), (), {})
+
+
+class States(Collector):
+    def __init__(self, look: Callable[[], Snapshot]) -> None:
+        self._look = look
+
+    def describe(self) -> list[Metric]:
+        return list(families(NOTHING))
+
+    def collect(self) -> Iterator[Metric]:
+        yield from families(self._look())
+
+
+def families(now: Snapshot) -> Iterator[Metric]:
+    """Every family, also where there is nothing to say in it."""
+    yield GaugeMetricFamily("resharder_store_used_bytes", "Bytes that versions and their reserves take", value=now.store_used)
+    yield GaugeMetricFamily("resharder_store_limit_bytes", "Bytes that they may take", value=now.store_limit)
+    yield from _models(now)
+    yield from _publishers(now)
+    yield from _fleets(now)
+
+
+def _models(now: Snapshot) -> Iterator[Metric]:
+    states = GaugeMetricFamily(
+        "resharder_versions",
+        "Versions by state; of RETIRED and ABORTED the newest 1000 are remembered",
+        labels=["model", "state"],
+    )
+    newest = GaugeMetricFamily("resharder_newest_version", "Number of the newest READY version; 0: none", labels=["model"])
+    ready = GaugeMetricFamily(
+        "resharder_newest_version_ready_timestamp_seconds", "When it became READY, in seconds since 1970", labels=["model"]
+    )
+    for model, records in now.versions.items():
+        counts = Counter(record.state for record in records)
+        for state in (STAGING, READY, RETIRED, ABORTED):
+            states.add_metric([model, state], counts[state])
+        last = max((record for record in records if record.state == READY), key=_number, default=None)
+        newest.add_metric([model], last.number if last else 0)
+        if last:
+            ready.add_metric([model], last.ready_time)
+    yield from (states, newest, ready)
+
+
+def _number(record: VersionRecord) -> int:
+    return record.number
+
+
+def _publishers(now: Snapshot) -> Iterator[Metric]:
+    ranks = GaugeMetricFamily("resharder_publisher_ranks", "Ranks of the job that publishes the model", labels=["model"])
+    live = GaugeMetricFamily("resharder_publisher_live_ranks", "Those of them heard of within the lease", labels=["model"])
+    for publisher, alive in now.publishers:
+        ranks.add_metric([publisher.model], publisher.world_size)
+        live.add_metric([publisher.model], alive)
+    yield from (ranks, live)
+
+
+def _fleets(now: Snapshot) -> Iterator[Metric]:
+    def family(name: str, help: str, *more: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(f"resharder_{name}", help, labels=["fleet", "model", *more])
+
+    servers = family("servers", "Servers by state (docs/operator.md)", "state")
+    in_flight = family("requests_in_flight", "Requests being answered, as servers said last")
+    wanted = family("fleet_wanted_version", "The version that the fleet wants now; 0: none")
+    served = family("fleet_served_version", "The lowest version that any of its servers serves; 0: none does")
+    behind = family("fleet_lag_versions", "How many versions its slowest server is away from the wanted one")
+    since = family("fleet_lag_seconds", "For how long it has been: since the first version that it misses was READY")
+    refused = family("fleet_refused_versions", "Versions that the fleet does not take by itself")
+    moves = family("fleet_move", "1 for the state of the move that goes on", "state")
+    going = family("fleet_move_age_seconds", "For how long the current move has been going on; 0: none does")
+    for view in now.fleets:
+        fleet = view.fleet
+        names = [fleet.name, fleet.model]
+        group = now.servers.get(fleet.name, ())
+        counts = Counter(resources_pb2.Server.State.Name(server.state) for server in group)
+        for state in resources_pb2.Server.State.keys()[1:]:
+            servers.add_metric([*names, state], counts[state])
+        in_flight.add_metric(names, sum(control.in_flight for server in group for control in server.server.controls))
+        lag = now.lag(view)
+        wanted.add_metric(names, view.wanted_version)
+        served.add_metric(names, min((server.server.serving for server in group if server.server.serving), default=0))
+        behind.add_metric(names, lag.versions)
+        since.add_metric(names, max(0.0, now.time - lag.since) if lag.since else 0.0)
+        refused.add_metric(names, len(fleet.refused))
+        for move in MoveState:
+            if move not in (MoveState.DONE, MoveState.FAILED):
+                moves.add_metric([*names, move.name], float(fleet.moving is not None and fleet.moving.state == move))
+        going.add_metric(names, view.moving_for)
+    yield from (servers, in_flight, wanted, served, behind, since, refused, moves, going)

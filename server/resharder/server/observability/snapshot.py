@@ -1,0 +1,102 @@
+"""The daemon at one moment, for those who only look: metrics and the status page."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from resharder.server.fleets.fleets import Fleets, FleetView, ServerView
+from resharder.server.ingest.coordinator import Intake
+from resharder.server.ingest.publisher import Publisher
+from resharder.server.state.errors import NotFound
+from resharder.server.store.manifest import READY, RETIRED, STAGING, VersionRecord
+
+
+class Lag(NamedTuple):
+    """How far a fleet is behind the version that it wants. `since`: when it fell behind, in seconds since 1970; 0: it is not."""
+
+    versions: int
+    since: float
+
+
+class Slots(NamedTuple):
+    """How far a STAGING version has come."""
+
+    sealed: int
+    slots: int
+    received: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Versions of each model, oldest first. What each part says is consistent in itself, not with the others."""
+
+    time: float
+    store_used: int
+    store_limit: int
+    versions: Mapping[str, Sequence[VersionRecord]]
+    arriving: Mapping[str, Slots]  # by the version's name
+    publishers: Sequence[tuple[Publisher, int]]  # with its ranks that were heard of within the lease
+    fleets: Sequence[FleetView]
+    servers: Mapping[str, Sequence[ServerView]]  # by fleet
+
+    def lag(self, view: FleetView) -> Lag:
+        return lag(view, self.servers.get(view.fleet.name, ()), self.versions.get(view.fleet.model, ()))
+
+    def serving(self, model: str, number: int) -> int:
+        """How many servers serve this version."""
+        views = [view for group in self.servers.values() for view in group if view.server.model == model]
+        return sum(view.server.serving == number for view in views)
+
+
+def take(intake: Intake, fleets: Fleets) -> Snapshot:
+    store = intake.store
+    versions: dict[str, list[VersionRecord]] = {}
+    for model in store.models():
+        try:
+            versions[model] = store.versions(model)
+        except NotFound:
+            continue
+    staging = [record for records in versions.values() for record in records if record.state == STAGING]
+    servers: dict[str, list[ServerView]] = {}
+    for server in fleets.servers():
+        servers.setdefault(server.server.fleet, []).append(server)
+    return Snapshot(
+        time.time(),
+        store.used_bytes(),
+        store.limit_bytes,
+        versions,
+        {record.name: _slots(intake.progress(record)) for record in staging},
+        [(publisher, intake.live_ranks(publisher)) for publisher in intake.publishers()],
+        fleets.fleets(),
+        servers,
+    )
+
+
+def _slots(progress: Sequence[tuple[int, bool, int, int]]) -> Slots:
+    return Slots(
+        sum(sealed for _, sealed, _, _ in progress),
+        len(progress),
+        sum(received for *_, received in progress),
+        sum(size for _, _, size, _ in progress),
+    )
+
+
+def lag(view: FleetView, servers: Sequence[ServerView], versions: Sequence[VersionRecord]) -> Lag:
+    """Of the server that is furthest from the wanted version, among those that are to be in service and have served one.
+
+    Where the fleet goes forward, it is behind since the first version that it misses became READY; where it goes back, since that
+    was wanted.
+    """
+    live = [view.server for view in servers if view.server.lost_at is None and view.server.goal.in_service]
+    held = [server.serving or server.confirmed for server in live if server.serving or server.confirmed]
+    wanted = view.wanted_version
+    behind = min((version for version in held if version < wanted), default=wanted)
+    ahead = max((version for version in held if version > wanted), default=wanted)
+    if not wanted or behind == ahead:
+        return Lag(0, 0.0)
+    missed = [v for v in versions if v.state in (READY, RETIRED) and (behind < v.number <= wanted or wanted < v.number <= ahead)]
+    moving = view.fleet.move.started if view.fleet.move is not None else 0.0
+    since = min((v.ready_time for v in missed if behind < v.number <= wanted and v.ready_time), default=moving)
+    return Lag(max(1, len(missed)), since)

@@ -1,0 +1,1 @@
+"""Traces: ids, spans made of reported timings, and their export."""

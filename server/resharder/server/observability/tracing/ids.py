@@ -1,0 +1,108 @@
+"""One OpenTelemetry trace for each version, from `publish` to its last install; sent where OTEL_EXPORTER_OTLP_ENDPOINT says.
+
+The daemon alone makes spans, of what others measured and say in messages that they send anyway: no rank and no GPU worker has an
+exporter, a thread for it, or a way to a collector, and nothing is lost or doubled where workers are forked or killed.
+
+Ids are hashes of what they name, not random: the trace's of the version's record, which its manifest keeps, a span's of its path.
+So an install that comes days later, by a daemon that was started again, is in the trace of its publish, and a span that is sent
+twice is one span.
+"""
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import structlog
+from blake3 import blake3
+from resharder.server.observability.tracing.spans import ROOT, Span
+from resharder.server.store.manifest import VersionRecord
+
+if TYPE_CHECKING:
+    from resharder.server.observability.tracing.exporter import Exporter
+
+_TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_FLUSH_SECONDS = 5.0
+_log = structlog.get_logger("resharder.tracing")
+
+
+class Tracing:
+    """Thread-safe, and waits for nobody. Without an exporter it does nothing."""
+
+    def __init__(self) -> None:
+        self._exporter = _exporter(os.environ)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tracing") if self._exporter else None
+
+    @property
+    def on(self) -> bool:
+        return self._exporter is not None
+
+    def traceparent(self, record: VersionRecord) -> str:
+        """Of the version's first span; empty where its trace is not kept."""
+        if self._exporter is None or not self._exporter.keeps(trace_id(record)):
+            return ""
+        return f"00-{trace_id(record):032x}-{span_id(record, ROOT):016x}-01"
+
+    def add(self, version: Callable[[], VersionRecord], spans: Callable[[], Iterable[Span]]) -> None:
+        """Sends the spans of the version. Both are asked later, on a thread of its own."""
+        if self._thread is not None and self._exporter is not None:
+            self._thread.submit(_add, self._exporter, version, spans)
+
+    def close(self) -> None:
+        """Sends what is there, for some seconds at most."""
+        if self._thread is not None and self._exporter is not None:
+            self._thread.shutdown()
+            last = threading.Thread(target=self._exporter.close, name="tracing-end", daemon=True)
+            last.start()
+            last.join(_FLUSH_SECONDS)
+
+
+def _add(exporter: "Exporter", version: Callable[[], VersionRecord], spans: Callable[[], Iterable[Span]]) -> None:
+    try:
+        record = version()
+        if exporter.keeps(trace_id(record)):
+            about: dict[str, str | int] = {
+                "resharder.model": record.model,
+                "resharder.version": record.number,
+                "resharder.step": record.step,
+            }
+            for span in spans():
+                parent = span_id(record, span.parent) if span.parent else None
+                exporter.add(span, about, trace_id(record), span_id(record, span.path), parent)
+    except Exception as error:
+        _log.error("spans_failed", exc_info=error)
+
+
+def trace_id(record: VersionRecord) -> int:
+    """Numbers start again with a new store, and so may jobs: the time does not."""
+    return _hashed(f"{record.name} {record.epoch} {record.create_time!r} {record.job}", 16)
+
+
+def span_id(record: VersionRecord, path: str) -> int:
+    return _hashed(f"{trace_id(record)} {path}", 8)
+
+
+def _hashed(text: str, size: int) -> int:
+    return int.from_bytes(blake3(text.encode()).digest(size)) or 1
+
+
+def traceparent_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The W3C trace context that came with a call; empty where none did, or what is none."""
+    found = next((value for key, value in metadata or () if key == "traceparent"), "")
+    return found if isinstance(found, str) and _TRACEPARENT.fullmatch(found) else ""
+
+
+def _exporter(environment: Mapping[str, str]) -> "Exporter | None":
+    given = {name: value for name, value in environment.items() if value}
+    if not {"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"} & given.keys():
+        return None
+    if given.get("OTEL_SDK_DISABLED", "").lower() == "true" or given.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
+        return None
+    try:
+        from resharder.server.observability.tracing.exporter import Exporter
+    except ImportError as error:
+        _log.warning("no_traces", reason=f"an OTLP endpoint is set, but {error}: pip install 'resharder[otel]'")
+        return None
+    return Exporter()

@@ -1,0 +1,139 @@
+"""The spans of a version's trace, made of what ranks, servers and the daemon itself have measured: pure functions.
+
+    version                        from its first rank's publish to READY, or ABORTED
+    ├── publish                    one per rank: create, deliver
+    ├── proof, commit              the daemon's
+    ├── boot                       one per worker that started on the version: stage, load
+    └── install                    one per server and attempt
+        ├── stage, apply           one per worker
+        ├── turn, transfer, prove  parts of apply, not always there
+        └── pause, workers, reset, resume   the control side's
+
+A span's `path` is its place in the trace, and all that its id is made of.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from resharder.server.ingest.upload import Delivery
+from resharder.server.state.server import Install, InstallState, Server, Worker, WorkerState
+from resharder.server.state.timing import Timing
+from resharder.server.store.manifest import ABORTED, VersionRecord
+
+ROOT = "version"
+Attributes = Mapping[str, str | int]
+
+
+@dataclass(frozen=True)
+class Span:
+    """`start` and `end` in seconds since 1970; `link`: the W3C traceparent of what it was part of elsewhere, or empty."""
+
+    path: str
+    parent: str  # its path; empty for ROOT
+    name: str
+    start: float
+    end: float
+    error: str = ""
+    attributes: Attributes = field(default_factory=dict)
+    link: str = ""
+
+
+def version_spans(record: VersionRecord, deliveries: Mapping[int, Delivery], own: Sequence[Timing], now: float) -> list[Span]:
+    """Of a version that is STAGING no longer. `own`: what the daemon did for it."""
+    spans = [span for rank, delivery in sorted(deliveries.items()) for span in _publish(rank, delivery)]
+    spans += _phases(ROOT, "daemon", own)
+    error = record.reason or ABORTED if record.state == ABORTED else ""
+    start = min([record.create_time, *(span.start for span in spans)])
+    attributes: Attributes = {
+        "resharder.state": record.state,
+        "resharder.job": record.job,
+        "resharder.epoch": record.epoch,
+        "resharder.size_bytes": record.size_bytes,
+        "resharder.tensors": record.tensor_count,
+    }
+    return [Span(ROOT, "", "version", start, record.ready_time or now, error, attributes), *spans]
+
+
+def _publish(rank: int, delivery: Delivery) -> Iterator[Span]:
+    path = f"publish/{rank}"
+    attributes: Attributes = {
+        "resharder.rank": rank,
+        "resharder.transport": delivery.transport,
+        "resharder.size_bytes": delivery.size_bytes,
+    }
+    yield from _around(path, ROOT, "publish", delivery.timings, attributes, link=delivery.trace)
+
+
+def boot_spans(server: Server, worker: Worker) -> list[Span]:
+    """Of a worker that says for the first time that it has booted."""
+    attributes = _about(server) | _of_worker(worker)
+    return list(_around(f"boot/{server.id}/{worker.process}/{worker.rank}", ROOT, "boot", worker.timings, attributes))
+
+
+def install_spans(server: Server, install: Install, to_wall: float) -> list[Span]:
+    """Of an install that has just ended. `to_wall`: what makes seconds since 1970 of its times."""
+    error = install.error or "failed" if install.state == InstallState.FAILED else ""
+    attributes = _about(server) | {"resharder.install": install.id, "resharder.state": install.state.name}
+    path = _path(install)
+    whole = Span(path, ROOT, "install", install.started + to_wall, install.ended + to_wall, error, attributes)
+    workers = [worker for _, worker in sorted(server.workers.items()) if worker.install == install.id]
+    return [
+        whole,
+        *(span for worker in workers for span in _worker(path, server, worker)),
+        *control_spans(install, install.timings),
+    ]
+
+
+def control_spans(install: Install, timings: Iterable[Timing]) -> list[Span]:
+    """What a control side did for an install, after its end too: the server goes on then."""
+    return list(_phases(_path(install), _path(install), timings))
+
+
+def _path(install: Install) -> str:
+    return f"install/{install.id}"
+
+
+def _worker(parent: str, server: Server, worker: Worker) -> Iterator[Span]:
+    attributes = {"resharder.server": server.id} | _of_worker(worker)
+    error = worker.error or "failed" if worker.state == WorkerState.FAILED else ""
+    yield from _phases(parent, f"{parent}/{worker.rank}", worker.timings, attributes, error)
+
+
+def _about(server: Server) -> dict[str, str | int]:
+    return {"resharder.server": server.id, "resharder.fleet": server.fleet, "resharder.workers": server.world_size}
+
+
+def _of_worker(worker: Worker) -> dict[str, str | int]:
+    return {
+        "resharder.rank": worker.rank,
+        "resharder.transport": worker.transport,
+        "resharder.size_bytes": worker.needed_bytes,
+        "resharder.proven": worker.proven_tensors,
+    }
+
+
+def _around(
+    path: str, parent: str, name: str, timings: Sequence[Timing], attributes: Attributes, link: str = ""
+) -> Iterator[Span]:
+    """A span from the first to the last of what was measured, and those under it; none where nothing was."""
+    if timings:
+        end = max(timing.end for timing in timings)
+        yield Span(path, parent, name, min(timing.start for timing in timings), end, "", attributes, link)
+        yield from _phases(path, path, timings)
+
+
+def _phases(
+    parent: str,
+    prefix: str,
+    timings: Iterable[Timing],
+    attributes: Attributes | None = None,
+    error: str = "",
+) -> Iterator[Span]:
+    """One span each; `error` is that of the last."""
+    timings, seen = list(timings), Counter[str]()
+    for number, timing in enumerate(timings, 1):
+        seen[timing.phase] += 1
+        path = f"{prefix}/{timing.phase}" + (f"/{seen[timing.phase]}" if seen[timing.phase] > 1 else "")
+        said = error if number == len(timings) else ""
+        yield Span(path, parent, timing.phase, timing.start, timing.end, said, attributes or {})

@@ -1,0 +1,1 @@
+"""gRPC services: one message in, one call into the daemon's parts, one message out."""

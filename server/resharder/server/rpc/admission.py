@@ -1,0 +1,108 @@
+"""Keeps models apart: what one model's calls take, of places and of threads, leaves room for another's.
+
+Both follow one rule: a lane (a model, or a caller whose calls name none) may take another place or thread as long as it holds
+fewer than are free. One lane alone gets half, the next half of the rest, and as calls end their shares become equal, with as much
+left for a newcomer. A call without a place is refused at once (TOO_MANY_CALLS); a step without a thread is queued in its lane.
+"""
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from resharder.server.state.errors import ResourceExhausted
+
+T = TypeVar("T")
+
+
+class Places:
+    """The open calls of one method. Thread-safe."""
+
+    def __init__(self, method: str, places: int) -> None:
+        self._method, self._places = method, places
+        self._lock = threading.Lock()
+        self._held: Counter[str] = Counter()
+
+    @contextmanager
+    def place(self, lane: str) -> Iterator[None]:
+        """Hold a place. Raises ResourceExhausted (TOO_MANY_CALLS)."""
+        with self._lock:
+            held, free = self._held[lane], self._places - self._held.total()
+            if held >= free:
+                raise ResourceExhausted(
+                    "TOO_MANY_CALLS",
+                    f"{lane} has {held} {self._method} calls open, of {self._places} places {free} are free: try again later",
+                )
+            self._held[lane] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held[lane] -= 1
+                if not self._held[lane]:
+                    del self._held[lane]
+
+
+class FairPool:
+    """A bounded pool of threads, shared by lanes. Thread-safe."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._lock = threading.Lock()
+        self._ended = False
+        self._running: Counter[str] = Counter()
+        self._queues: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # in the order of their turns
+
+    def submit(self, lane: str, step: Callable[[], T]) -> Future[T]:
+        """Run `step` when the lane has a thread. The future of a pool that was shut down is cancelled."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._ended:
+                future.cancel()
+                return future
+            self._queues.setdefault(lane, deque()).append((future, step))
+            self._start()
+        return future
+
+    def shutdown(self) -> None:
+        """Drop what is queued; running steps end by themselves."""
+        with self._lock:
+            self._ended = True
+            queued = [future for queue in self._queues.values() for future, _ in queue]
+            self._queues.clear()
+        for future in queued:
+            future.cancel()
+        self._pool.shutdown(wait=False)
+
+    def _start(self) -> None:
+        """Start what may run; callers hold the lock."""
+        while (lane := self._next()) is not None:
+            queue = self._queues.pop(lane)
+            future, step = queue.popleft()
+            if queue:
+                self._queues[lane] = queue  # behind the other lanes
+            if future.set_running_or_notify_cancel():
+                self._running[lane] += 1
+                self._pool.submit(self._run, lane, future, step)
+
+    def _next(self) -> str | None:
+        free = self._threads - self._running.total()
+        return next((lane for lane in self._queues if self._running[lane] < free), None)
+
+    def _run(self, lane: str, future: Future[Any], step: Callable[[], Any]) -> None:
+        try:
+            result, error = step(), None
+        except BaseException as caught:
+            result, error = None, caught
+        with self._lock:
+            self._running[lane] -= 1
+            if not self._running[lane]:
+                del self._running[lane]
+            self._start()
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)

@@ -1,0 +1,268 @@
+"""Versions, servers, fleets and workers as messages, and back."""
+
+from google.protobuf.timestamp_pb2 import Timestamp
+from resharder.converters.wire.boxes import spec_to_proto
+from resharder.server.fleets.fleets import FleetView, ServerView
+from resharder.server.state.errors import InvalidArgument
+from resharder.server.state.fleet import Motion, Move
+from resharder.server.state.server import Attached, Install, OrderKind, Power, Reported, Worker, WorkerState
+from resharder.server.state.timing import possible, timings_from_proto, timings_to_proto
+from resharder.server.store.manifest import READY, Manifest, VersionRecord
+from resharder.server.store.store import Store
+from resharder.v1 import resources_pb2, server_pb2
+
+
+def version_to_proto(store: Store, record: VersionRecord, counts: tuple[int, int] = (0, 0)) -> resources_pb2.Version:
+    """`counts` are the servers that serve it and those that follow its model."""
+    return resources_pb2.Version(
+        name=record.name,
+        model=record.model,
+        number=record.number,
+        state=resources_pb2.Version.State.Value(record.state),
+        reason=record.reason,
+        epoch=record.epoch,
+        step=record.step,
+        job=record.job,
+        size_bytes=record.size_bytes,
+        tensor_count=record.tensor_count,
+        create_time=timestamp(record.create_time),
+        ready_time=timestamp(record.ready_time) if record.ready_time else None,
+        folder=str(store.folder(record)) if record.state == READY and store.shared else "",
+        fingerprint=record.fingerprint,
+        used_by=store.holders(record.model, record.number),
+        servers_serving=counts[0],
+        servers_following=counts[1],
+    )
+
+
+def store_access(store: Store) -> resources_pb2.StoreAccess | None:
+    """None where clients may not map the store."""
+    return resources_pb2.StoreAccess(nonce_file=str(store.nonce_file), nonce=store.nonce) if store.shared else None
+
+
+def manifest_to_proto(version: resources_pb2.Version, manifest: Manifest) -> server_pb2.Manifest:
+    return server_pb2.Manifest(
+        version=version,
+        tensors=[
+            server_pb2.ManifestTensor(spec=spec_to_proto(spec), file=file.path, offset=offset, digest=manifest.digests[spec.name])
+            for file in manifest.files
+            for spec, offset in file.tensors
+        ],
+        files=[server_pb2.ManifestFile(path=file.path, header=file.header, size_bytes=file.size) for file in manifest.files],
+    )
+
+
+def timestamp(seconds: float) -> Timestamp:
+    made = Timestamp()
+    made.FromNanoseconds(int(seconds * 1e9))
+    return made
+
+
+def worker_from_proto(message: resources_pb2.Worker) -> Worker:
+    """Raises InvalidArgument (WORKER) for a state that is none."""
+    try:
+        state = WorkerState(message.state)
+    except ValueError:
+        raise InvalidArgument(
+            "WORKER", f"expected a worker state of {[s.name for s in WorkerState]}, got {message.state}"
+        ) from None
+    if message.version < 0 or (state in (WorkerState.BOOTED, WorkerState.APPLIED) and not message.version):
+        raise InvalidArgument("WORKER", f"a worker that is {state.name} names the version it holds, got {message.version}")
+    return Worker(
+        rank=message.rank,
+        state=state,
+        version=message.version,
+        install=message.install,
+        error=message.error[:4000],
+        process=message.process,
+        fingerprint=message.fingerprint,
+        needed_bytes=message.needed_bytes,
+        boxed_bytes=message.boxed_bytes,
+        proven_tensors=message.proven_tensors,
+        transport=message.transport,
+        stage_seconds=possible(message.stage_seconds),
+        apply_seconds=possible(message.apply_seconds),
+        memory=message.memory[:128],
+        direct=message.direct and bool(message.memory),
+        joined=message.joined,
+        timings=timings_from_proto(message.timings),
+        verification=_verification(message),
+        altered=message.altered and state == WorkerState.FAILED,
+    )
+
+
+def _verification(message: resources_pb2.Worker) -> resources_pb2.Verification | None:
+    """Bounded, and of the rank that reports it."""
+    if not message.HasField("verification"):
+        return None
+    given = message.verification
+    found = resources_pb2.Verification()
+    found.CopyFrom(given)
+    found.rank, found.request, found.skipped = message.rank, given.request[:64], given.skipped[:1000]
+    found.seconds = possible(given.seconds)
+    found.ClearField("different")
+    found.different.extend(name[:500] for name in given.different[:8])
+    return found
+
+
+def worker_to_proto(worker: Worker) -> resources_pb2.Worker:
+    return resources_pb2.Worker(
+        rank=worker.rank,
+        state=worker.state.name,
+        version=worker.version,
+        install=worker.install,
+        error=worker.error,
+        process=worker.process,
+        fingerprint=worker.fingerprint,
+        needed_bytes=worker.needed_bytes,
+        boxed_bytes=worker.boxed_bytes,
+        proven_tensors=worker.proven_tensors,
+        transport=worker.transport,
+        stage_seconds=worker.stage_seconds,
+        apply_seconds=worker.apply_seconds,
+        timings=timings_to_proto(worker.timings),
+        verification=worker.verification,
+    )
+
+
+def attached_from_proto(message: server_pb2.ControlReport) -> Attached:
+    """Raises InvalidArgument (POWER) for a power that is none."""
+    return Attached(
+        message.control,
+        message.world_size,
+        message.address,
+        message.install,
+        power_from_proto(message.power),
+        message.in_flight,
+        message.passes_kv,
+        message.serving,
+        message.term,
+    )
+
+
+def power_to_proto(power: Power) -> resources_pb2.Power:
+    value: resources_pb2.Power = resources_pb2.Power.Value(power.name if power else "POWER_UNSPECIFIED")
+    return value
+
+
+def power_from_proto(power: int) -> Power:
+    """Raises InvalidArgument (POWER)."""
+    try:
+        return Power(power)
+    except ValueError:
+        raise InvalidArgument("POWER", f"expected a power of {[p.name for p in Power]}, got {power}") from None
+
+
+def report_from_proto(message: server_pb2.ControlReport) -> Reported:
+    """Raises InvalidArgument (ORDER, POWER) for an order or a power that is none."""
+    try:
+        done = OrderKind(message.done) if message.done else None
+    except ValueError:
+        raise InvalidArgument("ORDER", f"expected an order of {[k.name for k in OrderKind]}, got {message.done}") from None
+    return Reported(
+        message.control,
+        message.install,
+        done,
+        message.ok,
+        message.error[:4000],
+        possible(message.pause_seconds),
+        power_from_proto(message.power),
+        message.in_flight,
+        timings_from_proto(message.timings),
+    )
+
+
+def server_to_proto(view: ServerView) -> resources_pb2.Server:
+    server = view.server
+    message = resources_pb2.Server(
+        name=f"servers/{server.id}",
+        fleet=server.fleet,
+        model=server.model,
+        state=resources_pb2.Server.State.Name(view.state),
+        reason=view.reason,
+        version=server.opened or server.agreed,
+        wanted_version=server.wanted or server.opened or server.agreed,
+        workers=[worker_to_proto(worker) for _, worker in sorted(server.workers.items())],
+        lease_expire_time=timestamp(view.lease_expires),
+        address=server.controls[0].address if server.controls else "",
+        world_size=server.world_size,
+        control_sides=len(server.controls),
+        power=power_to_proto(server.power),
+        wanted_power=power_to_proto(server.goal.power),
+        drained=not server.goal.open,
+        in_flight=sum(control.in_flight for control in server.controls),
+        passes_kv=server.passes_kv,
+        ahead=bool(server.opened) and server.unproven,
+    )
+    if server.install is not None:
+        workers = [worker for worker in server.workers.values() if worker.install == server.install.id]
+        message.install.CopyFrom(_install_to_proto(server.install, workers, view.to_wall))
+    return message
+
+
+def _install_to_proto(install: Install, workers: list[Worker], to_wall: float) -> resources_pb2.Install:
+    """Stage and apply take as long as they took the slowest worker."""
+    return resources_pb2.Install(
+        id=install.id,
+        version=install.version,
+        state=install.state.name,
+        error=install.error,
+        start_time=timestamp(install.started + to_wall),
+        end_time=None if install.active else timestamp(install.ended + to_wall),
+        stage_seconds=max((worker.stage_seconds for worker in workers), default=0.0),
+        apply_seconds=max((worker.apply_seconds for worker in workers), default=0.0),
+        pause_seconds=install.pause_seconds,
+    )
+
+
+def fleet_to_proto(view: FleetView) -> resources_pb2.Fleet:
+    fleet = view.fleet
+    message = resources_pb2.Fleet(
+        name=fleet.name,
+        model=fleet.model,
+        pause_mode=resources_pb2.PauseMode.Value(fleet.pause_mode.name),
+        wanted_version=view.wanted_version,
+        servers=[f"servers/{id}" for id in view.servers],
+        want=resources_pb2.Want(
+            kind=resources_pb2.Want.Kind.Value(fleet.want.kind.name),
+            version=fleet.want.version,
+            every_seconds=fleet.want.every_seconds,
+        ),
+        motion=_motion_to_proto(fleet.motion),
+        max_skew=fleet.max_skew,
+        serve_ahead=fleet.serve_ahead,
+        settled_version=fleet.settled,
+        refused=[resources_pb2.Refusal(version=version, reason=why) for version, why in sorted(fleet.refused.items())],
+        power=power_to_proto(fleet.power),
+        reason=view.reason,
+    )
+    if fleet.move is not None:
+        message.move.CopyFrom(_move_to_proto(fleet.move))
+    return message
+
+
+def _motion_to_proto(motion: Motion) -> resources_pb2.Motion:
+    return resources_pb2.Motion(
+        kind=resources_pb2.Motion.Kind.Value(motion.kind.name),
+        at_a_time=motion.at_a_time,
+        max_failures=motion.max_failures,
+        canaries=motion.canaries,
+        hold_seconds=motion.hold_seconds,
+        approval=motion.approval,
+        check=motion.check,
+    )
+
+
+def _move_to_proto(move: Move) -> resources_pb2.Move:
+    return resources_pb2.Move(
+        id=move.id,
+        state=resources_pb2.Move.State.Value(move.state.name),
+        from_version=move.back_to,
+        to_version=move.to,
+        reason=move.reason,
+        motion=_motion_to_proto(move.motion),
+        servers=move.servers,
+        failed=dict(move.failed),
+        start_time=timestamp(move.started),
+        end_time=timestamp(move.ended) if move.ended else None,
+    )

@@ -1,0 +1,108 @@
+"""DirectService: what members of the direct path call. Reads the request, calls the coordinator, writes the answer."""
+
+from collections.abc import Iterator
+
+from google.protobuf.message import Message
+from resharder.converters.wire.direct import copies_to_proto, layout_from_proto, layout_to_proto
+from resharder.server.direct.coordinator import Direct
+from resharder.server.direct.state import Act, Link, Member, Task
+from resharder.server.infra.change_signal import Pause, Waiting
+from resharder.server.ingest.coordinator import Intake, parse_name
+from resharder.server.rpc.dispatch import Call
+from resharder.server.rpc.views import seconds
+from resharder.server.state.errors import InvalidArgument
+from resharder.v1 import direct_pb2
+
+_KINDS = {
+    Act.LINK: direct_pb2.DirectTask.LINK,
+    Act.RUN: direct_pb2.DirectTask.RUN,
+    Act.DROP: direct_pb2.DirectTask.DROP,
+    Act.DIGEST: direct_pb2.DirectTask.DIGEST,
+}
+
+
+class DirectService:
+    def __init__(self, direct: Direct, intake: Intake) -> None:
+        self._direct, self._intake = direct, intake
+
+    def DeclareMemory(self, request: direct_pb2.DeclareMemoryRequest, call: Call) -> Message:
+        member = _member(request.member)
+        if "/publishers/" in member.owner:
+            self._intake.publisher(member.owner, member.rank)
+        else:
+            self._direct.check_worker(member)
+        self._direct.declare(member, request.fingerprint, layout_from_proto(request.layout, member.rank))
+        return direct_pb2.DeclareMemoryResponse()
+
+    def OfferVersion(self, request: direct_pb2.OfferVersionRequest, call: Call) -> Iterator[direct_pb2.DirectTask | Pause]:
+        member, (model, number) = _member(request.member), parse_name(request.version, "versions")
+        publisher = self._intake.publisher(member.owner, member.rank)
+        record = self._intake.store.get(model, number)
+        if (record.model, record.epoch) != (publisher.model, publisher.epoch):
+            raise InvalidArgument("RESOURCE_NAME", f"expected a version of {publisher.name}, got {record.name}")
+        wait = seconds(request.wait_seconds)
+        offer = self._direct.offer(member, request.memory, model, number, publisher.world_size, wait)
+        try:
+            for task in self._direct.tasks(offer, member.rank, lambda: self._intake.store.get(model, number).state):
+                yield task if isinstance(task, Pause) else self._task(task)
+        finally:
+            self._direct.leave(offer, member.rank)
+
+    def _task(self, task: Task) -> direct_pb2.DirectTask:
+        link = self._link(task.link) if task.link else None
+        sent = layout_to_proto(task.sent) if task.sent else None
+        return direct_pb2.DirectTask(kind=_KINDS[task.act], group=task.group, link=link, sent=sent)
+
+    def JoinTransfer(self, request: direct_pb2.JoinTransferRequest, call: Call) -> Waiting[Message]:
+        model, number = parse_name(request.version, "versions")
+        link = yield from self._direct.join(
+            _member(request.member), request.memory, model, number, request.install, request.group
+        )
+        return self._link(link, known=request.group == link.group)
+
+    def StartTransfer(self, request: direct_pb2.TransferRequest, call: Call) -> Waiting[Message]:
+        yield from self._direct.start(_member(request.member), request.group, request.install)
+        return direct_pb2.StartTransferResponse()
+
+    def FinishTransfer(self, request: direct_pb2.FinishTransferRequest, call: Call) -> Message:
+        member = _member(request.member)
+        self._direct.finish(member, request.group, request.ok, request.error, request.seconds, request.size_bytes)
+        return direct_pb2.FinishTransferResponse()
+
+    def PutDigests(self, request: direct_pb2.PutDigestsRequest, call: Call) -> Message:
+        _, number = parse_name(request.version, "versions")
+        self._direct.say(_member(request.member), request.group, number, request.digests)
+        return direct_pb2.PutDigestsResponse()
+
+    def GetDigests(self, request: direct_pb2.GetDigestsRequest, call: Call) -> Waiting[Message]:
+        model, number = parse_name(request.version, "versions")
+        digests = yield from self._direct.digests(_member(request.member), request.group, number)
+        return direct_pb2.SaidDigests(digests=digests, fingerprint=self._intake.store.get(model, number).ahead_fingerprint)
+
+    def SetGroupKey(self, request: direct_pb2.SetGroupKeyRequest, call: Call) -> Message:
+        self._direct.set_key(request.group, request.key, request.value)
+        return direct_pb2.SetGroupKeyResponse()
+
+    def GetGroupKey(self, request: direct_pb2.GetGroupKeyRequest, call: Call) -> Waiting[Message]:
+        value = yield from self._direct.key(request.group, request.key, seconds(request.wait_seconds))
+        return direct_pb2.GroupKey(value=value)
+
+    def _link(self, link: Link, known: bool = False) -> direct_pb2.DirectLink:
+        return direct_pb2.DirectLink(
+            group=link.group,
+            rank=link.rank,
+            size=link.size,
+            copies=None if known else copies_to_proto(link.copies),
+            most_peers=link.most_peers,
+            most_made=link.most_made,
+            staging_bytes=self._direct.staging_bytes,
+            seconds=self._direct.seconds,
+        )
+
+
+def _member(message: direct_pb2.Member) -> Member:
+    """Raises InvalidArgument (WORKER)."""
+    owned = message.owner.startswith("servers/") or "/publishers/" in message.owner
+    if not owned or not message.process or message.rank < 0 or len(message.process) > 128:
+        raise InvalidArgument("WORKER", f"expected a publisher or server, a rank and a process, got {message}")
+    return Member(message.owner, message.rank, message.process)

@@ -1,0 +1,399 @@
+"""What stands around every RPC: one wrapper for all methods, between gRPC's event loop and the services.
+
+Before a service sees a call: its protocol revision, its caller and the caller's roles, the size of its message, what it is about,
+and its place (admission.py). Services are synchronous and run on a bounded pool, a step at a time:
+
+    unary                  def X(request, call) -> Message | Waiting[Message]
+    server stream          def X(request, call) -> Generator[Message | Pause]
+    client stream          def X(call) -> Session
+
+A call that waits (a `Pause`), or whose peer is slow, occupies no thread. What a service raises becomes a status (errors.py).
+"""
+
+import asyncio
+import contextvars
+import inspect
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+from resharder.converters.wire.chunk_frame import unframe
+from resharder.server.infra.caller import CALLER
+from resharder.server.infra.change_signal import Pause
+from resharder.server.rpc.admission import FairPool, Places
+from resharder.server.rpc.errors import abort
+from resharder.server.rpc.methods import BY_PATH, METHODS, OURS, Cost, Method
+from resharder.server.rpc.protocol import check_revision
+from resharder.server.state.errors import DaemonError, InvalidArgument
+
+T = TypeVar("T")
+C = TypeVar("C", bound="Caller")
+THREADS, RENEWAL_THREADS = 60, 4
+_INLINE_BYTES = 16 << 10  # parsed on the event loop; larger messages on the pool
+_CHECK_AGAIN_SECONDS = 1.0  # a stream ends when its caller loses its role
+_RENEWALS = "renewals"  # their lane, in a pool of their own
+
+
+class Caller(Protocol):
+    """`name`: for limits and the log. `secured`: whether an identity is behind it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def secured(self) -> bool: ...
+
+
+class Guard(Protocol[C]):
+    """Who may call, and how much. Every method may raise a DaemonError."""
+
+    def caller(self, context: grpc.ServicerContext) -> C: ...
+    def admit(self, method: Method, context: grpc.ServicerContext) -> C: ...
+    def check_size(self, method: Method, size: int) -> None: ...
+    def judge(self, caller: C, method: Method, request: Any) -> Any: ...
+    def decide(self, caller: C, method: Method, resource: Any) -> None: ...
+    def open(self, caller: C) -> AbstractContextManager[None]: ...
+    def redact(self, caller: C, answer: Any) -> None: ...
+    def note(self, path: str, peer: str, error: DaemonError) -> None: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """The part of a call that services read. `metadata`: the request's headers."""
+
+    metadata: Sequence[tuple[str, str | bytes]] = ()
+
+
+class Session(Protocol):
+    """The service's side of a client stream; its methods are called one at a time, `responses` aside."""
+
+    def receive(self, message: Any) -> None: ...
+    def end(self) -> Any:
+        """The requests have ended: the answer of a unary call; None for a stream."""
+
+    def responses(self) -> Generator[Any, None, None]:
+        """The answers of a stream: messages and pauses."""
+
+    def close(self) -> None:
+        """The call is over, however it ended."""
+
+
+@dataclass(frozen=True)
+class _Done(Generic[T]):
+    value: T
+
+
+class Dispatcher:
+    """`waits` and `transfers`: places of each method of these costs. `model_of`: the model that a server follows, or empty.
+    `refused`: called with the reason of every refusal."""
+
+    def __init__(
+        self,
+        guard: Guard[Any],
+        model_of: Callable[[str], str],
+        refused: Callable[[str], None],
+        *,
+        waits: int,
+        transfers: int,
+        threads: int = THREADS,
+        renewal_threads: int = RENEWAL_THREADS,
+    ) -> None:
+        self._guard, self._model_of, self.refused = guard, model_of, refused
+        count = {Cost.WAIT: waits, Cost.TRANSFER: transfers}
+        self._places = {method.path: Places(method.name, count[method.cost]) for method in METHODS if method.cost.long}
+        self._pool, self._renewals = FairPool(threads, "rpc"), FairPool(renewal_threads, "renewals")
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._renewals.shutdown()
+
+    def handler(self, path: str, behavior: Any, parse: Any, serialize: Any, shape: tuple[bool, bool]) -> grpc.RpcMethodHandler:
+        """The handler of a service's method; `shape`: whether requests and responses are streams."""
+        entry = _Entry(self, BY_PATH[path], behavior, parse, serialize or bytes)
+        match shape:
+            case (False, False):
+                return grpc.unary_unary_rpc_method_handler(entry.unary)
+            case (False, True):
+                return grpc.unary_stream_rpc_method_handler(entry.stream)
+            case (True, False):
+                return grpc.stream_unary_rpc_method_handler(entry.collect)
+        return grpc.stream_stream_rpc_method_handler(entry.converse)
+
+    def native(self, path: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+        """The handler of an asynchronous service of gRPC's own, behind the same checks."""
+        entry = _Entry(self, BY_PATH[path], None, None, None)
+        shape = ("stream" if handler.request_streaming else "unary") + "_" + ("stream" if handler.response_streaming else "unary")
+        wrapped = entry.around(getattr(handler, shape))
+        make = getattr(grpc, f"{shape}_rpc_method_handler")
+        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+
+    # On the event loop
+
+    def submit(self, method: Method, lane: str, step: Callable[[], T]) -> Future[T]:
+        context = contextvars.copy_context()
+        if method.cost is Cost.RENEWAL:
+            return self._renewals.submit(_RENEWALS, lambda: context.run(step))
+        return self._pool.submit(f"{method.cost.name} {lane}", lambda: context.run(step))
+
+    async def wait(self, pause: Pause) -> None:
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the server has stopped, and closed its loop
+                loop.call_soon_threadsafe(changed.set)
+
+        with pause.signal.listening(wake):
+            if pause.signal.count == pause.seen:
+                try:
+                    await asyncio.wait_for(changed.wait(), pause.seconds)
+                except TimeoutError:
+                    return
+
+    def lane(self, method: Method, caller: Caller, context: grpc.ServicerContext, request: Any) -> str:
+        """The model that the request names. A caller is the lane of what names no model, or may name any; where there is no
+        security, a connection is a caller."""
+        named = "" if caller.secured and hasattr(request, "subject") else self._named(request)
+        return named or (caller.name if caller.secured else context.peer())
+
+    def _named(self, request: Any) -> str:
+        if isinstance(request, bytes):
+            return model_of_chunk(request)
+        server = getattr(request, "control", "") and request.server.removeprefix("servers/")
+        return self._model_of(server) if server else model_of_request(request)
+
+    @property
+    def guard(self) -> Guard[Any]:
+        return self._guard
+
+    def place(self, method: Method, lane: str) -> AbstractContextManager[None] | None:
+        places = self._places.get(method.path)
+        return places.place(lane) if places else None
+
+
+class _Entry:
+    """One method's four shapes of calls. Requests come as bytes, and are parsed once their caller may send them."""
+
+    def __init__(self, dispatcher: Dispatcher, method: Method, behavior: Any, parse: Any, serialize: Any) -> None:
+        self._d, self._method, self._behavior = dispatcher, method, behavior
+        self._parse, self._serialize = parse, serialize
+
+    def around(self, behavior: Any) -> Any:
+        async def called(request: Any, context: Any) -> Any:
+            async with self._admitted(context) as (caller, held):
+                self._take_place(caller, context, request, held)
+                return await behavior(request, context)
+
+        async def streamed(request: Any, context: Any) -> None:
+            async with self._admitted(context) as (caller, held):
+                self._take_place(caller, context, request, held)
+                async for answer in behavior(request, context):
+                    await context.write(answer)
+
+        return streamed if inspect.isasyncgenfunction(behavior) else called
+
+    async def unary(self, request: bytes, context: Any) -> bytes:
+        async with self._admitted(context) as (caller, held):
+            message = await self._parsed(caller, context, request)
+            self._d.guard.judge(caller, self._method, message)
+            lane = self._take_place(caller, context, message, held)
+            drive = _Drive(self._d, self._method, lane)
+            answered = await drive.step(lambda: self._begin(caller, message, context))
+            if isinstance(answered, bytes):
+                return answered
+            result = await drive.run(answered, self._d.wait)
+            return await drive.step(lambda: self._packed(caller, result))
+        raise AssertionError("an aborted call does not return")
+
+    def _begin(self, caller: Any, message: Any, context: Any) -> Any:
+        found = self._behavior(message, Call(context.invocation_metadata() or ()))
+        return found if isinstance(found, Generator) else self._packed(caller, found)
+
+    def _packed(self, caller: Any, message: Any) -> bytes:
+        self._d.guard.redact(caller, message)
+        packed: bytes = self._serialize(message)
+        return packed
+
+    async def stream(self, request: bytes, context: Any) -> None:
+        async with self._admitted(context) as (caller, held):
+            message = await self._parsed(caller, context, request)
+            self._d.guard.judge(caller, self._method, message)
+            drive = _Drive(self._d, self._method, self._take_place(caller, context, message, held))
+            call = Call(context.invocation_metadata() or ())
+            await self._answer(drive, await drive.step(lambda: self._behavior(message, call)), context)
+
+    async def _answer(self, drive: "_Drive", generator: Generator[Any, None, None], context: Any) -> None:
+        """Write the generator's answers. The next one is made once gRPC has taken the one before."""
+
+        async def each(item: Any) -> None:
+            await (self._d.wait(item) if isinstance(item, Pause) else context.write(item))
+
+        await drive.run(generator, each, self._pack_item)
+
+    def _pack_item(self, item: Any) -> Any:
+        return item if isinstance(item, Pause) else self._serialize(item)
+
+    async def collect(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
+        async with self._admitted(context) as (caller, held):
+            drive = _Drive(self._d, self._method, "")
+            call = Call(context.invocation_metadata() or ())
+            session: Session = self._behavior(call)
+            try:
+                async for message in self._messages(caller, context, requests, drive, held):
+                    await drive.step(lambda message=message: session.receive(message))  # type: ignore[misc]
+                return await drive.step(lambda: self._packed(caller, session.end()))
+            finally:
+                drive.afterwards(session.close)
+        raise AssertionError("an aborted call does not return")
+
+    async def converse(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        async with self._admitted(context) as (caller, held):
+            inward = _Drive(self._d, self._method, "")
+            session: Session = self._behavior(Call(context.invocation_metadata() or ()))
+            messages = self._messages(caller, context, requests, inward, held)
+            first = await anext(messages, None)
+            if first is None:
+                return
+
+            async def receive() -> None:
+                async for message in messages:
+                    await inward.step(lambda message=message: session.receive(message))  # type: ignore[misc]
+
+            def received(reader: "asyncio.Task[None]") -> None:
+                if not reader.cancelled():
+                    reader.exception()  # raised below, unless the call is over
+                    inward.afterwards(session.end)
+
+            reader: asyncio.Task[None] | None = None
+            try:
+                await inward.step(lambda: session.receive(first))
+                reader = asyncio.create_task(receive())
+                reader.add_done_callback(received)
+                await self._answer(_Drive(self._d, self._method, inward.lane), session.responses(), context)
+                if reader.done():
+                    reader.result()
+            finally:
+                if reader is not None:
+                    reader.cancel()
+                inward.afterwards(session.close)
+
+    @asynccontextmanager
+    async def _admitted(self, context: Any) -> AsyncIterator[tuple[Any, ExitStack]]:
+        """The caller, and what the call holds. Ends the call with the status of whatever is raised inside."""
+        with ExitStack() as held:
+            try:
+                if self._method.service.startswith(OURS):
+                    check_revision(context.invocation_metadata() or ())
+                caller = self._d.guard.admit(self._method, context)
+                CALLER.set(caller.name if caller.secured else "")
+                if self._method.cost.long:
+                    held.enter_context(self._d.guard.open(caller))
+                yield caller, held
+            except (grpc.RpcError, grpc.aio.BaseError):  # the peer is gone, or `abort` was called
+                raise
+            except Exception as error:
+                if isinstance(error, DaemonError):
+                    self._d.guard.note(self._method.path, context.peer(), error)
+                await abort(context, error, self._d.refused)
+
+    def _take_place(self, caller: Any, context: Any, message: Any, held: ExitStack) -> str:
+        lane = self._d.lane(self._method, caller, context, message)
+        if (place := self._d.place(self._method, lane)) is not None:
+            held.enter_context(place)
+        return lane
+
+    async def _messages(
+        self, caller: Any, context: Any, requests: AsyncIterator[bytes], drive: "_Drive", held: ExitStack
+    ) -> AsyncIterator[Any]:
+        """A stream is about what its first message names; until that has come, it is in its caller's lane."""
+        resource, checked = None, 0.0
+        waiting = held.enter_context(ExitStack())
+        if (place := self._d.place(self._method, caller.name if caller.secured else context.peer())) is not None:
+            waiting.enter_context(place)
+        async for request in requests:
+            message = await self._parsed(caller, context, request)
+            if not checked:
+                resource, checked = self._d.guard.judge(caller, self._method, message), time.monotonic()
+                waiting.close()
+                drive.lane = self._take_place(caller, context, message, held)
+            elif time.monotonic() > checked + _CHECK_AGAIN_SECONDS:
+                self._d.guard.decide(self._d.guard.caller(context), self._method, resource)
+                checked = time.monotonic()
+            yield message
+
+    async def _parsed(self, caller: Any, context: Any, request: bytes) -> Any:
+        """Raises ResourceExhausted (MESSAGE_TOO_LARGE), InvalidArgument (MESSAGE)."""
+        self._d.guard.check_size(self._method, len(request))
+        if self._parse is None:
+            return request
+        try:
+            if len(request) <= _INLINE_BYTES:
+                return self._parse(request)
+            lane = caller.name if caller.secured else context.peer()
+            return await asyncio.wrap_future(self._d.submit(self._method, lane, lambda: self._parse(request)))
+        except DecodeError as error:
+            raise InvalidArgument("MESSAGE", "expected a message of this method, got bytes that do not parse") from error
+
+
+class _Drive:
+    """Runs the steps of one call on the pool, one after the other."""
+
+    def __init__(self, dispatcher: Dispatcher, method: Method, lane: str) -> None:
+        self._d, self._method, self.lane = dispatcher, method, lane
+        self._last: Future[Any] | None = None
+
+    async def step(self, step: Callable[[], T]) -> T:
+        future = self._last = self._d.submit(self._method, self.lane, step)
+        return await asyncio.wrap_future(future)
+
+    async def run(
+        self,
+        generator: Generator[Any, None, Any],
+        each: Callable[[Any], Awaitable[None]],
+        convert: Callable[[Any], Any] = lambda item: item,
+    ) -> Any:
+        """Await `each` of the generator's items; its result. Closes the generator, also if the call is cancelled."""
+
+        def advance() -> Any:
+            try:
+                return convert(next(generator))
+            except StopIteration as ended:
+                return _Done(ended.value)
+
+        try:
+            while not isinstance(item := await self.step(advance), _Done):
+                await each(item)
+            return item.value
+        finally:
+            self.afterwards(generator.close)
+
+    def afterwards(self, step: Callable[[], object]) -> None:
+        """Run `step` once the last one has ended, which a cancelled call does not wait for."""
+        bound = partial(contextvars.copy_context().run, step)
+        run: Callable[[object], object] = lambda _: self._d.submit(self._method, self.lane, bound)  # noqa: E731
+        if self._last is None:
+            run(None)
+        else:
+            self._last.add_done_callback(run)
+
+
+def model_of_request(request: Any) -> str:
+    """The model that a request names, by itself or in a resource's name; empty where it names none."""
+    names = [getattr(request, field, "") for field in ("version", "publisher", "subject")]
+    for name in names:
+        if isinstance(name, str) and "models/" in name:
+            return name.partition("models/")[2].partition("/")[0]
+    model = getattr(request, "model", "")
+    return str(getattr(model, "name", model)).removeprefix("models/")
+
+
+def model_of_chunk(message: bytes) -> str:
+    """The model that a chunk's frame names; empty for bytes that are no chunk, which the service refuses."""
+    try:
+        return unframe(message)[2]
+    except ValueError:
+        return ""

@@ -1,0 +1,150 @@
+"""OperatorService: read the request, call the store, the fleets or the archive, build the answer."""
+
+import secrets
+from collections.abc import Iterator
+
+import xxhash
+from google.protobuf.message import Message
+from resharder.server.archive.archive import Archive, needed
+from resharder.server.archive.checkpoints import Archived
+from resharder.server.fleets.commands import Operations
+from resharder.server.fleets.profiles import Profiles
+from resharder.server.fleets.verifications import Verifications
+from resharder.server.infra.change_signal import Pause, Waiting
+from resharder.server.infra.event_log import Events, event_to_proto
+from resharder.server.ingest.coordinator import parse_name
+from resharder.server.rpc.convert import fleet_to_proto, server_to_proto, store_access, timestamp
+from resharder.server.rpc.dispatch import Call
+from resharder.server.rpc.views import Views, page_of, seconds
+from resharder.server.store.manifest import MANIFEST_FILE, VersionRecord
+from resharder.server.store.store import Store
+from resharder.v1 import operator_pb2
+
+_PART_BYTES = 1 << 20
+
+
+class OperatorService:
+    def __init__(
+        self,
+        views: Views,
+        operations: Operations,
+        events: Events,
+        archive: Archive | None,
+        profiles: Profiles,
+        verifications: Verifications,
+        daemon: operator_pb2.Daemon,
+    ) -> None:
+        self._intake, self._store, self._views, self._fleets = views.intake, views.store, views, views.fleets
+        self._operations, self._events, self._archive, self._daemon = operations, events, archive, daemon
+        self._profiles, self._verifications = profiles, verifications
+
+    def GetDaemon(self, request: operator_pb2.GetDaemonRequest, call: Call) -> Message:
+        answer = operator_pb2.Daemon()
+        answer.CopyFrom(self._daemon)
+        answer.time.GetCurrentTime()
+        if (access := store_access(self._store)) is not None:
+            answer.store.CopyFrom(access)
+        answer.store_used_bytes = self._store.used_bytes()
+        answer.models.extend(self._store.models())
+        answer.publishers.extend(self._views.publisher(publisher) for publisher in self._intake.publishers())
+        return answer
+
+    def ListVersions(self, request: operator_pb2.ListVersionsRequest, call: Call) -> Message:
+        models = [request.model] if request.model else self._store.models()
+        # The newest first: what is asked for most, and stable while versions come.
+        records = [record for model in models for record in reversed(self._store.versions(model))]
+        page, token = page_of([(r.name, r) for r in records], request.page_size, request.page_token)
+        return operator_pb2.ListVersionsResponse(versions=[self._views.version(r) for r in page], next_page_token=token)
+
+    def GetVersion(self, request: operator_pb2.GetVersionRequest, call: Call) -> Message:
+        return self._views.version(self._store.get(*parse_name(request.version, "versions")))
+
+    def ListServers(self, request: operator_pb2.ListServersRequest, call: Call) -> Message:
+        views = [(view.server.id, view) for view in self._fleets.servers(request.fleet)]
+        page, token = page_of(views, request.page_size, request.page_token)
+        return operator_pb2.ListServersResponse(servers=[server_to_proto(view) for view in page], next_page_token=token)
+
+    def ListFleets(self, request: operator_pb2.ListFleetsRequest, call: Call) -> Message:
+        page, token = page_of([(view.fleet.name, view) for view in self._fleets.fleets()], request.page_size, request.page_token)
+        return operator_pb2.ListFleetsResponse(fleets=[fleet_to_proto(view) for view in page], next_page_token=token)
+
+    def ExportVersion(self, request: operator_pb2.ExportVersionRequest, call: Call) -> Iterator[Message]:
+        model, number = parse_name(request.version, "versions")
+        holder = f"export-{secrets.token_hex(4)}"
+        record = self._store.hold(model, number, holder)
+        try:
+            yield from _export(self._store, record)
+        finally:
+            self._store.release(model, number, holder)
+
+    def UpdateFleet(self, request: operator_pb2.UpdateFleetRequest, call: Call) -> Message:
+        return fleet_to_proto(self._operations.update(request))
+
+    def RollBackFleet(self, request: operator_pb2.RollBackFleetRequest, call: Call) -> Message:
+        return fleet_to_proto(self._operations.roll_back(request))
+
+    def DecideMove(self, request: operator_pb2.DecideMoveRequest, call: Call) -> Message:
+        return fleet_to_proto(self._operations.decide(request))
+
+    def SetPower(self, request: operator_pb2.SetPowerRequest, call: Call) -> Message:
+        return fleet_to_proto(self._operations.set_power(request))
+
+    def SetDrained(self, request: operator_pb2.SetDrainedRequest, call: Call) -> Message:
+        return fleet_to_proto(self._operations.set_drained(request))
+
+    def ProfileInstall(self, request: operator_pb2.ProfileInstallRequest, call: Call) -> Iterator[Message | Pause]:
+        yield from self._profiles.take(request.server.removeprefix("servers/"), seconds(request.wait_seconds))
+
+    def VerifyServer(self, request: operator_pb2.VerifyServerRequest, call: Call) -> Waiting[Message]:
+        server, wait = request.server.removeprefix("servers/"), seconds(request.wait_seconds)
+        verifications = yield from self._verifications.take(server, wait)
+        return operator_pb2.VerifyServerResponse(verifications=verifications)
+
+    def RetireVersions(self, request: operator_pb2.RetireVersionsRequest, call: Call) -> Message:
+        done = self._store.retire(request.model.removeprefix("models/"), request.versions, request.keep, request.dry_run)
+        if done.retired and not request.dry_run:
+            names = ", ".join(record.name for record in done.retired)
+            self._events.add("operator", f"models/{done.retired[0].model}", "retire", versions=names[:1000])
+        return operator_pb2.RetireVersionsResponse(
+            retired=[self._views.version(record) for record in done.retired],
+            kept=[self._views.version(record) for record in done.kept],
+            freed_bytes=done.freed_bytes,
+        )
+
+    def ListEvents(self, request: operator_pb2.ListEventsRequest, call: Call) -> Iterator[Message | Pause]:
+        for found in self._events.listed(request):
+            yield found if isinstance(found, Pause) else event_to_proto(found)
+
+    def ArchiveVersion(self, request: operator_pb2.ArchiveVersionRequest, call: Call) -> Message:
+        return _archived(needed(self._archive).archive_now(*parse_name(request.version, "versions")))
+
+    def ListArchive(self, request: operator_pb2.ListArchiveRequest, call: Call) -> Message:
+        found = needed(self._archive).archived(request.model.removeprefix("models/"))
+        return operator_pb2.ListArchiveResponse(versions=map(_archived, found))
+
+    def RestoreVersion(self, request: operator_pb2.RestoreVersionRequest, call: Call) -> Message:
+        return self._views.version(needed(self._archive).restore(*parse_name(request.version, "versions")))
+
+
+def _archived(archived: Archived) -> operator_pb2.ArchivedVersion:
+    return operator_pb2.ArchivedVersion(
+        version=archived.name,
+        url=archived.url,
+        size_bytes=archived.size_bytes,
+        fingerprint=archived.fingerprint,
+        archive_time=timestamp(archived.archive_time),
+    )
+
+
+def _export(store: Store, record: VersionRecord) -> Iterator[Message]:
+    """Files in the order of their names, the manifest last; an empty file is one empty part."""
+    manifest = store.manifest(record.model, record.number)
+    names = sorted([*manifest.other_files, *(file.path for file in manifest.files)])
+    for name in [*names, MANIFEST_FILE]:
+        path = store.folder(record) / name
+        size = path.stat().st_size
+        with path.open("rb", buffering=0) as file:
+            for offset in range(0, max(size, 1), _PART_BYTES):
+                data = file.read(_PART_BYTES)
+                checksum = xxhash.xxh3_64_intdigest(data)
+                yield operator_pb2.FilePart(path=name, offset=offset, size_bytes=size, data=data, checksum=checksum)

@@ -1,0 +1,143 @@
+"""ServerService: what vLLM servers call. Validates, calls the fleets and the store, and answers."""
+
+from collections.abc import Iterator
+
+from resharder.server.fleets.fleets import Attachment, Fleets
+from resharder.server.fleets.profiles import Profiles
+from resharder.server.fleets.verifications import Verifications
+from resharder.server.infra.change_signal import Pause, Waiting
+from resharder.server.ingest.coordinator import parse_name
+from resharder.server.rpc.box_reads import Digester, check_boxes, chunks
+from resharder.server.rpc.convert import (
+    attached_from_proto,
+    manifest_to_proto,
+    power_to_proto,
+    report_from_proto,
+    server_to_proto,
+    store_access,
+    version_to_proto,
+    worker_from_proto,
+)
+from resharder.server.rpc.dispatch import Call
+from resharder.server.state.errors import InvalidArgument
+from resharder.server.state.server import Order
+from resharder.server.store.store import Store
+from resharder.v1 import resources_pb2, server_pb2
+
+_ORDERS_SECONDS = 60.0  # a new order signals; this bounds a wait nevertheless
+
+
+class ServerService:
+    def __init__(
+        self, fleets: Fleets, store: Store, profiles: Profiles, verifications: Verifications, digest_threads: int
+    ) -> None:
+        self._fleets, self._store, self._profiles, self._verifications = fleets, store, profiles, verifications
+        self._digester = Digester(store, digest_threads)
+
+    def ClaimServer(self, request: server_pb2.ClaimServerRequest, call: Call) -> Waiting[server_pb2.Claim]:
+        server = yield from self._fleets.claim(
+            request.server.removeprefix("servers/"),
+            request.model.removeprefix("models/"),
+            request.fleet,
+            wait_seconds=request.wait_seconds,
+            boot=request.boot,
+            renews=request.renews,
+        )
+        return server_pb2.Claim(
+            server=f"servers/{server.id}",
+            model=server.model,
+            fleet=server.fleet,
+            boot_version=server.boot_version,
+            store=store_access(self._store),
+            lease_seconds=self._fleets.settings.lease,
+            attached=server.attached,
+        )
+
+    def Attend(self, call: Call) -> "Attendance":
+        return Attendance(self._fleets)
+
+    def ReportWorker(self, request: server_pb2.ReportWorkerRequest, call: Call) -> resources_pb2.Server:
+        view = self._fleets.report_worker(request.server.removeprefix("servers/"), worker_from_proto(request.worker))
+        answer = server_to_proto(view)
+        answer.verify_request = self._verifications.requested(view.server.id)
+        return answer
+
+    def PutProfile(self, request: server_pb2.PutProfileRequest, call: Call) -> server_pb2.PutProfileResponse:
+        self._profiles.put(request.server.removeprefix("servers/"), request.profile)
+        return server_pb2.PutProfileResponse()
+
+    def GetManifest(self, request: server_pb2.GetManifestRequest, call: Call) -> server_pb2.Manifest:
+        model, number = parse_name(request.version, "versions")
+        manifest = self._store.manifest(model, number)
+        version = version_to_proto(self._store, manifest.record, self._fleets.serving(model, number))
+        return manifest_to_proto(version, manifest)
+
+    def DigestBoxes(self, request: server_pb2.BoxesRequest, call: Call) -> server_pb2.BoxDigests:
+        boxes = check_boxes(request, self._store.manifest(*parse_name(request.version, "versions")))
+        return server_pb2.BoxDigests(digests=self._digester.digests(boxes))
+
+    def DownloadChunks(self, request: server_pb2.BoxesRequest, call: Call) -> Iterator[bytes]:
+        boxes = check_boxes(request, self._store.manifest(*parse_name(request.version, "versions")))
+        yield from chunks(self._store, boxes)
+
+    def GetModel(self, request: server_pb2.GetModelRequest, call: Call) -> resources_pb2.Model:
+        name = request.model.removeprefix("models/") or self._fleets.only_model()
+        files = self._store.model_files(name)
+        return resources_pb2.Model(
+            name=name, files=[resources_pb2.ModelFile(path=path, content=content) for path, content in sorted(files.items())]
+        )
+
+
+class Attendance:
+    """A control side's stream: reports come in, orders go out."""
+
+    def __init__(self, fleets: Fleets) -> None:
+        self._fleets = fleets
+        self._attachment: Attachment | None = None
+
+    def receive(self, report: server_pb2.ControlReport) -> None:
+        if self._attachment is None:
+            self._attachment = self._fleets.attach(report.server.removeprefix("servers/"), attached_from_proto(report))
+            if report.done:
+                self._attachment.report(report_from_proto(report))
+            return
+        known = self._attachment.first.control
+        if report.control != known:
+            raise InvalidArgument("CONTROL", f"this stream is of control side {known}, got a report of {report.control}")
+        self._attachment.report(report_from_proto(report))
+
+    def end(self) -> None:
+        if self._attachment is not None:
+            self._attachment.put(None)
+
+    def responses(self) -> Iterator[server_pb2.Order | Pause]:
+        attachment = self._attachment
+        assert attachment is not None
+        while True:
+            seen = attachment.changed.count
+            while not attachment.orders.empty():
+                order = attachment.orders.get_nowait()
+                if order is None:
+                    return
+                yield self._order_to_proto(attachment.server, order)
+            yield attachment.changed.pause(seen, _ORDERS_SECONDS)
+
+    def close(self) -> None:
+        if self._attachment is not None:
+            self._attachment.close()
+
+    def _order_to_proto(self, server: str, order: Order) -> server_pb2.Order:
+        pause_mode, strict = self._fleets.policy(server)
+        return server_pb2.Order(
+            kind=order.kind.name,
+            install=order.install,
+            version=order.version,
+            pause_mode=resources_pb2.PauseMode.Value(pause_mode.name),
+            strict_lease=strict,
+            power=power_to_proto(order.power),
+            lease_seconds=self._fleets.settings.lease,
+            reason=order.reason,
+            profile=order.profile,
+            ahead_of=order.ahead_of,
+            term=order.term,
+        )

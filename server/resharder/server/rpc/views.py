@@ -1,0 +1,69 @@
+"""Publishers and versions as messages, and what requests of several services have in common."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from resharder.server.fleets.fleets import Fleets
+from resharder.server.ingest.coordinator import Intake
+from resharder.server.ingest.publisher import Publisher
+from resharder.server.observability.tracing.ids import Tracing
+from resharder.server.rpc.convert import store_access, version_to_proto
+from resharder.server.state.errors import InvalidArgument
+from resharder.server.store.manifest import STAGING, VersionRecord
+from resharder.v1 import resources_pb2
+
+_MAX_WAIT = 3600.0
+
+
+class Views:
+    """Publishers and versions as messages."""
+
+    def __init__(self, intake: Intake, fleets: Fleets, tracing: Tracing) -> None:
+        self.intake, self.store, self.fleets, self._tracing = intake, intake.store, fleets, tracing
+
+    def publisher(self, publisher: Publisher) -> resources_pb2.Publisher:
+        return resources_pb2.Publisher(
+            name=publisher.name,
+            model=publisher.model,
+            job=publisher.job,
+            epoch=publisher.epoch,
+            world_size=publisher.world_size,
+            state=resources_pb2.Publisher.State.Value(publisher.state),
+            reason=f"{publisher.error.reason}: {publisher.error}" if publisher.error else "",
+            registered_slots=len(publisher.registered),
+            store=store_access(self.store),
+            lease_seconds=self.intake.lease_seconds,
+            live_ranks=self.intake.live_ranks(publisher),
+            newest_version=self.store.newest_number(publisher.model),
+        )
+
+    def version(self, record: VersionRecord, slots: bool = True) -> resources_pb2.Version:
+        message = version_to_proto(self.store, record, self.fleets.serving(record.model, record.number))
+        message.trace = self._tracing.traceparent(record)
+        if record.state == STAGING and self.store.shared:
+            message.folder = str(self.store.folder(record))
+        if slots and record.state == STAGING:
+            for rank, sealed, size, received in self.intake.progress(record):
+                state = resources_pb2.Slot.SEALED if sealed else resources_pb2.Slot.OPEN
+                message.slots.add(rank=rank, state=state, size_bytes=size, received_bytes=received)
+        return message
+
+
+def seconds(wanted: float) -> float:
+    """Raises InvalidArgument (WAIT_SECONDS); NaN too."""
+    if not 0 <= wanted <= _MAX_WAIT:
+        raise InvalidArgument("WAIT_SECONDS", f"expected wait_seconds of 0 to {_MAX_WAIT:.0f}, got {wanted}")
+    return wanted
+
+
+def page_of(items: Sequence[tuple[str, Any]], size: int, token: str) -> tuple[list[Any], str]:
+    """The items that follow the one named `token`, and the next token. Raises InvalidArgument (PAGE_TOKEN)."""
+    if size < 0:
+        raise InvalidArgument("PAGE_SIZE", f"expected a page size of 0 or more, got {size}")
+    size = min(size or 100, 1000)
+    names = [name for name, _ in items]
+    if token and token not in names:
+        raise InvalidArgument("PAGE_TOKEN", f"page token {token[:200]!r} is none of this list any more: start again")
+    first = names.index(token) + 1 if token else 0
+    chosen = items[first : first + size]
+    return [item for _, item in chosen], chosen[-1][0] if first + size < len(items) else ""

@@ -1,0 +1,183 @@
+"""What the daemon knows of a fleet: what it wants, how it moves, the move that it is at. What becomes of it, `moves.py` says."""
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+
+from resharder.server.state.server import Power, Server, Settings
+from resharder.v1 import resources_pb2
+
+NOBODY = (1, 0)  # the range of versions that permits none
+
+
+class WantKind(IntEnum):
+    LATEST = resources_pb2.Want.LATEST
+    NUMBER = resources_pb2.Want.NUMBER
+    NONE = resources_pb2.Want.NONE
+
+
+class MotionKind(IntEnum):
+    ALL_AT_ONCE = resources_pb2.Motion.ALL_AT_ONCE
+    ROLLING = resources_pb2.Motion.ROLLING
+    CANARY = resources_pb2.Motion.CANARY
+    ATOMIC = resources_pb2.Motion.ATOMIC
+
+
+class MoveState(IntEnum):
+    STAGING = resources_pb2.Move.STAGING
+    APPLYING = resources_pb2.Move.APPLYING
+    TRYING = resources_pb2.Move.TRYING
+    HOLDING = resources_pb2.Move.HOLDING
+    MOVING = resources_pb2.Move.MOVING
+    BACK = resources_pb2.Move.BACK
+    STOPPED = resources_pb2.Move.STOPPED
+    DONE = resources_pb2.Move.DONE
+    FAILED = resources_pb2.Move.FAILED
+
+
+class PauseMode(IntEnum):
+    KEEP = resources_pb2.KEEP
+    WAIT = resources_pb2.WAIT
+    ABORT = resources_pb2.ABORT
+
+
+@dataclass(frozen=True)
+class Want:
+    kind: WantKind = WantKind.LATEST
+    version: int = 0
+    every_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Motion:
+    """Counts of 0 mean all for `at_a_time`, one for the others."""
+
+    kind: MotionKind = MotionKind.ALL_AT_ONCE
+    at_a_time: int = 0
+    max_failures: int = 0
+    canaries: int = 0
+    hold_seconds: float = 0.0
+    approval: bool = False
+    check: str = ""
+
+
+@dataclass(frozen=True)
+class Move:
+    """`started` and `ended` are in seconds since 1970, for people: no decision of the daemon depends on them."""
+
+    id: int
+    state: MoveState
+    back_to: int  # 0: nothing was served before
+    to: int
+    motion: Motion
+    started: float
+    reason: str = ""
+    servers: tuple[str, ...] = ()  # the canaries, then all that arrived
+    failed: Mapping[str, str] = field(default_factory=dict)
+    began: float = 0.0  # by the monotonic clock, like `held`: durations are measured from these
+    held: float = 0.0  # when it became HOLDING
+    approved: bool = False
+    checked: bool = False
+    tries: int = 0  # how often an operator had it tried again
+    ended: float = 0.0
+    seconds: float = 0.0  # from its beginning to its end
+
+    def hold_left(self, now: float) -> float:
+        """Seconds until the hold of its canaries is over; 0 where none is running."""
+        return max(0.0, self.held + self.motion.hold_seconds - now) if self.state == MoveState.HOLDING else 0.0
+
+    @property
+    def active(self) -> bool:
+        return self.state not in (MoveState.DONE, MoveState.FAILED)
+
+    @property
+    def canaries(self) -> tuple[str, ...]:
+        return self.servers[: max(1, self.motion.canaries)]
+
+    @property
+    def checking(self) -> bool:
+        """Its check has to run, or is running."""
+        return self.state == MoveState.HOLDING and bool(self.motion.check) and not self.checked
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """All that is kept of a fleet over restarts."""
+
+    name: str
+    model: str
+    pause_mode: PauseMode = PauseMode.KEEP
+    want: Want = Want()
+    motion: Motion = Motion()
+    max_skew: int = 0
+    serve_ahead: bool = False  # of ALL_AT_ONCE without a skew bound alone
+    settled: int = 0  # the version that it moved to last
+    move: Move | None = None
+    refused: Mapping[int, str] = field(default_factory=dict)
+    power: Power = Power.AWAKE
+    powers: Mapping[str, Power] = field(default_factory=dict)  # of servers for which it was set apart
+    drained: frozenset[str] = frozenset()
+    members: frozenset[str] = frozenset()
+    rolled_back: str = ""  # request id of the last rollback
+
+    @property
+    def moving(self) -> Move | None:
+        return self.move if self.move is not None and self.move.active else None
+
+    @property
+    def strict(self) -> bool:
+        """Versions must not mix beyond a bound, so gates do not outlive leases."""
+        return self.max_skew > 0 or self.motion.kind == MotionKind.ATOMIC
+
+    def mixes(self, version: int, shown: Iterable[int]) -> bool:
+        """Whether to serve this version beside those that are shown breaks what the fleet promises."""
+        bound = 0 if self.motion.kind == MotionKind.ATOMIC else self.max_skew
+        return self.strict and any(abs(version - other) > bound for other in shown)
+
+    def rest_left(self, now: float) -> float:
+        """Seconds until `want.every_seconds` permit the next move; 0 where nothing is to be waited for."""
+        return max(0.0, self.move.began + self.want.every_seconds - now) if self.move is not None else 0.0
+
+    def power_of(self, server: str) -> Power:
+        return self.powers.get(server, self.power)
+
+    def needs(self) -> frozenset[int]:
+        """The versions that must not go away for the fleet's sake."""
+        move = self.moving
+        if move is None:
+            versions = {self.settled}
+        else:
+            returns = move.motion.kind != MotionKind.ALL_AT_ONCE or move.state == MoveState.BACK
+            versions = {move.to, move.back_to if returns else 0}
+        return frozenset(versions | ({self.want.version} if self.want.kind == WantKind.NUMBER else set())) - {0}
+
+
+@dataclass(frozen=True)
+class View:
+    """What moves go by. `now` is the monotonic clock's, as in installs; `wall` only labels moves.
+
+    `settling`: servers that the fleet had before the daemon started may still come back.
+    """
+
+    servers: Mapping[str, Server]
+    ready: Set[int]
+    now: float
+    settings: Settings
+    settling: bool = False
+    ahead: Set[int] = frozenset()  # STAGING, and offered by every rank to a fleet that serves ahead
+    wall: float = 0.0  # seconds since 1970
+    at_once: int = 1  # servers that ranks can send to at the same time
+
+    @cached_property
+    def usable(self) -> Set[int]:
+        return self.ready | self.ahead
+
+    @cached_property
+    def shown(self) -> dict[int, set[str]]:
+        """Every version that clients may get, and who may serve it."""
+        found: dict[int, set[str]] = {}
+        for id, server in self.servers.items():
+            for version in server.shown:
+                found.setdefault(version, set()).add(id)
+        return found

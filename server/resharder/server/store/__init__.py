@@ -1,0 +1,1 @@
+"""Versions as folders of safetensors files: layout, file pool, retention, manifests, digests."""

@@ -1,0 +1,66 @@
+"""What a daemon shows of itself: its metrics, and over HTTP the status page and probes."""
+
+import importlib.metadata
+import ssl
+import time
+from functools import partial
+from typing import Any
+
+from resharder.server.fleets.fleets import Fleets
+from resharder.server.infra.addresses import is_loopback, parse_listen
+from resharder.server.infra.event_log import Events
+from resharder.server.ingest.coordinator import Intake
+from resharder.server.observability import metrics, snapshot
+from resharder.server.web.app import AccessCheck, admit_all, check_host, web_app
+from resharder.server.web.listener import Listener
+from resharder.server.web.status import status
+
+RELEASE = importlib.metadata.version("resharder")
+_EVENTS = 15  # on the status page
+
+
+class Shown:
+    """Listens once it is made, unless `listen` is empty. `started`: the daemon takes calls. Raises OSError, ValueError."""
+
+    def __init__(
+        self,
+        listen: str,
+        intake: Intake,
+        fleets: Fleets,
+        events: Events,
+        check: AccessCheck | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._intake, self._fleets, self._events = intake, fleets, events
+        self._since = time.time()
+        self.started = False
+        registry, self.observed = metrics.make(RELEASE)
+        metrics.show(registry, self._look)
+        intake.observer = self.observed
+        fleets.observers.append(self.observed)
+        events.listeners.append(self.observed.happened)
+        self._listener: Listener | None = None
+        self.listen = ""
+        if listen:
+            host, port = parse_listen(listen)
+            check = check or (check_host if is_loopback(listen) else admit_all)
+            text = partial(metrics.text, registry)
+            app = web_app(status=self._status, metrics=text, unready=self._unready, check=check)
+            self._listener = Listener(app, host, port, tls)
+            self.listen = f"{host}:{self._listener.port}"
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+    def _look(self) -> snapshot.Snapshot:
+        return snapshot.take(self._intake, self._fleets)
+
+    def _status(self) -> dict[str, Any]:
+        return status(self._look(), self._events.last(_EVENTS), release=RELEASE, started=self._since, unready=self._unready())
+
+    def _unready(self) -> str:
+        """Why publishers are not taken; empty where they are."""
+        if not self.started:
+            return "the daemon starts"
+        return "the daemon goes down" if self._intake.draining else ""

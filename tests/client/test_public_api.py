@@ -1,0 +1,102 @@
+"""The package `resharder.client`: what it exports, what it imports, and that documents need nothing else."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import resharder.client
+from resharder.client import errors
+from resharder.converters import errors as conversion_errors
+
+ROOT = Path(__file__).parents[2]
+FRAGMENTS = ("adding-a-family.md",)  # lines of the sources themselves, for those who change them
+DOCUMENTS = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in FRAGMENTS)]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def blocks() -> list[tuple[str, str]]:
+    return [(path.name, block) for path in DOCUMENTS for block in BLOCK.findall(path.read_text())]
+
+
+def imports(code: str) -> list[tuple[str, str]]:
+    """(module, name) of everything that a block imports from Resharder."""
+    found: list[tuple[str, str]] = []
+    for node in ast.walk(ast.parse(dedent(code))):
+        if isinstance(node, ast.ImportFrom):
+            found += [(node.module or "", alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [(alias.name, "") for alias in node.names]
+    return [(module, name) for module, name in found if module.split(".")[0] == "resharder"]
+
+
+def test_documents_import_from_the_client_package_alone_and_find_what_they_import() -> None:
+    seen = [(document, module, name) for document, block in blocks() for module, name in imports(block)]
+    assert {name for _, _, name in seen} >= {"connect", "fill", "Operator", "attach", "went_well"}
+    assert [use for use in seen if use[1] != "resharder.client"] == []
+    for _, module, name in seen:
+        if name != "attach" or find_spec("vllm"):
+            assert hasattr(import_module(module), name), f"{module} has no {name}"
+
+
+def test_every_exported_name_resolves_and_others_are_attribute_errors() -> None:
+    pytest.importorskip("vllm", reason="`attach` needs it")
+    for name in resharder.client.__all__:
+        assert getattr(resharder.client, name) is not None
+    assert set(resharder.client.__all__) <= set(dir(resharder.client))
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = resharder.client.nothing
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert resharder.client.__version__ == version("resharder")
+
+
+def test_importing_the_package_or_an_error_loads_no_more_than_it_needs() -> None:
+    heavy = ("torch", "vllm", "megatron", "numba", "transformers", "google.protobuf", "typer")
+
+    def loaded(code: str) -> list[str]:
+        check = f"{code}; import json, sys; print(json.dumps([m for m in {(*heavy, 'grpc')!r} if m in sys.modules]))"
+        found: list[str] = json.loads(subprocess.run([sys.executable, "-c", check], capture_output=True, check=True).stdout)
+        return found
+
+    assert loaded("import resharder.client") == []
+    assert set(loaded("from resharder.client import Operator, VersionTarget, went_well")) == {"grpc", "google.protobuf"}
+
+
+def test_all_errors_are_one_tree_and_the_head_of_its_file_draws_it() -> None:
+    named = {name: getattr(errors, name) for name in errors.__all__}
+    assert all(issubclass(error, resharder.client.ResharderError) for error in named.values())
+    assert issubclass(resharder.client.ConversionError, ValueError)
+    defined = {
+        name
+        for module in (errors, conversion_errors)
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Exception)
+    }
+    assert defined == set(named)
+    depths: dict[int, str] = {-1: "Exception"}
+    for line in (errors.__doc__ or "").splitlines():
+        if found := re.match(r"^((?:[│ ]   )*(?:[├└]── )?)([A-Z][A-Za-z]+)(?:\s{2,}|$)", line):
+            depth = len(found[1]) // 4
+            depths[depth] = found[2]
+            assert depths[depth - 1] in {base.__name__ for base in named.pop(found[2]).__bases__}
+    assert named == {}, "the head of errors.py leaves these out"
+
+
+def test_a_conversion_error_has_its_reason() -> None:
+    assert resharder.client.LayoutError("a hole").reason == "LAYOUT_MISMATCH"
+    assert str(resharder.client.UnknownTensor("lm_head")) == "lm_head"
+
+
+def test_typed_packages_carry_their_marker() -> None:
+    for package in ("resharder.client", "resharder.converters", "resharder.server"):
+        (folder,) = import_module(package).__path__
+        assert (Path(folder) / "py.typed").is_file(), package

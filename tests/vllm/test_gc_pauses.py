@@ -1,0 +1,84 @@
+"""What the collector of garbage looks at in a worker."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+from resharder.client.runtime import gc_pauses
+from resharder.client.runtime.gc_pauses import collect_and_freeze, gc_paused
+
+
+class Thing:
+    """May refer to itself."""
+
+    def __init__(self, circular: bool) -> None:
+        self.other = self if circular else None
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_what_is_made_while_gc_is_paused_is_not_looked_at_and_goes_with_its_last_reference() -> None:
+    collect_and_freeze()
+    with gc_paused():
+        assert not gc.isenabled()
+        things = [Thing(circular=False) for _ in range(1000)]
+    assert gc.isenabled()
+    looked_at = {id(each) for each in gc.get_objects()}
+    assert not looked_at & {id(thing) for thing in things}
+    gone = weakref.ref(things[7])
+    del things
+    assert gone() is None
+
+
+def test_garbage_of_that_time_goes_with_the_next_collection() -> None:
+    with gc_paused():
+        gone = weakref.ref(Thing(circular=True))
+    gc.collect()
+    assert gone() is not None
+    collect_and_freeze()
+    assert gone() is None
+
+
+def test_garbage_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc_pauses, "_MORE", 10_000)
+    collect_and_freeze()
+    seen = []
+    for _ in range(6):
+        with gc_paused():
+            garbage = [Thing(circular=True) for _ in range(4000)]
+            seen.append(weakref.ref(garbage[0]))
+            del garbage
+    alive = [one() is not None for one in seen]
+    assert alive[-1]
+    assert not alive[0]
+    assert sum(alive) <= 4
+
+
+def test_objects_are_not_counted_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes all threads' time."""
+    collect_and_freeze()
+    count, calls = gc.get_freeze_count, list[int]()
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: calls.append(1) or count())
+    monkeypatch.setattr(gc_pauses, "_MORE", 10_000)
+    for versions, counted in ((5, 0), (2, 1), (3, 1)):
+        for _ in range(versions):
+            with gc_paused():
+                things = [Thing(circular=False) for _ in range(2000)]
+            del things
+        assert len(calls) == counted
+
+
+def test_a_collector_that_was_off_stays_off_and_errors_leave_it_as_it_was() -> None:
+    with pytest.raises(ValueError, match="in the middle"), gc_paused():
+        raise ValueError("in the middle")
+    assert gc.isenabled()
+    gc.disable()
+    with gc_paused():
+        pass
+    assert not gc.isenabled()
