@@ -17,6 +17,7 @@ from resharder.client.errors import (
     DaemonUnreachable,
     LayoutRejected,
     MessageTooLarge,
+    NotFound,
     OutOfRoom,
     Refused,
     ResharderError,
@@ -29,8 +30,11 @@ from resharder.client.operator import Operator
 from resharder.client.operator.states import VersionState
 from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.connect import DeclaredTensor, Publisher, connect
+from resharder.client.transport.base import AssignedSlot
+from resharder.client.transport.shared_memory import SharedMemory
 from resharder.converters.architectures.checkpoint import expected_shapes
-from resharder.v1 import server_pb2, server_pb2_grpc
+from resharder.converters.geometry.layout import TensorSpec, full_box
+from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
 
 from tests.client.models import CONFIG, connected, declared, equal, exported, parts, publish_all, spread, together, weights
 from tests.client.proxy import Proxy
@@ -478,3 +482,11 @@ def test_a_timeout_of_none_is_no_bound(daemon: Daemon) -> None:
     handles[1].wait_serving(None)
     for publisher in publishers:
         publisher.close()
+
+
+def test_files_that_a_restarted_daemon_has_removed_are_a_version_not_found(tmp_path: Path) -> None:
+    spec = TensorSpec("a", "F32", (4, 4))
+    version = resources_pb2.Version(name="models/policy/versions/1", folder=str(tmp_path / "gone"))
+    slot = AssignedSlot(0, (full_box(spec.shape),), (spec,), 1 << 20)
+    with pytest.raises(NotFound, match=r"expected its files in .*gone, they are gone"):
+        SharedMemory(1).deliver(version, slot, iter(()))

@@ -19,7 +19,14 @@ from resharder.converters.models.tensor_io import DTYPES
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import MappedFiles, lay_out
 from resharder.server.archive.archive import Archive, needed
-from resharder.server.state.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from resharder.server.state.errors import (
+    AlreadyExists,
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceNotFound,
+    Unavailable,
+)
 from resharder.server.store.store import Store
 from resharder.v1 import operator_pb2, server_pb2
 from resharder.v1.operator_pb2_grpc import OperatorServiceStub
@@ -218,7 +225,7 @@ def test_a_folder_without_a_whole_archived_json_does_not_count(store: Store, roo
     archive.archive_now("policy", 1)
     flip(root / "archive" / PLACE / "archived.json")
     assert archive.archived() == []
-    with pytest.raises(NotFound, match="no complete models/policy/versions/1"):
+    with pytest.raises(ResourceNotFound, match="no complete models/policy/versions/1"):
         archive.restore("policy", 1)
     assert archive.archive_now("policy", 1).number == 1
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from resharder.server.fleets.commands import Operations
 from resharder.server.fleets.fleets import Attachment, Fleets
 from resharder.server.fleets.persistence import restored, stored
-from resharder.server.state.errors import DaemonError, NotFound
+from resharder.server.state.errors import DaemonError, ResourceNotFound
 from resharder.server.state.fleet import Fleet, MotionKind, MoveState, PauseMode, WantKind
 from resharder.server.state.server import Attached, InstallState, Order, OrderKind, Power, Reported, Settings, Worker, WorkerState
 from resharder.server.store.manifest import ABORTED, READY, STAGING, VersionRecord
@@ -84,7 +84,7 @@ class Versions:
 
     def hold(self, name: str, number: int, holder: str) -> VersionRecord:
         if number not in self.ready:
-            raise NotFound("VERSION_GONE", f"{number}")
+            raise ResourceNotFound("VERSION_GONE", f"{number}")
         self.holders.setdefault(number, set()).add(holder)
         return self.versions(name)[0]
 

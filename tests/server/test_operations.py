@@ -8,7 +8,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from resharder.server.fleets.commands import Operations
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.persistence import FleetFiles
-from resharder.server.state.errors import DaemonError, FailedPrecondition, InvalidArgument, NotFound
+from resharder.server.state.errors import DaemonError, FailedPrecondition, InvalidArgument, ResourceNotFound
 from resharder.server.state.fleet import MotionKind, Want, WantKind
 from resharder.server.state.server import Attached, Power
 from resharder.v1 import operator_pb2, resources_pb2
@@ -99,12 +99,12 @@ REFUSED: dict[str, tuple[type[DaemonError], str, Callable[[Desk], object]]] = {
     ),
     "no power": (InvalidArgument, "POWER", lambda d: d.operations.set_power(operator_pb2.SetPowerRequest(fleet=MODEL))),
     "a server of another fleet": (
-        NotFound,
+        ResourceNotFound,
         "SERVER_UNKNOWN",
         lambda d: d.operations.set_drained(operator_pb2.SetDrainedRequest(fleet=MODEL, server="servers/b", drained=True)),
     ),
     "a fleet that is not there": (
-        NotFound,
+        ResourceNotFound,
         "FLEET_UNKNOWN",
         lambda d: d.operations.set_drained(operator_pb2.SetDrainedRequest(fleet="other", drained=True)),
     ),
@@ -168,7 +168,7 @@ def test_a_model_s_default_fleet_is_there_and_another_needs_its_model(desk: Desk
     assert [view.fleet.name for view in desk.fleets.fleets()] == ["night", MODEL]
     message.name = "none"
     message.model = "unknown"
-    with pytest.raises(NotFound) as refused:
+    with pytest.raises(ResourceNotFound) as refused:
         desk.operations.update(operator_pb2.UpdateFleetRequest(fleet=message, update_mask=FieldMask(paths=["max_skew"])))
     assert refused.value.reason == "MODEL_UNKNOWN"
 

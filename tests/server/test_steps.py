@@ -16,7 +16,7 @@ from resharder.client.trainer.attempts import Attempts
 from resharder.converters.geometry.layout import Range, TensorSpec
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.ingest.packed_boxes import pack
-from resharder.server.state.errors import DaemonError, FailedPrecondition, NotFound, ResourceExhausted
+from resharder.server.state.errors import DaemonError, FailedPrecondition, ResourceExhausted, ResourceNotFound
 from resharder.server.store.manifest import VersionRecord
 from resharder.server.store.store import Store
 
@@ -361,7 +361,7 @@ class Schedule(RuleBasedStateMachine):
         rank.started = step
         try:
             record = rank.begin(step)
-        except NotFound:
+        except ResourceNotFound:
             self.site.now += 0.01
             rank.register()
             return None

@@ -18,8 +18,8 @@ from resharder.server.state.errors import (
     DataLoss,
     FailedPrecondition,
     InvalidArgument,
-    NotFound,
     ResourceExhausted,
+    ResourceNotFound,
 )
 from resharder.server.store.manifest import READY, VersionRecord
 from resharder.server.store.retention import peak, surplus, wanted_sets
@@ -77,7 +77,7 @@ def test_old_versions_go_and_held_ones_stay_until_released(store: Store) -> None
     assert store.holders("policy", 1) == ["servers/s"]
     store.release("policy", 1, "servers/s")
     assert numbers(store) == [4, 5]
-    with pytest.raises(NotFound, match="RETIRED"):
+    with pytest.raises(ResourceNotFound, match="RETIRED"):
         store.hold("policy", 1, "servers/s")
 
 
@@ -318,7 +318,7 @@ def test_an_operator_drops_what_nobody_uses_and_never_the_newest(root: Path) -> 
     assert done.kept == (made[1], made[3], arriving)
     assert (numbers(store), heard) == ([2, 3, 4], list(done.retired))
     assert store.retire("policy", [1]).retired == ()
-    with pytest.raises(NotFound, match="versions/9"):
+    with pytest.raises(ResourceNotFound, match="versions/9"):
         store.retire("policy", [9])
     with pytest.raises(InvalidArgument, match="keep the newest 1 at least"):
         store.retire("policy")

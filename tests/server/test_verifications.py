@@ -36,7 +36,7 @@ def say(daemon: Daemon, **fields: object) -> Server:
 def verified(daemon: Daemon, **fields: object) -> list[resources_pb2.Verification]:
     """What an operator gets who asks while the worker answers so, with `fields` of the worker beside."""
     with ThreadPoolExecutor(1) as pool, Operator(daemon.endpoint) as operator:
-        asked = pool.submit(operator.verify, "a", 30)
+        asked = pool.submit(operator.verify, "a", timeout=30)
         request = ""
 
         def comes() -> bool:

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import UpdateStrategy, VersionTarget
-from resharder.client.operator.states import StrategyKind, TargetKind
+from resharder.client.operator.states import ServerState, StrategyKind, TargetKind
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.v1 import resources_pb2
 
@@ -42,7 +42,7 @@ def upload_half(job: Job, step: int) -> resources_pb2.Version:
 
 def serves(operator: Operator, ids: Sequence[str], version: int) -> bool:
     found = {server.name: server for server in operator.servers()}
-    return all(found[f"servers/{id}"].version == version and found[f"servers/{id}"].state == 2 for id in ids)
+    return all(found[f"servers/{id}"].version == version and found[f"servers/{id}"].state == ServerState.SERVING for id in ids)
 
 
 @contextmanager

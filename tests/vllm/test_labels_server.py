@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from resharder.client.operator import Operator
-from resharder.v1 import resources_pb2
+from resharder.client.operator.states import RequestHandling
 
 from tests.support.operating import servers, wait_serving, wait_until
 from tests.support.vllm_server import Response, VllmServer, completion
@@ -127,7 +127,7 @@ def token_in_token_out() -> dict[str, Any]:
 
 def test_answers_over_an_install_name_the_versions_of_their_tokens_in_order(scene: Scene) -> None:
     with Operator(scene.deployed.daemon.endpoint) as operator:
-        operator.update_fleet("policy", pause_mode=resources_pb2.PauseMode.KEEP)
+        operator.set_fleet("policy", pause_mode=RequestHandling.KEEP)
     before = scene.miss()
     asked = [completion(PROMPT, 1500, stream=stream) for stream in (False, True)] * 2
     answers: list[Response] = []

@@ -12,6 +12,7 @@ import pytest
 from resharder.client import connect
 from resharder.client.inference.vllm.route_rules import RULES, Handling
 from resharder.client.operator import Operator
+from resharder.client.operator.states import ServerPower
 from resharder.client.trainer.publisher import Publisher
 from resharder.v1 import resources_pb2
 
@@ -148,11 +149,10 @@ def test_weights_that_another_hand_changed_are_found_and_not_served_under_the_ol
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_sleeping_server_is_not_verifiable_and_an_awakened_one_has_no_difference(single: Deployment, level: int) -> None:
     with Operator(single.daemon.endpoint) as operator:
-        power = resources_pb2.ASLEEP_1 if level == 1 else resources_pb2.ASLEEP_2
-        operator.set_power("policy", power)
-        operator.wait_power("policy", power, timeout=60)
+        operator.sleep("policy", level=level)
+        operator.wait_power("policy", ServerPower.ASLEEP_1 if level == 1 else ServerPower.ASLEEP_2, timeout=60)
         assert "asleep" in single.verify()[0].skipped
-        operator.set_power("policy", resources_pb2.AWAKE)
+        operator.wake("policy")
         wait_serving(single.daemon, single.version)
     no_difference(single.verify(), single.version)
 

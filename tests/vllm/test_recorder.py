@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resharder.client.inference.recording.recorder import Recording, record
 from resharder.client.inference.recording.view_boxes import boxes_of_view
-from resharder.converters.geometry.layout import TensorSpec, View, box_index
+from resharder.converters.geometry.layout import StridedView, TensorSpec, box_index
 
 pytestmark = pytest.mark.compat  # run against the oldest vLLM as well
 
@@ -46,7 +46,7 @@ def test_boxes_copy_exactly_what_a_loaders_copy_would(drawn: tuple[torch.Tensor,
     whole, view, joined = drawn
     target = torch.zeros(view.shape[::-1] if turned else view.shape, dtype=whole.dtype)
     place = target.permute(*reversed(range(view.dim()))) if turned else target
-    source = View(tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
+    source = StridedView(tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
     parts = boxes_of_view(tuple(whole.shape), source, 0, tuple(place.stride()))
     if parts is None:
         assert joined

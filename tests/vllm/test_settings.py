@@ -95,6 +95,7 @@ def test_an_untested_vllm_is_warned_of_once_by_all_processes_of_a_server(
 ) -> None:
     starting.setattr(vllm, "__version__", version)
     starting.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.WARNING, "vllm.resharder")  # other tests have vLLM build an application, which raises the root's
     register()
     register()  # as a process does that inherits the environment
     records = dict.fromkeys(caplog.records)  # one that two loggers hand to pytest is one
@@ -108,6 +109,7 @@ def test_an_untested_vllm_is_warned_of_once_by_all_processes_of_a_server(
 def test_a_tested_vllm_is_not_warned_of(starting: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str) -> None:
     starting.setattr(vllm, "__version__", version)
     starting.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.WARNING, "vllm.resharder")  # other tests have vLLM build an application, which raises the root's
     register()
     assert not [record for record in caplog.records if record.name == "vllm.resharder"]
 
@@ -115,5 +117,6 @@ def test_a_tested_vllm_is_not_warned_of(starting: pytest.MonkeyPatch, caplog: py
 @pytest.mark.compat
 def test_the_vllm_that_the_tests_run_in_is_a_tested_one(starting: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     starting.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.WARNING, "vllm.resharder")  # other tests have vLLM build an application, which raises the root's
     register()
     assert not [record for record in caplog.records if record.name == "vllm.resharder"]

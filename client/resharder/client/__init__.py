@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         ServersNotAsleep,
         StaleEpoch,
         StaleParameters,
+        StoreFailed,
         UnknownTensor,
         UnsupportedModel,
         UsageError,
@@ -117,7 +118,7 @@ _HOMES = {
     "errors": (
         "AccessDenied Conflict ConversionError CorruptData DaemonUnreachable GenerationEnded LayoutError "
         "LayoutRejected MessageTooLarge NotFound OutOfRoom Refused ReplicasDiffer ResharderError "
-        "ServersNotAsleep StaleEpoch StaleParameters UnknownTensor UnsupportedModel UsageError VersionAborted "
+        "ServersNotAsleep StaleEpoch StaleParameters StoreFailed UnknownTensor UnsupportedModel UsageError VersionAborted "
         "WaitTimeout"
     ),
     "inference.vllm.attach": "attach",
@@ -189,6 +190,7 @@ __all__ = [
     "SlotStatus",
     "StaleEpoch",
     "StaleParameters",
+    "StoreFailed",
     "StoreNonce",
     "StrategyKind",
     "TargetKind",

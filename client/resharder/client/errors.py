@@ -56,6 +56,7 @@ __all__ = [
     "ServersNotAsleep",
     "StaleEpoch",
     "StaleParameters",
+    "StoreFailed",
     "UnknownTensor",
     "UnsupportedModel",
     "UsageError",

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from resharder.client.direct.base import DirectFailed
 from resharder.client.gpu.digest import CachedDigester
-from resharder.converters.geometry.layout import View, box_shape
+from resharder.converters.geometry.layout import StridedView, box_shape
 from resharder.converters.geometry.piece_arrays import Ints, Pieces
 from resharder.converters.models.tensor_io import view_of
 from resharder.converters.storage.digest import digest_torch
@@ -40,7 +40,7 @@ class SentDigests:
 def _digest(sent: Pieces[int], i: int, tensors: Mapping[str, torch.Tensor]) -> int:
     n, spec = sent.dimensions(i), sent.specs[sent.tensor[i]]
     box = sent.boxes.box(i, n)
-    view = View(box_shape(box), tuple(sent.strides[i, :n].tolist()), int(sent.offset[i]))
+    view = StridedView(box_shape(box), tuple(sent.strides[i, :n].tolist()), int(sent.offset[i]))
     values = view_of(tensors[sent.locals[sent.local[i]]], view)
     return digest_torch(values + float(sent.plus[i]) if sent.plus[i] else values, box, spec.shape)
 

@@ -12,7 +12,7 @@ import numpy as np
 from resharder.client.gpu.pairs import PairExchange, pair_of, up
 from resharder.client.gpu.tiles import TILE, Tiles, shape_of, tiles_of
 from resharder.converters.geometry.copy_table import ALIGN, Copies
-from resharder.converters.geometry.layout import View
+from resharder.converters.geometry.layout import StridedView
 from resharder.converters.geometry.piece_arrays import Ints
 
 DIRECT_BYTES = 16 << 20
@@ -52,7 +52,7 @@ class Ready(NamedTuple):
     """Before sending: the elements of `view` of source `local`, with `plus` added, go to byte `at` of a buffer."""
 
     local: int
-    view: View
+    view: StridedView
     plus: float
     at: int
 
@@ -170,7 +170,7 @@ def _ready(copies: Copies, rank: int) -> tuple[tuple[Ready, ...], Ints]:
     ready = [
         Ready(
             int(copies.source_local[i]),
-            View(
+            StridedView(
                 tuple(copies.counts[i].tolist()),
                 tuple((copies.source_strides[i] // copies.item[i]).tolist()),
                 int(copies.source_offset[i] // copies.item[i]),

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from resharder.client.errors import NotFound, UsageError, WaitTimeout
@@ -12,8 +12,6 @@ from resharder.client.operator.answers import (
     ServerStatus,
     UpdateStrategy,
     VersionTarget,
-    WorkerProfile,
-    WorkerVerification,
 )
 from resharder.client.operator.connection import one_of, server_name
 from resharder.client.operator.convert import answer, keywords
@@ -22,7 +20,6 @@ from resharder.client.operator.states import RequestHandling, ServerPower, Targe
 from resharder.v1 import operator_pb2, resources_pb2
 
 _POLL = 0.2
-_LONGEST_WAIT = 3600.0  # the daemon's own bound
 _SLEEP = {1: ServerPower.ASLEEP_1, 2: ServerPower.ASLEEP_2}
 
 
@@ -127,28 +124,6 @@ class FleetCommands(OperatorQueries):
     def resume(self, fleet: str, server: str = "") -> FleetStatus:
         """Open drained servers to requests again."""
         return self._set_drained(fleet, server, False)
-
-    def profile_install(self, server: str, *, timeout: float | None = 600.0) -> Iterator[WorkerProfile]:
-        """Install the version that a server serves once more under a profiler; yield each worker's profile as it comes.
-
-        Raises Refused if the server does not serve or the install fails, WaitTimeout after `timeout` seconds, NotFound.
-        """
-        seconds = _LONGEST_WAIT if timeout is None else timeout
-        request = operator_pb2.ProfileInstallRequest(server=server_name(server), wait_seconds=seconds)
-        for profile in self._channel.stream(self._stub.ProfileInstall(request, timeout=seconds + 30)):
-            yield answer(WorkerProfile, profile)
-
-    def verify(self, server: str, *, timeout: float | None = 600.0) -> tuple[WorkerVerification, ...]:
-        """Have each worker compare its memory with the version that it holds, while the server serves; the results by rank.
-
-        A server with a worker that finds a difference leaves service, and its version is installed again.
-
-        Raises Refused if a worker is missing, WaitTimeout after `timeout` seconds, NotFound.
-        """
-        seconds = _LONGEST_WAIT if timeout is None else timeout
-        request = operator_pb2.VerifyServerRequest(server=server_name(server), wait_seconds=seconds)
-        found = self._channel.call(self._stub.VerifyServer, request, timeout=seconds + 30)
-        return tuple(answer(WorkerVerification, one) for one in found.verifications)
 
     def wait_moved(
         self, asked: FleetStatus, listener: waiting.FleetListener = _ignore, *, timeout: float | None = None

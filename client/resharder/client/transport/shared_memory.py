@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
+from resharder.client.errors import NotFound
 from resharder.client.transport.base import AssignedSlot
 from resharder.client.transport.host_buffers import PART_BYTES, add_digest, host_parts
 from resharder.converters.geometry.layout import Box, Range, TensorSpec, box_index, run_start
@@ -58,10 +59,19 @@ class SharedMemory:
         self._threads = threads
 
     def deliver(self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]") -> list[int]:
-        names = {spec.name for spec in slot.specs}
-        files = [file for file in read_layout(Path(version.folder)) if any(t.spec.name in names for t in file.tensors)]
-        with _WritableFiles(Path(version.folder), files) as opened, ThreadPoolExecutor(self._threads) as pool:
+        """Raises NotFound where the version's files are gone, as after a restart of the daemon."""
+        with self._open(version, slot) as opened, ThreadPoolExecutor(self._threads) as pool:
             return self._write(opened, slot, items, pool)
+
+    def _open(self, version: resources_pb2.Version, slot: AssignedSlot) -> "_WritableFiles":
+        folder, names = Path(version.folder), {spec.name for spec in slot.specs}
+        try:
+            files = [file for file in read_layout(folder) if any(t.spec.name in names for t in file.tensors)]
+            if missing := names - {placed.spec.name for file in files for placed in file.tensors}:
+                raise FileNotFoundError(f"{len(missing)} tensors are in none of its files")
+            return _WritableFiles(folder, files)
+        except FileNotFoundError as error:
+            raise NotFound(f"{version.name}: expected its files in {folder}, they are gone: {error}", "VERSION_GONE") from error
 
     def _write(self, files: "_WritableFiles", slot: AssignedSlot, items: "Iterable[Item]", pool: ThreadPoolExecutor) -> list[int]:
         cuts, digests = slot.cuts(PART_BYTES), [0] * len(slot.boxes)

@@ -84,7 +84,7 @@ def intersect(a: Box, b: Box) -> Box | None:
     return tuple(common)
 
 
-class View(NamedTuple):
+class StridedView(NamedTuple):
     """A strided view of a local tensor, as `torch.as_strided` takes it; all in elements."""
 
     shape: tuple[int, ...]
@@ -105,13 +105,13 @@ class Piece(NamedTuple):
     replica: bool = False
     plus: float = 0.0
 
-    def view(self, box: Box) -> View:
+    def view(self, box: Box) -> StridedView:
         """Where `box`, which must lie inside this piece's box, is in the local tensor."""
         offset, strides = self.offset, []
         for want, have, stride in zip(box, self.box, self.strides, strict=True):
             offset += (want.start - have.start) // have.step * stride
             strides.append(want.step // have.step * stride if want.count > 1 else stride)
-        return View(box_shape(box), tuple(strides), offset)
+        return StridedView(box_shape(box), tuple(strides), offset)
 
     def part(self, box: Box) -> "Piece":
         """The piece that `box`, which must lie inside this one's, is."""

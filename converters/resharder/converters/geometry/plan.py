@@ -7,7 +7,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 from resharder.converters.errors import LayoutError
-from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, TensorSpec, View, box_shape, format_box
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, StridedView, TensorSpec, box_shape, format_box
 from resharder.converters.geometry.piece_arrays import Distinct, Ints, Pieces, Ranges, distinct, intersect_all, pack, pairs
 
 Array = npt.NDArray[Any]
@@ -23,10 +23,10 @@ class Copy(NamedTuple, Generic[Source, Target]):
     box: Box
     source: Source
     source_local: str
-    source_view: View
+    source_view: StridedView
     target: Target
     target_local: str
-    target_view: View
+    target_view: StridedView
     plus: float
 
 
@@ -87,10 +87,10 @@ class Plan(Generic[Source, Target]):
                 box,
                 self.sources.processes[self.sources.process[have]],
                 self.sources.locals[self.sources.local[have]],
-                View(shape, tuple(source_strides[i, :n].tolist()), int(source_offsets[i])),
+                StridedView(shape, tuple(source_strides[i, :n].tolist()), int(source_offsets[i])),
                 self.targets.processes[self.targets.process[want]],
                 self.targets.locals[self.targets.local[want]],
-                View(shape, tuple(target_strides[i, :n].tolist()), int(target_offsets[i])),
+                StridedView(shape, tuple(target_strides[i, :n].tolist()), int(target_offsets[i])),
                 float(self.sources.plus[have] - self.targets.plus[want]),
             )
 

@@ -19,7 +19,7 @@ from resharder.converters.models.tensor_io import DTYPES
 from torch.distributed.tensor import DTensor
 
 
-class LocalTensors(Mapping[str, torch.Tensor]):
+class LocalDTensors(Mapping[str, torch.Tensor]):
     """This rank's part of each tensor, asked for anew each time: FSDP gives a DTensor other memory at its first forward."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -64,7 +64,7 @@ def local_layout(
             if whole is not None and common is not None:
                 specs[part.name] = TensorSpec(part.name, dtype, part.shape)
                 pieces.append(_moved(whole.part(common), part))
-    return Layout(specs, tuple(pieces)), LocalTensors({piece.local: tensors[piece.local] for piece in pieces})
+    return Layout(specs, tuple(pieces)), LocalDTensors({piece.local: tensors[piece.local] for piece in pieces})
 
 
 def _moved(piece: Piece, part: Stored) -> Piece:

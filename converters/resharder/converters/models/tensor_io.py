@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from resharder.converters.geometry.layout import Piece, View
+from resharder.converters.geometry.layout import Piece, StridedView
 
 DTYPES: dict[torch.dtype, str] = {
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64", torch.bool: "BOOL",
@@ -25,7 +25,7 @@ def tensor_of_bits(array: npt.NDArray[Any], dtype: str) -> torch.Tensor:
         return torch.from_numpy(np.asarray(array)).view(_TORCH[dtype])
 
 
-def view_of(tensor: torch.Tensor, view: View) -> torch.Tensor:
+def view_of(tensor: torch.Tensor, view: StridedView) -> torch.Tensor:
     """The view, sharing the tensor's memory, outside of autograd."""
     plain = tensor.detach()
     return plain.as_strided(view.shape, view.strides, plain.storage_offset() + view.offset)

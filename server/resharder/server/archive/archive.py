@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 from resharder.server.archive.checkpoints import Archived, Checkpoints
 from resharder.server.archive.remote import Remote
-from resharder.server.state.errors import AlreadyExists, DaemonError, DataLoss, FailedPrecondition, NotFound, Unavailable
+from resharder.server.state.errors import AlreadyExists, DaemonError, DataLoss, FailedPrecondition, ResourceNotFound, Unavailable
 from resharder.server.store.manifest import MANIFEST_FILE, READY, RETIRED, VersionRecord
 from resharder.server.store.model_state import check_model_name
 from resharder.server.store.store import Store
@@ -98,7 +98,7 @@ class Archive:
         """
         archived = self._checkpoints.find(model, number)
         if archived is None:
-            raise NotFound("NOT_ARCHIVED", f"{self.url} has no complete models/{model}/versions/{number}")
+            raise ResourceNotFound("NOT_ARCHIVED", f"{self.url} has no complete models/{model}/versions/{number}")
         write = partial(self._checkpoints.fetch, archived)
         record = self.store.adopt(model, number, archived.fingerprint, archived.size_bytes, write)
         self.heard(record.name, "restored", f"from {archived.url}")
@@ -144,7 +144,7 @@ class Archive:
                     break
                 try:
                     self._again(partial(self.restore, model, number))
-                except (DataLoss, NotFound) as error:
+                except (DataLoss, ResourceNotFound) as error:
                     self._failed(f"models/{model}/versions/{number}", "not restored", error)
         except Exception as error:
             self._failed(f"models/{model}", "not restored", error)
@@ -159,7 +159,7 @@ class Archive:
                 return
             try:
                 self.store.hold(record.model, record.number, _HOLDER, yielding=True)
-            except NotFound:  # gone already
+            except ResourceNotFound:  # gone already
                 return
             overtaken = self._waiting.get(record.model)
             self._waiting[record.model] = record

@@ -24,7 +24,7 @@ from resharder.server.archive.remote import CHUNK, Remote
 from resharder.server.infra.failpoints import failpoint
 from resharder.server.infra.filesystem import touching, write_at
 from resharder.server.infra.medium import medium_error, medium_errors
-from resharder.server.state.errors import DataLoss, NotFound, Unavailable
+from resharder.server.state.errors import DataLoss, ResourceNotFound, Unavailable
 from resharder.server.store.manifest import VersionRecord
 from resharder.server.store.model_state import MODEL_NAME
 
@@ -129,7 +129,7 @@ class Checkpoints:
         try:
             file = source.open("rb", buffering=0)
         except FileNotFoundError:
-            raise NotFound("VERSION_GONE", f"{source}: the store needed the room of this version") from None
+            raise ResourceNotFound("VERSION_GONE", f"{source}: the store needed the room of this version") from None
         except OSError as error:
             raise medium_error(error) from error
         with file:

@@ -30,7 +30,7 @@ from resharder.server.direct.digest_sums import held_by, sent_count
 from resharder.server.direct.layouts import Memories, Side
 from resharder.server.direct.state import Act, Group, Link, Member, Offer, Planned, Task
 from resharder.server.infra.change_signal import ChangeSignal, Pause, Waiting
-from resharder.server.state.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, ResourceNotFound
 
 _log = structlog.get_logger("resharder.direct")
 _LOOK = 0.25  # seconds between looks whether an offer is still good for anybody
@@ -120,7 +120,7 @@ class Direct:
     def _is_known(self, server: str) -> bool:
         try:
             self._servers.processes(server)
-        except NotFound:
+        except ResourceNotFound:
             return False
         return True
 

@@ -7,7 +7,7 @@ from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
 from resharder.server.fleets import updates
 from resharder.server.fleets.fleets import Fleets, FleetView, Note
-from resharder.server.state.errors import FailedPrecondition, InvalidArgument, NotFound
+from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound
 from resharder.server.state.fleet import Fleet, Motion, MotionKind, PauseMode, View, Want, WantKind
 from resharder.server.state.server import Power
 from resharder.v1 import operator_pb2, resources_pb2
@@ -209,7 +209,7 @@ def _of(servers: tuple[str, ...], act: _Act) -> _Act:
     def checked(fleet: Fleet, view: View) -> Fleet:
         there = sorted(fleet.members | view.servers.keys())  # after a restart of the daemon some may be on their way back
         if missing := [id for id in servers if id not in there]:
-            raise NotFound("SERVER_UNKNOWN", f"server {missing[0]!r} is not of fleet {fleet.name}; there are {there}")
+            raise ResourceNotFound("SERVER_UNKNOWN", f"server {missing[0]!r} is not of fleet {fleet.name}; there are {there}")
         return act(fleet, view)
 
     return checked

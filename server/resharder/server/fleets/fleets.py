@@ -24,7 +24,7 @@ from resharder.server.fleets.reconciler import step
 from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.infra.event_log import Kind
 from resharder.server.infra.medium import medium_error
-from resharder.server.state.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound, Unavailable
 from resharder.server.state.fleet import Fleet, MotionKind, PauseMode, View
 from resharder.server.state.server import (
     Ahead,
@@ -100,7 +100,7 @@ def _no_note(kind: Kind, subject: str, what: str, reason: str = "", **details: o
     pass
 
 
-class Observer:
+class FleetObserver:
     """Hears of every step of a server and of a fleet. Called with the lock held, so it must not wait."""
 
     def server_stepped(self, before: Server, after: Server) -> None: ...
@@ -159,7 +159,7 @@ class Fleets:
         self.check: Callable[[Fleet], None] = lambda fleet: None
         self.offered: Callable[[str], Collection[int]] = lambda model: ()
         self.at_once: Callable[[str], int] = lambda model: 1
-        self.observers: list[Observer] = []
+        self.observers: list[FleetObserver] = []
         self._note = note or _no_note
         self._fleets = files.load(clock()) if files else {}
         self._term = files.next_start() << _TERM_BITS if files else 0  # above every one of this store so far
@@ -261,7 +261,7 @@ class Fleets:
         """READY versions and their fingerprints. Called without the lock: what it finds may be older than a hold."""
         try:
             records = self._store.versions(model)
-        except NotFound:
+        except ResourceNotFound:
             records = []
         offered = self.offered(model)
         found = {record.number: record.fingerprint for record in records if record.state == READY}
@@ -424,7 +424,7 @@ class Fleets:
         """Raises NotFound (SERVER_UNKNOWN)."""
         found = self._servers.get(id)
         if found is None:
-            raise NotFound("SERVER_UNKNOWN", f"server {id!r} is not known here; it has to claim its id first")
+            raise ResourceNotFound("SERVER_UNKNOWN", f"server {id!r} is not known here; it has to claim its id first")
         return found
 
     def servers(self, fleet: str = "") -> list[ServerView]:
@@ -450,7 +450,9 @@ class Fleets:
         """Raises NotFound (FLEET_UNKNOWN)."""
         found = [view for view in self.fleets() if view.fleet.name == name]
         if not found:
-            raise NotFound("FLEET_UNKNOWN", f"fleet {name!r} is not known; there are {[v.fleet.name for v in self.fleets()]}")
+            raise ResourceNotFound(
+                "FLEET_UNKNOWN", f"fleet {name!r} is not known; there are {[v.fleet.name for v in self.fleets()]}"
+            )
         return found[0]
 
     def _fleet_view(self, fleet: Fleet) -> FleetView:
@@ -493,9 +495,11 @@ class Fleets:
                 model = model or (name if name in models else "")
                 if not model:
                     there = sorted({*self._fleets, *models})
-                    raise NotFound("FLEET_UNKNOWN", f"fleet {name!r} is not known, there are {there}; a new one needs a model")
+                    raise ResourceNotFound(
+                        "FLEET_UNKNOWN", f"fleet {name!r} is not known, there are {there}; a new one needs a model"
+                    )
                 if model not in models:
-                    raise NotFound("MODEL_UNKNOWN", f"model {model!r} is not known; there are {models}")
+                    raise ResourceNotFound("MODEL_UNKNOWN", f"model {model!r} is not known; there are {models}")
                 fleet = Fleet(name, model, self._pause_mode)
             self._keep(act(fleet, self._see(fleet)))
             for server in [server for server in self._servers.values() if server.fleet == name]:

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Protocol
 
-from resharder.server.state.errors import NotFound
+from resharder.server.state.errors import ResourceNotFound
 from resharder.server.store.manifest import VersionRecord
 
 
@@ -33,7 +33,7 @@ class Holds:
             try:
                 self._store.hold(model, number, holder)
                 self._held[holder, model] = self.of(holder, model) | {number}
-            except NotFound:
+            except ResourceNotFound:
                 gone.add(number)
         return frozenset(gone)
 

@@ -19,18 +19,18 @@ from resharder.converters.wire.chunk_frame import ChunkHeader
 from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.infra.failpoints import failpoint
 from resharder.server.infra.medium import MEDIUM, medium_error
-from resharder.server.ingest.packed_boxes import Boxes
-from resharder.server.ingest.publisher import ACTIVE, FENCED, MAX_WORLD, REGISTERING, Publisher, check_files
-from resharder.server.ingest.upload import ProofFailed, Staged, hash_digests
+from resharder.server.ingest.packed_boxes import PackedBoxes
+from resharder.server.ingest.publisher import ACTIVE, FENCED, MAX_WORLD, REGISTERING, PublisherRecord, check_files
+from resharder.server.ingest.upload import ProofFailed, Upload, hash_digests
 from resharder.server.state.errors import (
     AlreadyExists,
     DaemonError,
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
-    NotFound,
     Reason,
     ResourceExhausted,
+    ResourceNotFound,
     Unavailable,
 )
 from resharder.server.state.timing import Timing, timed
@@ -48,7 +48,7 @@ _log = structlog.get_logger("resharder.intake")
 Phase = Literal["registration", "upload", "proof", "commit"]
 
 
-class Observer:
+class IngestObserver:
     """Hears how long things took and how much came. Called with locks held, so it must not wait."""
 
     def publish_phase(self, phase: Phase, model: str, seconds: float) -> None: ...
@@ -79,12 +79,12 @@ class Intake:
     ) -> None:
         self.store, self.lease_seconds, self.chunk_bytes = store, lease_seconds, chunk_bytes
         self.audience: Callable[[VersionRecord], tuple[int, int]] = lambda record: (0, 0)
-        self.ended: Callable[[Staged, VersionRecord], None] = lambda staged, record: None
-        self.observer = Observer()
+        self.ended: Callable[[Upload, VersionRecord], None] = lambda staged, record: None
+        self.observer = IngestObserver()
         self._patience, self._clock = writer_patience, clock
         self._lock, self._changed = threading.RLock(), ChangeSignal()
-        self._publishers: dict[str, Publisher] = {}
-        self._staged: dict[tuple[str, int], Staged] = {}
+        self._publishers: dict[str, PublisherRecord] = {}
+        self._staged: dict[tuple[str, int], Upload] = {}
         self._creating: set[tuple[str, int, int]] = set()
         self._draining = False
         self._versions_changed, self._serving_changed = ChangeSignal(), ChangeSignal()
@@ -102,7 +102,7 @@ class Intake:
 
     # Publishers
 
-    def create_publisher(self, model: str, job: str, world_size: int, files: Mapping[str, bytes]) -> Publisher:
+    def create_publisher(self, model: str, job: str, world_size: int, files: Mapping[str, bytes]) -> PublisherRecord:
         """The publisher of the job, made and earlier ones fenced if it is new."""
         check_model_name(model)
         check_files(files)
@@ -123,7 +123,7 @@ class Intake:
                 publisher.files = dict(files)
             return publisher
 
-    def _claim(self, model: str, job: str, world_size: int) -> Publisher:
+    def _claim(self, model: str, job: str, world_size: int) -> PublisherRecord:
         before = self.store.claim(model)
         if before is None or before.job != job:
             stale = self.store.job_epoch(model, job)
@@ -132,7 +132,7 @@ class Intake:
             before = self.store.new_claim(model, job, world_size)
             self._fence(model)
             _log.info("publisher_created", model=model, job=job, epoch=before.epoch, world_size=world_size)
-        publisher = Publisher(model, before.job, before.epoch, before.world_size, created=self._clock())
+        publisher = PublisherRecord(model, before.job, before.epoch, before.world_size, created=self._clock())
         self._publishers = self._publishers | {model: publisher}
         return publisher
 
@@ -146,7 +146,7 @@ class Intake:
             self._abort(staged, "a later job took the model over")
         self._changed.notify()
 
-    def publisher(self, name: str, rank: int | None = None) -> Publisher:
+    def publisher(self, name: str, rank: int | None = None) -> PublisherRecord:
         """By its name; `rank`'s lease is renewed. Raises FailedPrecondition (STALE_EPOCH), NotFound (PUBLISHER_UNKNOWN)."""
         model, epoch = parse_name(name, "publishers")
         publisher = self._publishers.get(model)
@@ -154,23 +154,25 @@ class Intake:
         if claim is not None and epoch < claim.epoch:
             raise FailedPrecondition("STALE_EPOCH", f"{model}: epoch {epoch} is over, job {claim.job!r} has epoch {claim.epoch}")
         if publisher is None or publisher.epoch != epoch:
-            raise NotFound("PUBLISHER_UNKNOWN", f"models/{model}/publishers/{epoch} is not known: create and register it again")
+            raise ResourceNotFound(
+                "PUBLISHER_UNKNOWN", f"models/{model}/publishers/{epoch} is not known: create and register it again"
+            )
         if rank is not None:
             publisher.check_rank(rank)
             publisher.seen[rank] = self._clock()
         return publisher
 
-    def publishers(self) -> list[Publisher]:
+    def publishers(self) -> list[PublisherRecord]:
         return list(self._publishers.values())
 
-    def live_ranks(self, publisher: Publisher) -> int:
+    def live_ranks(self, publisher: PublisherRecord) -> int:
         """How many ranks were heard of within the lease."""
         now = self._clock()
         return sum(now - seen <= self.lease_seconds for seen in list(publisher.seen.values()))
 
     def register(
-        self, name: str, rank: int, fingerprint: str, specs: Sequence[TensorSpec], boxes: Boxes, process: str = ""
-    ) -> Publisher:
+        self, name: str, rank: int, fingerprint: str, specs: Sequence[TensorSpec], boxes: PackedBoxes, process: str = ""
+    ) -> PublisherRecord:
         """One rank's slot, `boxes` speaking of `specs`. The last rank's call decides for all. `process`: a nonce of the rank's
         process; a new one ends the versions that the former process has begun and not sealed."""
         self._replace(name, rank, process)
@@ -198,14 +200,14 @@ class Intake:
                 return
         self._abort_left(publisher, rank)
 
-    def _abort_left(self, publisher: Publisher, rank: int, step: int | None = None) -> None:
+    def _abort_left(self, publisher: PublisherRecord, rank: int, step: int | None = None) -> None:
         process = publisher.processes.get(rank, "")
         with self._lock:
             left = [s for s in self._staged.values() if s.publisher is publisher and s.is_left(rank, process, step)]
         for staged in left:
             self._abort(staged, f"the process of rank {rank} was replaced by another")
 
-    def _activate(self, publisher: Publisher) -> None:
+    def _activate(self, publisher: PublisherRecord) -> None:
         """Long for large models, and nothing else of the publisher can happen meanwhile: so without the lock. Where a medium
         fails, every rank is told, and the next one that registers tries again."""
         try:
@@ -232,7 +234,7 @@ class Intake:
             _log.warning("publisher_rejected", model=publisher.model, epoch=publisher.epoch, reason=str(error))
             raise known from error
 
-    def assignment(self, name: str, rank: int, wait_seconds: float) -> Waiting[tuple[Publisher, list[int]]]:
+    def assignment(self, name: str, rank: int, wait_seconds: float) -> Waiting[tuple[PublisherRecord, list[int]]]:
         """Positions of the boxes that the rank sends. Raises DeadlineExceeded (NOT_REGISTERED), naming missing ranks."""
         deadline = self._clock() + wait_seconds
         while True:
@@ -297,7 +299,7 @@ class Intake:
         self._abort_left(publisher, rank, step)
         self._abort_overtaken(publisher, [rank])
 
-    def _abort_overtaken(self, publisher: Publisher, ranks: Sequence[int] | None = None) -> None:
+    def _abort_overtaken(self, publisher: PublisherRecord, ranks: Sequence[int] | None = None) -> None:
         """Versions that wait for one of `ranks`, or of all, in vain."""
         with self._lock:
             ours = [s for s in self._staged.values() if s.publisher is publisher]
@@ -306,7 +308,7 @@ class Intake:
             if reason:
                 self._abort(staged, reason)
 
-    def _check_may_open(self, publisher: Publisher, rank: int, step: int) -> None:
+    def _check_may_open(self, publisher: PublisherRecord, rank: int, step: int) -> None:
         self._check_not_draining()
         late = publisher.overtaken(step, (other for other in publisher.senders() if other != rank))
         if late:
@@ -317,14 +319,14 @@ class Intake:
             steps = ", ".join(f"{r.name} (step {r.step})" for r in others)
             raise ResourceExhausted("TOO_MANY_STAGING", f"{publisher.model}: {MAX_STAGING} versions are STAGING already: {steps}")
 
-    def _begin(self, publisher: Publisher, rank: int, step: int) -> VersionRecord:
+    def _begin(self, publisher: PublisherRecord, rank: int, step: int) -> VersionRecord:
         record = self.store.begin(publisher.model, publisher.epoch, step, publisher.job)
         with self._lock:
             if publisher.state != ACTIVE:
                 self.store.abort(record.model, record.number, "a later job took the model over")
                 publisher.check_usable()
             folder, layouts, now = self.store.folder(record), self.store.layouts(record), self._clock()
-            staged = Staged(record, publisher, folder, layouts, chunk_bytes=self.chunk_bytes, shared=self.store.shared, now=now)
+            staged = Upload(record, publisher, folder, layouts, chunk_bytes=self.chunk_bytes, shared=self.store.shared, now=now)
             staged.begun[rank] = publisher.processes.get(rank, "")
             self._staged[record.model, record.number] = staged
         _log.info("version_created", version=record.name, step=step, epoch=record.epoch)
@@ -340,7 +342,7 @@ class Intake:
         untold = [r for r in same if r.state == ABORTED and after is not None and r.number > after]
         return next(reversed(untold or live), None)
 
-    def staged(self, model: str, number: int, epoch: int) -> Staged:
+    def staged(self, model: str, number: int, epoch: int) -> Upload:
         """A STAGING version, for a call of `epoch`. Raises what keeps the call from going on otherwise."""
         staged = self._staged.get((model, number))
         if staged is None or staged.publisher.state == FENCED or staged.record.epoch != epoch:
@@ -402,7 +404,7 @@ class Intake:
             threading.Thread(target=self._commit, args=(staged,), name="commit").start()
         return self.store.get(model, number)
 
-    def _observe_seal(self, staged: Staged, rank: int, mapped: bool, seconds: float) -> None:
+    def _observe_seal(self, staged: Upload, rank: int, mapped: bool, seconds: float) -> None:
         """What was written into mapped files is first heard of with the seal."""
         size, transport = staged.slot(rank).size_bytes, "shared-memory" if mapped else "grpc"
         if mapped:
@@ -410,7 +412,7 @@ class Intake:
         self.observer.slot_sealed(transport, size, seconds)
 
     @contextmanager
-    def _timed(self, phase: Phase, staged: Staged) -> Iterator[None]:
+    def _timed(self, phase: Phase, staged: Upload) -> Iterator[None]:
         with timed(staged.timings, phase):
             yield
         self.observer.publish_phase(phase, staged.record.model, staged.timings[-1].seconds)
@@ -424,7 +426,7 @@ class Intake:
             )
         return record
 
-    def _commit(self, staged: Staged) -> None:
+    def _commit(self, staged: Upload) -> None:
         record = staged.record
         try:
             failpoint("commit.before-proof")
@@ -447,14 +449,14 @@ class Intake:
         finally:
             self._forget(staged)
 
-    def _forget(self, staged: Staged) -> None:
+    def _forget(self, staged: Upload) -> None:
         with self._lock:
             known = self._staged.pop((staged.record.model, staged.record.number), None)
             self._changed.notify()
         if known is not None:
             self.ended(staged, self.store.get(staged.record.model, staged.record.number))
 
-    def _abort(self, staged: Staged, reason: str) -> VersionRecord:
+    def _abort(self, staged: Upload, reason: str) -> VersionRecord:
         staged.close(aborted=True)
         done = self.store.abort(staged.record.model, staged.record.number, reason)
         self._forget(staged)

@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Boxes:
+class PackedBoxes:
     """Boxes of one rank: `tensors[i]` numbers the tensor, `ranges[ends[i-1]:ends[i]]` are its (start, count, step)."""
 
     tensors: npt.NDArray[np.uint32]
@@ -31,15 +31,15 @@ class Boxes:
         first = int(self.ends[i - 1]) if i else 0
         return tuple(Range(*row) for row in self.ranges[first : int(self.ends[i])].tolist())
 
-    def renumber(self, numbers: Sequence[int]) -> "Boxes":
+    def renumber(self, numbers: Sequence[int]) -> "PackedBoxes":
         """The same boxes, tensor `i` being called `numbers[i]`."""
         return replace(self, tensors=np.array(numbers, np.uint32)[self.tensors])
 
-    def take(self, positions: Sequence[int]) -> "Boxes":
+    def take(self, positions: Sequence[int]) -> "PackedBoxes":
         return pack((int(self.tensors[i]), self.box(i), bool(self.replicas[i])) for i in positions)
 
 
-def pack(boxes: Iterator[tuple[int, Box, bool]]) -> Boxes:
+def pack(boxes: Iterator[tuple[int, Box, bool]]) -> PackedBoxes:
     """From (number of the tensor, box, replica)."""
     tensors: list[int] = []
     replicas: list[bool] = []
@@ -51,12 +51,12 @@ def pack(boxes: Iterator[tuple[int, Box, bool]]) -> Boxes:
         for r in box:
             flat += r
         ends.append(len(flat) // 3)
-    return Boxes(
+    return PackedBoxes(
         np.array(tensors, np.uint32), np.array(replicas, bool), np.array(ends, np.int64), np.array(flat, np.int64).reshape(-1, 3)
     )
 
 
-def read_boxes(messages: Sequence[resources_pb2.TensorBox], specs: Sequence[TensorSpec]) -> Boxes:
+def read_boxes(messages: Sequence[resources_pb2.TensorBox], specs: Sequence[TensorSpec]) -> PackedBoxes:
     """`messages` speak of `specs`. Raises LayoutError for what lies outside."""
 
     def read() -> Iterator[tuple[int, Box, bool]]:
@@ -80,7 +80,7 @@ def read_boxes(messages: Sequence[resources_pb2.TensorBox], specs: Sequence[Tens
 class Slot:
     """What one rank sends, and how it is cut: chunk `i` begins with part `first_part[i]` of box `first_box[i]`."""
 
-    boxes: Boxes
+    boxes: PackedBoxes
     item_sizes: npt.NDArray[np.uint8]
     chunk_bytes: int
     first_box: npt.NDArray[np.uint32]
@@ -113,7 +113,7 @@ def _cut(box: Box, item_size: int, chunk_bytes: int) -> tuple[Box, ...]:
     return tuple(part.box for chunk in cut_chunks([box], [item_size], chunk_bytes) for part in chunk)
 
 
-def cut_slot(boxes: Boxes, specs: Sequence[TensorSpec], chunk_bytes: int) -> Slot:
+def cut_slot(boxes: PackedBoxes, specs: Sequence[TensorSpec], chunk_bytes: int) -> Slot:
     """As `cut.cut_chunks`, remembering where chunks begin instead of every part."""
     item_sizes = np.array([ITEM_SIZES[specs[int(t)].dtype] for t in boxes.tensors], np.uint8)
     first_box: list[int] = []

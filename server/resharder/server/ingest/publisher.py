@@ -13,7 +13,7 @@ from resharder.converters.errors import LayoutError, UnsupportedModel
 from resharder.converters.geometry.layout import Box, TensorSpec
 from resharder.converters.geometry.tiling import Held, assign, check_tiling
 from resharder.converters.storage.files import INDEX_FILE
-from resharder.server.ingest.packed_boxes import Boxes, Slot, cut_slot
+from resharder.server.ingest.packed_boxes import PackedBoxes, Slot, cut_slot
 from resharder.server.state.errors import AlreadyExists, DaemonError, FailedPrecondition, InvalidArgument
 from resharder.server.store.manifest import MANIFEST_FILE
 
@@ -52,7 +52,7 @@ def _check_counts(config: object) -> None:
 
 
 @dataclass
-class Publisher:
+class PublisherRecord:
     """Guarded by the intake's lock. REGISTERING -> ACTIVE or REJECTED; FENCED from any."""
 
     model: str
@@ -68,9 +68,9 @@ class Publisher:
     registered: dict[int, str] = field(default_factory=dict)  # rank -> fingerprint of its registration
     specs: list[TensorSpec] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
-    held: dict[int, Boxes] = field(default_factory=dict)  # until ACTIVE
+    held: dict[int, PackedBoxes] = field(default_factory=dict)  # until ACTIVE
     assigned: dict[int, list[int]] = field(default_factory=dict)
-    boxes: dict[int, Boxes] = field(default_factory=dict)  # what each rank sends
+    boxes: dict[int, PackedBoxes] = field(default_factory=dict)  # what each rank sends
     seen: dict[int, float] = field(default_factory=dict)  # rank -> when it last called
     processes: dict[int, str] = field(default_factory=dict)  # rank -> the nonce of its process
     started: dict[int, int] = field(default_factory=dict)  # rank -> the last step that its process has started
@@ -100,7 +100,7 @@ class Publisher:
                 "NOT_REGISTERED", f"{self.name}: expected {self.world_size} registered ranks, {len(self.registered)} are"
             )
 
-    def add_slot(self, rank: int, fingerprint: str, specs: Sequence[TensorSpec], boxes: Boxes) -> bool:
+    def add_slot(self, rank: int, fingerprint: str, specs: Sequence[TensorSpec], boxes: PackedBoxes) -> bool:
         """Whether all ranks have registered now. Raises FailedPrecondition (TENSOR_MISMATCH), with nothing changed."""
         for spec in specs:
             number = self.numbers.get(spec.name)
@@ -159,7 +159,7 @@ class Publisher:
         """Ranks that have something to send."""
         return [rank for rank, boxes in self.boxes.items() if len(boxes)]
 
-    def check_and_assign(self) -> tuple[dict[int, list[int]], dict[int, Boxes]]:
+    def check_and_assign(self) -> tuple[dict[int, list[int]], dict[int, PackedBoxes]]:
         """(positions, boxes) that each rank sends. Raises FailedPrecondition where the slots are not the model exactly."""
         try:
             self._check_names()
@@ -206,7 +206,7 @@ class Publisher:
                 held[self.specs[int(boxes.tensors[position])].name].append(piece)
         return held
 
-    def activate(self, assigned: dict[int, list[int]], boxes: dict[int, Boxes]) -> None:
+    def activate(self, assigned: dict[int, list[int]], boxes: dict[int, PackedBoxes]) -> None:
         self.assigned, self.boxes, self.state = assigned, boxes, ACTIVE
         self.held, self.files, self.stalled = {}, {}, None
 

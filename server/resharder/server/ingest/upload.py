@@ -20,7 +20,7 @@ from resharder.converters.storage.files import BITS, Array, FileLayout, MappedFi
 from resharder.converters.wire.chunk_frame import ChunkHeader
 from resharder.server.infra.filesystem import touching, unwritten_elsewhere
 from resharder.server.ingest.packed_boxes import Slot
-from resharder.server.ingest.publisher import Publisher
+from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.state.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument
 from resharder.server.state.timing import Timing
 from resharder.server.store.digests import digest_tensors
@@ -28,7 +28,7 @@ from resharder.server.store.manifest import VersionRecord
 
 
 @dataclass(frozen=True)
-class Delivery:
+class SlotDelivery:
     """What a rank said when it sealed its slot. `trace`: W3C traceparent of what the trainer was at, or empty."""
 
     timings: tuple[Timing, ...]
@@ -37,13 +37,13 @@ class Delivery:
     trace: str
 
 
-class Staged:
+class Upload:
     """Thread-safe. `_lock` guards the bitmaps, the seals and the number of copies in progress; copies run outside of it."""
 
     def __init__(
         self,
         record: VersionRecord,
-        publisher: Publisher,
+        publisher: PublisherRecord,
         folder: Path,
         files: Sequence[FileLayout],
         *,
@@ -52,7 +52,7 @@ class Staged:
         now: float,
     ) -> None:
         self.record, self.publisher, self.folder, self.created = record, publisher, folder, now
-        self.deliveries: dict[int, Delivery] = {}
+        self.deliveries: dict[int, SlotDelivery] = {}
         self.timings: list[Timing] = []  # of what the daemon did itself
         self.begun: dict[int, str] = {}  # rank -> its process that was given the version; guarded by the intake's lock
         self._shared = shared  # whether others may have mapped the files
@@ -153,7 +153,7 @@ class Staged:
                 )
             self._sealed[rank] = packed
             transport, size = "shared-memory" if mapped else "grpc", self.slot(rank).size_bytes
-            self.deliveries[rank] = Delivery(timings, transport, size, trace)
+            self.deliveries[rank] = SlotDelivery(timings, transport, size, trace)
             if len(self._sealed) < self.publisher.world_size:
                 return False
             self._closed = True

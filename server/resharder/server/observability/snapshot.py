@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from resharder.server.fleets.fleets import Fleets, FleetView, ServerView
 from resharder.server.ingest.coordinator import Intake
-from resharder.server.ingest.publisher import Publisher
-from resharder.server.state.errors import NotFound
+from resharder.server.ingest.publisher import PublisherRecord
+from resharder.server.state.errors import ResourceNotFound
 from resharder.server.store.manifest import READY, RETIRED, STAGING, VersionRecord
 
 
@@ -37,7 +37,7 @@ class Snapshot:
     store_limit: int
     versions: Mapping[str, Sequence[VersionRecord]]
     arriving: Mapping[str, Slots]  # by the version's name
-    publishers: Sequence[tuple[Publisher, int]]  # with its ranks that were heard of within the lease
+    publishers: Sequence[tuple[PublisherRecord, int]]  # with its ranks that were heard of within the lease
     fleets: Sequence[FleetView]
     servers: Mapping[str, Sequence[ServerView]]  # by fleet
 
@@ -56,7 +56,7 @@ def take(intake: Intake, fleets: Fleets) -> Snapshot:
     for model in store.models():
         try:
             versions[model] = store.versions(model)
-        except NotFound:
+        except ResourceNotFound:
             continue
     staging = [record for records in versions.values() for record in records if record.state == STAGING]
     servers: dict[str, list[ServerView]] = {}

@@ -28,7 +28,7 @@ _CACHED_REQUESTS = 256
 
 
 @dataclass(frozen=True)
-class Boxes:
+class CheckedBoxes:
     """A request that has been checked against its version."""
 
     manifest: Manifest
@@ -36,7 +36,7 @@ class Boxes:
     chunk_bytes: int
 
 
-def check_boxes(request: server_pb2.BoxesRequest, manifest: Manifest) -> Boxes:
+def check_boxes(request: server_pb2.BoxesRequest, manifest: Manifest) -> CheckedBoxes:
     """Raises InvalidArgument (CHUNK_BYTES, UNKNOWN_TENSOR, BOX, TOO_MANY_BOXES)."""
     version = manifest.record.name
     chunk_bytes = request.chunk_bytes or CHUNK_BYTES
@@ -57,7 +57,7 @@ def check_boxes(request: server_pb2.BoxesRequest, manifest: Manifest) -> Boxes:
             raise InvalidArgument(
                 "TOO_MANY_BOXES", f"{len(boxes)} of the boxes have {total} bytes, {version} has {manifest.record.size_bytes}"
             )
-    return Boxes(manifest, tuple(boxes), chunk_bytes)
+    return CheckedBoxes(manifest, tuple(boxes), chunk_bytes)
 
 
 def _named(names: Sequence[str], manifest: Manifest) -> list[TensorSpec]:
@@ -82,7 +82,7 @@ def _inside(spec: TensorSpec, message: resources_pb2.TensorBox, i: int) -> Box:
     return box
 
 
-class Digester:
+class BoxDigester:
     """Digests of boxes as the store holds them. Workers of a fleet ask for the same ones, so answers are kept for a while. Those
     who ask at the same time share the threads."""
 
@@ -91,7 +91,7 @@ class Digester:
         self._lock, self._asking = threading.Lock(), 0
         self._known: OrderedDict[tuple[str, bytes], Array] = OrderedDict()
 
-    def digests(self, boxes: Boxes) -> list[int]:
+    def digests(self, boxes: CheckedBoxes) -> list[int]:
         """In the order of the boxes."""
         record = boxes.manifest.record
         # The fingerprint, because numbers start again with a new store.
@@ -117,7 +117,7 @@ class Digester:
             with self._lock:
                 self._asking -= 1
 
-    def _compute(self, boxes: Boxes, threads: int) -> list[int]:
+    def _compute(self, boxes: CheckedBoxes, threads: int) -> list[int]:
         record, whole = boxes.manifest.record, boxes.manifest.digests
         parts = [each for each in boxes.boxes if each.box != full_box(each.spec.shape)]
         with self._store.open(record.model, record.number) as files:
@@ -131,7 +131,7 @@ class Digester:
                 self._known.popitem(last=False)
 
 
-def chunks(store: Store, boxes: Boxes) -> Iterator[bytes]:
+def chunks(store: Store, boxes: CheckedBoxes) -> Iterator[bytes]:
     """The wire bytes of each Chunk; the version is held until the last one, or until the generator is closed."""
     record = boxes.manifest.record
     sizes = [ITEM_SIZES[spec.dtype] for spec, _ in boxes.boxes]
@@ -142,7 +142,7 @@ def chunks(store: Store, boxes: Boxes) -> Iterator[bytes]:
             yield _chunk(files.arrays, boxes, chunk, header, record.model if index == 0 else "")
 
 
-def _chunk(arrays: Mapping[str, Array], boxes: Boxes, parts: Sequence[Part], header: ChunkHeader, model: str) -> bytes:
+def _chunk(arrays: Mapping[str, Array], boxes: CheckedBoxes, parts: Sequence[Part], header: ChunkHeader, model: str) -> bytes:
     """In a function of its own: no array may be left when the files are closed."""
     pieces = [
         np.ascontiguousarray(arrays[boxes.boxes[position].spec.name][box_index(box)]).reshape(-1).view(np.uint8)

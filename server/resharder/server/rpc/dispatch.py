@@ -33,14 +33,14 @@ from resharder.server.rpc.protocol import check_revision
 from resharder.server.state.errors import DaemonError, InvalidArgument
 
 T = TypeVar("T")
-C = TypeVar("C", bound="Caller")
+C = TypeVar("C", bound="CallerIdentity")
 THREADS, RENEWAL_THREADS = 60, 4
 _INLINE_BYTES = 16 << 10  # parsed on the event loop; larger messages on the pool
 _CHECK_AGAIN_SECONDS = 1.0  # a stream ends when its caller loses its role
 _RENEWALS = "renewals"  # their lane, in a pool of their own
 
 
-class Caller(Protocol):
+class CallerIdentity(Protocol):
     """`name`: for limits and the log. `secured`: whether an identity is behind it."""
 
     @property
@@ -154,7 +154,7 @@ class Dispatcher:
                 except TimeoutError:
                     return
 
-    def lane(self, method: Method, caller: Caller, context: grpc.ServicerContext, request: Any) -> str:
+    def lane(self, method: Method, caller: CallerIdentity, context: grpc.ServicerContext, request: Any) -> str:
         """The model that the request names. A caller is the lane of what names no model, or may name any; where there is no
         security, a connection is a caller."""
         named = "" if caller.secured and hasattr(request, "subject") else self._named(request)

@@ -52,8 +52,8 @@ class PublisherService:
             self._withhold(record.model, record.number)
         return self._views.version(record)
 
-    def UploadChunks(self, call: Call) -> "Upload":
-        return Upload(self._intake)
+    def UploadChunks(self, call: Call) -> "ChunkStream":
+        return ChunkStream(self._intake)
 
     def ListMissingChunks(self, request: publisher_pb2.SlotRequest, call: Call) -> Message:
         model, number = parse_name(request.version, "versions")
@@ -75,7 +75,7 @@ class PublisherService:
         return self._views.version(record)
 
 
-class Upload:
+class ChunkStream:
     """One stream of chunks, which come as they are, without a message around them."""
 
     def __init__(self, intake: Intake) -> None:

@@ -7,7 +7,7 @@ from resharder.server.fleets.profiles import Profiles
 from resharder.server.fleets.verifications import Verifications
 from resharder.server.infra.change_signal import Pause, Waiting
 from resharder.server.ingest.coordinator import parse_name
-from resharder.server.rpc.box_reads import Digester, check_boxes, chunks
+from resharder.server.rpc.box_reads import BoxDigester, check_boxes, chunks
 from resharder.server.rpc.convert import (
     attached_from_proto,
     manifest_to_proto,
@@ -32,7 +32,7 @@ class ServerService:
         self, fleets: Fleets, store: Store, profiles: Profiles, verifications: Verifications, digest_threads: int
     ) -> None:
         self._fleets, self._store, self._profiles, self._verifications = fleets, store, profiles, verifications
-        self._digester = Digester(store, digest_threads)
+        self._digester = BoxDigester(store, digest_threads)
 
     def ClaimServer(self, request: server_pb2.ClaimServerRequest, call: Call) -> Waiting[server_pb2.Claim]:
         server = yield from self._fleets.claim(

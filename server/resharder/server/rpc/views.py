@@ -5,7 +5,7 @@ from typing import Any
 
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.ingest.coordinator import Intake
-from resharder.server.ingest.publisher import Publisher
+from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.observability.tracing.ids import Tracing
 from resharder.server.rpc.convert import store_access, version_to_proto
 from resharder.server.state.errors import InvalidArgument
@@ -21,7 +21,7 @@ class Views:
     def __init__(self, intake: Intake, fleets: Fleets, tracing: Tracing) -> None:
         self.intake, self.store, self.fleets, self._tracing = intake, intake.store, fleets, tracing
 
-    def publisher(self, publisher: Publisher) -> resources_pb2.Publisher:
+    def publisher(self, publisher: PublisherRecord) -> resources_pb2.Publisher:
         return resources_pb2.Publisher(
             name=publisher.name,
             model=publisher.model,

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from resharder.server.rpc.dispatch import model_of_chunk
 from resharder.server.rpc.methods import About, Method
 from resharder.server.security.rules import Resource
-from resharder.server.state.errors import NotFound
+from resharder.server.state.errors import ResourceNotFound
 
 
 class World(Protocol):
@@ -68,7 +68,7 @@ def _server(name: str, world: World) -> Resource:
     id = name.removeprefix("servers/")
     fleet = world.fleet_of(id)
     if not fleet:
-        raise NotFound("SERVER_UNKNOWN", f"server {id!r} is not known here; it has to claim its id first")
+        raise ResourceNotFound("SERVER_UNKNOWN", f"server {id!r} is not known here; it has to claim its id first")
     return Resource(f"fleets/{fleet}", "", (fleet,))
 
 

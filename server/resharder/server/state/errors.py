@@ -49,7 +49,7 @@ class InvalidArgument(DaemonError):
     code = grpc.StatusCode.INVALID_ARGUMENT
 
 
-class NotFound(DaemonError):
+class ResourceNotFound(DaemonError):
     code = grpc.StatusCode.NOT_FOUND
 
 

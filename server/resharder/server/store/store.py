@@ -33,8 +33,8 @@ from resharder.server.state.errors import (
     AlreadyExists,
     FailedPrecondition,
     InvalidArgument,
-    NotFound,
     ResourceExhausted,
+    ResourceNotFound,
     Unavailable,
 )
 from resharder.server.store import manifest, model_files
@@ -561,7 +561,7 @@ class Store:
         with self._lock:
             folders = model_files.folders(self._model(name).folder)
             if not folders:
-                raise NotFound("MODEL_UNKNOWN", f"model {name!r} has no publisher yet; there are {self.models()}")
+                raise ResourceNotFound("MODEL_UNKNOWN", f"model {name!r} has no publisher yet; there are {self.models()}")
             with touching(folders[-1], "reading"):
                 return {file.name: file.read_bytes() for file in folders[-1].iterdir() if file.name != INDEX_FILE}
 
@@ -573,7 +573,7 @@ class Store:
         """Raises NotFound (MODEL_UNKNOWN, VERSION_UNKNOWN)."""
         record = self._model(name).records.get(number)
         if record is None:
-            raise NotFound("VERSION_UNKNOWN", f"models/{name}/versions/{number} is not known")
+            raise ResourceNotFound("VERSION_UNKNOWN", f"models/{name}/versions/{number} is not known")
         return record
 
     def newest(self, name: str) -> VersionRecord | None:
@@ -592,7 +592,7 @@ class Store:
         with self._lock:
             record = self.get(name, number)
             if record.state != READY:
-                raise NotFound("VERSION_GONE", f"{record.name} is {record.state}, not READY")
+                raise ResourceNotFound("VERSION_GONE", f"{record.name} is {record.state}, not READY")
             model = self._model(name)
             model.holders[number] = model.holders.get(number, frozenset()) | {holder}
             if yielding:
@@ -665,7 +665,7 @@ class Store:
     def _model(self, name: str) -> StoredModel:
         model = self._models.get(check_model_name(name))
         if model is None:
-            raise NotFound("MODEL_UNKNOWN", f"model {name!r} is not known; there are {self.models()}")
+            raise ResourceNotFound("MODEL_UNKNOWN", f"model {name!r} is not known; there are {self.models()}")
         return model
 
 

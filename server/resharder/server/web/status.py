@@ -5,7 +5,7 @@ from typing import Any
 
 from resharder.server.fleets.fleets import FleetView, ServerView
 from resharder.server.infra.event_log import Event
-from resharder.server.ingest.publisher import Publisher
+from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.observability.snapshot import Snapshot
 from resharder.server.state.fleet import Motion, MotionKind, Move, Want, WantKind
 from resharder.server.state.server import Install, InstallState, Server, Worker, WorkerState
@@ -174,7 +174,7 @@ def _install(server: Server, install: Install) -> dict[str, Any]:
     }
 
 
-def _publisher(publisher: Publisher, live: int) -> dict[str, Any]:
+def _publisher(publisher: PublisherRecord, live: int) -> dict[str, Any]:
     return {
         "job": publisher.job,
         "epoch": publisher.epoch,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from resharder.client.inference.recording.view_boxes import boxes_of_copy, boxes_of_view
-from resharder.converters.geometry.layout import Box, Layout, Piece, TensorSpec, View, full_box
+from resharder.converters.geometry.layout import Box, Layout, Piece, StridedView, TensorSpec, full_box
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -110,8 +110,8 @@ def _storage(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
 
 
-def _view(tensor: torch.Tensor) -> View:
-    return View(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+def _view(tensor: torch.Tensor) -> StridedView:
+    return StridedView(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
 
 @contextmanager
@@ -169,7 +169,7 @@ class _Tape:
         self._by_storage = {_storage(tensor): name for name, (tensor, _) in self.locals.items()}
         self._made_of: dict[int, frozenset[str]] = {}
         self._intact: set[int] = set()  # storages that are an HF tensor as it is
-        self._copies: dict[int, View] = {}  # storages that are a contiguous copy of this view of one
+        self._copies: dict[int, StridedView] = {}  # storages that are a contiguous copy of this view of one
         self._keep: list[torch.Tensor] = []  # so that no address is used twice
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:

@@ -4,7 +4,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from resharder.converters.geometry.layout import Box, Piece, Range, View, full_box
+from resharder.converters.geometry.layout import Box, Piece, Range, StridedView, full_box
 
 MAX_PARTS = 4096  # more boxes than this for one copy is no layout but a permutation
 
@@ -25,7 +25,7 @@ class _Axis(NamedTuple):
     stride: int
 
 
-def boxes_of_view(shape: tuple[int, ...], source: View, offset: int, strides: tuple[int, ...]) -> list[ViewPart] | None:
+def boxes_of_view(shape: tuple[int, ...], source: StridedView, offset: int, strides: tuple[int, ...]) -> list[ViewPart] | None:
     """The boxes of a contiguous tensor of `shape` that `source`, a view of it, covers; element i of the view goes to
     `offset + sum(i[d] * strides[d])` of the destination. None where boxes cannot say it (broadcasts, permutations).
     """
@@ -56,7 +56,7 @@ def boxes_of_view(shape: tuple[int, ...], source: View, offset: int, strides: tu
 
 
 def boxes_of_copy(
-    shape: tuple[int, ...], copied: View, source: View, offset: int, strides: tuple[int, ...]
+    shape: tuple[int, ...], copied: StridedView, source: StridedView, offset: int, strides: tuple[int, ...]
 ) -> list[ViewPart] | None:
     """`boxes_of_view` where `source` is a view of a contiguous copy of `copied`, which is the view of the tensor."""
     parts = boxes_of_view(copied.shape, source, offset, strides)

@@ -12,7 +12,7 @@ from resharder.client.inference.recording import inventory
 from resharder.client.inference.worker.faults import Fault
 from resharder.client.inference.worker.source import VersionSource, as_torch
 from resharder.converters.geometry.chunking import cut_chunks
-from resharder.converters.geometry.layout import ITEM_SIZES, Piece, TensorSpec, View, box_index, box_size
+from resharder.converters.geometry.layout import ITEM_SIZES, Piece, StridedView, TensorSpec, box_index, box_size
 from resharder.converters.storage.digest import MASK, Array, digest, digest_on_device
 
 _BLOCK_BYTES = 1 << 20  # written, then read back while it is in the cache
@@ -32,7 +32,7 @@ def live_now(model: torch.nn.Module, names: frozenset[str]) -> dict[str, torch.T
     return live_tensors(model)
 
 
-def strided(flat: Array, view: View) -> Array:
+def strided(flat: Array, view: StridedView) -> Array:
     size = flat.itemsize
     return np.lib.stride_tricks.as_strided(flat[view.offset :], view.shape, tuple(s * size for s in view.strides))
 

@@ -18,7 +18,7 @@ CONTROL_PHASES = ("pause", "reset", "resume")
 TRANSPORTS = ("grpc", "shared-memory", "direct")
 
 
-class Observed(coordinator.Observer, fleets.Observer):
+class Observed(coordinator.IngestObserver, fleets.FleetObserver):
     """Thread-safe; nothing in it waits for long."""
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from resharder.server.fleets import fleets as fleets_fleets
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.ingest.coordinator import Intake
-from resharder.server.ingest.upload import Staged
+from resharder.server.ingest.upload import Upload
 from resharder.server.observability.tracing.ids import Tracing
 from resharder.server.observability.tracing.spans import Span, boot_spans, control_spans, install_spans, version_spans
 from resharder.server.state.server import Server, WorkerState
@@ -15,7 +15,7 @@ from resharder.server.store.manifest import VersionRecord
 from resharder.server.store.store import Store
 
 
-class Traced(fleets_fleets.Observer):
+class Traced(fleets_fleets.FleetObserver):
     """Made once; it is heard of only where there is something to send."""
 
     def __init__(self, tracing: Tracing, store: Store, intake: Intake, fleets: Fleets) -> None:
@@ -24,7 +24,7 @@ class Traced(fleets_fleets.Observer):
             intake.ended = self._version_ended
             fleets.observers.append(self)
 
-    def _version_ended(self, staged: Staged, record: VersionRecord) -> None:
+    def _version_ended(self, staged: Upload, record: VersionRecord) -> None:
         now = time.time()
         self._tracing.add(lambda: record, lambda: version_spans(record, staged.deliveries, staged.timings, now))
 

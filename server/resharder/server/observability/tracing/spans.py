@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from resharder.server.ingest.upload import Delivery
+from resharder.server.ingest.upload import SlotDelivery
 from resharder.server.state.server import Install, InstallState, Server, Worker, WorkerState
 from resharder.server.state.timing import Timing
 from resharder.server.store.manifest import ABORTED, VersionRecord
@@ -39,7 +39,7 @@ class Span:
     link: str = ""
 
 
-def version_spans(record: VersionRecord, deliveries: Mapping[int, Delivery], own: Sequence[Timing], now: float) -> list[Span]:
+def version_spans(record: VersionRecord, deliveries: Mapping[int, SlotDelivery], own: Sequence[Timing], now: float) -> list[Span]:
     """Of a version that is STAGING no longer. `own`: what the daemon did for it."""
     spans = [span for rank, delivery in sorted(deliveries.items()) for span in _publish(rank, delivery)]
     spans += _phases(ROOT, "daemon", own)
@@ -55,7 +55,7 @@ def version_spans(record: VersionRecord, deliveries: Mapping[int, Delivery], own
     return [Span(ROOT, "", "version", start, record.ready_time or now, error, attributes), *spans]
 
 
-def _publish(rank: int, delivery: Delivery) -> Iterator[Span]:
+def _publish(rank: int, delivery: SlotDelivery) -> Iterator[Span]:
     path = f"publish/{rank}"
     attributes: Attributes = {
         "resharder.rank": rank,

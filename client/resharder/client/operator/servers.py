@@ -1,0 +1,37 @@
+"""Questions to the workers of one server, which they answer while it serves."""
+
+from collections.abc import Iterator
+
+from resharder.client.operator.answers import WorkerProfile, WorkerVerification
+from resharder.client.operator.connection import server_name
+from resharder.client.operator.convert import answer
+from resharder.client.operator.queries import OperatorQueries
+from resharder.v1 import operator_pb2
+
+_LONGEST_WAIT = 3600.0  # the daemon's own bound
+
+
+class ServerCommands(OperatorQueries):
+    """Commands named as in `resharder`."""
+
+    def profile_install(self, server: str, *, timeout: float | None = 600.0) -> Iterator[WorkerProfile]:
+        """Install the version that a server serves once more under a profiler; yield each worker's profile as it comes.
+
+        Raises Refused if the server does not serve or the install fails, WaitTimeout after `timeout` seconds, NotFound.
+        """
+        seconds = _LONGEST_WAIT if timeout is None else timeout
+        request = operator_pb2.ProfileInstallRequest(server=server_name(server), wait_seconds=seconds)
+        for profile in self._channel.stream(self._stub.ProfileInstall(request, timeout=seconds + 30)):
+            yield answer(WorkerProfile, profile)
+
+    def verify(self, server: str, *, timeout: float | None = 600.0) -> tuple[WorkerVerification, ...]:
+        """Have each worker compare its memory with the version that it holds, while the server serves; the results by rank.
+
+        A server with a worker that finds a difference leaves service, and its version is installed again.
+
+        Raises Refused if a worker is missing, WaitTimeout after `timeout` seconds, NotFound.
+        """
+        seconds = _LONGEST_WAIT if timeout is None else timeout
+        request = operator_pb2.VerifyServerRequest(server=server_name(server), wait_seconds=seconds)
+        found = self._channel.call(self._stub.VerifyServer, request, timeout=seconds + 30)
+        return tuple(answer(WorkerVerification, one) for one in found.verifications)
