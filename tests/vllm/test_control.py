@@ -312,7 +312,7 @@ def test_a_lease_that_ends_while_requests_drain_keeps_the_workers_untouched_and_
     side.engine.lease_ends_while_pausing = True
     assert side.do(apply(2, mode="wait")) is None
     assert side.engine.calls == [("pause", "wait", False)]
-    assert side.reattached == ["APPLY was given up: its lease has ended"]
+    assert side.reattached == ["APPLY was refused: its lease has ended"]
     side.lease.renew(20.0)
     assert side.do(apply(2, mode="wait")) == Outcome(Kind.APPLY, "i1")
     assert side.engine.calls[1] == ("resharder_apply", "i1")

@@ -215,7 +215,7 @@ def test_a_side_stopped_before_it_resumes_does_not_resume_and_opens_nothing(at: 
     asyncio.run(play())
 
 
-def test_a_resumption_on_its_way_when_the_lease_ends_is_refused_by_the_engine() -> None:
+def test_a_resumption_on_its_way_when_the_lease_ends_is_refused_by_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
         server, side = paused_by_another()
         await side.do(Kind.LEAD)
@@ -223,8 +223,9 @@ def test_a_resumption_on_its_way_when_the_lease_ends_is_refused_by_the_engine() 
         assert await side.do(Kind.RESUME, 1) is None
         assert (server.core.paused, side.gate.position) == (True, Position.SHUT)
         assert side.reattached == [
-            "RESUME was given up: expected an order on a living lease, got one whose lease ended 1.000 s ago"
+            "RESUME was refused: expected an order on a living lease, got one whose lease ended 1.000 s ago"
         ]
+        assert "RESUME of version 1 (i1) was refused: expected an order on a living lease" in caplog.text
 
     asyncio.run(play())
 
@@ -406,7 +407,7 @@ def test_a_leader_of_a_lower_term_learns_the_engines_and_leads_once_the_daemon_c
         await side.serve(1, term=100)
         assert await side.do(Kind.LEAD, term=7) is None
         assert side.reattached == [
-            "LEAD was given up: expected an order of term 100 or later, got one of term 7: another control side leads"
+            "LEAD was refused: expected an order of term 100 or later, got one of term 7: another control side leads"
         ]
         assert side.lease.term == 100
         await side.serve(2, term=101)

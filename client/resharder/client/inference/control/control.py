@@ -80,7 +80,9 @@ class OrderExecutor:
                 outcome = step if isinstance(step, Outcome) else await self._take(step, order)
         except Fenced as refusal:
             self._gate.lease.saw(refusal.term)
-            self._reattach(f"{order.kind.name} was given up: {refusal}")
+            # Logged here as well: the stream may have ended already, and its own reason is another.
+            logger.warning("%s of version %d (%s) was refused: %s", order.kind.name, order.version, order.install, refusal)
+            self._reattach(f"{order.kind.name} was refused: {refusal}")
             return None
         except WorkersFailed as error:
             logger.error("%s of version %d (%s) failed: %s", order.kind.name, order.version, order.install, error)
