@@ -1,5 +1,4 @@
-"""What mkdocs does besides: pages out of files at the repository's root, which stay where readers of it expect them, and links
-that lead out of docs/, where the site has no page: they become text."""
+"""MkDocs hooks: make pages of files outside docs/, and turn links to files that have no page into text."""
 
 import logging
 import re
@@ -10,22 +9,20 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-GUARANTEES = ("What is guaranteed", "Limits")
+PAGES = {
+    "index.md": "README.md",
+    "benchmarks.md": "benchmarks/README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
+    "changelog.md": "CHANGELOG.md",
+}
 _LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<to>\.\./[^)#]+)(#[^)]*)?\)")
 _log = logging.getLogger("mkdocs.hooks.site")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    head, sections = _split(_of_root("README.md"))
-    rest = {title: text for title, text in sections.items() if title not in GUARANTEES}
-    promised = {title: sections[title] for title in GUARANTEES}
-    pages = {
-        "index.md": head + "".join(rest.values()),
-        "guarantees.md": "# Guarantees and limits\n\n" + "".join(promised.values()),
-        "changelog.md": _of_root("CHANGELOG.md"),
-    }
-    for name, content in pages.items():
-        files.append(File.generated(config, name, content=content))
+    for name, source in PAGES.items():
+        files.append(File.generated(config, name, content=_from_root(source)))
     return files
 
 
@@ -38,13 +35,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return _LINK.sub(as_text, markdown)
 
 
-def _of_root(name: str) -> str:
-    """With links as from a page in docs/."""
-    text = (ROOT / name).read_text().replace("](CHANGELOG.md)", "](changelog.md)").replace("](docs/", "](./")
-    return re.sub(r"\]\((?!\./|https?://|#|changelog\.md)", "](../", text).replace("](./", "](")
+def _from_root(name: str) -> str:
+    """Return a file of the root with its links rewritten for a page in docs/."""
+    folder = Path(name).parent
 
+    def moved(link: re.Match[str]) -> str:
+        to = (folder / link["to"]).as_posix()
+        page = next((page for page, source in PAGES.items() if source == to), None)
+        return f"]({page or (to.removeprefix('docs/') if to.startswith('docs/') else '../' + to)}"
 
-def _split(text: str) -> tuple[str, dict[str, str]]:
-    """What stands before the first section, and each section with its heading, by its title."""
-    head, *rest = re.split(r"^(?=## )", text, flags=re.MULTILINE)
-    return head, {part.partition("\n")[0].removeprefix("## "): part for part in rest}
+    return re.sub(r"\]\((?!https?://|#)(?P<to>[^)#]+)", moved, (ROOT / name).read_text())
