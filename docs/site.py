@@ -13,7 +13,7 @@ PAGES = {
     "index.md": "README.md",
     "benchmarks.md": "benchmarks/README.md",
     "contributing.md": "CONTRIBUTING.md",
-    "security.md": "SECURITY.md",
+    "security-policy.md": "SECURITY.md",
     "changelog.md": "CHANGELOG.md",
 }
 _LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<to>\.\./[^)#]+)(#[^)]*)?\)")

@@ -1,4 +1,4 @@
-"""The reasons that the daemon sends, the clients' types for them, and the table in docs/protocol.md: they are one list."""
+"""The reasons that the daemon sends, the clients' types for them, and the table in docs/errors.md: they are one list."""
 
 import ast
 import re
@@ -28,7 +28,7 @@ class Row(NamedTuple):
 
 def documented() -> list[Row]:
     rows, status = [], ""
-    for line in (ROOT / "docs/protocol.md").read_text().split("## Errors")[1].splitlines():
+    for line in (ROOT / "docs/errors.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) != 4 or cells[0] in ("status", "---"):
             continue
@@ -64,7 +64,7 @@ def test_the_documented_reasons_are_exactly_those_that_the_daemon_sends() -> Non
     assert set(rows) == sent
     assert len(rows) == len(set(rows)), "a row twice"
     assert {reason for _, reason in raised()} >= AT_START
-    assert all(f"`{reason}`" in (ROOT / "docs/protocol.md").read_text() for reason in AT_START)
+    assert all(f"`{reason}`" in (ROOT / "docs/errors.md").read_text() for reason in AT_START)
 
 
 def test_every_reason_that_the_daemon_may_use_is_used() -> None:

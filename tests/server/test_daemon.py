@@ -323,7 +323,7 @@ def test_the_example_configuration_and_the_page_have_every_option() -> None:
     load(root / "deploy/resharderd.yaml", {})
     named = {line.split(":")[0] for line in (root / "deploy/resharderd.yaml").read_text().splitlines() if line[:1].isalpha()}
     assert named == OPTIONS.keys() | FILE_ONLY
-    page = (root / "docs/operator.md").read_text()
+    page = (root / "docs/configuration.md").read_text()
     rows = {name for name in [*OPTIONS, *FILE_ONLY] if f"| `{name.upper()}` |" in page}
     assert rows == named
 
