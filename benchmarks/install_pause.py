@@ -26,7 +26,7 @@ PHASES = {
     "to workers": "from there into the slowest worker",
     "turn": "the worker finds its tensors and waits for its turn",
     "transfer": "bytes arrive",
-    "prove": "digests",
+    "verify": "digests",
     "apply": "the rest of what the worker does",
     "from workers": "until the control side has heard of all workers",
     "reset": "vLLM's caches",
@@ -61,8 +61,8 @@ def phases(spans: Sequence[Span], tokens: Sequence[float]) -> dict[str, float]:
         "as the client sees it": after * 1e9 - before * 1e9,
         "otherwise": median(b - a for a, b in pairwise(tokens)) * 1e9,
     }
-    found |= {name: inner[name].end - inner[name].start for name in ("turn", "transfer", "prove") if name in inner}
-    found["apply"] = slowest.end - slowest.start - sum(found.get(name, 0) for name in ("turn", "transfer", "prove"))
+    found |= {name: inner[name].end - inner[name].start for name in ("turn", "transfer", "verify") if name in inner}
+    found["apply"] = slowest.end - slowest.start - sum(found.get(name, 0) for name in ("turn", "transfer", "verify"))
     return {name: each / 1e6 for name, each in found.items()}
 
 

@@ -91,7 +91,7 @@ def judge(trainer: TrainerJob, published: dict[str, Any], install: Proven, befor
         stage_s=install.stage_seconds,
         apply_s=install.apply_seconds,
         pause_s=install.pause_seconds,
-        digests_equal=install.proven_tensors > 0,
+        digests_equal=install.verified_tensors > 0,
         tokens_equal=list(after.token_ids) == scores["greedy"][first:] and after.version == str(published["version"]),
         logprob_diff_megatron=max(abs(a - b) for a, b in zip(after.logprobs, scores["logprobs"][first:], strict=True)),
         answer_before=before.token_ids,

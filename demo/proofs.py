@@ -23,7 +23,7 @@ class Proven:
     stage_seconds: float
     apply_seconds: float
     pause_seconds: float
-    proven_tensors: int
+    verified_tensors: int
 
 
 def installed(daemon: Daemon, version: int, timeout: float = 60) -> Proven:
@@ -44,7 +44,7 @@ def installed(daemon: Daemon, version: int, timeout: float = 60) -> Proven:
         stage_seconds=max(worker.stage_seconds for worker in server.workers),
         apply_seconds=max(worker.apply_seconds for worker in server.workers),
         pause_seconds=server.install.pause_seconds,
-        proven_tensors=min(worker.proven_tensors for worker in server.workers),
+        verified_tensors=min(worker.verified_tensors for worker in server.workers),
     )
 
 

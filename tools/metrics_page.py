@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from what the daemon and the vLLM plugin declare; a test compares.
+"""Write docs/metrics.md from the metrics that the daemon and the vLLM plugin declare; a test compares.
 
 python -m tools.metrics_page
 """
@@ -18,43 +18,42 @@ PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 _HEAD = """\
 # Metrics
 
-<!-- Made by `make docs-metrics` from server/resharder/server/metrics and client/resharder/client/vllm/metrics.py. -->
+<!-- Made by `make docs-metrics` from `server/observability/metrics` and `client/inference/control/metrics.py`. -->
 
-The daemon serves Prometheus' text format, and OpenMetrics where it is asked for, at `/metrics` of `web_listen`
-(`127.0.0.1:7678`), beside the [status page](operator.md#the-status-page) and the probes. With security, who asks needs the role
+The daemon serves Prometheus' text format, and OpenMetrics on request, at `/metrics` of `web_listen`
+(`127.0.0.1:7678`), beside the [status page](operator.md#the-status-page) and the probes. With security, the caller needs the role
 `viewer`:
 
 ```yaml
 scrape_configs:
   - job_name: resharder
     static_configs: [{targets: ["daemon:7678"]}]
-    scheme: https                                                  # these three where the daemon has security
+    scheme: https                                                  # the last three with security
     authorization: {credentials_file: /etc/prometheus/resharder-token}
     tls_config: {ca_file: /etc/prometheus/resharder-ca.crt}
 ```
 
-vLLM servers show the plugin's numbers on their own `/metrics`; with several API servers, those of all of them together.
+vLLM servers include the plugin's metrics in their own `/metrics`, aggregated over all API servers.
 
-Labels are models, fleets, transports, phases, states and reasons. Versions are values, never labels. Servers are not labels
-either: which server it is, and why, `resharder status` says, and the status page. Times are in seconds, sizes in bytes; rates are
-Prometheus' to make:
+Labels are models, fleets, transports, phases, states and reasons. Versions are values, never labels, and servers are not labels:
+`resharder status` and the status page list them. Times are in seconds, sizes in bytes. Compute rates with queries:
 
 | question | query |
 |---|---|
 """
 _QUERIES = {
-    "how fast versions arrive": "sum by (transport) (rate(resharder_received_bytes_total[5m]))",
-    "how fast slots arrive, the median": (
+    "rate of uploads": "sum by (transport) (rate(resharder_received_bytes_total[5m]))",
+    "upload rate of slots, median": (
         "histogram_quantile(0.5, sum by (le, transport) (rate(resharder_slot_upload_bytes_per_second_bucket[1h])))"
     ),
-    "how long requests wait for an install, 99 of 100 that do": (
+    "wait of requests for an install, 99th percentile": (
         "histogram_quantile(0.99, sum by (le) (rate(resharder_vllm_request_wait_seconds_bucket[1h])))"
     ),
-    "fleets that have been behind for a minute": "resharder_fleet_lag_seconds > 60",
-    "what an install takes, phase by phase": (
+    "fleets that lag for a minute": "resharder_fleet_lag_seconds > 60",
+    "duration of installs by phase": (
         "rate(resharder_install_phase_seconds_sum[1h]) / rate(resharder_install_phase_seconds_count[1h])"
     ),
-    "servers whose lease has ended": "resharder_vllm_lease_expiry_timestamp_seconds < time()",
+    "servers with an expired lease": "resharder_vllm_lease_expiry_timestamp_seconds < time()",
 }
 
 
@@ -63,7 +62,7 @@ def page() -> str:
     plugin = CollectorRegistry()
     Numbers(plugin)
     questions = [f"| {question} | `{query}` |" for question, query in _QUERIES.items()]
-    process = "`process_*`: the daemon's processor time, memory, open files and start, as everywhere."
+    process = "`process_*`: the daemon's processor time, memory, open files and start time."
     ours, theirs = _rows([*_collectors(daemon), *families(NOTHING)]), _rows(_collectors(plugin))
     parts = [_HEAD + "\n".join(questions), "", "## The daemon", "", *_table(ours), "", process, "", "## vLLM servers", ""]
     return "\n".join([*parts, *_table(theirs), ""])
@@ -74,7 +73,7 @@ def _collectors(registry: CollectorRegistry) -> list[Any]:
 
 
 def _table(rows: Iterable[str]) -> list[str]:
-    return ["| metric | type | labels | what |", "|---|---|---|---|", *rows]
+    return ["| metric | type | labels | meaning |", "|---|---|---|---|", *rows]
 
 
 def _rows(collectors: Iterable[Any]) -> list[str]:

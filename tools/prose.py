@@ -5,13 +5,17 @@
 
 import argparse
 import ast
+import inspect
 import io
 import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import NamedTuple
+
+from resharder import client
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("client", "server", "converters")
@@ -67,21 +71,24 @@ def undocumented(path: Path) -> Iterator[Violation]:
             yield Violation(name, node.lineno, f"no docstring: {node.name}")
 
 
-def incomplete(path: Path) -> Iterator[Violation]:
-    """Yield the documented public functions of a file that have parameters or results without `Args:` or `Returns:`."""
-    name, tree = str(path.relative_to(ROOT)), ast.parse(path.read_text())
-    for owner, node in _definitions(tree):
-        text = ast.get_docstring(node) or ""
-        if isinstance(node, ast.ClassDef) or node.name.startswith("_") or owner.startswith("_") or not text:
-            continue
-        arguments = node.args
-        given = [
-            one.arg for one in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs] if one.arg not in ("self", "cls")
-        ]
-        if given and "Args:" not in text:
-            yield Violation(name, node.lineno, f"no Args: {node.name}")
-        if _returns(node) and not re.search(r"\b(Returns?|Yields?)\b", text):
-            yield Violation(name, node.lineno, f"no Returns: {node.name}")
+def incomplete() -> Iterator[Violation]:
+    """Yield the functions of the public API, `resharder.client`, that lack `Args:` or `Returns:`."""
+    for name in client.__all__:
+        exported = getattr(client, name)
+        members = [inspect.getattr_static(exported, name) for name in dir(exported)] if inspect.isclass(exported) else [exported]
+        functions = (member.__func__ if isinstance(member, classmethod) else member for member in members)
+        for function in functions:
+            if inspect.isfunction(function) and function.__module__.startswith("resharder") and function.__name__[0] != "_":
+                yield from _incomplete(inspect.unwrap(function))
+
+
+def _incomplete(function: FunctionType) -> Iterator[Violation]:
+    signature, text = inspect.signature(function), inspect.getdoc(function) or ""
+    where = str(Path(function.__code__.co_filename).relative_to(ROOT)), function.__code__.co_firstlineno
+    if signature.parameters.keys() - {"self", "cls"} and "Args:" not in text:
+        yield Violation(*where, f"no Args: {function.__qualname__}")
+    if signature.return_annotation not in (None, "None", signature.empty) and not re.search(r"\b(Returns?|Yields?)\b", text):
+        yield Violation(*where, f"no Returns: {function.__qualname__}")
 
 
 def sources(folders: Iterable[str] = PACKAGES) -> list[Path]:
@@ -117,11 +124,6 @@ def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
                 yield statement.value
 
 
-def _returns(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    is_none = isinstance(node.returns, ast.Constant) and node.returns.value is None
-    return node.returns is not None and not is_none
-
-
 def _blanked(text: str) -> str:
     """Return the text without code, links' targets and comments, its lines kept."""
     return _CODE.sub(lambda found: "\n" * found.group().count("\n") + " ", text)
@@ -141,10 +143,15 @@ def main() -> None:
     files = [path.resolve() for path in given if "_pb2" not in path.name] or [*sources(), *pages()]
     counts = Counter[str]()
     for path in files:
-        missing = [*undocumented(path), *incomplete(path)] if path.suffix == ".py" else []
+        missing = list(undocumented(path)) if path.suffix == ".py" else []
         found = list(check(path))
         counts.update(violation.rule.partition(":")[0].partition(" '")[0] for violation in [*found, *missing])
         for violation in [*found, *(missing if arguments.all else [])]:
+            print(f"{violation.file}:{violation.line}: {violation.rule}")
+    if not arguments.paths:
+        found = list(incomplete())
+        counts.update(violation.rule.partition(":")[0] for violation in found)
+        for violation in found if arguments.all else []:
             print(f"{violation.file}:{violation.line}: {violation.rule}")
     print(*(f"{count:6} {rule}" for rule, count in counts.most_common()), sep="\n")
 

@@ -13,12 +13,12 @@ from resharder.v1 import operator_pb2, resources_pb2
 from tests.support.command import answer, resharder
 from tests.support.fake_operator import FakeOperator
 
-Fleet, Motion, Move, Server, Want = (
+Fleet, UpdateStrategy, Move, Server, VersionTarget = (
     resources_pb2.Fleet,
-    resources_pb2.Motion,
+    resources_pb2.UpdateStrategy,
     resources_pb2.Move,
     resources_pb2.Server,
-    resources_pb2.Want,
+    resources_pb2.VersionTarget,
 )
 
 
@@ -26,7 +26,11 @@ Fleet, Motion, Move, Server, Want = (
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeOperator]:
     """One fleet that serves version 1 on two servers."""
     fleet = Fleet(
-        name="policy", model="policy", settled_version=1, wanted_version=1, want=Want(kind=Want.LATEST, every_seconds=9)
+        name="policy",
+        model="policy",
+        settled_version=1,
+        wanted_version=1,
+        target=VersionTarget(kind=VersionTarget.LATEST, every_seconds=9),
     )
     servers = [
         Server(name=f"servers/{id}", fleet="policy", state=Server.SERVING, version=1, power=resources_pb2.AWAKE) for id in "ab"
@@ -60,7 +64,7 @@ def test_update_waits_for_the_end_of_the_move_and_says_how_it_goes(fake: FakeOpe
         "policy: 1 → 2 MOVING, 1/2 serve 2; servers/b SERVING",
         "policy: 1 → 2 DONE, 2/2 serve 2",
     ]
-    assert fake.asked[0].update_mask.paths == ["want"]
+    assert fake.asked[0].update_mask.paths == ["target"]
 
 
 def test_a_move_that_fails_exits_5_and_going_back_as_asked_exits_0(fake: FakeOperator) -> None:
@@ -94,24 +98,26 @@ def test_what_does_not_come_in_time_exits_6_with_the_reason(fake: FakeOperator) 
 def test_pin_takes_what_is_served_and_update_keeps_the_pace(fake: FakeOperator) -> None:
     assert resharder("pin").out == "policy wants version 1, is at 1\n"
     assert resharder("update").code == 0
-    assert answer("fleet", "set", "--want", "latest", "--every", 60)["want"] == {
+    assert answer("fleet", "set", "--want", "latest", "--every", 60)["target"] == {
         "kind": "LATEST", "version": 0, "every_seconds": 60.0,
     }  # fmt: skip
     assert resharder("update").code == 0
-    wants = [request.fleet.want for request in fake.asked]
+    wants = [request.fleet.target for request in fake.asked]
     assert wants == [
-        Want(kind=Want.NUMBER, version=1),
-        Want(kind=Want.LATEST),
-        Want(kind=Want.LATEST, every_seconds=60),
-        Want(kind=Want.LATEST, every_seconds=60),
+        VersionTarget(kind=VersionTarget.NUMBER, version=1),
+        VersionTarget(kind=VersionTarget.LATEST),
+        VersionTarget(kind=VersionTarget.LATEST, every_seconds=60),
+        VersionTarget(kind=VersionTarget.LATEST, every_seconds=60),
     ]
 
 
 def test_fleet_set_asks_for_what_is_given_alone(fake: FakeOperator) -> None:
     resharder("fleet", "set", "--canary", 1, "--hold", 30, "--approve", "--rolling", 4, "--max-skew", 0, "--pause-mode", "wait")
     request = fake.asked[-1]
-    assert sorted(request.update_mask.paths) == ["max_skew", "motion", "pause_mode"]
-    assert request.fleet.motion == Motion(kind=Motion.CANARY, canaries=1, hold_seconds=30, approval=True, at_a_time=4)
+    assert sorted(request.update_mask.paths) == ["max_skew", "pause_mode", "strategy"]
+    assert request.fleet.strategy == UpdateStrategy(
+        kind=UpdateStrategy.CANARY, canaries=1, hold_seconds=30, approval=True, at_a_time=4
+    )
     assert request.fleet.pause_mode == resources_pb2.WAIT
     resharder("fleet", "set", "policy", "--accept-refused")
     assert (list(fake.asked[-1].update_mask.paths), fake.asked[-1].accept_refused) == ([], True)
@@ -123,9 +129,9 @@ def test_fleet_set_asks_for_what_is_given_alone(fake: FakeOperator) -> None:
 def test_what_is_served_ahead_is_shown_as_such() -> None:
     server = converted(ServerStatus, Server(name="servers/a", state=Server.SERVING, ahead=True))
     assert format.state(server) == "SERVING, ahead"
-    staging = resources_pb2.Version(state=resources_pb2.Version.STAGING, servers_serving=1, servers_following=2)
+    staging = resources_pb2.Version(state=resources_pb2.Version.UPLOADING, servers_serving=1, servers_following=2)
     ready = resources_pb2.Version(state=resources_pb2.Version.READY, servers_serving=2, servers_following=2)
-    arriving = resources_pb2.Version(state=resources_pb2.Version.STAGING, servers_following=2)
+    arriving = resources_pb2.Version(state=resources_pb2.Version.UPLOADING, servers_following=2)
     shown = [converted(VersionStatus, version) for version in (staging, ready, arriving)]
     assert [row[6] for row in format.version_rows(shown)] == ["1/2, ahead", "2/2", "–"]
 

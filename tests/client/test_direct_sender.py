@@ -38,5 +38,5 @@ def test_an_offer_of_a_version_that_another_rank_never_delivers_ends_in_bounded_
         waiting.start()
         waiting.join(60)
         assert not waiting.is_alive()
-        assert job.wait(version.name, 0).state == version.STAGING
+        assert job.wait(version.name, 0).state == version.UPLOADING
         rank.close()

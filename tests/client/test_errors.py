@@ -96,7 +96,7 @@ def test_a_client_raises_the_documented_type_with_the_daemons_reason(row: Row) -
 
 def test_a_client_translates_no_reason_that_nobody_sends() -> None:
     sent = {reason for _, reason in raised()}
-    assert set(client._BY_REASON) | {client.TOO_MANY_STAGING, client.NO_VERSION, *client.UNREGISTERED} <= sent
+    assert set(client._BY_REASON) | {client.TOO_MANY_UPLOADING, client.NO_VERSION, *client.UNREGISTERED} <= sent
     assert {client.OutOfRoom.reason, client.CorruptData.reason, client.LayoutRejected.reason, client.StaleEpoch.reason} <= sent
 
 

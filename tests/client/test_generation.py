@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from tests.client.models import together
 from tests.support.operating import wait_until
 
-Server, Power, Want = resources_pb2.Server, resources_pb2.Power, resources_pb2.Want
+Server, Power, VersionTarget = resources_pb2.Server, resources_pb2.Power, resources_pb2.VersionTarget
 SHORT, LONG = 0.5, 60.0
 
 
@@ -169,8 +169,8 @@ def test_a_fleet_without_a_live_server_is_an_error_and_drained_servers_are_not_w
 @pytest.mark.parametrize(
     ("policy", "why"),
     [
-        (resources_pb2.Fleet(want=Want(kind=Want.NUMBER, version=6)), "it wants number 6"),
-        (resources_pb2.Fleet(want=Want(kind=Want.NONE)), "it wants none"),
+        (resources_pb2.Fleet(target=VersionTarget(kind=VersionTarget.NUMBER, version=6)), "it wants number 6"),
+        (resources_pb2.Fleet(target=VersionTarget(kind=VersionTarget.NONE)), "it wants none"),
         (
             resources_pb2.Fleet(refused=[resources_pb2.Refusal(version=7, reason="rolled back")]),
             "it has refused that: rolled back",

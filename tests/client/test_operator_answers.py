@@ -26,8 +26,8 @@ PAIRS: list[tuple[type[Message], type[Any]]] = [
     (resources_pb2.Fleet, answers.FleetStatus),
     (resources_pb2.Move, answers.MoveStatus),
     (resources_pb2.Refusal, answers.RefusedVersion),
-    (resources_pb2.Want, answers.VersionTarget),
-    (resources_pb2.Motion, answers.UpdateStrategy),
+    (resources_pb2.VersionTarget, answers.VersionTarget),
+    (resources_pb2.UpdateStrategy, answers.UpdateStrategy),
     (resources_pb2.Server, answers.ServerStatus),
     (resources_pb2.Worker, answers.WorkerStatus),
     (resources_pb2.Install, answers.InstallStatus),
@@ -110,7 +110,7 @@ def test_json_is_what_protobuf_prints(message: type[Message], kind: type[Any]) -
     assert plain(answer(kind, full)) == expected(full)
     # What the daemon always sends of a fleet and a move is not optional in their answers.
     empty = message()
-    for name in ("want", "motion"):
+    for name in ("target", "strategy"):
         if name in message.DESCRIPTOR.fields_by_name:
             getattr(empty, name).SetInParent()
     assert plain(answer(kind, empty)) == expected(empty)
@@ -133,8 +133,8 @@ def test_a_state_of_a_newer_daemon_is_unspecified() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (answers.VersionTarget(TargetKind.LATEST, every_seconds=9), resources_pb2.Want),
-        (answers.UpdateStrategy(StrategyKind.CANARY, 2, 1, 3, 60.0, True, "eval"), resources_pb2.Motion),
+        (answers.VersionTarget(TargetKind.LATEST, every_seconds=9), resources_pb2.VersionTarget),
+        (answers.UpdateStrategy(StrategyKind.CANARY, 2, 1, 3, 60.0, True, "eval"), resources_pb2.UpdateStrategy),
     ],
 )
 def test_an_order_arrives_as_it_was_given(value: Any, message: type[Message]) -> None:

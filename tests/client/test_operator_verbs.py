@@ -9,12 +9,14 @@ from resharder.v1 import operator_pb2, resources_pb2
 
 from tests.support.fake_operator import FakeOperator
 
-Fleet, Move, Want = resources_pb2.Fleet, resources_pb2.Move, resources_pb2.Want
+Fleet, Move, VersionTarget = resources_pb2.Fleet, resources_pb2.Move, resources_pb2.VersionTarget
 
 
 @pytest.fixture
 def fake() -> Iterator[FakeOperator]:
-    fleet = Fleet(name="policy", model="policy", settled_version=3, want=Want(kind=Want.LATEST, every_seconds=9))
+    fleet = Fleet(
+        name="policy", model="policy", settled_version=3, target=VersionTarget(kind=VersionTarget.LATEST, every_seconds=9)
+    )
     server = resources_pb2.Server(name="servers/a", fleet="policy", state=resources_pb2.Server.SERVING, version=3)
     with FakeOperator(fleet, servers=[server]) as running:
         yield running
@@ -48,18 +50,18 @@ def test_a_verb_sends_its_request(
 
 
 def test_update_and_pin_name_a_version_by_its_number(fake: FakeOperator, operator: Operator) -> None:
-    def target() -> resources_pb2.Want:
+    def target() -> resources_pb2.VersionTarget:
         request = fake.asked[-1]
         assert isinstance(request, operator_pb2.UpdateFleetRequest)
-        assert request.update_mask.paths == ["want"]
-        return request.fleet.want
+        assert request.update_mask.paths == ["target"]
+        return request.fleet.target
 
     operator.update()
-    assert target() == Want(kind=Want.LATEST, every_seconds=9), "the pace stays"
+    assert target() == VersionTarget(kind=VersionTarget.LATEST, every_seconds=9), "the pace stays"
     operator.update("policy", 5)
-    assert target() == Want(kind=Want.NUMBER, version=5)
+    assert target() == VersionTarget(kind=VersionTarget.NUMBER, version=5)
     operator.pin("policy")
-    assert target() == Want(kind=Want.NUMBER, version=3), "the version that it serves"
+    assert target() == VersionTarget(kind=VersionTarget.NUMBER, version=3), "the version that it serves"
     fake.fleet.settled_version = 0
     with pytest.raises(UsageError, match="serves none yet"):
         operator.pin("policy")

@@ -180,7 +180,7 @@ def test_a_trainer_killed_in_the_middle_of_a_tensor_leaves_nothing_and_the_next_
         assert trainer.returncode == -signal.SIGKILL
         seen = set()
         wait_until(lambda: seen.add(versions(daemon)[1]) or "ABORTED" in seen, "the lease ends")  # type: ignore[func-returns-value]
-        assert seen <= {"STAGING", "ABORTED"}
+        assert seen <= {"UPLOADING", "ABORTED"}
         assert not list(daemon.store.glob("models/policy/versions/*"))
         with connect(daemon.endpoint, model="policy", job="next", config=CONFIG, transport=transport) as publisher:
             publisher.attach_tensors(held)
@@ -264,8 +264,8 @@ def test_a_third_staging_version_waits_for_the_first(daemon: Daemon) -> None:
     with ThreadPoolExecutor(1) as pool:
         third = pool.submit(run_ahead)
         assert all(ahead.acquire(timeout=60) for _ in range(2))
-        assert not ahead.acquire(timeout=1), "a third version is STAGING beside two others"
-        assert versions(daemon) == {1: "STAGING", 2: "STAGING"}
+        assert not ahead.acquire(timeout=1), "a third version is UPLOADING beside two others"
+        assert versions(daemon) == {1: "UPLOADING", 2: "UPLOADING"}
         publish(1, 1).wait_ready(60)
         handle = third.result(60)
         for step in (2, 3):
@@ -279,7 +279,7 @@ def test_a_trainer_too_far_ahead_of_staging_is_told_so_in_bounded_time(daemon: D
         publishers[0].publish_tensors(step, parts(weights(1), spread(2)[0]))
     with pytest.raises(OutOfRoom) as refusal:
         publishers[0].publish_tensors(3, parts(weights(1), spread(2)[0]))
-    assert refusal.value.reason == "TOO_MANY_STAGING"
+    assert refusal.value.reason == "TOO_MANY_UPLOADING"
 
 
 def test_a_bound_on_how_far_ahead_makes_publish_wait(daemon: Daemon) -> None:

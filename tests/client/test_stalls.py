@@ -65,7 +65,7 @@ def test_a_rank_that_is_stopped_twice_costs_two_versions_and_nothing_else(transp
                 wait_until(lambda number=number: versions(daemon)[number] == "ABORTED", "the lease ends")  # type: ignore[misc]
                 ranks[1].process.send_signal(signal.SIGCONT)
                 assert ranks[1].publish(step) == "VersionAborted"
-                assert "STAGING" not in versions(daemon).values()
+                assert "UPLOADING" not in versions(daemon).values()
             for step in (3, 4):
                 first, second = (rank.publish(step) for rank in ranks)
                 assert first == second

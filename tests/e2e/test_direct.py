@@ -146,10 +146,10 @@ def test_a_version_goes_from_the_ranks_memory_to_the_workers(system: System) -> 
     version = system.publish(2)
     assert system.sent(version), system.transfers()
     value = read(system.daemon)
-    assert value("install_phase_seconds_count", fleet="policy", phase="prove") == 1
+    assert value("install_phase_seconds_count", fleet="policy", phase="verify") == 1
     assert (
         0
-        < value("install_phase_seconds_sum", fleet="policy", phase="prove")
+        < value("install_phase_seconds_sum", fleet="policy", phase="verify")
         < (  # type: ignore[operator]
             value("install_phase_seconds_sum", fleet="policy", phase="apply")
         )
@@ -190,7 +190,7 @@ def test_a_version_is_served_before_it_is_ready_where_the_fleet_says_so(system: 
     with system.ahead():
         version, asked, go = system.publish_held(20)
         server = wait_serving(system.daemon, version)
-        assert versions(system.daemon)[version] == "STAGING"
+        assert versions(system.daemon)[version] == "UPLOADING"
         assert server.ahead
         assert "ahead of READY" in server.reason
         held, answer = system.fingerprints(), system.server.generate(PROMPT, 24)

@@ -145,7 +145,7 @@ def test_a_trainer_killed_in_mid_publish_leaves_nothing_and_the_next_one_publish
     assert killed.returncode == -9, killed.stderr
     assert "half-way" in killed.stdout
     check_answers(system, serving)
-    wait_until(lambda: "STAGING" not in versions(system.daemon).values(), "the version is aborted")
+    wait_until(lambda: "UPLOADING" not in versions(system.daemon).values(), "the version is aborted")
     after = versions(system.daemon)
     assert [state for n, state in after.items() if n not in before] == ["ABORTED"]
     check_answers(system, serving)

@@ -181,7 +181,7 @@ def test_memory_outside_of_the_versions_stays_small_while_a_large_one_arrives() 
             for rank, upload in enumerate(uploads):
                 assert upload.result().received_bytes == sum(spec.size for spec in specs) // 2
                 job.seal(version.name, rank, weights)
-            while (ended := job.wait(version.name, 0.05)).state == resources_pb2.Version.STAGING:
+            while (ended := job.wait(version.name, 0.05)).state == resources_pb2.Version.UPLOADING:
                 most = max(most, anonymous_bytes(daemon.pid))
             assert ended.state == READY, ended.reason
         assert 20 << 20 < most < 300 << 20

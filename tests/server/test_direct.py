@@ -298,7 +298,7 @@ def test_an_aborted_version_is_offered_no_more_and_one_that_is_staging_is(site: 
     site.declare("left")
     ranks = site.offer()
     site.now += 1000.0
-    ranks[0].look("STAGING")
+    ranks[0].look("UPLOADING")
     assert ranks[0].task("ABORTED") is None
 
 
@@ -488,7 +488,7 @@ def test_workers_hear_what_the_ranks_say_of_all_that_they_are_sent(site: Site) -
     asked = ask(site, group, 1)
     sent = []
     for rank in ranks:
-        task = rank.task("STAGING")
+        task = rank.task("UPLOADING")
         assert task
         assert task.sent
         assert task.sent.offset.tolist() == [0, 2]  # each rank has rows for both workers
@@ -500,7 +500,7 @@ def test_workers_hear_what_the_ranks_say_of_all_that_they_are_sent(site: Site) -
     ranks = site.offer(2)  # of the same memory: what is sent over the group is known
     asked = ask(site, group, 2)
     for rank, known in zip(ranks, sent, strict=True):
-        task = rank.task("STAGING")
+        task = rank.task("UPLOADING")
         assert task
         assert task.sent is None
         site.direct.say(rank.member, group, 2, [one + 1 for one in said(task, known)])
@@ -510,7 +510,7 @@ def test_workers_hear_what_the_ranks_say_of_all_that_they_are_sent(site: Site) -
 def test_digests_of_other_boxes_or_of_strangers_are_refused(site: Site) -> None:
     group, ranks = in_columns(site)
     asked = ask(site, group, 1)
-    assert ranks[0].task("STAGING")
+    assert ranks[0].task("UPLOADING")
     with pytest.raises(InvalidArgument, match="rank 0 sends 2 boxes, got 3 digests"):
         site.direct.say(ranks[0].member, group, 1, [1, 2, 3])
     with pytest.raises(InvalidArgument, match="not a sender"):

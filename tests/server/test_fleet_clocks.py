@@ -35,10 +35,10 @@ class Host:
             tick_seconds=0,
         )
 
-    def want(self, every: float = 0.0) -> None:
-        want = resources_pb2.Want(kind=resources_pb2.Want.LATEST, every_seconds=every)
+    def target(self, every: float = 0.0) -> None:
+        target = resources_pb2.VersionTarget(kind=resources_pb2.VersionTarget.LATEST, every_seconds=every)
         request = operator_pb2.UpdateFleetRequest(
-            fleet=resources_pb2.Fleet(name=MODEL, model=MODEL, want=want), update_mask=FieldMask(paths=["want"])
+            fleet=resources_pb2.Fleet(name=MODEL, model=MODEL, target=target), update_mask=FieldMask(paths=["target"])
         )
         Operations(self.fleets).update(request)
         self.fleets.tick()
@@ -66,7 +66,7 @@ def host(tmp_path: Path) -> Host:
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_wall_clock_that_goes_back_holds_no_fleet_up(host: Host, ahead: float, restarts: bool) -> None:
     host.wall += ahead
-    host.want()
+    host.target()
     assert host.settled == 1
     host.wall -= ahead
     if restarts:
@@ -78,7 +78,7 @@ def test_a_wall_clock_that_goes_back_holds_no_fleet_up(host: Host, ahead: float,
 
 @pytest.mark.parametrize("jump", [-YEAR, -30.0, 30.0, YEAR])
 def test_moves_are_as_far_apart_as_they_should_be_whatever_the_wall_clock_shows(host: Host, jump: float) -> None:
-    host.want(every=100)
+    host.target(every=100)
     host.versions.publish()
     host.wall += jump
     host.pass_time(99)
@@ -88,7 +88,7 @@ def test_moves_are_as_far_apart_as_they_should_be_whatever_the_wall_clock_shows(
 
 
 def test_a_wait_goes_on_where_the_daemon_stopped_on_any_host(host: Host) -> None:
-    host.want(every=100)
+    host.target(every=100)
     host.versions.publish()
     host.pass_time(29)
     host.fleets.close()
@@ -101,7 +101,7 @@ def test_a_wait_goes_on_where_the_daemon_stopped_on_any_host(host: Host) -> None
 
 
 def test_a_daemon_that_is_killed_forgets_little_of_a_wait(host: Host) -> None:
-    host.want(every=100)
+    host.target(every=100)
     host.versions.publish()
     for _ in range(90):
         host.pass_time(1)
@@ -113,7 +113,7 @@ def test_a_daemon_that_is_killed_forgets_little_of_a_wait(host: Host) -> None:
 
 
 def test_files_with_times_of_day_are_read_and_what_they_waited_for_begins_anew(host: Host) -> None:
-    host.want(every=100)
+    host.target(every=100)
     file = host.folder / f"{MODEL}.json"
     content = json.loads(file.read_text())
     for field in ("began", "held", "seconds"):  # which earlier releases do not write

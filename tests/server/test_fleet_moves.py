@@ -18,9 +18,9 @@ from resharder.server.fleets.commands import Operations
 from resharder.server.fleets.fleets import Attachment, Fleets
 from resharder.server.fleets.persistence import restored, stored
 from resharder.server.state.errors import DaemonError, ResourceNotFound
-from resharder.server.state.fleet import Fleet, MotionKind, MoveState, PauseMode, WantKind
+from resharder.server.state.fleet import Fleet, FleetStrategyKind, FleetTargetKind, MoveState, PauseMode
 from resharder.server.state.server import Attached, InstallState, Order, OrderKind, Power, Reported, Settings, Worker, WorkerState
-from resharder.server.store.manifest import ABORTED, READY, STAGING, VersionRecord
+from resharder.server.store.manifest import ABORTED, READY, UPLOADING, VersionRecord
 from resharder.v1 import operator_pb2, resources_pb2
 
 from tests.support.waits import settled
@@ -72,7 +72,7 @@ class Versions:
         return [MODEL] if self.ready else []
 
     def versions(self, name: str) -> list[VersionRecord]:
-        states = dict.fromkeys(self.staging, STAGING) | dict.fromkeys(self.aborted, ABORTED) | dict.fromkeys(self.ready, READY)
+        states = dict.fromkeys(self.staging, UPLOADING) | dict.fromkeys(self.aborted, ABORTED) | dict.fromkeys(self.ready, READY)
         return [
             VersionRecord(MODEL, number, state, 1, number, "job", 1, 1, 0.0, fingerprint=self.ready.get(number, ""))
             for number, state in sorted(states.items())
@@ -80,7 +80,7 @@ class Versions:
 
     def sent_as(self, number: int) -> str:
         """What workers hold it by that have it from the ranks."""
-        return VersionRecord(MODEL, number, STAGING, 1, number, "job", 1, 1, 0.0).ahead_fingerprint
+        return VersionRecord(MODEL, number, UPLOADING, 1, number, "job", 1, 1, 0.0).ahead_fingerprint
 
     def hold(self, name: str, number: int, holder: str) -> VersionRecord:
         if number not in self.ready:
@@ -95,7 +95,7 @@ class Versions:
         pass
 
     def restart(self) -> None:
-        """Holds are the daemon's memory, and so is what is STAGING."""
+        """Holds are the daemon's memory, and so is what is UPLOADING."""
         self.holders.clear()
         self.offered.clear()
         self.aborted |= self.staging
@@ -192,25 +192,25 @@ class Moving(RuleBasedStateMachine):
             plant.attachment = None
 
     @initialize(
-        kind=st.sampled_from(MotionKind),
+        kind=st.sampled_from(FleetStrategyKind),
         max_skew=st.sampled_from([0, 0, 1, 2]),
         at_a_time=st.integers(1, 2),
         approval=st.booleans(),
         ahead=st.booleans(),
     )
-    def begin(self, kind: MotionKind, max_skew: int, at_a_time: int, approval: bool, ahead: bool) -> None:
+    def begin(self, kind: FleetStrategyKind, max_skew: int, at_a_time: int, approval: bool, ahead: bool) -> None:
         self.set_up(kind, max_skew, at_a_time, approval, ahead)
 
-    def set_up(self, kind: MotionKind, max_skew: int, at_a_time: int, approval: bool, ahead: bool) -> None:
+    def set_up(self, kind: FleetStrategyKind, max_skew: int, at_a_time: int, approval: bool, ahead: bool) -> None:
         self.versions.publish()
-        motion = resources_pb2.Motion(kind=int(kind))  # type: ignore[arg-type]
-        if kind in (MotionKind.ROLLING, MotionKind.CANARY):
-            motion.at_a_time = at_a_time
-        if kind == MotionKind.CANARY:
-            motion.hold_seconds, motion.approval = 5, approval
+        strategy = resources_pb2.UpdateStrategy(kind=int(kind))  # type: ignore[arg-type]
+        if kind in (FleetStrategyKind.ROLLING, FleetStrategyKind.CANARY):
+            strategy.at_a_time = at_a_time
+        if kind == FleetStrategyKind.CANARY:
+            strategy.hold_seconds, strategy.approval = 5, approval
         self.kind, self.max_skew, self.at_a_time = kind, max_skew, at_a_time
-        fleet = resources_pb2.Fleet(name=FLEET, model=MODEL, motion=motion, max_skew=max_skew)
-        mask = FieldMask(paths=["motion", "max_skew"])
+        fleet = resources_pb2.Fleet(name=FLEET, model=MODEL, strategy=strategy, max_skew=max_skew)
+        mask = FieldMask(paths=["strategy", "max_skew"])
         self.operations.update(operator_pb2.UpdateFleetRequest(fleet=fleet, update_mask=mask))
         self.serve_ahead(ahead)
         for name in NAMES:
@@ -374,7 +374,7 @@ class Moving(RuleBasedStateMachine):
             return
         assert not order.ahead_of or order.ahead_of in self.versions.ready, "there is a READY version to fall back on"
         assert version in self.versions.ready or order.ahead_of, "what is not READY is staged as such"
-        named = fleet.want.kind == WantKind.NUMBER and fleet.want.version == version
+        named = fleet.target.kind == FleetTargetKind.NUMBER and fleet.target.version == version
         held = any(plant.holds == version for plant in self.plants.values())
         move = fleet.moving  # an operator may have sent it back to where it was rolled back from
         back = move is not None and move.state == MoveState.BACK and move.back_to == version
@@ -385,7 +385,9 @@ class Moving(RuleBasedStateMachine):
     def check_line(self) -> None:
         """When one more has been told to pause."""
         move, known = self.fleet.moving, [view.server for view in self.fleets.servers()]
-        together = self.fleet.pause_mode == PauseMode.WAIT or (move is not None and move.motion.kind == MotionKind.ATOMIC)
+        together = self.fleet.pause_mode == PauseMode.WAIT or (
+            move is not None and move.strategy.kind == FleetStrategyKind.ATOMIC
+        )
         if together or not self.joins:
             return
         taking = [s.id for s in known if s.joined and s.install and s.install.state == InstallState.APPLYING]
@@ -395,7 +397,7 @@ class Moving(RuleBasedStateMachine):
     def check_service(self, plant: Plant) -> None:
         """A server that leaves service for an install: few enough are out of service for one."""
         move = self.fleet.moving
-        rolling = self.kind == MotionKind.ROLLING and (move is None or move.motion.kind == MotionKind.ROLLING)
+        rolling = self.kind == FleetStrategyKind.ROLLING and (move is None or move.strategy.kind == FleetStrategyKind.ROLLING)
         if not rolling or plant.shows(self.now) == 0:
             return
         away = [
@@ -472,15 +474,15 @@ class Moving(RuleBasedStateMachine):
         self.wall += seconds
         self.fleets.tick()
 
-    @rule(data=st.data(), kind=st.sampled_from(WantKind), every=st.sampled_from([0, 0, 20]))
-    def want(self, data: st.DataObject, kind: WantKind, every: float) -> None:
-        want = resources_pb2.Want(kind=int(kind))  # type: ignore[arg-type]
-        if kind == WantKind.NUMBER:
+    @rule(data=st.data(), kind=st.sampled_from(FleetTargetKind), every=st.sampled_from([0, 0, 20]))
+    def want(self, data: st.DataObject, kind: FleetTargetKind, every: float) -> None:
+        want = resources_pb2.VersionTarget(kind=int(kind))  # type: ignore[arg-type]
+        if kind == FleetTargetKind.NUMBER:
             want.version = data.draw(st.sampled_from(sorted(self.versions.ever)))
-        if kind == WantKind.LATEST:
+        if kind == FleetTargetKind.LATEST:
             want.every_seconds = every
         request = operator_pb2.UpdateFleetRequest(
-            fleet=resources_pb2.Fleet(name=FLEET, want=want), update_mask=FieldMask(paths=["want"])
+            fleet=resources_pb2.Fleet(name=FLEET, target=want), update_mask=FieldMask(paths=["target"])
         )
         self.ask(lambda: self.operations.update(request))
 
@@ -543,7 +545,7 @@ class Moving(RuleBasedStateMachine):
             if not sent and confirmed.get(id) == version and not self.plants[id].cut:
                 assert version in self.versions.ready, "nothing in use is dropped"
         versions = set(shown.values())
-        if self.plants and self.kind == MotionKind.ATOMIC:
+        if self.plants and self.kind == FleetStrategyKind.ATOMIC:
             assert len(versions) <= 1, f"an atomic fleet serves one version: {shown}, {self.reasons()}"
         elif self.plants and self.max_skew:
             assert not versions or max(versions) - min(versions) <= self.max_skew, (
@@ -566,13 +568,13 @@ class Moving(RuleBasedStateMachine):
         for _ in range(60):
             self.settle()
             move = self.fleet.moving
-            if move is not None and (move.state == MoveState.STOPPED or (move.motion.approval and not move.approved)):
+            if move is not None and (move.state == MoveState.STOPPED or (move.strategy.approval and not move.approved)):
                 self.decide(go_on=True)
-        want = self.fleet.want
+        want = self.fleet.target
         fleet = self.fleet
         assert fleet.moving is None, f"the move ends: {self.reasons()}"
         goal = fleet.settled
-        if want.kind == WantKind.LATEST:
+        if want.kind == FleetTargetKind.LATEST:
             assert goal == max((v for v in self.versions.ready if v not in fleet.refused), default=goal)
         shown = {name: plant.shows(self.now) for name, plant in self.plants.items()}
         assert shown == dict.fromkeys(NAMES, goal), f"every server serves version {goal}: {shown}, {self.reasons()}"
@@ -585,7 +587,7 @@ class Ahead(Moving):
 
     @initialize()
     def begin(self) -> None:  # type: ignore[override]
-        self.set_up(MotionKind.ALL_AT_ONCE, 0, 1, approval=False, ahead=True)
+        self.set_up(FleetStrategyKind.ALL_AT_ONCE, 0, 1, approval=False, ahead=True)
 
     @precondition(lambda self: len(self.versions.staging) < 2)
     @rule(rounds=st.integers(0, 2))

@@ -271,7 +271,7 @@ def test_a_third_staging_version_is_refused_until_one_ends(job: Job) -> None:
     second = job.begin(2)
     job.upload(second.number, 0, weights)
     job.seal(second.name, 0, weights)
-    assert first.name in refused(lambda: job.begin(3), "RESOURCE_EXHAUSTED", "TOO_MANY_STAGING")
+    assert first.name in refused(lambda: job.begin(3), "RESOURCE_EXHAUSTED", "TOO_MANY_UPLOADING")
     ended = job.stub.AbortVersion(publisher_pb2.AbortVersionRequest(version=second.name, epoch=job.epoch, reason="enough"))
     assert (ended.state, ended.reason) == (resources_pb2.Version.ABORTED, "enough")
     assert job.begin(2).number > second.number, "an aborted version's step gets a new number"
@@ -332,7 +332,7 @@ def test_a_silent_rank_aborts_its_version_and_frees_the_room(tmp_path: Path) -> 
     intake.publisher(publisher.name, 0)
     assert intake.live_ranks(publisher) == 2
     intake.expire()
-    assert store.get("policy", record.number).state == "STAGING"
+    assert store.get("policy", record.number).state == "UPLOADING"
     now[0] += 3
     assert intake.live_ranks(publisher) == 1
     intake.expire()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 from resharder.server.fleets.pause_admission import held_back
-from resharder.server.state.fleet import MotionKind, View
+from resharder.server.state.fleet import FleetStrategyKind, View
 from resharder.server.state.server import Control, Install, InstallState, Order, OrderKind, Server, Settings, Worker, WorkerState
 from resharder.v1 import operator_pb2, resources_pb2
 
@@ -20,7 +20,7 @@ from tests.server.test_fleet_moves import FLEET, NAMES, Moving
 class Site(Moving):
     """Three servers on version 1, which are to take version 2 from trainers' memory."""
 
-    def begin_move(self, kind: MotionKind = MotionKind.ALL_AT_ONCE) -> None:
+    def begin_move(self, kind: FleetStrategyKind = FleetStrategyKind.ALL_AT_ONCE) -> None:
         self.set_up(kind, 0, 3, approval=False, ahead=False)
         self.settle()
         self.joins = True
@@ -102,7 +102,7 @@ def test_nobody_waits_for_one_that_is_staged_and_cut_off(site: Site) -> None:
 
 
 def test_atomic_fleets_pause_all_together(site: Site) -> None:
-    site.begin_move(MotionKind.ATOMIC)
+    site.begin_move(FleetStrategyKind.ATOMIC)
     site.stage("a", "b")
     assert not site.applying()
     site.stage("c")

@@ -20,8 +20,7 @@ from resharder.server.fleets.reconciler import step
 from resharder.server.observability import metrics, snapshot
 from resharder.server.observability.metrics.counters import Observed
 from resharder.server.state.errors import FailedPrecondition
-from resharder.server.state.fleet import Fleet, Move, MoveState
-from resharder.server.state.fleet import Motion as HowToMove
+from resharder.server.state.fleet import Fleet, FleetStrategy, Move, MoveState
 from resharder.server.state.server import (
     Attached,
     Goal,
@@ -77,7 +76,7 @@ def test_every_phase_of_a_publish_and_every_byte_is_counted_by_transport(daemon:
     )
     for model, times in (("sent", 3), ("policy", 1)):
         counts = {
-            phase: value("publish_phase_seconds_count", model=model, phase=phase) for phase in ("upload", "proof", "commit")
+            phase: value("publish_phase_seconds_count", model=model, phase=phase) for phase in ("upload", "verify", "commit")
         }
         assert counts == dict.fromkeys(counts, times)
         assert value("publish_phase_seconds_count", model=model, phase="registration") == 1
@@ -90,8 +89,8 @@ def test_versions_the_store_and_publishers_are_as_the_daemon_has_them(daemon: Da
     publish(kept, 1, 2, 3)
     open_version = kept.begin(4)
     value = read(daemon)
-    states = {state: value("versions", model="kept", state=state) for state in ("STAGING", "READY", "RETIRED", "ABORTED")}
-    assert states == {"STAGING": 1, "READY": 2, "RETIRED": 1, "ABORTED": 0}
+    states = {state: value("versions", model="kept", state=state) for state in ("UPLOADING", "READY", "RETIRED", "ABORTED")}
+    assert states == {"UPLOADING": 1, "READY": 2, "RETIRED": 1, "ABORTED": 0}
     assert value("newest_version", model="kept") == 3
     assert (value("publisher_ranks", model="kept"), value("publisher_live_ranks", model="kept")) == (1, 1)
     with Operator(daemon.endpoint) as operator:
@@ -140,11 +139,11 @@ def test_fleets_say_how_far_they_are_behind_and_installs_how_they_went(daemon: D
         assert done is not None
         assert value("install_phase_seconds_count", fleet="moved", phase="stage") == done
         assert value("install_phase_seconds_sum", fleet="moved", phase="apply") == 0.25 * done
-        assert value("install_phase_seconds_sum", fleet="moved", phase="prove") == 0.09375 * done
+        assert value("install_phase_seconds_sum", fleet="moved", phase="verify") == 0.09375 * done
         assert value("installed_bytes_total", fleet="moved", transport="grpc") == 1000 * done
         assert value("fleet_lag_seconds", **names) == 0
         wait_until(
-            lambda: (read(daemon)("move_seconds_count", fleet="moved", motion="all_at_once", outcome="done") or 0) >= 2,
+            lambda: (read(daemon)("move_seconds_count", fleet="moved", strategy="all_at_once", outcome="done") or 0) >= 2,
             "moves end",
         )
     text = exposition(daemon)
@@ -163,7 +162,7 @@ def test_refused_calls_are_counted_by_reason_and_events_by_kind(daemon: Daemon) 
 
 
 def proof(seconds: float) -> resources_pb2.Timing:
-    timing = resources_pb2.Timing(phase="prove", seconds=seconds)
+    timing = resources_pb2.Timing(phase="verify", seconds=seconds)
     timing.start_time.GetCurrentTime()
     return timing
 
@@ -284,13 +283,13 @@ def test_a_lease_that_ends_gives_its_install_up_and_says_nothing_about_the_versi
 
 def test_moves_that_end_are_counted_with_how_long_they_took() -> None:
     story = Story()
-    move = Move(1, MoveState.MOVING, 1, 2, HowToMove(), started=100.0)
+    move = Move(1, MoveState.MOVING, 1, 2, FleetStrategy(), started=100.0)
     going = Fleet("policy", "policy", move=move)
     story.observed.fleet_stepped(None, going)
     done = replace(going, move=replace(move, state=MoveState.DONE, seconds=7.5))
     story.observed.fleet_stepped(going, done)
     story.observed.fleet_stepped(done, replace(done, max_skew=3))
-    labels = {"fleet": "policy", "motion": "all_at_once", "outcome": "done"}
+    labels = {"fleet": "policy", "strategy": "all_at_once", "outcome": "done"}
     assert (story.value("move_seconds_count", **labels), story.value("move_seconds_sum", **labels)) == (1, 7.5)
 
 
@@ -336,7 +335,7 @@ def serving(version: int, *, in_service: bool = True, confirmed: int = 0) -> Ser
 
 def lag(wanted: int, *servers: ServerView, moved: float = 0.0) -> tuple[int, float]:
     records = [record(1, RETIRED), record(2), record(3, ABORTED), record(4), record(5)]
-    move = Move(1, MoveState.MOVING, 0, wanted, HowToMove(), started=moved)
+    move = Move(1, MoveState.MOVING, 0, wanted, FleetStrategy(), started=moved)
     return snapshot.lag(FleetView(Fleet("policy", "policy", move=move), wanted, (), ""), servers, records)
 
 

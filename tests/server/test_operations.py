@@ -9,14 +9,14 @@ from resharder.server.fleets.commands import Operations
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.state.errors import DaemonError, FailedPrecondition, InvalidArgument, ResourceNotFound
-from resharder.server.state.fleet import MotionKind, Want, WantKind
+from resharder.server.state.fleet import FleetStrategyKind, FleetTarget, FleetTargetKind
 from resharder.server.state.server import Attached, Power
 from resharder.v1 import operator_pb2, resources_pb2
 
 from tests.server.test_fleet_moves import MODEL, Versions
 from tests.support.waits import settled
 
-Fleet, Motion, WantMessage = resources_pb2.Fleet, resources_pb2.Motion, resources_pb2.Want
+Fleet, UpdateStrategy, VersionTarget = resources_pb2.Fleet, resources_pb2.UpdateStrategy, resources_pb2.VersionTarget
 
 NOW = 100.0
 
@@ -52,32 +52,36 @@ def desk(tmp_path: Path) -> Desk:
 
 
 REFUSED: dict[str, tuple[type[DaemonError], str, Callable[[Desk], object]]] = {
-    "a want of no kind": (InvalidArgument, "WANT", lambda d: d.update(want=WantMessage())),
-    "a number without a version": (InvalidArgument, "WANT", lambda d: d.update(want=WantMessage(kind="NUMBER"))),
+    "a target of no kind": (InvalidArgument, "TARGET", lambda d: d.update(target=VersionTarget())),
+    "a number without a version": (InvalidArgument, "TARGET", lambda d: d.update(target=VersionTarget(kind="NUMBER"))),
     "a rate for a number": (
         InvalidArgument,
-        "WANT",
-        lambda d: d.update(want=WantMessage(kind="NUMBER", version=1, every_seconds=1)),
+        "TARGET",
+        lambda d: d.update(target=VersionTarget(kind="NUMBER", version=1, every_seconds=1)),
     ),
-    "a negative rate": (InvalidArgument, "WANT", lambda d: d.update(want=WantMessage(kind="LATEST", every_seconds=-1))),
+    "a negative rate": (InvalidArgument, "TARGET", lambda d: d.update(target=VersionTarget(kind="LATEST", every_seconds=-1))),
     "a rate that is no number": (
         InvalidArgument,
-        "WANT",
-        lambda d: d.update(want=WantMessage(kind="LATEST", every_seconds=float("nan"))),
+        "TARGET",
+        lambda d: d.update(target=VersionTarget(kind="LATEST", every_seconds=float("nan"))),
     ),
     "a version that is not there": (
         FailedPrecondition,
         "VERSION_NOT_READY",
-        lambda d: d.update(want=WantMessage(kind="NUMBER", version=9)),
+        lambda d: d.update(target=VersionTarget(kind="NUMBER", version=9)),
     ),
-    "a motion of no kind": (InvalidArgument, "MOTION", lambda d: d.update(motion=Motion())),
-    "a negative count": (InvalidArgument, "MOTION", lambda d: d.update(motion=Motion(kind="ROLLING", at_a_time=-1))),
-    "canaries without CANARY": (InvalidArgument, "MOTION", lambda d: d.update(motion=Motion(kind="ROLLING", canaries=1))),
-    "turns for ATOMIC": (InvalidArgument, "MOTION", lambda d: d.update(motion=Motion(kind="ATOMIC", at_a_time=1))),
+    "a strategy of no kind": (InvalidArgument, "STRATEGY", lambda d: d.update(strategy=UpdateStrategy())),
+    "a negative count": (InvalidArgument, "STRATEGY", lambda d: d.update(strategy=UpdateStrategy(kind="ROLLING", at_a_time=-1))),
+    "canaries without CANARY": (
+        InvalidArgument,
+        "STRATEGY",
+        lambda d: d.update(strategy=UpdateStrategy(kind="ROLLING", canaries=1)),
+    ),
+    "turns for ATOMIC": (InvalidArgument, "STRATEGY", lambda d: d.update(strategy=UpdateStrategy(kind="ATOMIC", at_a_time=1))),
     "a check that is not configured": (
         InvalidArgument,
         "CHECK_UNKNOWN",
-        lambda d: d.update(motion=Motion(kind="CANARY", check="x")),
+        lambda d: d.update(strategy=UpdateStrategy(kind="CANARY", check="x")),
     ),
     "no pause mode": (InvalidArgument, "PAUSE_MODE", lambda d: d.update(pause_mode=0)),
     "a negative skew": (InvalidArgument, "MAX_SKEW", lambda d: d.update(max_skew=-1)),
@@ -122,13 +126,17 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(case: str, desk: Des
 
 
 def test_what_was_asked_for_outlives_the_daemon(desk: Desk) -> None:
-    desk.update(want=WantMessage(kind="NUMBER", version=2), motion=Motion(kind="CANARY", canaries=2, check="probe"), max_skew=4)
+    desk.update(
+        target=VersionTarget(kind="NUMBER", version=2),
+        strategy=UpdateStrategy(kind="CANARY", canaries=2, check="probe"),
+        max_skew=4,
+    )
     desk.operations.set_power(operator_pb2.SetPowerRequest(fleet=MODEL, server="servers/a", power="ASLEEP_2"))
     desk.operations.set_drained(operator_pb2.SetDrainedRequest(fleet=MODEL, server="a", drained=True))
     desk.start()
     fleet = desk.fleets.fleet(MODEL).fleet
-    assert (fleet.want, fleet.motion.kind, fleet.motion.check, fleet.max_skew) == (
-        Want(WantKind.NUMBER, 2), MotionKind.CANARY, "probe", 4,
+    assert (fleet.target, fleet.strategy.kind, fleet.strategy.check, fleet.max_skew) == (
+        FleetTarget(FleetTargetKind.NUMBER, 2), FleetStrategyKind.CANARY, "probe", 4,
     )  # fmt: skip
     assert (fleet.power_of("a"), fleet.power_of("b"), fleet.drained) == (Power.ASLEEP_2, Power.AWAKE, {"a"})
     assert desk.versions.holders[2] >= {f"fleets/{MODEL}"}, "what it wants is held again"
@@ -140,12 +148,12 @@ def test_a_rollback_asked_for_twice_is_one_and_its_versions_come_back_on_an_oper
         view = desk.operations.roll_back(request)
         assert (view.wanted_version, dict(view.fleet.refused)) == (2, {3: "bad answers"})
         desk.start()
-    desk.update(want=WantMessage(kind="LATEST"))
+    desk.update(target=VersionTarget(kind="LATEST"))
     assert desk.fleets.fleet(MODEL).wanted_version == 2
     desk.versions.publish()
     desk.fleets.tick()
     assert desk.fleets.fleet(MODEL).wanted_version == 4, "newer ones are taken"
-    desk.update(want=WantMessage(kind="NUMBER", version=3))
+    desk.update(target=VersionTarget(kind="NUMBER", version=3))
     view = desk.fleets.fleet(MODEL)
     assert (view.wanted_version, dict(view.fleet.refused)) == (3, {}), "named, it is wanted again"
 
@@ -155,10 +163,10 @@ def test_servers_that_pass_kv_caches_on_are_of_atomic_fleets_alone(desk: Desk) -
     with pytest.raises(FailedPrecondition, match="must move atomically") as refused:
         desk.fleets.attach("a", first)
     assert refused.value.reason == "KV_FLEET"
-    desk.update(motion=Motion(kind="ATOMIC"))
+    desk.update(strategy=UpdateStrategy(kind="ATOMIC"))
     desk.fleets.attach("a", first)
     with pytest.raises(FailedPrecondition, match="'a'") as refused:
-        desk.update(motion=Motion(kind="ROLLING"))
+        desk.update(strategy=UpdateStrategy(kind="ROLLING"))
     assert refused.value.reason == "KV_FLEET"
 
 

@@ -63,7 +63,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureDaemon]:
 
 @pytest.fixture(scope="module")
 def cases(daemon: SecureDaemon) -> list[Case]:
-    """With a version READY, one STAGING, one ABORTED, and a server that has claimed its id."""
+    """With a version READY, one UPLOADING, one ABORTED, and a server that has claimed its id."""
     job = Job(daemon.channel, SPECS, [whole(SPECS)]).connect()
     ready = job.publish(1, WEIGHTS)
     aborted = job.begin(2)

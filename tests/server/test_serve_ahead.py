@@ -6,7 +6,7 @@ The servers are those of test_fleet_moves.py: models that keep to the plugin's p
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 from resharder.server.state.errors import InvalidArgument
-from resharder.server.state.fleet import MotionKind, WantKind
+from resharder.server.state.fleet import FleetStrategyKind, FleetTargetKind
 from resharder.server.state.server import Order, OrderKind, Worker
 from resharder.v1 import operator_pb2, resources_pb2
 
@@ -18,14 +18,14 @@ class Site(Ahead):
 
     def __init__(self) -> None:
         super().__init__()
-        self.set_up(MotionKind.ALL_AT_ONCE, 0, 1, approval=False, ahead=True)
+        self.set_up(FleetStrategyKind.ALL_AT_ONCE, 0, 1, approval=False, ahead=True)
         self.settle()
 
     def shows(self) -> list[int]:
         return [self.plants[name].shows(self.now) for name in NAMES]
 
     def offer(self) -> int:
-        """A version that is STAGING, served by all."""
+        """A version that is UPLOADING, served by all."""
         number = self.versions.begin()
         self.fleets.tick()
         self.settle()
@@ -108,8 +108,8 @@ def test_a_version_aborted_while_it_is_applied_is_never_opened(site: Site) -> No
 def test_an_aborted_version_is_left_even_where_no_other_is_wanted(site: Site) -> None:
     number = site.offer()
     request = operator_pb2.UpdateFleetRequest(
-        fleet=resources_pb2.Fleet(name=FLEET, want=resources_pb2.Want(kind=int(WantKind.NONE))),  # type: ignore[arg-type]
-        update_mask=FieldMask(paths=["want"]),
+        fleet=resources_pb2.Fleet(name=FLEET, target=resources_pb2.VersionTarget(kind=int(FleetTargetKind.NONE))),  # type: ignore[arg-type]
+        update_mask=FieldMask(paths=["target"]),
     )
     site.operations.update(request)
     site.settle()
@@ -192,11 +192,11 @@ def test_the_way_back_is_held_in_the_store(site: Site) -> None:
     assert f"fleets/{FLEET}" in site.versions.holders[1]
 
 
-@pytest.mark.parametrize("path", ["motion", "max_skew"])
+@pytest.mark.parametrize("path", ["strategy", "max_skew"])
 def test_only_a_fleet_whose_servers_move_each_for_itself_serves_ahead(site: Site, path: str) -> None:
-    motion = resources_pb2.Motion(kind=resources_pb2.Motion.ROLLING)
+    strategy = resources_pb2.UpdateStrategy(kind=resources_pb2.UpdateStrategy.ROLLING)
     request = operator_pb2.UpdateFleetRequest(
-        fleet=resources_pb2.Fleet(name=FLEET, motion=motion, max_skew=2), update_mask=FieldMask(paths=[path])
+        fleet=resources_pb2.Fleet(name=FLEET, strategy=strategy, max_skew=2), update_mask=FieldMask(paths=[path])
     )
     with pytest.raises(InvalidArgument) as refused:
         site.operations.update(request)

@@ -44,7 +44,7 @@ class Site:
         self.store.close()
 
     def open(self) -> list[VersionRecord]:
-        return [r for r in self.store.versions("policy") if r.state == "STAGING"] if self.store.models() else []
+        return [r for r in self.store.versions("policy") if r.state == "UPLOADING"] if self.store.models() else []
 
     def state(self, number: int) -> str:
         return self.store.get("policy", number).state
@@ -85,7 +85,7 @@ class Rank:
         record = settled(self.site.intake.create_version, self.name, self.rank, step, self.attempts.after(step))
         self.attempts.begun(step, record.number)
         self.given.add(record.number)
-        self.begun = record if record.state == "STAGING" else None
+        self.begun = record if record.state == "UPLOADING" else None
         return record
 
     def seal(self, record: VersionRecord) -> VersionRecord:
@@ -94,7 +94,7 @@ class Rank:
 
     def publish(self, step: int) -> VersionRecord:
         record = self.begin(step)
-        return self.seal(record) if record.state == "STAGING" else record
+        return self.seal(record) if record.state == "UPLOADING" else record
 
     def renew(self) -> None:
         self.site.intake.publisher(self.name, self.rank)
@@ -151,7 +151,7 @@ def test_a_step_is_tried_again_by_ranks_that_have_learnt_of_its_abort_alone(site
     first, _ = (rank.publish(1) for rank in ranks[1:])
     stall(site, ranks, silent=0)
     second = ranks[1].publish(1)
-    assert (second.number, second.state) == (first.number + 1, "STAGING")
+    assert (second.number, second.state) == (first.number + 1, "UPLOADING")
     assert (late := ranks[0].publish(1)).state == "ABORTED"
     assert late.number == first.number
     assert [rank.publish(1).number for rank in (ranks[0], ranks[2])] == [second.number] * 2
@@ -285,7 +285,7 @@ def test_a_restarted_rank_may_go_back_while_the_former_processes_of_others_are_n
     site.now += 1
     ranks[0].replace()
     record = ranks[0].publish(5)
-    assert record.state == "STAGING"
+    assert record.state == "UPLOADING"
     for rank in ranks[1:]:
         site.now += 1
         rank.replace()
@@ -369,7 +369,7 @@ class Schedule(RuleBasedStateMachine):
             rank.begun = None
             self.check_refusal(number, step, error, before)
             return None
-        if record.state == "STAGING":
+        if record.state == "UPLOADING":
             same = [r for r in self.site.store.versions("policy") if r.step == step]
             learnt = max([rank.born, *(r.number for r in same if r.number in known)])
             untold = [r.name for r in same if r.state == "ABORTED" and r.number > learnt]
@@ -379,7 +379,7 @@ class Schedule(RuleBasedStateMachine):
     def check_refusal(self, number: int, step: int, error: DaemonError, before: dict[int, VersionRecord]) -> None:
         if error.reason == "VERSION_ABORTED":
             assert any(rank.started > step for rank in self.ranks if rank.rank != number), str(error)
-        elif error.reason == "TOO_MANY_STAGING":
+        elif error.reason == "TOO_MANY_UPLOADING":
             assert len(self.site.open()) == 2, f"{error}: {before}"
         else:
             assert error.reason == "NOT_REGISTERED"

@@ -11,7 +11,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from resharder.server.observability.tracing.ids import Tracing, trace_id, traceparent_of
 from resharder.server.state.timing import Timing, timings_from_proto, timings_to_proto
-from resharder.server.store.manifest import STAGING, VersionRecord
+from resharder.server.store.manifest import UPLOADING, VersionRecord
 from resharder.v1 import resources_pb2, server_pb2
 
 from tests.client.models import connected, parts, publish_all, spread, weights
@@ -23,7 +23,7 @@ from tests.support.simulated import SimulatedServer
 
 Order, Worker = server_pb2.Order, resources_pb2.Worker
 _CONTROL = {Order.APPLY: ["pause", "reset"], Order.RESUME: ["resume"]}
-_WORKER = {Worker.BOOTED: ["stage", "load"], Worker.STAGED: ["stage"], Worker.APPLIED: ["stage", "prove", "apply"]}
+_WORKER = {Worker.BOOTED: ["stage", "load"], Worker.STAGED: ["stage"], Worker.APPLIED: ["stage", "verify", "apply"]}
 
 
 class Timed(SimulatedServer):
@@ -100,8 +100,8 @@ def ways(spans: list[Span]) -> set[str]:
     return {way(span) for span in spans}
 
 
-PUBLISHED = [*["publish", "create", "deliver"] * 2, "proof", "commit", "version"]
-INSTALLED = ["install", *["stage", "prove", "apply"] * 2, "pause", "reset", "resume"]
+PUBLISHED = [*["publish", "create", "deliver"] * 2, "verify", "commit", "version"]
+INSTALLED = ["install", *["stage", "verify", "apply"] * 2, "pause", "reset", "resume"]
 
 
 def test_one_trace_follows_a_version_from_every_rank_through_the_daemon_into_every_worker(
@@ -117,12 +117,12 @@ def test_one_trace_follows_a_version_from_every_rank_through_the_daemon_into_eve
     published = {
         "version",
         *(f"version / publish {rank}{phase}" for rank in (0, 1) for phase in ("", " / create", " / deliver")),
-        "version / proof",
+        "version / verify",
         "version / commit",
     }
     assert ways(spans) == published | {
         "version / install",
-        *(f"version / install / {phase} {rank}" for rank in (0, 1) for phase in ("stage", "prove", "apply")),
+        *(f"version / install / {phase} {rank}" for rank in (0, 1) for phase in ("stage", "verify", "apply")),
         *(f"version / install / {phase}" for phase in ("pause", "reset", "resume")),
     }
     assert ways(first) == published | {
@@ -179,7 +179,7 @@ def test_a_trainer_with_traces_of_its_own_has_them_linked(daemon: Daemon, collec
     with TracerProvider().get_tracer("trainer").start_as_current_span("training step") as step:
         handle = publisher.publish_tensors(1, parts(weights(1), spread(1)[0]))
     publisher.close()
-    spans = wait_trace(collector, handle.trace, ["version", "publish", "create", "deliver", "proof", "commit"])
+    spans = wait_trace(collector, handle.trace, ["version", "publish", "create", "deliver", "verify", "commit"])
     (published,) = [span for span in spans if span.name == "publish"]
     here = step.get_span_context()
     assert published.links == ((f"{here.trace_id:032x}", f"{here.span_id:016x}"),)
@@ -238,7 +238,7 @@ def test_opentelemetry_is_not_even_imported_where_it_is_off_or_missing(
 
 
 def record(number: int) -> VersionRecord:
-    return VersionRecord("policy", number, STAGING, 1, number, "job", 1, 1, 1e9 + number / 7)
+    return VersionRecord("policy", number, UPLOADING, 1, number, "job", 1, 1, 1e9 + number / 7)
 
 
 def test_a_sampler_decides_for_whole_traces_and_again_the_same_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ def test_a_sampler_decides_for_whole_traces_and_again_the_same_after_a_restart(m
 
 
 def test_a_version_of_the_same_number_in_another_store_has_another_trace() -> None:
-    assert trace_id(record(1)) != trace_id(VersionRecord("policy", 1, STAGING, 1, 1, "job", 1, 1, 2e9))
+    assert trace_id(record(1)) != trace_id(VersionRecord("policy", 1, UPLOADING, 1, 1, "job", 1, 1, 2e9))
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,11 @@ class World:
     def _look(self, model: str) -> None:
         operator, version = operator_pb2_grpc.OperatorServiceStub(self.door), self.daemon.store.newest(model)
         update = operator_pb2.UpdateFleetRequest(fleet=resources_pb2.Fleet(name=model), accept_refused=True)
-        update.fleet.want.kind, update.fleet.motion.kind = resources_pb2.Want.LATEST, resources_pb2.Motion.ALL_AT_ONCE
-        update.update_mask.paths.extend(["want", "motion"])
+        update.fleet.target.kind, update.fleet.strategy.kind = (
+            resources_pb2.VersionTarget.LATEST,
+            resources_pb2.UpdateStrategy.ALL_AT_ONCE,
+        )
+        update.update_mask.paths.extend(["target", "strategy"])
         with suppress(grpc.RpcError):
             operator.UpdateFleet(update)
         with suppress(grpc.RpcError):
@@ -268,7 +271,7 @@ def started(folder: Path) -> Iterator[tuple[Daemon, Door]]:
 
 @contextmanager
 def fuzzed(folder: Path) -> Iterator[World]:
-    """With READY versions of each model, a server that follows each, and one STAGING."""
+    """With READY versions of each model, a server that follows each, and one UPLOADING."""
     with ExitStack() as held:
         logged = held.enter_context(structlog.testing.capture_logs())
         daemon, door = held.enter_context(started(folder))

@@ -48,9 +48,9 @@ STRINGS = (
     "", " ", ".", "..", "/", "a/b", "../../etc/passwd", "models/", "models//versions/1", "models/policy/versions/-1", "servers/",
     "models/policy/versions/00000000000000000009", "models/policy/versions/١", "models/policy/publishers/0", "servers/../a",
     "models/../versions/1", "fleets/policy", "a\0b", "\n", "ä" * 40, "\U0001f600", "x" * 64, "x" * 65, "x" * 5000, "%s%n{0}",
-    "__metadata__", "BF16", "F32", "U8", "BOOL", "config.json", "tokenizer.json", "resharder.json", "model.safetensors", "want",
-    "motion", "{}", "null", '{"architectures": ["LlamaForCausalLM"]}', '{"architectures": 3}', "pause", "apply", "gzip", "-", "0",
-    "a", "b", "NaN", "policy", "draft",
+    "__metadata__", "BF16", "F32", "U8", "BOOL", "config.json", "tokenizer.json", "resharder.json", "model.safetensors", "target",
+    "strategy", "{}", "null", '{"architectures": ["LlamaForCausalLM"]}', '{"architectures": 3}', "pause", "apply", "gzip", "-",
+    "0", "a", "b", "NaN", "policy", "draft",
 )  # fmt: skip
 BYTES = (b"", b"\0", b"{}", b"[]", b"null", b"\xff" * 8, b"x" * 2000, *(struct.pack("<q", n) * 3 for n in (0, 1, -1, 1 << 62)))
 _RANGES = {

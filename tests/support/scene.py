@@ -32,7 +32,7 @@ def publish(job: Job, *steps: int) -> resources_pb2.Version:
 
 
 def upload_half(job: Job, step: int) -> resources_pb2.Version:
-    """A version that stays STAGING for as long as the rank's lease."""
+    """A version that stays UPLOADING for as long as the rank's lease."""
     version = job.begin(step)
     weights = random_weights(job.specs, step)
     chunks = len(job.chunks(version.number, 0, weights))

@@ -204,7 +204,7 @@ def test_an_install_under_a_profiler_is_one_as_any_other_and_says_how_every_work
         assert "Self CPU" in Path(one["table"]).read_text()
     server = wait_serving(double.daemon, double.version)
     assert {one["install"] for one in said} == {server.install.id}
-    phases = [[timing.phase for timing in worker.timings if timing.phase != "prove"] for worker in server.workers]
+    phases = [[timing.phase for timing in worker.timings if timing.phase != "verify"] for worker in server.workers]
     assert phases == [["stage", "apply"]] * 2
     after = double.server.generate(PROMPT, 8)
     assert (after.version, after.token_ids) == (before.version, before.token_ids)

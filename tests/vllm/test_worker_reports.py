@@ -92,7 +92,7 @@ def test_a_worker_that_booted_says_which_version_by_number_and_fingerprint(daemo
     worker = heard(daemon, lambda w: w.state == Worker.BOOTED, "the worker is BOOTED")
     assert (worker.version, worker.fingerprint, worker.process) == (1, manifest.fingerprint, PROCESS)
     assert len(manifest.fingerprint) == 64
-    assert (worker.proven_tensors, worker.stage_seconds) == (7, 0.5)
+    assert (worker.verified_tensors, worker.stage_seconds) == (7, 0.5)
 
 
 def test_a_daemon_started_anew_hears_what_the_worker_holds_and_not_what_it_staged(daemon: Daemon) -> None:

@@ -8,7 +8,7 @@ ResharderError
 │   ├── LayoutRejected    the slots do not tile the model, or one of them is invalid
 │   ├── StaleEpoch        a later job took the model over: this one can no longer write
 │   ├── Conflict          it exists with other content: other bytes of (epoch, step), another registration of this rank
-│   ├── OutOfRoom         the store has no room for the model, its medium is full, or too many versions are STAGING
+│   ├── OutOfRoom         the store has no room for the model, its medium is full, or too many versions are UPLOADING
 │   ├── StoreFailed       a file operation of the daemon failed; it may succeed when the medium works again
 │   ├── MessageTooLarge   one message exceeds the daemon's bound: a registration of very many tensors
 │   ├── AccessDenied      no valid certificate or token, or one without the role
@@ -137,7 +137,7 @@ class GenerationEnded(ResharderError):
 
 TOO_FAST = "TOO_FAST"
 TOO_MANY_CALLS = "TOO_MANY_CALLS"
-TOO_MANY_STAGING = "TOO_MANY_STAGING"
+TOO_MANY_UPLOADING = "TOO_MANY_UPLOADING"
 NO_VERSION = "NO_VERSION"
 UNREGISTERED = ("PUBLISHER_UNKNOWN", "NOT_REGISTERED")
 

@@ -219,7 +219,7 @@ class GetDigestsRequest(_message.Message):
     version: str
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., group: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
-class SaidDigests(_message.Message):
+class ReportedDigests(_message.Message):
     __slots__ = ("digests", "fingerprint")
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]

@@ -67,7 +67,7 @@ class DirectServiceStub(object):
         self.GetDigests = channel.unary_unary(
                 '/resharder.v1.DirectService/GetDigests',
                 request_serializer=resharder_dot_v1_dot_direct__pb2.GetDigestsRequest.SerializeToString,
-                response_deserializer=resharder_dot_v1_dot_direct__pb2.SaidDigests.FromString,
+                response_deserializer=resharder_dot_v1_dot_direct__pb2.ReportedDigests.FromString,
                 _registered_method=True)
         self.SetGroupKey = channel.unary_unary(
                 '/resharder.v1.DirectService/SetGroupKey',
@@ -185,7 +185,7 @@ def add_DirectServiceServicer_to_server(servicer, server):
             'GetDigests': grpc.unary_unary_rpc_method_handler(
                     servicer.GetDigests,
                     request_deserializer=resharder_dot_v1_dot_direct__pb2.GetDigestsRequest.FromString,
-                    response_serializer=resharder_dot_v1_dot_direct__pb2.SaidDigests.SerializeToString,
+                    response_serializer=resharder_dot_v1_dot_direct__pb2.ReportedDigests.SerializeToString,
             ),
             'SetGroupKey': grpc.unary_unary_rpc_method_handler(
                     servicer.SetGroupKey,
@@ -386,7 +386,7 @@ class DirectService(object):
             target,
             '/resharder.v1.DirectService/GetDigests',
             resharder_dot_v1_dot_direct__pb2.GetDigestsRequest.SerializeToString,
-            resharder_dot_v1_dot_direct__pb2.SaidDigests.FromString,
+            resharder_dot_v1_dot_direct__pb2.ReportedDigests.FromString,
             options,
             channel_credentials,
             insecure,

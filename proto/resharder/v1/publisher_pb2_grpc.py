@@ -122,7 +122,7 @@ class PublisherServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CreateVersion(self, request, context):
-        """The version of (epoch, step), made by whichever rank comes first. RESOURCE_EXHAUSTED (TOO_MANY_STAGING) while two are STAGING.
+        """The version of (epoch, step), made by whichever rank comes first. RESOURCE_EXHAUSTED (TOO_MANY_UPLOADING) while two are UPLOADING.
         A version that was aborted is aborted for every rank: the answer is the ABORTED version until the rank's `after` names it, and
         only then a new version of the step. FAILED_PRECONDITION (VERSION_ABORTED) where another rank has started a later step: a rank
         that starts a step aborts the versions of earlier steps that it has not sealed.

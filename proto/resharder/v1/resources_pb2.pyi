@@ -174,12 +174,12 @@ class Version(_message.Message):
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Version.State]
-        STAGING: _ClassVar[Version.State]
+        UPLOADING: _ClassVar[Version.State]
         READY: _ClassVar[Version.State]
         RETIRED: _ClassVar[Version.State]
         ABORTED: _ClassVar[Version.State]
     STATE_UNSPECIFIED: Version.State
-    STAGING: Version.State
+    UPLOADING: Version.State
     READY: Version.State
     RETIRED: Version.State
     ABORTED: Version.State
@@ -223,40 +223,40 @@ class Version(_message.Message):
     trace: str
     def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., number: _Optional[int] = ..., state: _Optional[_Union[Version.State, str]] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., job: _Optional[str] = ..., size_bytes: _Optional[int] = ..., tensor_count: _Optional[int] = ..., create_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., ready_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., folder: _Optional[str] = ..., fingerprint: _Optional[str] = ..., used_by: _Optional[_Iterable[str]] = ..., servers_serving: _Optional[int] = ..., servers_following: _Optional[int] = ..., trace: _Optional[str] = ...) -> None: ...
 
-class Want(_message.Message):
+class VersionTarget(_message.Message):
     __slots__ = ("kind", "version", "every_seconds")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
-        KIND_UNSPECIFIED: _ClassVar[Want.Kind]
-        LATEST: _ClassVar[Want.Kind]
-        NUMBER: _ClassVar[Want.Kind]
-        NONE: _ClassVar[Want.Kind]
-    KIND_UNSPECIFIED: Want.Kind
-    LATEST: Want.Kind
-    NUMBER: Want.Kind
-    NONE: Want.Kind
+        KIND_UNSPECIFIED: _ClassVar[VersionTarget.Kind]
+        LATEST: _ClassVar[VersionTarget.Kind]
+        NUMBER: _ClassVar[VersionTarget.Kind]
+        NONE: _ClassVar[VersionTarget.Kind]
+    KIND_UNSPECIFIED: VersionTarget.Kind
+    LATEST: VersionTarget.Kind
+    NUMBER: VersionTarget.Kind
+    NONE: VersionTarget.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EVERY_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    kind: Want.Kind
+    kind: VersionTarget.Kind
     version: int
     every_seconds: float
-    def __init__(self, kind: _Optional[_Union[Want.Kind, str]] = ..., version: _Optional[int] = ..., every_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, kind: _Optional[_Union[VersionTarget.Kind, str]] = ..., version: _Optional[int] = ..., every_seconds: _Optional[float] = ...) -> None: ...
 
-class Motion(_message.Message):
+class UpdateStrategy(_message.Message):
     __slots__ = ("kind", "at_a_time", "max_failures", "canaries", "hold_seconds", "approval", "check")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
-        KIND_UNSPECIFIED: _ClassVar[Motion.Kind]
-        ALL_AT_ONCE: _ClassVar[Motion.Kind]
-        ROLLING: _ClassVar[Motion.Kind]
-        CANARY: _ClassVar[Motion.Kind]
-        ATOMIC: _ClassVar[Motion.Kind]
-    KIND_UNSPECIFIED: Motion.Kind
-    ALL_AT_ONCE: Motion.Kind
-    ROLLING: Motion.Kind
-    CANARY: Motion.Kind
-    ATOMIC: Motion.Kind
+        KIND_UNSPECIFIED: _ClassVar[UpdateStrategy.Kind]
+        ALL_AT_ONCE: _ClassVar[UpdateStrategy.Kind]
+        ROLLING: _ClassVar[UpdateStrategy.Kind]
+        CANARY: _ClassVar[UpdateStrategy.Kind]
+        ATOMIC: _ClassVar[UpdateStrategy.Kind]
+    KIND_UNSPECIFIED: UpdateStrategy.Kind
+    ALL_AT_ONCE: UpdateStrategy.Kind
+    ROLLING: UpdateStrategy.Kind
+    CANARY: UpdateStrategy.Kind
+    ATOMIC: UpdateStrategy.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     AT_A_TIME_FIELD_NUMBER: _ClassVar[int]
     MAX_FAILURES_FIELD_NUMBER: _ClassVar[int]
@@ -264,17 +264,17 @@ class Motion(_message.Message):
     HOLD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     APPROVAL_FIELD_NUMBER: _ClassVar[int]
     CHECK_FIELD_NUMBER: _ClassVar[int]
-    kind: Motion.Kind
+    kind: UpdateStrategy.Kind
     at_a_time: int
     max_failures: int
     canaries: int
     hold_seconds: float
     approval: bool
     check: str
-    def __init__(self, kind: _Optional[_Union[Motion.Kind, str]] = ..., at_a_time: _Optional[int] = ..., max_failures: _Optional[int] = ..., canaries: _Optional[int] = ..., hold_seconds: _Optional[float] = ..., approval: bool = ..., check: _Optional[str] = ...) -> None: ...
+    def __init__(self, kind: _Optional[_Union[UpdateStrategy.Kind, str]] = ..., at_a_time: _Optional[int] = ..., max_failures: _Optional[int] = ..., canaries: _Optional[int] = ..., hold_seconds: _Optional[float] = ..., approval: bool = ..., check: _Optional[str] = ...) -> None: ...
 
 class Move(_message.Message):
-    __slots__ = ("id", "state", "from_version", "to_version", "reason", "motion", "servers", "failed", "start_time", "end_time")
+    __slots__ = ("id", "state", "from_version", "to_version", "reason", "strategy", "servers", "failed", "start_time", "end_time")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Move.State]
@@ -309,7 +309,7 @@ class Move(_message.Message):
     FROM_VERSION_FIELD_NUMBER: _ClassVar[int]
     TO_VERSION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
-    MOTION_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     START_TIME_FIELD_NUMBER: _ClassVar[int]
@@ -319,12 +319,12 @@ class Move(_message.Message):
     from_version: int
     to_version: int
     reason: str
-    motion: Motion
+    strategy: UpdateStrategy
     servers: _containers.RepeatedScalarFieldContainer[str]
     failed: _containers.ScalarMap[str, str]
     start_time: _timestamp_pb2.Timestamp
     end_time: _timestamp_pb2.Timestamp
-    def __init__(self, id: _Optional[int] = ..., state: _Optional[_Union[Move.State, str]] = ..., from_version: _Optional[int] = ..., to_version: _Optional[int] = ..., reason: _Optional[str] = ..., motion: _Optional[_Union[Motion, _Mapping]] = ..., servers: _Optional[_Iterable[str]] = ..., failed: _Optional[_Mapping[str, str]] = ..., start_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., state: _Optional[_Union[Move.State, str]] = ..., from_version: _Optional[int] = ..., to_version: _Optional[int] = ..., reason: _Optional[str] = ..., strategy: _Optional[_Union[UpdateStrategy, _Mapping]] = ..., servers: _Optional[_Iterable[str]] = ..., failed: _Optional[_Mapping[str, str]] = ..., start_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("version", "reason")
@@ -335,14 +335,14 @@ class Refusal(_message.Message):
     def __init__(self, version: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Fleet(_message.Message):
-    __slots__ = ("name", "model", "pause_mode", "wanted_version", "servers", "want", "motion", "max_skew", "settled_version", "move", "refused", "power", "reason", "serve_ahead")
+    __slots__ = ("name", "model", "pause_mode", "wanted_version", "servers", "target", "strategy", "max_skew", "settled_version", "move", "refused", "power", "reason", "serve_ahead")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
     WANTED_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
-    WANT_FIELD_NUMBER: _ClassVar[int]
-    MOTION_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
     MAX_SKEW_FIELD_NUMBER: _ClassVar[int]
     SETTLED_VERSION_FIELD_NUMBER: _ClassVar[int]
     MOVE_FIELD_NUMBER: _ClassVar[int]
@@ -355,8 +355,8 @@ class Fleet(_message.Message):
     pause_mode: PauseMode
     wanted_version: int
     servers: _containers.RepeatedScalarFieldContainer[str]
-    want: Want
-    motion: Motion
+    target: VersionTarget
+    strategy: UpdateStrategy
     max_skew: int
     settled_version: int
     move: Move
@@ -364,10 +364,10 @@ class Fleet(_message.Message):
     power: Power
     reason: str
     serve_ahead: bool
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., wanted_version: _Optional[int] = ..., servers: _Optional[_Iterable[str]] = ..., want: _Optional[_Union[Want, _Mapping]] = ..., motion: _Optional[_Union[Motion, _Mapping]] = ..., max_skew: _Optional[int] = ..., settled_version: _Optional[int] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., power: _Optional[_Union[Power, str]] = ..., reason: _Optional[str] = ..., serve_ahead: bool = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., wanted_version: _Optional[int] = ..., servers: _Optional[_Iterable[str]] = ..., target: _Optional[_Union[VersionTarget, _Mapping]] = ..., strategy: _Optional[_Union[UpdateStrategy, _Mapping]] = ..., max_skew: _Optional[int] = ..., settled_version: _Optional[int] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., power: _Optional[_Union[Power, str]] = ..., reason: _Optional[str] = ..., serve_ahead: bool = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("rank", "state", "version", "install", "error", "needed_bytes", "transport", "stage_seconds", "apply_seconds", "proven_tensors", "process", "boxed_bytes", "fingerprint", "timings", "direct", "joined", "verification", "altered", "memory")
+    __slots__ = ("rank", "state", "version", "install", "error", "needed_bytes", "transport", "stage_seconds", "apply_seconds", "verified_tensors", "process", "boxed_bytes", "fingerprint", "timings", "direct", "joined", "verification", "altered", "memory")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Worker.State]
@@ -391,7 +391,7 @@ class Worker(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     STAGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     APPLY_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    PROVEN_TENSORS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_TENSORS_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     BOXED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -410,7 +410,7 @@ class Worker(_message.Message):
     transport: str
     stage_seconds: float
     apply_seconds: float
-    proven_tensors: int
+    verified_tensors: int
     process: str
     boxed_bytes: int
     fingerprint: str
@@ -420,7 +420,7 @@ class Worker(_message.Message):
     verification: Verification
     altered: bool
     memory: str
-    def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[Worker.State, str]] = ..., version: _Optional[int] = ..., install: _Optional[str] = ..., error: _Optional[str] = ..., needed_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., stage_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., proven_tensors: _Optional[int] = ..., process: _Optional[str] = ..., boxed_bytes: _Optional[int] = ..., fingerprint: _Optional[str] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., direct: bool = ..., joined: bool = ..., verification: _Optional[_Union[Verification, _Mapping]] = ..., altered: bool = ..., memory: _Optional[str] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[Worker.State, str]] = ..., version: _Optional[int] = ..., install: _Optional[str] = ..., error: _Optional[str] = ..., needed_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., stage_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., verified_tensors: _Optional[int] = ..., process: _Optional[str] = ..., boxed_bytes: _Optional[int] = ..., fingerprint: _Optional[str] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., direct: bool = ..., joined: bool = ..., verification: _Optional[_Union[Verification, _Mapping]] = ..., altered: bool = ..., memory: _Optional[str] = ...) -> None: ...
 
 class Verification(_message.Message):
     __slots__ = ("rank", "request", "time", "seconds", "version", "tensors", "covered_bytes", "total_bytes", "different_tensors", "different", "skipped")

@@ -162,7 +162,7 @@ class Daemon:
             fleet.name, move.id, move.to, move.back_to, [controls[0].address for controls in addresses if controls]
         )
         key = f"{fleet.name}/{move.id}"
-        self.checks.start(move.motion.check, key, found, partial(self.fleets.checked, fleet.name, move.id))
+        self.checks.start(move.strategy.check, key, found, partial(self.fleets.checked, fleet.name, move.id))
 
     def _note_version(self, record: VersionRecord) -> None:
         self.events.add("version", record.name, record.state.lower(), record.reason, step=record.step, epoch=record.epoch)

@@ -60,7 +60,7 @@ def _served(version: VersionStatus) -> str:
     served = f"{version.servers_serving}/{version.servers_following}"
     if version.state == VersionState.READY:
         return served
-    return f"{served}, ahead" if version.state == VersionState.STAGING and version.servers_serving else "–"
+    return f"{served}, ahead" if version.state == VersionState.UPLOADING and version.servers_serving else "–"
 
 
 def event_line(event: DaemonEvent) -> str:
@@ -135,4 +135,4 @@ def outcome(fleet: FleetStatus) -> str:
 
 def _arrived(version: VersionStatus) -> str:
     received = sum(slot.received_bytes for slot in version.slots)
-    return f"{100 * received // max(1, version.size_bytes)} %" if version.state == VersionState.STAGING else "–"
+    return f"{100 * received // max(1, version.size_bytes)} %" if version.state == VersionState.UPLOADING else "–"

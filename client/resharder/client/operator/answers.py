@@ -140,7 +140,7 @@ class MoveStatus:
     from_version: int
     to_version: int
     reason: str
-    strategy: UpdateStrategy = field(metadata={"wire": "motion"})
+    strategy: UpdateStrategy
     servers: tuple[str, ...]
     """Ids of the servers that were allowed to move so far, canaries first."""
     failed: Mapping[str, str]
@@ -165,8 +165,8 @@ class FleetStatus:
     wanted_version: int
     """Version that `target` selects now."""
     servers: tuple[str, ...]
-    target: VersionTarget = field(metadata={"wire": "want"})
-    strategy: UpdateStrategy = field(metadata={"wire": "motion"})
+    target: VersionTarget
+    strategy: UpdateStrategy
     max_skew: int
     """Bound on the difference between versions served at once; 0: none."""
     settled_version: int
@@ -222,7 +222,7 @@ class WorkerStatus:
     """`shared-memory` or `grpc`."""
     stage_seconds: float
     apply_seconds: float
-    proven_tensors: int
+    verified_tensors: int
     process: str
     boxed_bytes: int
     fingerprint: str

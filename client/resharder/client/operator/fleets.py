@@ -49,16 +49,16 @@ class FleetCommands(OperatorQueries):
         fleet = resources_pb2.Fleet(
             name=name,
             model=model,
-            want=resources_pb2.Want(**keywords(target)) if target else None,
-            motion=resources_pb2.Motion(**keywords(strategy)) if strategy else None,
+            target=resources_pb2.VersionTarget(**keywords(target)) if target else None,
+            strategy=resources_pb2.UpdateStrategy(**keywords(strategy)) if strategy else None,
             pause_mode=pause_mode.value if pause_mode else None,
             max_skew=max_skew or 0,
             serve_ahead=bool(serve_ahead),
         )
         request = operator_pb2.UpdateFleetRequest(fleet=fleet, accept_refused=accept_refused)
         given = {
-            "want": target,
-            "motion": strategy,
+            "target": target,
+            "strategy": strategy,
             "pause_mode": pause_mode,
             "max_skew": max_skew,
             "serve_ahead": serve_ahead,

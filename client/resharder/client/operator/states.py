@@ -5,7 +5,7 @@ from enum import StrEnum
 
 class VersionState(StrEnum):
     UNSPECIFIED = "STATE_UNSPECIFIED"
-    STAGING = "STAGING"
+    UPLOADING = "UPLOADING"
     READY = "READY"
     RETIRED = "RETIRED"
     ABORTED = "ABORTED"

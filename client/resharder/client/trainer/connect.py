@@ -47,7 +47,7 @@ def connect(
     `transport`: `auto` writes into the daemon's shared memory where it can, `grpc` and `shared-memory` do nothing else.
     `max_ahead`: publish waits until fewer than so many of this trainer's versions are not served yet; None: no bound of its own.
     `connect_timeout`: seconds for which calls are repeated while the daemon cannot be reached; `staging_timeout`: to wait for
-    room among STAGING versions or for servers; `register_timeout`: for the other ranks to register; None: no bound. `tls`: by
+    room among UPLOADING versions or for servers; `register_timeout`: for the other ranks to register; None: no bound. `tls`: by
     default what RESHARDER_TLS_* specify.
     `direct_wait`: above 0, servers that can be reached take versions from this trainer's memory, GPU to GPU; `publish` then
     returns when all that are expected have done so, but keeps the weights no longer than so many seconds after the version is

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from resharder.client import tracing
-from resharder.client.errors import TOO_MANY_STAGING, UNREGISTERED, NotFound, OutOfRoom, VersionAborted, WaitTimeout
+from resharder.client.errors import TOO_MANY_UPLOADING, UNREGISTERED, NotFound, OutOfRoom, VersionAborted, WaitTimeout
 from resharder.client.rpc.channel import Backoff, Channel
 from resharder.client.trainer.handle import Handle, State, delivered
 from resharder.client.trainer.session import PublisherSession
@@ -35,7 +35,7 @@ class Delivery:
 
     Args:
         sender: Offers versions on the direct path; None without one.
-        staging_timeout: Seconds to wait for capacity among STAGING versions.
+        staging_timeout: Seconds to wait for capacity among UPLOADING versions.
         direct_wait: Seconds that an offer may outlast READY.
     """
 
@@ -111,7 +111,7 @@ class Delivery:
                 self._session.begun(step, version)
                 return version
             except OutOfRoom as error:
-                if error.reason != TOO_MANY_STAGING or not backoff.wait():
+                if error.reason != TOO_MANY_UPLOADING or not backoff.wait():
                     raise
 
     @contextmanager

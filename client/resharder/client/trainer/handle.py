@@ -65,7 +65,7 @@ class Handle:
         return version
 
     def is_gone(self) -> bool:
-        """Whether the daemon was started anew while the version was STAGING, and knows it no more."""
+        """Whether the daemon was started anew while the version was UPLOADING, and knows it no more."""
         try:
             self.get()
         except NotFound:
@@ -107,4 +107,4 @@ def behind(version: resources_pb2.Version) -> bool:
 def delivered(version: resources_pb2.Version, rank: int) -> bool:
     """Whether the daemon has this rank's part already: only digests are compared then."""
     sealed = any(slot.rank == rank and slot.state == resources_pb2.Slot.SEALED for slot in version.slots)
-    return bool(version.state != State.STAGING or sealed)
+    return bool(version.state != State.UPLOADING or sealed)

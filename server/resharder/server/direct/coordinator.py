@@ -222,7 +222,7 @@ class Direct:
 
     def _is_over(self, offer: Offer, state: str, now: float, wanted: bool) -> bool:
         if state != "READY" or offer.ready_at is None:
-            return state != "STAGING"
+            return state != "UPLOADING"
         waited = now - offer.ready_at
         if offer.running or offer.turns:
             return waited > offer.wait_seconds + self.seconds

@@ -8,11 +8,11 @@ from google.protobuf.message import Message
 from resharder.server.fleets import updates
 from resharder.server.fleets.fleets import Fleets, FleetView, Note
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound
-from resharder.server.state.fleet import Fleet, Motion, MotionKind, PauseMode, View, Want, WantKind
+from resharder.server.state.fleet import Fleet, FleetStrategy, FleetStrategyKind, FleetTarget, FleetTargetKind, PauseMode, View
 from resharder.server.state.server import Power
 from resharder.v1 import operator_pb2, resources_pb2
 
-_FIELDS = ("want", "motion", "pause_mode", "max_skew", "serve_ahead")
+_FIELDS = ("target", "strategy", "pause_mode", "max_skew", "serve_ahead")
 _Act = Callable[[Fleet, View], Fleet]
 
 
@@ -38,8 +38,8 @@ class Operations:
         message, fields = request.fleet, list(request.update_mask.paths)
         if unknown := set(fields) - set(_FIELDS):
             raise InvalidArgument("UPDATE_MASK", f"expected fields of {list(_FIELDS)}, got {sorted(unknown)}")
-        want = read_want(message.want) if "want" in fields else None
-        motion = read_motion(message.motion, self._checks) if "motion" in fields else None
+        target = read_target(message.target) if "target" in fields else None
+        strategy = read_strategy(message.strategy, self._checks) if "strategy" in fields else None
         mode = _read_pause_mode(message.pause_mode) if "pause_mode" in fields else None
         if message.max_skew < 0:
             raise InvalidArgument("MAX_SKEW", f"expected max_skew of 0 or more, got {message.max_skew}")
@@ -48,13 +48,13 @@ class Operations:
         def act(fleet: Fleet, view: View) -> Fleet:
             if model and fleet.model != model:
                 raise FailedPrecondition("FLEET_MODEL", f"fleet {fleet.name} follows model {fleet.model}, not {model}")
-            if request.accept_refused and (want is None or want.kind != WantKind.NUMBER):
+            if request.accept_refused and (target is None or target.kind != FleetTargetKind.NUMBER):
                 fleet = replace(fleet, refused={})
-            if want is not None:
-                fleet = _want(fleet, want, view)
-            if motion is not None:
-                _check_kv(fleet, motion, view)
-                fleet = replace(fleet, motion=motion)
+            if target is not None:
+                fleet = _set_target(fleet, target, view)
+            if strategy is not None:
+                _check_kv(fleet, strategy, view)
+                fleet = replace(fleet, strategy=strategy)
             if mode is not None:
                 fleet = replace(fleet, pause_mode=mode)
             if "max_skew" in fields:
@@ -124,24 +124,28 @@ class Operations:
         return self._change(request.fleet, "drain" if request.drained else "resume", request, _of(servers, act))
 
 
-def read_want(message: resources_pb2.Want) -> Want:
-    """Raises InvalidArgument (WANT)."""
-    if int(message.kind) not in set(WantKind):
-        raise InvalidArgument("WANT", f"expected a want of {[kind.name for kind in WantKind]}, got {message.kind}")
-    want = Want(WantKind(message.kind), message.version, message.every_seconds)
-    if (want.kind == WantKind.NUMBER) != (want.version > 0):
-        raise InvalidArgument("WANT", f"expected a version of 1 or more with NUMBER alone, got {want.kind.name} {want.version}")
-    if not 0 <= want.every_seconds < 1e9 or (want.every_seconds and want.kind != WantKind.LATEST):
-        raise InvalidArgument("WANT", f"expected every_seconds of 0 or more, with LATEST alone, got {want.every_seconds:g}")
-    return want
+def read_target(message: resources_pb2.VersionTarget) -> FleetTarget:
+    """Raises InvalidArgument (TARGET)."""
+    if int(message.kind) not in set(FleetTargetKind):
+        raise InvalidArgument("TARGET", f"expected a target of {[kind.name for kind in FleetTargetKind]}, got {message.kind}")
+    target = FleetTarget(FleetTargetKind(message.kind), message.version, message.every_seconds)
+    if (target.kind == FleetTargetKind.NUMBER) != (target.version > 0):
+        raise InvalidArgument(
+            "TARGET", f"expected a version of 1 or more with NUMBER alone, got {target.kind.name} {target.version}"
+        )
+    if not 0 <= target.every_seconds < 1e9 or (target.every_seconds and target.kind != FleetTargetKind.LATEST):
+        raise InvalidArgument("TARGET", f"expected every_seconds of 0 or more, with LATEST alone, got {target.every_seconds:g}")
+    return target
 
 
-def read_motion(message: resources_pb2.Motion, checks: Collection[str]) -> Motion:
-    """Raises InvalidArgument (MOTION, CHECK_UNKNOWN)."""
-    if int(message.kind) not in set(MotionKind):
-        raise InvalidArgument("MOTION", f"expected a motion of {[kind.name for kind in MotionKind]}, got {message.kind}")
-    motion = Motion(
-        MotionKind(message.kind),
+def read_strategy(message: resources_pb2.UpdateStrategy, checks: Collection[str]) -> FleetStrategy:
+    """Raises InvalidArgument (STRATEGY, CHECK_UNKNOWN)."""
+    if int(message.kind) not in set(FleetStrategyKind):
+        raise InvalidArgument(
+            "STRATEGY", f"expected a strategy of {[kind.name for kind in FleetStrategyKind]}, got {message.kind}"
+        )
+    strategy = FleetStrategy(
+        FleetStrategyKind(message.kind),
         message.at_a_time,
         message.max_failures,
         message.canaries,
@@ -149,17 +153,21 @@ def read_motion(message: resources_pb2.Motion, checks: Collection[str]) -> Motio
         message.approval,
         message.check,
     )
-    counts = (motion.at_a_time, motion.max_failures, motion.canaries, motion.hold_seconds)
+    counts = (strategy.at_a_time, strategy.max_failures, strategy.canaries, strategy.hold_seconds)
     if not all(0 <= count < 1e9 for count in counts):
-        raise InvalidArgument("MOTION", f"expected counts and seconds of 0 or more, got {counts}")
-    if motion.kind != MotionKind.CANARY and (motion.canaries or motion.hold_seconds or motion.approval or motion.check):
-        raise InvalidArgument("MOTION", f"expected canaries, a hold, approval and a check with CANARY alone, got {motion}")
-    if motion.kind in (MotionKind.ALL_AT_ONCE, MotionKind.ATOMIC) and (motion.at_a_time or motion.max_failures):
-        raise InvalidArgument("MOTION", f"expected at_a_time and max_failures with ROLLING or CANARY, got {motion}")
-    if motion.check and motion.check not in checks:
+        raise InvalidArgument("STRATEGY", f"expected counts and seconds of 0 or more, got {counts}")
+    if strategy.kind != FleetStrategyKind.CANARY and (
+        strategy.canaries or strategy.hold_seconds or strategy.approval or strategy.check
+    ):
+        raise InvalidArgument("STRATEGY", f"expected canaries, a hold, approval and a check with CANARY alone, got {strategy}")
+    if strategy.kind in (FleetStrategyKind.ALL_AT_ONCE, FleetStrategyKind.ATOMIC) and (
+        strategy.at_a_time or strategy.max_failures
+    ):
+        raise InvalidArgument("STRATEGY", f"expected at_a_time and max_failures with ROLLING or CANARY, got {strategy}")
+    if strategy.check and strategy.check not in checks:
         there = sorted(checks)
-        raise InvalidArgument("CHECK_UNKNOWN", f"expected a check of the daemon's configuration {there}, got {motion.check!r}")
-    return motion
+        raise InvalidArgument("CHECK_UNKNOWN", f"expected a check of the daemon's configuration {there}, got {strategy.check!r}")
+    return strategy
 
 
 def _read_pause_mode(mode: int) -> PauseMode:
@@ -168,12 +176,12 @@ def _read_pause_mode(mode: int) -> PauseMode:
     return PauseMode(mode)
 
 
-def _want(fleet: Fleet, want: Want, view: View) -> Fleet:
+def _set_target(fleet: Fleet, target: FleetTarget, view: View) -> Fleet:
     refused = dict(fleet.refused)
-    if want.kind == WantKind.NUMBER:
-        _check_ready(want.version, view)
-        refused.pop(want.version, None)  # an operator names it: it is not taken by itself
-    fleet = replace(fleet, want=want, refused=refused)
+    if target.kind == FleetTargetKind.NUMBER:
+        _check_ready(target.version, view)
+        refused.pop(target.version, None)  # an operator names it: it is not taken by itself
+    fleet = replace(fleet, target=target, refused=refused)
     if fleet.move is not None and not fleet.move.active:
         fleet = replace(fleet, move=replace(fleet.move, tries=fleet.move.tries + 1))  # servers that gave up try again
     return fleet
@@ -185,21 +193,21 @@ def _check_ready(version: int, view: View) -> None:
 
 
 def _check_ahead(fleet: Fleet) -> None:
-    if fleet.serve_ahead and (fleet.motion.kind != MotionKind.ALL_AT_ONCE or fleet.max_skew):
+    if fleet.serve_ahead and (fleet.strategy.kind != FleetStrategyKind.ALL_AT_ONCE or fleet.max_skew):
         bound = f"a skew bound of {fleet.max_skew}" if fleet.max_skew else "no skew bound"
         raise InvalidArgument(
             "SERVE_AHEAD",
             f"expected a fleet that serves ahead to move ALL_AT_ONCE without a skew bound, {fleet.name} moves "
-            f"{fleet.motion.kind.name} with {bound}",
+            f"{fleet.strategy.kind.name} with {bound}",
         )
 
 
-def _check_kv(fleet: Fleet, motion: Motion, view: View) -> None:
+def _check_kv(fleet: Fleet, strategy: FleetStrategy, view: View) -> None:
     passing = sorted(id for id, server in view.servers.items() if server.passes_kv)
-    if passing and motion.kind != MotionKind.ATOMIC:
+    if passing and strategy.kind != FleetStrategyKind.ATOMIC:
         raise FailedPrecondition(
             "KV_FLEET",
-            f"servers {passing} pass KV caches on: expected fleet {fleet.name} to move atomically, got {motion.kind.name}",
+            f"servers {passing} pass KV caches on: expected fleet {fleet.name} to move atomically, got {strategy.kind.name}",
         )
 
 

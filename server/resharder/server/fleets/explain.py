@@ -2,7 +2,7 @@
 
 from resharder.server.fleets.reconciler import target, why_not_ahead
 from resharder.server.fleets.updates import wanted
-from resharder.server.state.fleet import Fleet, Move, MoveState, View, WantKind
+from resharder.server.state.fleet import Fleet, FleetTargetKind, Move, MoveState, View
 from resharder.server.state.server import InstallState, Power, Server, Settings, WorkerState
 from resharder.v1 import resources_pb2
 
@@ -166,14 +166,14 @@ def explain_fleet(fleet: Fleet, view: View) -> str:
     if move is not None:
         return _explain_move(move, view)
     refused = "".join(f"; version {version} is refused: {why}" for version, why in sorted(fleet.refused.items()))
-    match fleet.want.kind:
-        case WantKind.NONE:
+    match fleet.target.kind:
+        case FleetTargetKind.NONE:
             return f"wants no other version than {fleet.settled}" if fleet.settled else "wants no version"
-        case WantKind.NUMBER if fleet.want.version != fleet.settled:
-            why = "is refused" if fleet.want.version in fleet.refused else "is not READY"
-            return f"wants version {fleet.want.version}, which {why}{refused}"
-        case WantKind.NUMBER:
-            return f"pinned to version {fleet.want.version}{refused}"
+        case FleetTargetKind.NUMBER if fleet.target.version != fleet.settled:
+            why = "is refused" if fleet.target.version in fleet.refused else "is not READY"
+            return f"wants version {fleet.target.version}, which {why}{refused}"
+        case FleetTargetKind.NUMBER:
+            return f"pinned to version {fleet.target.version}{refused}"
     if not view.ready:
         return f"model {fleet.model} has no READY version"
     if fleet.settled in view.ahead:
@@ -181,7 +181,7 @@ def explain_fleet(fleet: Fleet, view: View) -> str:
     newest = max(view.ready)
     if newest not in fleet.refused and newest != fleet.settled and wanted(fleet, view) == fleet.settled:
         left = fleet.rest_left(view.now)
-        return f"version {newest} is READY and due in {left:.0f} s: at most one move in {fleet.want.every_seconds:g} s{refused}"
+        return f"version {newest} is READY and due in {left:.0f} s: at most one move in {fleet.target.every_seconds:g} s{refused}"
     return f"at the version it wants{refused}"
 
 
@@ -195,8 +195,8 @@ def _explain_move(move: Move, view: View) -> str:
             left = move.hold_left(view.now)
             waits = [
                 f"for another {left:.0f} s" if left else "",
-                "for an operator's word" if move.motion.approval and not move.approved else "",
-                f"for check {move.motion.check}" if move.checking else "",
+                "for an operator's word" if move.strategy.approval and not move.approved else "",
+                f"for check {move.strategy.check}" if move.checking else "",
             ]
             canaries = ", ".join(move.canaries)
             return f"{way}; canaries {canaries} serve it and the rest waits {' and '.join(filter(None, waits)) or 'a moment'}"

@@ -25,7 +25,7 @@ from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.infra.event_log import Kind
 from resharder.server.infra.medium import medium_error
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound, Unavailable
-from resharder.server.state.fleet import Fleet, MotionKind, PauseMode, View
+from resharder.server.state.fleet import Fleet, FleetStrategyKind, PauseMode, View
 from resharder.server.state.server import (
     Ahead,
     Attached,
@@ -45,7 +45,7 @@ from resharder.server.state.server import (
     WorkerState,
     in_use,
 )
-from resharder.server.store.manifest import READY, STAGING, VersionRecord
+from resharder.server.store.manifest import READY, UPLOADING, VersionRecord
 from resharder.v1 import resources_pb2
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -265,7 +265,7 @@ class Fleets:
             records = []
         offered = self.offered(model)
         found = {record.number: record.fingerprint for record in records if record.state == READY}
-        ahead = {r.number: Ahead(r.ahead_fingerprint, r.state == STAGING) for r in records if r.number in offered}
+        ahead = {r.number: Ahead(r.ahead_fingerprint, r.state == UPLOADING) for r in records if r.number in offered}
         self._ready[model], self._ahead[model] = found, ahead
         return found
 
@@ -363,11 +363,11 @@ class Fleets:
                     "WORLD_SIZE",
                     f"server {server} has {known.world_size} workers by its other control sides, got {first.world_size}",
                 )
-            if first.passes_kv and self._fleets[known.fleet].motion.kind != MotionKind.ATOMIC:
+            if first.passes_kv and self._fleets[known.fleet].strategy.kind != FleetStrategyKind.ATOMIC:
                 raise FailedPrecondition(
                     "KV_FLEET",
                     f"server {server} passes its KV cache on or takes that of others: fleet {known.fleet} must move atomically "
-                    f"(`fleet set --atomic`); it moves {self._fleets[known.fleet].motion.kind.name}",
+                    f"(`fleet set --atomic`); it moves {self._fleets[known.fleet].strategy.kind.name}",
                 )
             self._take_over(attachment)
             self._happen(server, first)
@@ -640,7 +640,7 @@ class Fleets:
         if move is None or (known is not None and (known.id, known.state) == (move.id, move.state)):
             return
         what, subject = move.state.name.lower(), f"fleets/{after.name}"
-        self._note("move", subject, what, move.reason, to=move.to, back_to=move.back_to, motion=move.motion.kind.name)
+        self._note("move", subject, what, move.reason, to=move.to, back_to=move.back_to, strategy=move.strategy.kind.name)
 
     def _note_change(self, before: Server, after: Server) -> None:
         if after.differs and not before.differs:

@@ -5,14 +5,20 @@ the file those fields hold how long ago that was when the file was written. Time
 not count, and no clock of the host is trusted over it.
 """
 
+import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import structlog
 from pydantic import TypeAdapter, ValidationError
 from resharder.server.infra.filesystem import make_folder, touching, write_file
 from resharder.server.state.fleet import Fleet
+
+_NAMES = {"target": "want", "strategy": "motion"}
+"""Names of fields by which the file of a fleet has them."""
 
 _fleet = TypeAdapter(Fleet)
 _log = structlog.get_logger("resharder.fleet")
@@ -60,7 +66,7 @@ class FleetFiles:
 
 
 def stored(fleet: Fleet, now: float) -> bytes:
-    return _fleet.dump_json(_turned(fleet, now))
+    return _with_names(_fleet.dump_json(_turned(fleet, now)), _NAMES)
 
 
 def restored(content: bytes, now: float) -> Fleet:
@@ -68,10 +74,25 @@ def restored(content: bytes, now: float) -> Fleet:
 
     Raises ValidationError.
     """
-    return _turned(_fleet.validate_json(content), now)
+    return _turned(_fleet.validate_json(_with_names(content, {stored: name for name, stored in _NAMES.items()})), now)
 
 
 def _turned(fleet: Fleet, now: float) -> Fleet:
     """Ages for readings of the clock, and readings for ages."""
     move = fleet.move
     return fleet if move is None else replace(fleet, move=replace(move, began=now - move.began, held=now - move.held))
+
+
+def _with_names(content: bytes, names: Mapping[str, str]) -> bytes:
+    """Return a fleet's JSON with the fields of the fleet and of its move renamed; content that is not JSON as it is."""
+
+    def renamed(fields: Any) -> Any:
+        return {names.get(key, key): value for key, value in fields.items()} if isinstance(fields, dict) else fields
+
+    try:
+        fleet = renamed(json.loads(content))
+    except ValueError:
+        return content
+    if isinstance(fleet, dict) and "move" in fleet:
+        fleet["move"] = renamed(fleet["move"])
+    return json.dumps(fleet).encode()

@@ -25,19 +25,30 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from resharder.server.fleets.pause_admission import held_back
-from resharder.server.state.fleet import NOBODY, Fleet, Motion, MotionKind, Move, MoveState, PauseMode, View, Want, WantKind
+from resharder.server.state.fleet import (
+    NOBODY,
+    Fleet,
+    FleetStrategy,
+    FleetStrategyKind,
+    FleetTarget,
+    FleetTargetKind,
+    Move,
+    MoveState,
+    PauseMode,
+    View,
+)
 from resharder.server.state.server import Goal, InstallState, Power, Server
 
 
 def wanted(fleet: Fleet, view: View) -> int:
-    """What `fleet.want` comes to now; 0: no version is READY."""
+    """What `fleet.target` comes to now; 0: no version is READY."""
     move = fleet.moving
     current = move.to if move else fleet.settled
-    match fleet.want.kind:
-        case WantKind.NUMBER:
-            number = fleet.want.version
+    match fleet.target.kind:
+        case FleetTargetKind.NUMBER:
+            number = fleet.target.version
             return number if number in view.ready and number not in fleet.refused else current
-        case WantKind.NONE:
+        case FleetTargetKind.NONE:
             return current if current in view.usable else _instead(current, fleet, view)
     newest = max((version for version in view.usable if version not in fleet.refused), default=0)
     early = fleet.rest_left(view.now) > 0 and current in view.usable and current not in fleet.refused
@@ -54,16 +65,16 @@ def advance(fleet: Fleet, view: View) -> Fleet:
     """The fleet after one step of its move, or itself. To be called until nothing changes."""
     if (move := fleet.moving) is not None and _taken_back(fleet, move, view):
         return replace(fleet, move=replace(move, state=MoveState.BACK, reason=fleet.refused[move.to]))
-    if view.settling and (fleet.strict or fleet.motion.kind != MotionKind.ALL_AT_ONCE):
+    if view.settling and (fleet.strict or fleet.strategy.kind != FleetStrategyKind.ALL_AT_ONCE):
         return fleet
-    want, move = wanted(fleet, view), fleet.moving
+    target, move = wanted(fleet, view), fleet.moving
     if move is None:
-        return _begin(fleet, want, view) if want and want != fleet.settled else fleet
-    if want and want != move.to and _gives_way(fleet, move, want, view):
-        if want != move.back_to:
-            return _begin(fleet, want, view)
+        return _begin(fleet, target, view) if target and target != fleet.settled else fleet
+    if target and target != move.to and _gives_way(fleet, move, target, view):
+        if target != move.back_to:
+            return _begin(fleet, target, view)
         gone = "" if move.to in view.usable else f"version {move.to} was not completed"
-        reason = fleet.refused.get(move.to, gone or f"version {want} is wanted again")
+        reason = fleet.refused.get(move.to, gone or f"version {target} is wanted again")
         return replace(fleet, move=replace(move, state=MoveState.BACK, reason=reason))
     single = move.state in (MoveState.TRYING, MoveState.HOLDING, MoveState.MOVING)
     if single and fleet.mixes(move.to, view.shown) and move.to not in fleet.refused:
@@ -85,18 +96,21 @@ def advance(fleet: Fleet, view: View) -> Fleet:
 def _begin(fleet: Fleet, to: int, view: View) -> Fleet:
     at = fleet.moving.to if fleet.moving else fleet.settled
     left = fleet.serve_ahead and at > to and at not in view.usable
-    motion, reason = fleet.motion, f"version {at} was not completed" if left else ""
+    strategy, reason = fleet.strategy, f"version {at} was not completed" if left else ""
     back_to = fleet.settled if fleet.settled in view.ready else 0
     if fleet.mixes(to, view.shown):
-        wide = motion.kind != MotionKind.ATOMIC
-        motion, reason = Motion(MotionKind.ATOMIC), f"the jump is wider than the skew bound of {fleet.max_skew}" if wide else ""
+        wide = strategy.kind != FleetStrategyKind.ATOMIC
+        strategy, reason = (
+            FleetStrategy(FleetStrategyKind.ATOMIC),
+            f"the jump is wider than the skew bound of {fleet.max_skew}" if wide else "",
+        )
     elif not back_to:
-        motion = Motion(MotionKind.ALL_AT_ONCE)
-    elif motion.kind == MotionKind.CANARY and fleet.settled in fleet.refused and to < fleet.settled:
-        motion = replace(motion, kind=MotionKind.ROLLING)  # back to what has been tried
-    states = {MotionKind.CANARY: MoveState.TRYING, MotionKind.ATOMIC: MoveState.STAGING}
+        strategy = FleetStrategy(FleetStrategyKind.ALL_AT_ONCE)
+    elif strategy.kind == FleetStrategyKind.CANARY and fleet.settled in fleet.refused and to < fleet.settled:
+        strategy = replace(strategy, kind=FleetStrategyKind.ROLLING)  # back to what has been tried
+    states = {FleetStrategyKind.CANARY: MoveState.TRYING, FleetStrategyKind.ATOMIC: MoveState.STAGING}
     number = fleet.move.id + 1 if fleet.move else 1
-    move = Move(number, states.get(motion.kind, MoveState.MOVING), back_to, to, motion, view.wall, reason, began=view.now)
+    move = Move(number, states.get(strategy.kind, MoveState.MOVING), back_to, to, strategy, view.wall, reason, began=view.now)
     return replace(fleet, move=move)
 
 
@@ -108,15 +122,15 @@ def _taken_back(fleet: Fleet, move: Move, view: View) -> bool:
     return move.back_to not in fleet.refused or move.state == MoveState.APPLYING or view.settling
 
 
-def _gives_way(fleet: Fleet, move: Move, want: int, view: View) -> bool:
+def _gives_way(fleet: Fleet, move: Move, target: int, view: View) -> bool:
     """Whether another version may take the move over before it has ended."""
     if move.state in (MoveState.APPLYING, MoveState.BACK):
         return False
-    if move.to in fleet.refused or move.to not in view.usable or fleet.want.kind == WantKind.NUMBER:
+    if move.to in fleet.refused or move.to not in view.usable or fleet.target.kind == FleetTargetKind.NUMBER:
         return True
     if move.state == MoveState.STOPPED:
         return True
-    return move.motion.kind == MotionKind.ALL_AT_ONCE and not fleet.mixes(want, view.shown)
+    return move.strategy.kind == FleetStrategyKind.ALL_AT_ONCE and not fleet.mixes(target, view.shown)
 
 
 # What servers are at
@@ -191,12 +205,12 @@ def _noted(move: Move, view: View) -> Move:
 
 
 def _moving(fleet: Fleet, move: Move, view: View) -> Fleet:
-    rolling = move.motion.kind != MotionKind.ALL_AT_ONCE
+    rolling = move.strategy.kind != FleetStrategyKind.ALL_AT_ONCE
     present = _present(fleet, view)
     noted = _noted(move, view)
     if rolling and noted != move:
         return replace(fleet, move=noted)
-    if rolling and len(move.failed) >= max(1, move.motion.max_failures):
+    if rolling and len(move.failed) >= max(1, move.strategy.max_failures):
         reason = "; ".join(f"{id}: {error}" for id, error in sorted(move.failed.items()))
         return replace(fleet, move=replace(move, state=MoveState.STOPPED, reason=f"it failed on {reason}"))
     if all(server.serving == move.to or id in noted.failed for id, server in present.items()):
@@ -205,7 +219,7 @@ def _moving(fleet: Fleet, move: Move, view: View) -> Fleet:
 
 
 def _trying(fleet: Fleet, move: Move, view: View) -> Fleet:
-    present, count = _present(fleet, view), max(1, move.motion.canaries)
+    present, count = _present(fleet, view), max(1, move.strategy.canaries)
     kept = [id for id in move.servers if id not in fleet.drained and fleet.power_of(id) == Power.AWAKE]
     more = [id for id, server in present.items() if server.opened and id not in kept]
     chosen = (*kept, *more[: max(0, count - len(kept))])
@@ -218,7 +232,7 @@ def _trying(fleet: Fleet, move: Move, view: View) -> Fleet:
         return fleet
     if move.state == MoveState.TRYING:
         return replace(fleet, move=replace(move, state=MoveState.HOLDING, held=view.now))
-    waits = move.hold_left(view.now) > 0 or move.checking or (move.motion.approval and not move.approved)
+    waits = move.hold_left(view.now) > 0 or move.checking or (move.strategy.approval and not move.approved)
     return fleet if waits else replace(fleet, move=replace(move, state=MoveState.MOVING))
 
 
@@ -280,7 +294,7 @@ def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
     """For every server of the view."""
     found, move = {}, fleet.moving
     turns = _turns(fleet, view)
-    together = move is not None and move.motion.kind == MotionKind.ATOMIC
+    together = move is not None and move.strategy.kind == FleetStrategyKind.ATOMIC
     late = held_back(view) if fleet.pause_mode != PauseMode.WAIT and not together else frozenset()
     for id, server in view.servers.items():
         version, apply, why = _part(fleet, id, server, view, id in turns)
@@ -335,12 +349,12 @@ def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tupl
             return move.back_to, True, f"the fleet goes back: {move.reason}"
         case MoveState.STOPPED:
             return (move.to if id in move.servers else stays), True, f"the move stopped: {move.reason}"
-    if id in move.failed and move.motion.kind != MotionKind.ALL_AT_ONCE:
+    if id in move.failed and move.strategy.kind != FleetStrategyKind.ALL_AT_ONCE:
         return stays, True, f"version {move.to} failed here: {move.failed[id]}"
-    if move.motion.kind == MotionKind.ALL_AT_ONCE and install is not None and install.active and not fleet.max_skew:
+    if move.strategy.kind == FleetStrategyKind.ALL_AT_ONCE and install is not None and install.active and not fleet.max_skew:
         # One that is under way ends first: where versions come faster than installs, nobody would ever arrive.
         keeps = install.version in view.usable and install.version not in fleet.refused and install.version > server.opened
-        if keeps and fleet.want.kind == WantKind.LATEST:
+        if keeps and fleet.target.kind == FleetTargetKind.LATEST:
             return install.version, True, ""
     return (move.to, True, "") if turn else (stays, True, "it waits for its turn")
 
@@ -349,8 +363,8 @@ def _turns(fleet: Fleet, view: View) -> set[str]:
     """The servers that may move now: with `at_a_time`, those out of service anyway and as many more as it allows. Who is away is
     told when it is back: what it would do on an older word is not counted."""
     move = fleet.moving
-    motion, version = (move.motion, move.to) if move else (fleet.motion, fleet.settled)
-    if motion.kind in (MotionKind.ALL_AT_ONCE, MotionKind.ATOMIC):
+    strategy, version = (move.strategy, move.to) if move else (fleet.strategy, fleet.settled)
+    if strategy.kind in (FleetStrategyKind.ALL_AT_ONCE, FleetStrategyKind.ATOMIC):
         return set(view.servers)
     if view.settling:
         return set()
@@ -358,7 +372,7 @@ def _turns(fleet: Fleet, view: View) -> set[str]:
     installing = {id for id, server in present.items() if server.install is not None and server.install.active}
     away = installing | {id for id, server in present.items() if not server.serving}
     given_up = move.failed.keys() if move else set()
-    room = (motion.at_a_time or len(view.servers)) - len(away - given_up)
+    room = (strategy.at_a_time or len(view.servers)) - len(away - given_up)
     behind = [id for id in present if _in_service(fleet, id, view) not in (0, version) and id not in installing]
     # Who failed waits for its next try in service: others may go first.
     waiting = sorted(behind, key=lambda id: (version in present[id].failures, present[id].serving, id))
@@ -377,9 +391,9 @@ def _range(fleet: Fleet, id: str, view: View) -> tuple[int, int] | None:
     move = fleet.moving
     if move is not None and move.state == MoveState.APPLYING:
         return NOBODY
-    if move is not None and move.motion.kind == MotionKind.ATOMIC and move.state == MoveState.BACK:
+    if move is not None and move.strategy.kind == FleetStrategyKind.ATOMIC and move.state == MoveState.BACK:
         return move.back_to, move.back_to
-    if fleet.motion.kind == MotionKind.ATOMIC:
+    if fleet.strategy.kind == FleetStrategyKind.ATOMIC:
         version = fleet.settled if move is None else move.to if move.state == MoveState.MOVING else move.back_to
         return version, version
     if not fleet.max_skew:
@@ -410,8 +424,8 @@ def roll_back(fleet: Fleet, to: int, view: View, reason: str, request: str) -> F
     """Wants `to`; READY versions after it are refused, and a NUMBER that was wanted gives way to it."""
     later = {version: reason for version in view.usable if version > to}
     kept = {version: why for version, why in _still_refused(fleet, view.ready).items() if version != to}
-    want = fleet.want if fleet.want.kind == WantKind.LATEST else Want(WantKind.NUMBER, to)
-    return replace(fleet, want=want, refused=later | kept, rolled_back=request)
+    target = fleet.target if fleet.target.kind == FleetTargetKind.LATEST else FleetTarget(FleetTargetKind.NUMBER, to)
+    return replace(fleet, target=target, refused=later | kept, rolled_back=request)
 
 
 def decide(fleet: Fleet, go_on: bool, reason: str, view: View) -> Fleet:
@@ -440,4 +454,4 @@ def checked(fleet: Fleet, move: int, passed: bool, message: str, view: View) -> 
         return fleet
     if passed:
         return replace(fleet, move=replace(found, checked=True))
-    return _turn_back(fleet, found, view, f"check {found.motion.check}: {message}")
+    return _turn_back(fleet, found, view, f"check {found.strategy.check}: {message}")

@@ -1,6 +1,6 @@
 """Publishers, epochs, slots and chunks: the way into the store.
 
-A new job fences every earlier one of its model: their STAGING versions are aborted, their calls refused. A version is aborted
+A new job fences every earlier one of its model: their UPLOADING versions are aborted, their calls refused. A version is aborted
 as soon as a rank cannot be expected to seal its slot: it is silent for the lease, has started a later step, or its process was
 replaced by another. What is aborted is aborted for every rank, and only ranks that have learnt of it try the step again.
 """
@@ -34,18 +34,18 @@ from resharder.server.state.errors import (
     Unavailable,
 )
 from resharder.server.state.timing import Timing, timed
-from resharder.server.store.manifest import ABORTED, READY, RETIRED, STAGING, VersionRecord
+from resharder.server.store.manifest import ABORTED, READY, RETIRED, UPLOADING, VersionRecord
 from resharder.server.store.model_state import check_model_name
 from resharder.server.store.store import Store
 
-MAX_STAGING = 2
+MAX_UPLOADING = 2
 _LOOK = 2.0  # seconds; between looks whether a caller that waits is still there
 _OPENING = 20.0  # seconds that a rank waits while another one's call opens the same version
 _CLOSED: dict[str, Reason] = {
-    STAGING: "VERSION_CLOSED", READY: "VERSION_READY", RETIRED: "VERSION_RETIRED", ABORTED: "VERSION_ABORTED",
+    UPLOADING: "VERSION_CLOSED", READY: "VERSION_READY", RETIRED: "VERSION_RETIRED", ABORTED: "VERSION_ABORTED",
 }  # fmt: skip
 _log = structlog.get_logger("resharder.intake")
-Phase = Literal["registration", "upload", "proof", "commit"]
+Phase = Literal["registration", "upload", "verify", "commit"]
 
 
 class IngestObserver:
@@ -58,13 +58,13 @@ class IngestObserver:
 
 
 class Intake:
-    """Thread-safe. `_lock` guards publishers and the table of STAGING versions, and `_changed` hears of what changes in them.
+    """Thread-safe. `_lock` guards publishers and the table of UPLOADING versions, and `_changed` hears of what changes in them.
 
     Locks are taken in this order: the fleets', `_lock`, the store's, that of news. Who only looks, renews a lease or waits for a
     version takes none of the first three. The fleets are asked while none of them is held.
 
     `audience(record)` says (servers that serve this version or a newer one, servers that follow the model); the fleets set it.
-    `observer` hears of numbers, `ended` of every version that is STAGING no longer; the daemon sets both.
+    `observer` hears of numbers, `ended` of every version that is UPLOADING no longer; the daemon sets both.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class Intake:
     # Versions
 
     def create_version(self, name: str, rank: int, step: int, after: int | None = None) -> Waiting[VersionRecord]:
-        """The version of (epoch, step): STAGING, or as far as it has come; a new one where there is none.
+        """The version of (epoch, step): UPLOADING, or as far as it has come; a new one where there is none.
 
         `after`: the newest version of the step that the rank has begun before, None: it has begun all. A later one that was
         aborted is the answer: the rank has not learnt of it yet, and must not deliver what it meant for that one to another.
@@ -280,7 +280,7 @@ class Intake:
                     break
             if (left := deadline - self._clock()) <= 0:
                 raise ResourceExhausted(
-                    "TOO_MANY_STAGING", f"{publisher.model}: step {step} is being opened for another rank: try again"
+                    "TOO_MANY_UPLOADING", f"{publisher.model}: step {step} is being opened for another rank: try again"
                 )
             yield self._changed.pause(seen, min(left, _LOOK))
         try:
@@ -315,9 +315,11 @@ class Intake:
             raise FailedPrecondition("VERSION_ABORTED", f"{publisher.model}: expected no earlier step than other ranks': {late}")
         others = [s.record for s in self._staged.values() if s.record.model == publisher.model]
         coming = sum(1 for model, *_ in self._creating if model == publisher.model)
-        if len(others) + coming >= MAX_STAGING:
+        if len(others) + coming >= MAX_UPLOADING:
             steps = ", ".join(f"{r.name} (step {r.step})" for r in others)
-            raise ResourceExhausted("TOO_MANY_STAGING", f"{publisher.model}: {MAX_STAGING} versions are STAGING already: {steps}")
+            raise ResourceExhausted(
+                "TOO_MANY_UPLOADING", f"{publisher.model}: {MAX_UPLOADING} versions are UPLOADING already: {steps}"
+            )
 
     def _begin(self, publisher: PublisherRecord, rank: int, step: int) -> VersionRecord:
         record = self.store.begin(publisher.model, publisher.epoch, step, publisher.job)
@@ -334,16 +336,16 @@ class Intake:
         return self.store.get(record.model, record.number)
 
     def _version_of(self, model: str, epoch: int, step: int, after: int | None) -> VersionRecord | None:
-        """A complete version first, then an aborted one after `after`, then one that is STAGING."""
+        """A complete version first, then an aborted one after `after`, then one that is UPLOADING."""
         same = [r for r in self.store.versions(model) if (r.epoch, r.step) == (epoch, step)]
         live = [r for r in same if r.state != ABORTED]
-        if live and live[-1].state != STAGING:
+        if live and live[-1].state != UPLOADING:
             return live[-1]
         untold = [r for r in same if r.state == ABORTED and after is not None and r.number > after]
         return next(reversed(untold or live), None)
 
     def staged(self, model: str, number: int, epoch: int) -> Upload:
-        """A STAGING version, for a call of `epoch`. Raises what keeps the call from going on otherwise."""
+        """An UPLOADING version, for a call of `epoch`. Raises what keeps the call from going on otherwise."""
         staged = self._staged.get((model, number))
         if staged is None or staged.publisher.state == FENCED or staged.record.epoch != epoch:
             record = self.store.get(model, number)
@@ -391,7 +393,7 @@ class Intake:
         record = self.store.get(model, number)
         self._check_epoch(record, epoch)
         staged = self._staged.get((model, number))
-        if staged is None or record.state != "STAGING":
+        if staged is None or record.state != "UPLOADING":
             return self._compare(self.store.get(model, number), rank, digests)
         fresh = rank in staged.open_ranks()
         last = staged.seal(rank, digests, mapped, timings, trace)
@@ -430,7 +432,7 @@ class Intake:
         record = staged.record
         try:
             failpoint("commit.before-proof")
-            with self._timed("proof", staged):
+            with self._timed("verify", staged):
                 digests = staged.prove(self._threads, self._patience)
             failpoint("commit.after-proof")
             with self._timed("commit", staged):
@@ -463,14 +465,14 @@ class Intake:
         return done
 
     def abort(self, model: str, number: int, epoch: int, reason: str) -> VersionRecord:
-        """ABORTED, if it is STAGING; else as it is."""
+        """ABORTED, if it is UPLOADING; else as it is."""
         record = self.store.get(model, number)
         self._check_epoch(record, epoch)
         staged = self._staged.get((model, number))
         return self._abort(staged, reason or "aborted by its publisher") if staged else record
 
     def progress(self, record: VersionRecord) -> list[tuple[int, bool, int, int]]:
-        """(rank, sealed, bytes, bytes received) of every slot; empty where the version is not STAGING."""
+        """(rank, sealed, bytes, bytes received) of every slot; empty where the version is not UPLOADING."""
         staged = self._staged.get((record.model, record.number))
         return staged.progress() if staged else []
 

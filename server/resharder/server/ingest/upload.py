@@ -1,4 +1,4 @@
-"""A STAGING version: the chunks that arrived, the slots that are sealed, and the proof before it becomes READY.
+"""An UPLOADING version: the chunks that arrived, the slots that are sealed, and the proof before it becomes READY.
 
 open --all slots sealed--> committing --digests agree--> READY
   \\--aborted, fenced, a rank silent or at a later step--\\--they differ--> ABORTED

@@ -9,7 +9,7 @@ from resharder.server.fleets.fleets import Fleets, FleetView, ServerView
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.state.errors import ResourceNotFound
-from resharder.server.store.manifest import READY, RETIRED, STAGING, VersionRecord
+from resharder.server.store.manifest import READY, RETIRED, UPLOADING, VersionRecord
 
 
 class Lag(NamedTuple):
@@ -20,7 +20,7 @@ class Lag(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """How far a STAGING version has come."""
+    """How far an UPLOADING version has come."""
 
     sealed: int
     slots: int
@@ -58,7 +58,7 @@ def take(intake: Intake, fleets: Fleets) -> Snapshot:
             versions[model] = store.versions(model)
         except ResourceNotFound:
             continue
-    staging = [record for records in versions.values() for record in records if record.state == STAGING]
+    staging = [record for records in versions.values() for record in records if record.state == UPLOADING]
     servers: dict[str, list[ServerView]] = {}
     for server in fleets.servers():
         servers.setdefault(server.server.fleet, []).append(server)

@@ -4,7 +4,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.converters.wire.boxes import spec_to_proto
 from resharder.server.fleets.fleets import FleetView, ServerView
 from resharder.server.state.errors import InvalidArgument
-from resharder.server.state.fleet import Motion, Move
+from resharder.server.state.fleet import FleetStrategy, Move
 from resharder.server.state.server import Attached, Install, OrderKind, Power, Reported, Worker, WorkerState
 from resharder.server.state.timing import possible, timings_from_proto, timings_to_proto
 from resharder.server.store.manifest import READY, Manifest, VersionRecord
@@ -78,7 +78,7 @@ def worker_from_proto(message: resources_pb2.Worker) -> Worker:
         fingerprint=message.fingerprint,
         needed_bytes=message.needed_bytes,
         boxed_bytes=message.boxed_bytes,
-        proven_tensors=message.proven_tensors,
+        verified_tensors=message.verified_tensors,
         transport=message.transport,
         stage_seconds=possible(message.stage_seconds),
         apply_seconds=possible(message.apply_seconds),
@@ -116,7 +116,7 @@ def worker_to_proto(worker: Worker) -> resources_pb2.Worker:
         fingerprint=worker.fingerprint,
         needed_bytes=worker.needed_bytes,
         boxed_bytes=worker.boxed_bytes,
-        proven_tensors=worker.proven_tensors,
+        verified_tensors=worker.verified_tensors,
         transport=worker.transport,
         stage_seconds=worker.stage_seconds,
         apply_seconds=worker.apply_seconds,
@@ -223,12 +223,12 @@ def fleet_to_proto(view: FleetView) -> resources_pb2.Fleet:
         pause_mode=resources_pb2.PauseMode.Value(fleet.pause_mode.name),
         wanted_version=view.wanted_version,
         servers=[f"servers/{id}" for id in view.servers],
-        want=resources_pb2.Want(
-            kind=resources_pb2.Want.Kind.Value(fleet.want.kind.name),
-            version=fleet.want.version,
-            every_seconds=fleet.want.every_seconds,
+        target=resources_pb2.VersionTarget(
+            kind=resources_pb2.VersionTarget.Kind.Value(fleet.target.kind.name),
+            version=fleet.target.version,
+            every_seconds=fleet.target.every_seconds,
         ),
-        motion=_motion_to_proto(fleet.motion),
+        strategy=_strategy_to_proto(fleet.strategy),
         max_skew=fleet.max_skew,
         serve_ahead=fleet.serve_ahead,
         settled_version=fleet.settled,
@@ -241,15 +241,15 @@ def fleet_to_proto(view: FleetView) -> resources_pb2.Fleet:
     return message
 
 
-def _motion_to_proto(motion: Motion) -> resources_pb2.Motion:
-    return resources_pb2.Motion(
-        kind=resources_pb2.Motion.Kind.Value(motion.kind.name),
-        at_a_time=motion.at_a_time,
-        max_failures=motion.max_failures,
-        canaries=motion.canaries,
-        hold_seconds=motion.hold_seconds,
-        approval=motion.approval,
-        check=motion.check,
+def _strategy_to_proto(strategy: FleetStrategy) -> resources_pb2.UpdateStrategy:
+    return resources_pb2.UpdateStrategy(
+        kind=resources_pb2.UpdateStrategy.Kind.Value(strategy.kind.name),
+        at_a_time=strategy.at_a_time,
+        max_failures=strategy.max_failures,
+        canaries=strategy.canaries,
+        hold_seconds=strategy.hold_seconds,
+        approval=strategy.approval,
+        check=strategy.check,
     )
 
 
@@ -260,7 +260,7 @@ def _move_to_proto(move: Move) -> resources_pb2.Move:
         from_version=move.back_to,
         to_version=move.to,
         reason=move.reason,
-        motion=_motion_to_proto(move.motion),
+        strategy=_strategy_to_proto(move.strategy),
         servers=move.servers,
         failed=dict(move.failed),
         start_time=timestamp(move.started),

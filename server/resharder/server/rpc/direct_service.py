@@ -77,7 +77,7 @@ class DirectService:
     def GetDigests(self, request: direct_pb2.GetDigestsRequest, call: Call) -> Waiting[Message]:
         model, number = parse_name(request.version, "versions")
         digests = yield from self._direct.digests(_member(request.member), request.group, number)
-        return direct_pb2.SaidDigests(digests=digests, fingerprint=self._intake.store.get(model, number).ahead_fingerprint)
+        return direct_pb2.ReportedDigests(digests=digests, fingerprint=self._intake.store.get(model, number).ahead_fingerprint)
 
     def SetGroupKey(self, request: direct_pb2.SetGroupKeyRequest, call: Call) -> Message:
         self._direct.set_key(request.group, request.key, request.value)

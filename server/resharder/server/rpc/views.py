@@ -9,7 +9,7 @@ from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.observability.tracing.ids import Tracing
 from resharder.server.rpc.convert import store_access, version_to_proto
 from resharder.server.state.errors import InvalidArgument
-from resharder.server.store.manifest import STAGING, VersionRecord
+from resharder.server.store.manifest import UPLOADING, VersionRecord
 from resharder.v1 import resources_pb2
 
 _MAX_WAIT = 3600.0
@@ -40,9 +40,9 @@ class Views:
     def version(self, record: VersionRecord, slots: bool = True) -> resources_pb2.Version:
         message = version_to_proto(self.store, record, self.fleets.serving(record.model, record.number))
         message.trace = self._tracing.traceparent(record)
-        if record.state == STAGING and self.store.shared:
+        if record.state == UPLOADING and self.store.shared:
             message.folder = str(self.store.folder(record))
-        if slots and record.state == STAGING:
+        if slots and record.state == UPLOADING:
             for rank, sealed, size, received in self.intake.progress(record):
                 state = resources_pb2.Slot.SEALED if sealed else resources_pb2.Slot.OPEN
                 message.slots.add(rank=rank, state=state, size_bytes=size, received_bytes=received)

@@ -5,7 +5,7 @@ DaemonError
 ├── NotFound
 ├── AlreadyExists        the same key with other content
 ├── FailedPrecondition   right call, wrong time: fenced epoch, missing chunks, layouts that do not tile
-├── ResourceExhausted    no room, a full medium, no descriptors, too many versions STAGING, too many calls of one model or caller
+├── ResourceExhausted    no room, a full medium, no descriptors, too many versions UPLOADING or calls
 ├── DataLoss             bytes that are not the bytes that were sent
 ├── Unavailable          not now: no version yet, draining, a medium that fails
 ├── DeadlineExceeded     waited as long as asked
@@ -17,21 +17,21 @@ from typing import Literal
 
 import grpc
 
-# docs/protocol.md says when each is sent, and with which status.
+# docs/errors.md lists when each is sent, and with which status.
 Reason = Literal[
     "BOX", "CHECKSUM", "CHUNK", "CHUNK_BYTES", "CHUNK_INDEX", "CHUNK_LENGTH", "CONTROL", "DIGESTS", "DRAINING", "FLEET_MODEL",
     "JOB", "LAYOUT_MISMATCH", "MISSING_CHUNKS", "MODEL_AMBIGUOUS", "MODEL_FILE", "MODEL_NAME", "MODEL_UNKNOWN", "NAME",
     "NOT_REGISTERED", "NO_ROOM", "NO_VERSION", "ORDER", "PAGE_SIZE", "PAGE_TOKEN", "PROTOCOL", "PUBLISHER_UNKNOWN", "RANK",
     "REGISTRATION_FAILED", "RESOURCE_NAME", "SERVER_ELSEWHERE", "SERVER_UNKNOWN", "SLOT_DIFFERS", "STALE_EPOCH", "STEP",
-    "TENSORS", "TENSOR_MISMATCH", "TOO_MANY_BOXES", "TOO_MANY_CALLS", "TOO_MANY_STAGING", "UNKNOWN_TENSOR", "VERSION_ABORTED",
+    "TENSORS", "TENSOR_MISMATCH", "TOO_MANY_BOXES", "TOO_MANY_CALLS", "TOO_MANY_UPLOADING", "UNKNOWN_TENSOR", "VERSION_ABORTED",
     "VERSION_CLOSED", "VERSION_GONE", "VERSION_READY", "VERSION_RETIRED", "VERSION_UNKNOWN", "WAIT_SECONDS", "WORKER",
     "WORLD_SIZE", "NO_DESCRIPTORS", "STORE_FAILED", "STORE_FULL", "STORE_FILESYSTEM", "STORE_LOCKED", "STORE_OWNER",
     "ARCHIVE_FAILED", "KEEP", "NOT_ARCHIVED", "NO_ARCHIVE", "VERSION_DIFFERS",
     "MESSAGE", "MESSAGE_TOO_LARGE", "NOT_ALLOWED", "NO_IDENTITY", "TOKEN_UNKNOWN", "TOO_FAST",
     "MEMORY_UNKNOWN", "NOT_OFFERED", "TOO_MANY_KEYS",
-    "CHECK_UNKNOWN", "FLEET_UNKNOWN", "KV_FLEET", "MAX_SKEW", "MOTION", "NOTHING_TO_DECIDE", "NOT_SERVING", "SERVE_AHEAD",
+    "CHECK_UNKNOWN", "FLEET_UNKNOWN", "KV_FLEET", "MAX_SKEW", "STRATEGY", "NOTHING_TO_DECIDE", "NOT_SERVING", "SERVE_AHEAD",
     "NO_EARLIER", "NO_PROFILE", "NO_VERIFICATION", "PAUSE_MODE", "POWER", "PROFILE",
-    "UPDATE_MASK", "VERSION", "VERSION_NOT_READY", "WANT",
+    "UPDATE_MASK", "VERSION", "VERSION_NOT_READY", "TARGET",
 ]  # fmt: skip
 
 

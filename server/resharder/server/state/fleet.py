@@ -11,17 +11,17 @@ from resharder.v1 import resources_pb2
 NOBODY = (1, 0)  # the range of versions that permits none
 
 
-class WantKind(IntEnum):
-    LATEST = resources_pb2.Want.LATEST
-    NUMBER = resources_pb2.Want.NUMBER
-    NONE = resources_pb2.Want.NONE
+class FleetTargetKind(IntEnum):
+    LATEST = resources_pb2.VersionTarget.LATEST
+    NUMBER = resources_pb2.VersionTarget.NUMBER
+    NONE = resources_pb2.VersionTarget.NONE
 
 
-class MotionKind(IntEnum):
-    ALL_AT_ONCE = resources_pb2.Motion.ALL_AT_ONCE
-    ROLLING = resources_pb2.Motion.ROLLING
-    CANARY = resources_pb2.Motion.CANARY
-    ATOMIC = resources_pb2.Motion.ATOMIC
+class FleetStrategyKind(IntEnum):
+    ALL_AT_ONCE = resources_pb2.UpdateStrategy.ALL_AT_ONCE
+    ROLLING = resources_pb2.UpdateStrategy.ROLLING
+    CANARY = resources_pb2.UpdateStrategy.CANARY
+    ATOMIC = resources_pb2.UpdateStrategy.ATOMIC
 
 
 class MoveState(IntEnum):
@@ -43,17 +43,17 @@ class PauseMode(IntEnum):
 
 
 @dataclass(frozen=True)
-class Want:
-    kind: WantKind = WantKind.LATEST
+class FleetTarget:
+    kind: FleetTargetKind = FleetTargetKind.LATEST
     version: int = 0
     every_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
-class Motion:
+class FleetStrategy:
     """Counts of 0 mean all for `at_a_time`, one for the others."""
 
-    kind: MotionKind = MotionKind.ALL_AT_ONCE
+    kind: FleetStrategyKind = FleetStrategyKind.ALL_AT_ONCE
     at_a_time: int = 0
     max_failures: int = 0
     canaries: int = 0
@@ -70,7 +70,7 @@ class Move:
     state: MoveState
     back_to: int  # 0: nothing was served before
     to: int
-    motion: Motion
+    strategy: FleetStrategy
     started: float
     reason: str = ""
     servers: tuple[str, ...] = ()  # the canaries, then all that arrived
@@ -85,7 +85,7 @@ class Move:
 
     def hold_left(self, now: float) -> float:
         """Seconds until the hold of its canaries is over; 0 where none is running."""
-        return max(0.0, self.held + self.motion.hold_seconds - now) if self.state == MoveState.HOLDING else 0.0
+        return max(0.0, self.held + self.strategy.hold_seconds - now) if self.state == MoveState.HOLDING else 0.0
 
     @property
     def active(self) -> bool:
@@ -93,12 +93,12 @@ class Move:
 
     @property
     def canaries(self) -> tuple[str, ...]:
-        return self.servers[: max(1, self.motion.canaries)]
+        return self.servers[: max(1, self.strategy.canaries)]
 
     @property
     def checking(self) -> bool:
         """Its check has to run, or is running."""
-        return self.state == MoveState.HOLDING and bool(self.motion.check) and not self.checked
+        return self.state == MoveState.HOLDING and bool(self.strategy.check) and not self.checked
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class Fleet:
     name: str
     model: str
     pause_mode: PauseMode = PauseMode.KEEP
-    want: Want = Want()
-    motion: Motion = Motion()
+    target: FleetTarget = FleetTarget()
+    strategy: FleetStrategy = FleetStrategy()
     max_skew: int = 0
     serve_ahead: bool = False  # of ALL_AT_ONCE without a skew bound alone
     settled: int = 0  # the version that it moved to last
@@ -128,16 +128,16 @@ class Fleet:
     @property
     def strict(self) -> bool:
         """Versions must not mix beyond a bound, so gates do not outlive leases."""
-        return self.max_skew > 0 or self.motion.kind == MotionKind.ATOMIC
+        return self.max_skew > 0 or self.strategy.kind == FleetStrategyKind.ATOMIC
 
     def mixes(self, version: int, shown: Iterable[int]) -> bool:
         """Whether to serve this version beside those that are shown breaks what the fleet promises."""
-        bound = 0 if self.motion.kind == MotionKind.ATOMIC else self.max_skew
+        bound = 0 if self.strategy.kind == FleetStrategyKind.ATOMIC else self.max_skew
         return self.strict and any(abs(version - other) > bound for other in shown)
 
     def rest_left(self, now: float) -> float:
-        """Seconds until `want.every_seconds` permit the next move; 0 where nothing is to be waited for."""
-        return max(0.0, self.move.began + self.want.every_seconds - now) if self.move is not None else 0.0
+        """Seconds until `target.every_seconds` permit the next move; 0 where nothing is to be waited for."""
+        return max(0.0, self.move.began + self.target.every_seconds - now) if self.move is not None else 0.0
 
     def power_of(self, server: str) -> Power:
         return self.powers.get(server, self.power)
@@ -148,9 +148,9 @@ class Fleet:
         if move is None:
             versions = {self.settled}
         else:
-            returns = move.motion.kind != MotionKind.ALL_AT_ONCE or move.state == MoveState.BACK
+            returns = move.strategy.kind != FleetStrategyKind.ALL_AT_ONCE or move.state == MoveState.BACK
             versions = {move.to, move.back_to if returns else 0}
-        return frozenset(versions | ({self.want.version} if self.want.kind == WantKind.NUMBER else set())) - {0}
+        return frozenset(versions | ({self.target.version} if self.target.kind == FleetTargetKind.NUMBER else set())) - {0}
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class View:
     now: float
     settings: Settings
     settling: bool = False
-    ahead: Set[int] = frozenset()  # STAGING, and offered by every rank to a fleet that serves ahead
+    ahead: Set[int] = frozenset()  # UPLOADING, and offered by every rank to a fleet that serves ahead
     wall: float = 0.0  # seconds since 1970
     at_once: int = 1  # servers that ranks can send to at the same time
 

@@ -73,7 +73,7 @@ class Worker:
     fingerprint: str = ""  # of the version it holds
     needed_bytes: int = 0
     boxed_bytes: int = 0
-    proven_tensors: int = 0
+    verified_tensors: int = 0
     transport: str = ""
     stage_seconds: float = 0.0
     apply_seconds: float = 0.0
@@ -95,7 +95,7 @@ class Ahead:
     """A version that every rank offered before it was READY; `fingerprint` is what workers hold it by until then."""
 
     fingerprint: str
-    staging: bool  # it is STAGING still, and the fleet serves ahead
+    staging: bool  # it is UPLOADING still, and the fleet serves ahead
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Server:
         return max(self.ready, default=0)
 
     def serves(self, version: int) -> bool:
-        """Whether a gate may be opened on it: READY, or STAGING where the fleet serves ahead."""
+        """Whether a gate may be opened on it: READY, or UPLOADING where the fleet serves ahead."""
         return version in self.ready or self.is_ahead(version)
 
     def is_ahead(self, version: int) -> bool:

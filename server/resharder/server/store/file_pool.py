@@ -14,7 +14,7 @@ import structlog
 from resharder.converters.storage.files import FileLayout
 from resharder.server.infra.filesystem import make_folder, move, touching, unused_elsewhere, write_at, write_zeros
 from resharder.server.state.errors import ResourceExhausted
-from resharder.server.store.manifest import READY, STAGING
+from resharder.server.store.manifest import READY, UPLOADING
 from resharder.server.store.model_state import Room, StoredModel
 from resharder.server.store.retention import peak
 
@@ -60,7 +60,7 @@ class Pool:
         """Who holds what, for messages."""
         said = []
         for model in self._models():
-            for record in sorted([*model.of(READY), *model.of(STAGING)], key=lambda r: r.number):
+            for record in sorted([*model.of(READY), *model.of(UPLOADING)], key=lambda r: r.number):
                 by = ", ".join(sorted(model.holders.get(record.number, ()))[:4])
                 said.append(f"{record.name} {record.state} {record.size_bytes} bytes" + (f" used by {by}" if by else ""))
             if model.room:

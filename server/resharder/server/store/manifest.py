@@ -19,7 +19,7 @@ FORMAT = 2
 _HASH = {1: "fingerprint", 2: "blake3"}
 """The field of a format that has the blake3 of the rest."""
 
-STAGING, READY, RETIRED, ABORTED = "STAGING", "READY", "RETIRED", "ABORTED"
+UPLOADING, READY, RETIRED, ABORTED = "UPLOADING", "READY", "RETIRED", "ABORTED"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from resharder.converters.storage.files import FileLayout
 from resharder.server.infra.filesystem import touching, write_at, write_file
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.store import manifest, model_files
-from resharder.server.store.manifest import ABORTED, READY, RETIRED, STAGING, VersionRecord
+from resharder.server.store.manifest import ABORTED, READY, RETIRED, UPLOADING, VersionRecord
 from resharder.server.store.redigest import renew
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -75,11 +75,11 @@ class StoredModel:
         return [record for record in self.records.values() if record.state == state]
 
     def sets(self, room: Room) -> int:
-        live = sum(1 for r in self.records.values() if r.epoch == room.epoch and r.state in (READY, STAGING))
+        live = sum(1 for r in self.records.values() if r.epoch == room.epoch and r.state in (READY, UPLOADING))
         return live + len(room.pool) + room.pending
 
     def used(self) -> int:
-        live = sum(r.size_bytes for r in self.records.values() if r.state in (READY, STAGING))
+        live = sum(r.size_bytes for r in self.records.values() if r.state in (READY, UPLOADING))
         ahead = self.room.size * (len(self.room.pool) + self.room.pending) if self.room else 0
         return live + ahead + self.leaving + sum(self.stuck.values()) + self.arriving
 

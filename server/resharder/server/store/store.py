@@ -3,7 +3,7 @@
     <root>/models/<model>/claim.json            the last version number and epoch given out, and the epochs' jobs
                           files/<epoch>.<n>/    config.json, tokenizer, index of the newest ACTIVE publisher
                           pool/<epoch>-<n>/     safetensors files, headers written and pages there, for versions to come
-                          staging/<number>/     STAGING
+                          staging/<number>/     UPLOADING
                           versions/<number>/    READY: a complete checkpoint and resharder.json
                           retired/<number>/     on their way out
 
@@ -40,7 +40,7 @@ from resharder.server.state.errors import (
 from resharder.server.store import manifest, model_files
 from resharder.server.store.archived_digests import proven
 from resharder.server.store.file_pool import Pool
-from resharder.server.store.manifest import ABORTED, MANIFEST_FILE, READY, RETIRED, STAGING, Manifest, VersionRecord
+from resharder.server.store.manifest import ABORTED, MANIFEST_FILE, READY, RETIRED, UPLOADING, Manifest, VersionRecord
 from resharder.server.store.model_state import (
     MODEL_NAME,
     Claim,
@@ -61,7 +61,7 @@ class Retirement(NamedTuple):
     """What an operator's wish to drop versions came to. With a dry run `retired` are those that would be."""
 
     retired: tuple[VersionRecord, ...]
-    kept: tuple[VersionRecord, ...]  # in use, STAGING, or the newest READY one
+    kept: tuple[VersionRecord, ...]  # in use, UPLOADING, or the newest READY one
     freed_bytes: int
 
 
@@ -238,7 +238,7 @@ class Store:
 
     @medium_errors()
     def begin(self, name: str, epoch: int, step: int, job: str) -> VersionRecord:
-        """A new STAGING version in files of the pool. Raises FailedPrecondition (STALE_EPOCH), ResourceExhausted (NO_ROOM), and
+        """A new UPLOADING version in files of the pool. Raises FailedPrecondition (STALE_EPOCH), ResourceExhausted (NO_ROOM), and
         STORE_FULL, STORE_FAILED where none can be laid out."""
         retired: list[VersionRecord] = []
         try:
@@ -276,7 +276,7 @@ class Store:
         model.write_claim()
         failpoint("begin.after-number")
         now = round(self._clock(), 6)
-        record = VersionRecord(model.name, model.number, STAGING, room.epoch, step, job, room.size, _count(room.layouts), now)
+        record = VersionRecord(model.name, model.number, UPLOADING, room.epoch, step, job, room.size, _count(room.layouts), now)
         make_folder(model.folder / "staging")
         move(path, self.folder(record))
         failpoint("begin.after-rename")
@@ -312,17 +312,17 @@ class Store:
             raise Unavailable("DRAINING", "the daemon is going down and takes no new versions")
 
     def folder(self, record: VersionRecord) -> Path:
-        """Where the version's files are; they are there while it is STAGING or READY."""
-        kind = {STAGING: "staging", READY: "versions"}.get(record.state, "retired")
+        """Where the version's files are; they are there while it is UPLOADING or READY."""
+        kind = {UPLOADING: "staging", READY: "versions"}.get(record.state, "retired")
         return self.root / "models" / record.model / kind / f"{record.number:08}"
 
     def layouts(self, record: VersionRecord) -> tuple[FileLayout, ...]:
-        """Of a STAGING version."""
+        """Of an UPLOADING version."""
         return self._room_of(self._model(record.model), record.epoch).layouts
 
     @medium_errors()
     def commit(self, record: VersionRecord, digests: Mapping[str, int], slots: tuple[tuple[int, str], ...]) -> VersionRecord:
-        """Makes a STAGING version READY. Its bytes must be complete and proven, its last writer gone."""
+        """Makes an UPLOADING version READY. Its bytes must be complete and proven, its last writer gone."""
         folder = self.folder(record)
         layouts = {layout.path: layout for layout in self.layouts(record)}
         with touching(folder, "reading"):
@@ -339,7 +339,7 @@ class Store:
         failpoint("commit.after-manifest")
         with self._changed:
             model = self._model(record.model)
-            if model.records[record.number].state != STAGING:
+            if model.records[record.number].state != UPLOADING:
                 raise FailedPrecondition("VERSION_ABORTED", f"{record.name} was aborted: {model.records[record.number].reason}")
             parent = make_folder(model.folder / "versions")
             failpoint("commit.before-rename")
@@ -368,11 +368,11 @@ class Store:
             raise
 
     def abort(self, name: str, number: int, reason: str) -> VersionRecord:
-        """A STAGING version becomes ABORTED, its files leave; any other is returned as it is. No medium keeps it from that."""
+        """An UPLOADING version becomes ABORTED, its files leave; any other is returned as it is. No medium keeps it from that."""
         with self._changed:
             model = self._model(name)
             record = self.get(name, number)
-            if record.state != STAGING:
+            if record.state != UPLOADING:
                 return record
             done = replace(record, state=ABORTED, reason=reason)
             self._leave(model, record, done)
@@ -400,8 +400,8 @@ class Store:
             retired.append(done)
 
     def _leave(self, model: StoredModel, record: VersionRecord, done: VersionRecord) -> None:
-        """Raises OSError for a READY version that cannot leave its folder; it is READY still. A STAGING one may leave from where
-        it is: no daemon that starts takes it for a version."""
+        """Raises OSError for a READY version that cannot leave its folder; it is READY still. An UPLOADING one may leave from
+        where it is: no daemon that starts takes it for a version."""
         path = self.folder(done)
         try:
             make_folder(path.parent)
@@ -442,7 +442,7 @@ class Store:
             model = self._model(name)
             ready = sorted(r.number for r in model.of(READY))
             records = [self.get(name, number) for number in sorted(numbers or ready[:-keep])]
-            asked = [record for record in records if record.state in (READY, STAGING)]
+            asked = [record for record in records if record.state in (READY, UPLOADING)]
             free = [r for r in asked if r.state == READY and r.number != ready[-1] and not self._used(model, r.number)]
         retired = tuple(free) if dry_run else tuple(self._retire(model, free))
         gone = {record.number for record in retired}

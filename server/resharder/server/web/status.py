@@ -7,9 +7,9 @@ from resharder.server.fleets.fleets import FleetView, ServerView
 from resharder.server.infra.event_log import Event
 from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.observability.snapshot import Snapshot
-from resharder.server.state.fleet import Motion, MotionKind, Move, Want, WantKind
+from resharder.server.state.fleet import FleetStrategy, FleetStrategyKind, FleetTarget, FleetTargetKind, Move
 from resharder.server.state.server import Install, InstallState, Server, Worker, WorkerState
-from resharder.server.store.manifest import STAGING, VersionRecord
+from resharder.server.store.manifest import UPLOADING, VersionRecord
 from resharder.v1 import resources_pb2
 
 _VERSIONS = 12  # of each model, the newest
@@ -41,7 +41,7 @@ def _uploads(now: Snapshot) -> list[dict[str, Any]]:
     """What ranks write into mapped files is first heard of with a slot's seal."""
     found = []
     for records in now.versions.values():
-        for record in (record for record in records if record.state == STAGING):
+        for record in (record for record in records if record.state == UPLOADING):
             slots = now.arriving[record.name]
             took = max(1e-3, now.time - record.create_time)
             found.append(
@@ -98,8 +98,8 @@ def _fleet(now: Snapshot, view: FleetView) -> dict[str, Any]:
         "name": fleet.name,
         "model": fleet.model,
         "reason": view.reason,
-        "want": _want(fleet.want),
-        "motion": _motion(fleet.motion),
+        "target": _set_target(fleet.target),
+        "strategy": _strategy(fleet.strategy),
         "wanted": view.wanted_version,
         "settled": fleet.settled,
         "refused": sorted(fleet.refused),
@@ -109,23 +109,23 @@ def _fleet(now: Snapshot, view: FleetView) -> dict[str, Any]:
     }
 
 
-def _want(want: Want) -> str:
-    match want.kind:
-        case WantKind.NUMBER:
-            return f"version {want.version}"
-        case WantKind.NONE:
+def _set_target(target: FleetTarget) -> str:
+    match target.kind:
+        case FleetTargetKind.NUMBER:
+            return f"version {target.version}"
+        case FleetTargetKind.NONE:
             return "no other version"
-    return "the latest" + (f", at most every {want.every_seconds:g} s" if want.every_seconds else "")
+    return "the latest" + (f", at most every {target.every_seconds:g} s" if target.every_seconds else "")
 
 
-def _motion(motion: Motion) -> str:
-    at_a_time = f"{motion.at_a_time} at a time" if motion.at_a_time else "the rest at once"
+def _strategy(strategy: FleetStrategy) -> str:
+    at_a_time = f"{strategy.at_a_time} at a time" if strategy.at_a_time else "the rest at once"
     return {
-        MotionKind.ALL_AT_ONCE: "all at once",
-        MotionKind.ROLLING: f"rolling, {at_a_time}" if motion.at_a_time else "rolling",
-        MotionKind.CANARY: f"canary of {max(1, motion.canaries)}, then {at_a_time}",
-        MotionKind.ATOMIC: "atomically",
-    }[motion.kind]
+        FleetStrategyKind.ALL_AT_ONCE: "all at once",
+        FleetStrategyKind.ROLLING: f"rolling, {at_a_time}" if strategy.at_a_time else "rolling",
+        FleetStrategyKind.CANARY: f"canary of {max(1, strategy.canaries)}, then {at_a_time}",
+        FleetStrategyKind.ATOMIC: "atomically",
+    }[strategy.kind]
 
 
 def _move(move: Move, group: Sequence[ServerView]) -> dict[str, Any]:

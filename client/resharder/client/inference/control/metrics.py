@@ -42,28 +42,28 @@ class Numbers(Watcher):
         )
         self._waited = Histogram(
             name("request_wait_seconds"),
-            "How long requests waited at the gate, of those that came while a version was being installed",
+            "Time that requests waited at the gate for an install",
             registry=registry,
             buckets=_SECONDS,
         )
         self._phase = Histogram(
             name("install_phase_seconds"),
-            "Phases of installs while the engine is paused: pause, apply (copies and their proof, in all workers), reset "
-            "(caches), resume. Staging, before them, is on the daemon's page",
+            "Phases of installs while the engine is paused: pause, apply (copies and verification, in all workers), reset "
+            "(caches), resume. The daemon's metrics have the stage phase",
             ["phase"],
             registry=registry,
             buckets=_SECONDS,
         )
         self._pause = Histogram(
             name("pause_seconds"),
-            "How long the engine was paused for an install, from asking for the pause to the end of resuming",
+            "Pauses of the engine for installs, from the request to pause to the end of resuming",
             registry=registry,
             buckets=_SECONDS,
         )
         self._installs = Counter(name("installs"), "Orders to apply a version: applied, failed", ["outcome"], registry=registry)
         self._lease = Gauge(
             name("lease_expiry_timestamp_seconds"),
-            "When the lease of an API server ends unless it is renewed, in seconds since 1970. Of several the earliest",
+            "End of the API server's lease, in seconds since 1970; of several API servers the earliest",
             registry=registry,
             multiprocess_mode="livemin",
         )

@@ -310,7 +310,7 @@ class Agent:
             transport=self.staging.transport,
             stage_seconds=staged.seconds if staged else 0.0,
             apply_seconds=done.seconds if done else 0.0,
-            proven_tensors=done.proven if done else 0,
+            verified_tensors=done.proven if done else 0,
             boxed_bytes=done.boxed_bytes if done else 0,
             process=PROCESS,
             fingerprint=self.fingerprint,

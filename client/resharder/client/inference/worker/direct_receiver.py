@@ -171,7 +171,7 @@ class Receiver:
             with timed(timings, "transfer"), link.watched():
                 took = link.run(proof, lambda: _same(targets, _targets(models, memory)))
             times.append(time.monotonic())
-            with timed(timings, "prove"):
+            with timed(timings, "verify"):
                 self._check(memory, proof.digests() if proof else read_all(targets, memory.layout.pieces, memory.layout.tensors))
             times.append(time.monotonic())
         except ResharderError as error:

@@ -96,7 +96,7 @@ def install(
             proven |= fed.boxes
             if route.readable:
                 synchronize(host)
-                with timed(timings if timings is not None else [], "prove"), record_function("resharder: digest"):
+                with timed(timings if timings is not None else [], "verify"), record_function("resharder: digest"):
                     read = read_all(live_tensors(model), route.readable, source.specs)
                 for piece, found in zip(route.readable, read, strict=True):
                     check(piece.tensor, piece.box, found, f"in {piece.local}")

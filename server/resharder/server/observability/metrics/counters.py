@@ -1,4 +1,4 @@
-"""Counters and histograms, fed by the intake, the fleets, the journal and refused calls as things happen."""
+"""Counters and histograms of events: publishing, installs, moves, transfers, refusals."""
 
 from collections.abc import Iterable
 from typing import Literal
@@ -19,7 +19,7 @@ TRANSPORTS = ("grpc", "shared-memory", "direct")
 
 
 class Observed(coordinator.IngestObserver, fleets.FleetObserver):
-    """Thread-safe; nothing in it waits for long."""
+    """Observer of ingest and fleets that counts into a registry. Thread-safe; no method blocks."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, help: str, *labels: str) -> Counter:
@@ -31,84 +31,84 @@ class Observed(coordinator.IngestObserver, fleets.FleetObserver):
         self._publish = histogram(
             "publish_phase_seconds",
             "Phases of publishing: registration (from a job's first call to the last rank's), upload (from a version's creation "
-            "to its last slot's seal), proof (digests of all tensors), commit (manifest, fsync, rename)",
+            "to its last slot's seal), verify (digests of all tensors), commit (manifest, fsync, rename)",
             "model",
             "phase",
         )
-        self._received = counter("received_bytes", "Bytes that ranks delivered", "model", "transport")
+        self._received = counter("received_bytes", "Bytes received from ranks", "model", "transport")
         self._slot_rate = histogram(
             "slot_upload_bytes_per_second",
-            "How fast slots arrived, from their version's creation to their seal",
+            "Upload rate of slots, from their version's creation to their seal",
             "transport",
             buckets=RATES,
         )
         self._install = histogram(
             "install_phase_seconds",
-            "Phases of installs that were committed: stage (while serving), then pause, apply (copies and their proof), reset "
-            "(caches), resume; stage and apply are the slowest worker's. prove is the part of apply that is proof alone, where "
-            "there is one: over the direct path, and of what went through vLLM's loader. Boxes of the staged path are proven "
-            "while they are copied, and that is not told apart",
+            "Phases of committed installs: stage (while serving), then pause, apply (copies and verification), reset (caches), "
+            "resume; stage and apply are those of the slowest worker. verify is the part of apply that only verifies: over the "
+            "direct path, and of tensors that go through vLLM's loader. The staged path verifies boxes while it copies them",
             "fleet",
             "phase",
         )
         self._pause = histogram(
-            "install_pause_seconds", "How long servers were paused, from asking for the pause to the end of resuming", "fleet"
+            "install_pause_seconds", "Pauses of servers, from the request to pause to the end of resuming", "fleet"
         )
         self._installs = counter(
             "installs",
-            "Installs that ended: committed, failed (counts as a try of the version), given_up (for reasons that are not the "
-            "version's: lease over, another version wanted, worker replaced)",
+            "Ended installs: committed, failed (counts as an attempt to install the version), given_up (for other reasons: lease "
+            "expired, target changed, worker replaced)",
             "fleet",
             "outcome",
         )
         self._torn = counter(
             "torn_installs_avoided",
-            "Installs that went wrong after workers had begun to write: the server was not resumed on a mix of versions",
+            "Installs that failed after workers began to write; the server did not resume on a mix of versions",
             "fleet",
         )
         self._altered = counter(
             "altered_workers",
-            "Workers whose memory a verification found to differ from the version that they held: it was changed by another hand",
+            "Workers whose memory differed from their version in a verification, because another program changed it",
             "fleet",
         )
-        self._installed = counter(
-            "installed_bytes", "Bytes that workers staged for installs that were committed", "fleet", "transport"
-        )
+        self._installed = counter("installed_bytes", "Bytes staged by workers for committed installs", "fleet", "transport")
         self._stage_rate = histogram(
-            "stage_bytes_per_second", "How fast workers staged what they needed of a version", "transport", buckets=RATES
+            "stage_bytes_per_second", "Rate at which workers staged their slices of a version", "transport", buckets=RATES
         )
-        self._moves = histogram("move_seconds", "How long moves of fleets took, by how they ended", "fleet", "motion", "outcome")
-        self._direct = histogram(
-            "direct_transfer_seconds", "How long transfers over the direct path took, of those that ended well"
-        )
+        self._moves = histogram("move_seconds", "Duration of moves of fleets, by outcome", "fleet", "strategy", "outcome")
+        self._direct = histogram("direct_transfer_seconds", "Duration of successful transfers over the direct path")
         self._fallbacks = counter(
             "fallbacks",
-            "Versions that a server took over the staged path instead of the direct one: not_offered (no publisher offers it), "
-            "offer_over, layout, late, member_gone, member_failed",
+            "Versions that a server received over the staged path instead of the direct path: not_offered (no publisher offers "
+            "them), offer_over, layout, late, member_gone, member_failed",
             "reason",
         )
-        self._leases = counter("leases_lost", "Leases that ended: of ranks with an open slot, of servers", "model", "holder")
-        self._refusals = counter("rpc_refusals", "Calls that were refused, by the reason of docs/protocol.md", "reason")
+        self._leases = counter("leases_lost", "Expired leases of ranks with an open slot and of servers", "model", "holder")
+        self._refusals = counter("rpc_refusals", "Refused calls, by the reasons of docs/errors.md", "reason")
         self._events = counter("events", "Events of the journal (`resharder events`)", "kind", "what")
 
     # Publishing
 
     def publish_phase(self, phase: coordinator.Phase, model: str, seconds: float) -> None:
+        """Record the duration of one phase of a publish."""
         self._publish.labels(model, phase).observe(seconds)
 
     def received(self, model: str, transport: str, size: int) -> None:
+        """Count `size` bytes from a rank."""
         self._received.labels(model, transport).inc(size)
 
     def slot_sealed(self, transport: str, size: int, seconds: float) -> None:
+        """Record the rate of a slot of `size` bytes."""
         if size and seconds > 0:
             self._slot_rate.labels(transport).observe(size / seconds)
 
     def rank_lost(self, model: str) -> None:
+        """Count the expired lease of a rank with an open slot."""
         self._leases.labels(model, "rank").inc()
 
     # Fleets
 
     def server_stepped(self, before: Server, after: Server) -> None:
+        """Count what changed between two states of a server."""
         if before.lost_at is None and after.lost_at is not None:
             self._leases.labels(after.model, "server").inc()
         self._altered.labels(after.fleet).inc(len(after.altered.keys() - before.altered.keys()))
@@ -118,7 +118,7 @@ class Observed(coordinator.IngestObserver, fleets.FleetObserver):
         if known is None or known.id != done.id:
             self._install_ended(before, after, done)
             self._phases(after.fleet, done, done.timings)
-        else:  # its leader has said how it went on
+        else:  # a later report of its leader
             if done.pause_seconds:
                 self._pause.labels(after.fleet).observe(done.pause_seconds)
             self._phases(after.fleet, done, done.timings[len(known.timings) :])
@@ -132,8 +132,8 @@ class Observed(coordinator.IngestObserver, fleets.FleetObserver):
         workers = [worker for worker in after.workers.values() if worker.install == install.id]
         self._install.labels(after.fleet, "stage").observe(max(worker.stage_seconds for worker in workers))
         self._install.labels(after.fleet, "apply").observe(max(worker.apply_seconds for worker in workers))
-        if proofs := [proof for worker in workers if (proof := _proof(worker)) is not None]:
-            self._install.labels(after.fleet, "prove").observe(max(proofs))
+        if durations := [seconds for worker in workers if (seconds := _verify_seconds(worker)) is not None]:
+            self._install.labels(after.fleet, "verify").observe(max(durations))
         for worker in workers:
             transport = worker.transport if worker.transport in TRANSPORTS else "other"
             self._installed.labels(after.fleet, transport).inc(max(0, worker.needed_bytes))
@@ -146,35 +146,36 @@ class Observed(coordinator.IngestObserver, fleets.FleetObserver):
                 self._install.labels(fleet, timing.phase).observe(timing.seconds)
 
     def fleet_stepped(self, before: Fleet | None, after: Fleet) -> None:
+        """Record the duration of a move that ended between two states of a fleet."""
         move = after.move
         if move is None or move.active or before is None or before.moving is None:
             return
-        self._moves.labels(after.name, move.motion.kind.name.lower(), move.state.name.lower()).observe(move.seconds)
-
-    # The rest
+        self._moves.labels(after.name, move.strategy.kind.name.lower(), move.state.name.lower()).observe(move.seconds)
 
     def transferred(self, seconds: float, cause: Cause | None) -> None:
-        """Over the direct path, or not."""
+        """Count a transfer over the direct path, or with a cause a fallback to the staged path."""
         if cause is None:
             self._direct.observe(seconds)
         else:
             self._fallbacks.labels(cause).inc()
 
     def refused(self, reason: str) -> None:
+        """Count a refused call."""
         self._refusals.labels(reason).inc()
 
     def happened(self, event: Event) -> None:
+        """Count an event of the journal."""
         self._events.labels(event.kind, event.what).inc()
 
 
-def _proof(worker: Worker) -> float | None:
-    """How long it did nothing but prove; None where it did not say."""
-    proofs = [timing.seconds for timing in worker.timings if timing.phase == "prove"]
-    return sum(proofs) if proofs else None
+def _verify_seconds(worker: Worker) -> float | None:
+    """Return the seconds in which a worker only verified; None if it reported none."""
+    durations = [timing.seconds for timing in worker.timings if timing.phase == "verify"]
+    return sum(durations) if durations else None
 
 
 def outcome(before: Server, after: Server, install: Install) -> Literal["committed", "failed", "given_up"]:
-    """Of an install that has ended between the two."""
+    """Return the outcome of an install that ended between two states of its server."""
     if install.state == InstallState.COMMITTED:
         return "committed"
     return "failed" if _tries(after, install.version) > _tries(before, install.version) else "given_up"

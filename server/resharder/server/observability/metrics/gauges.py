@@ -1,4 +1,4 @@
-"""How things stand, read from the daemon's own views whenever Prometheus asks: nothing is counted twice."""
+"""Gauges of the daemon's state, computed from a snapshot at each scrape."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from resharder.server.observability.snapshot import Snapshot
 from resharder.server.state.fleet import MoveState
-from resharder.server.store.manifest import ABORTED, READY, RETIRED, STAGING, VersionRecord
+from resharder.server.store.manifest import ABORTED, READY, RETIRED, UPLOADING, VersionRecord
 from resharder.v1 import resources_pb2
 
 NOTHING = Snapshot(0.0, 0, 0, {}, {}, (), (), {})
@@ -25,9 +25,9 @@ class States(Collector):
 
 
 def families(now: Snapshot) -> Iterator[Metric]:
-    """Every family, also where there is nothing to say in it."""
-    yield GaugeMetricFamily("resharder_store_used_bytes", "Bytes that versions and their reserves take", value=now.store_used)
-    yield GaugeMetricFamily("resharder_store_limit_bytes", "Bytes that they may take", value=now.store_limit)
+    """Yield every metric family, those without samples included."""
+    yield GaugeMetricFamily("resharder_store_used_bytes", "Bytes of versions and reserves", value=now.store_used)
+    yield GaugeMetricFamily("resharder_store_limit_bytes", "Bound on the bytes of versions and reserves", value=now.store_limit)
     yield from _models(now)
     yield from _publishers(now)
     yield from _fleets(now)
@@ -36,16 +36,18 @@ def families(now: Snapshot) -> Iterator[Metric]:
 def _models(now: Snapshot) -> Iterator[Metric]:
     states = GaugeMetricFamily(
         "resharder_versions",
-        "Versions by state; of RETIRED and ABORTED the newest 1000 are remembered",
+        "Versions by state; RETIRED and ABORTED count the newest 1000",
         labels=["model", "state"],
     )
     newest = GaugeMetricFamily("resharder_newest_version", "Number of the newest READY version; 0: none", labels=["model"])
     ready = GaugeMetricFamily(
-        "resharder_newest_version_ready_timestamp_seconds", "When it became READY, in seconds since 1970", labels=["model"]
+        "resharder_newest_version_ready_timestamp_seconds",
+        "Time at which it became READY, in seconds since 1970",
+        labels=["model"],
     )
     for model, records in now.versions.items():
         counts = Counter(record.state for record in records)
-        for state in (STAGING, READY, RETIRED, ABORTED):
+        for state in (UPLOADING, READY, RETIRED, ABORTED):
             states.add_metric([model, state], counts[state])
         last = max((record for record in records if record.state == READY), key=_number, default=None)
         newest.add_metric([model], last.number if last else 0)
@@ -59,8 +61,10 @@ def _number(record: VersionRecord) -> int:
 
 
 def _publishers(now: Snapshot) -> Iterator[Metric]:
-    ranks = GaugeMetricFamily("resharder_publisher_ranks", "Ranks of the job that publishes the model", labels=["model"])
-    live = GaugeMetricFamily("resharder_publisher_live_ranks", "Those of them heard of within the lease", labels=["model"])
+    ranks = GaugeMetricFamily("resharder_publisher_ranks", "Ranks of the model's publisher", labels=["model"])
+    live = GaugeMetricFamily(
+        "resharder_publisher_live_ranks", "Ranks of the model's publisher within their lease", labels=["model"]
+    )
     for publisher, alive in now.publishers:
         ranks.add_metric([publisher.model], publisher.world_size)
         live.add_metric([publisher.model], alive)
@@ -72,14 +76,14 @@ def _fleets(now: Snapshot) -> Iterator[Metric]:
         return GaugeMetricFamily(f"resharder_{name}", help, labels=["fleet", "model", *more])
 
     servers = family("servers", "Servers by state (docs/operator.md)", "state")
-    in_flight = family("requests_in_flight", "Requests being answered, as servers said last")
-    wanted = family("fleet_wanted_version", "The version that the fleet wants now; 0: none")
-    served = family("fleet_served_version", "The lowest version that any of its servers serves; 0: none does")
-    behind = family("fleet_lag_versions", "How many versions its slowest server is away from the wanted one")
-    since = family("fleet_lag_seconds", "For how long it has been: since the first version that it misses was READY")
-    refused = family("fleet_refused_versions", "Versions that the fleet does not take by itself")
-    moves = family("fleet_move", "1 for the state of the move that goes on", "state")
-    going = family("fleet_move_age_seconds", "For how long the current move has been going on; 0: none does")
+    in_flight = family("requests_in_flight", "Requests in flight, as last reported")
+    wanted = family("fleet_wanted_version", "Version that the fleet's target selects; 0: none")
+    served = family("fleet_served_version", "Lowest version that a server of the fleet serves; 0: none")
+    behind = family("fleet_lag_versions", "Versions between the target and the slowest server")
+    since = family("fleet_lag_seconds", "Seconds since the first version that the slowest server lacks became READY")
+    refused = family("fleet_refused_versions", "Versions that the fleet refuses")
+    moves = family("fleet_move", "1 for the state of the current move", "state")
+    going = family("fleet_move_age_seconds", "Seconds since the current move began; 0: none")
     for view in now.fleets:
         fleet = view.fleet
         names = [fleet.name, fleet.model]

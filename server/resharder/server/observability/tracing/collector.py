@@ -1,4 +1,4 @@
-"""What becomes spans: versions that are STAGING no longer, workers that booted, installs that ended."""
+"""What becomes spans: versions that are UPLOADING no longer, workers that booted, installs that ended."""
 
 import time
 from collections.abc import Callable, Iterable

@@ -2,11 +2,11 @@
 
     version                        from its first rank's publish to READY, or ABORTED
     ├── publish                    one per rank: create, deliver
-    ├── proof, commit              the daemon's
+    ├── verify, commit             the daemon's
     ├── boot                       one per worker that started on the version: stage, load
     └── install                    one per server and attempt
         ├── stage, apply           one per worker
-        ├── turn, transfer, prove  parts of apply, not always there
+        ├── turn, transfer, verify parts of apply, not always there
         └── pause, workers, reset, resume   the control side's
 
 A span's `path` is its place in the trace, and all that its id is made of.
@@ -40,7 +40,7 @@ class Span:
 
 
 def version_spans(record: VersionRecord, deliveries: Mapping[int, SlotDelivery], own: Sequence[Timing], now: float) -> list[Span]:
-    """Of a version that is STAGING no longer. `own`: what the daemon did for it."""
+    """Of a version that is UPLOADING no longer. `own`: what the daemon did for it."""
     spans = [span for rank, delivery in sorted(deliveries.items()) for span in _publish(rank, delivery)]
     spans += _phases(ROOT, "daemon", own)
     error = record.reason or ABORTED if record.state == ABORTED else ""
@@ -109,7 +109,7 @@ def _of_worker(worker: Worker) -> dict[str, str | int]:
         "resharder.rank": worker.rank,
         "resharder.transport": worker.transport,
         "resharder.size_bytes": worker.needed_bytes,
-        "resharder.proven": worker.proven_tensors,
+        "resharder.verified_tensors": worker.verified_tensors,
     }
 
 

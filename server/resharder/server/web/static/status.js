@@ -22,7 +22,7 @@ const soft = (text) => span("soft", text);
 
 const KINDS = {
   SERVING: "good", READY: "good", DONE: "good", ACTIVE: "good",
-  STAGING: "busy", APPLYING: "busy", BOOTING: "busy", MOVING: "busy", TRYING: "busy", HOLDING: "busy", REGISTERING: "busy",
+  STAGING: "busy", UPLOADING: "busy", APPLYING: "busy", BOOTING: "busy", MOVING: "busy", TRYING: "busy", HOLDING: "busy", REGISTERING: "busy",
   WAITING: "warn", DRAINED: "warn", ASLEEP: "warn", BACK: "warn", STOPPED: "bad",
   FAILED: "bad", LOST: "bad", ABORTED: "bad", REJECTED: "bad",
 };
@@ -82,7 +82,7 @@ function drawFleet(fleet) {
   const behind = lag.versions ? chip(away, "warn") : chip("up to date", "good");
   const head = div("head", element("h3", {}, fleet.name), move && move.active ? chip(move.state) : "",
     fleet.servers.length ? behind : chip("no servers"),
-    soft(`model ${fleet.model}, wants ${fleet.want}, moves ${fleet.motion}`));
+    soft(`model ${fleet.model}, target ${fleet.target}, update strategy ${fleet.strategy}`));
   const card = div("card", head, element("p", {}, fleet.reason));
   const there = move && `${move.there} of ${fleet.servers.length} servers there`;
   if (move && move.active) card.append(bar(move.there, fleet.servers.length, there));
@@ -141,12 +141,12 @@ function drawLine(versions, now) {
     return mark;
   };
   const rows = versions.map((one) => {
-    const ends = one.ready || (one.state === "STAGING" ? now : one.created);
+    const ends = one.ready || (one.state === "UPLOADING" ? now : one.created);
     const track = div("track", place(span(one.state === "ABORTED" ? "failed" : "came"), one.created, ends));
     if (one.state === "READY") track.append(place(span("kept"), one.ready, now));
     if (one.state === "RETIRED") track.append(place(span("left"), one.ready, one.ready));
     track.title = one.reason;
-    const served = one.serving ? `, served by ${one.serving}${one.state === "STAGING" ? " ahead of READY" : ""}` : "";
+    const served = one.serving ? `, served by ${one.serving}${one.state === "UPLOADING" ? " ahead of READY" : ""}` : "";
     return div("line", span("name", `${one.number}`, soft(` · step ${one.step}`)), track,
       span("", chip(one.state), soft(` ${bytes(one.size)}${served}`)));
   });

@@ -1,4 +1,4 @@
-"""What operators type becomes a Want and a Motion, or one clear error."""
+"""Options of the command become a VersionTarget and an UpdateStrategy, or one clear error."""
 
 import pytest
 from resharder.client.cli import format
@@ -9,7 +9,7 @@ from resharder.client.operator.states import StrategyKind, TargetKind
 
 
 @pytest.mark.parametrize(
-    ("text", "every", "want", "said"),
+    ("text", "every", "target", "said"),
     [
         ("latest", None, VersionTarget(TargetKind.LATEST), "latest"),
         ("latest", 60.0, VersionTarget(TargetKind.LATEST, every_seconds=60), "latest, one move in 60 s"),
@@ -17,13 +17,13 @@ from resharder.client.operator.states import StrategyKind, TargetKind
         ("none", None, VersionTarget(TargetKind.NONE), "none"),
     ],
 )
-def test_a_want_is_typed_and_said_again(text: str, every: float | None, want: VersionTarget, said: str) -> None:
-    assert target_of(text, every) == want
-    assert format.target(want) == said
+def test_a_target_is_parsed_and_formatted(text: str, every: float | None, target: VersionTarget, said: str) -> None:
+    assert target_of(text, every) == target
+    assert format.target(target) == said
 
 
 @pytest.mark.parametrize(
-    ("options", "motion", "said"),
+    ("options", "strategy", "said"),
     [
         (StrategyOptions(), None, ""),
         (StrategyOptions(all_at_once=True), UpdateStrategy(StrategyKind.ALL_AT_ONCE), "all at once"),
@@ -40,9 +40,9 @@ def test_a_want_is_typed_and_said_again(text: str, every: float | None, want: Ve
         ),
     ],
 )
-def test_a_motion_is_typed_and_said_again(options: StrategyOptions, motion: UpdateStrategy | None, said: str) -> None:
-    assert strategy_of(options) == motion
-    assert motion is None or format.strategy(motion) == said
+def test_a_strategy_is_parsed_and_formatted(options: StrategyOptions, strategy: UpdateStrategy | None, said: str) -> None:
+    assert strategy_of(options) == strategy
+    assert strategy is None or format.strategy(strategy) == said
 
 
 @pytest.mark.parametrize("text", ["newest", "0", "-1", "1.5", ""])
