@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from resharder.client.tools import doctor
 from resharder.server.config import Config
-from resharder.server.store.retention import wanted_sets
+from resharder.server.store.retention import Retention
 from resharder.server.store.store import Store
 
 from tests.client.models import CONFIG, connected, equal, publish_all, weights
@@ -92,11 +92,11 @@ def test_doctor_fails_where_something_must_be_mended() -> None:
 
 
 def test_the_advice_on_room_is_the_daemons_own_rule(tmp_path: Path) -> None:
-    reserved = wanted_sets(1 << 30, Config.model_fields["keep_count"].default, 0)
+    reserved = Retention(Config.model_fields["keep_count"].default).sets(1 << 30)
     assert reserved == doctor.RESERVED_VERSIONS
     store, there = Store(tmp_path / "store", shared=False), shutil.disk_usage(tmp_path).free
     store.close()
-    assert store.limit_bytes / there == pytest.approx(doctor.STORE_SHARE, rel=0.02)
+    assert store.capacity.limit_bytes / there == pytest.approx(doctor.STORE_SHARE, rel=0.02)
     page = " ".join((Path(__file__).parents[2] / "docs/operator.md").read_text().split())
     assert f"| `keep_count` 3 (default) | {reserved} S | {reserved / doctor.STORE_SHARE:g} S |" in page
 

@@ -240,7 +240,7 @@ def test_proofs_of_one_model_that_take_long_do_not_hold_up_anothers(tmp_path: Pa
         first, second = (sealed(intake, "noisy", shapes["noisy"], step) for step in (1, 2))
         calm = sealed(intake, "calm", shapes["calm"], 1)
         assert settled(intake.wait, "calm", calm, 30, False).state == "READY"
-        assert [store.get("noisy", number).state for number in (first, second)] == ["UPLOADING", "UPLOADING"]
+        assert [store.catalogue.get("noisy", number).state for number in (first, second)] == ["UPLOADING", "UPLOADING"]
         ended.set()
         assert [settled(intake.wait, "noisy", number, 30, False).state for number in (first, second)] == ["READY", "READY"]
 

@@ -103,15 +103,15 @@ def test_an_archived_version_is_every_file_of_its_folder_and_comes_back_as_it_wa
     archive = opened(store, url=url)
     found = archive.archive_now("policy", 1)
     assert (found.name, found.size_bytes, found.fingerprint) == (record.name, SIZE, record.fingerprint)
-    folder = store.folder(record)
+    folder = store.folder.path(record)
     files = fsspec.filesystem("memory" if url else "file")
     kept = {path.name: files.cat_file(f"{found.url}/{path.name}") for path in folder.iterdir()}
     assert kept == {path.name: path.read_bytes() for path in folder.iterdir()}
     assert archive.archived() == [found]
     other = new_store(root)
     assert opened(other, url=url, restore=False).restore("policy", 1) == record
-    assert {path.name: path.read_bytes() for path in other.folder(record).iterdir()} == kept
-    assert {path.stat().st_mode & 0o777 for path in other.folder(record).iterdir()} == {0o600}
+    assert {path.name: path.read_bytes() for path in other.folder.path(record).iterdir()} == kept
+    assert {path.stat().st_mode & 0o777 for path in other.folder.path(record).iterdir()} == {0o600}
     other.close()
 
 
@@ -119,15 +119,15 @@ def test_an_archived_folder_opens_as_a_pretrained_model(store: Store, opened: Ca
     config = tiny_config("qwen3_tied")
     weights = random_weights(config, 1)
     layouts = lay_out([TensorSpec(name, DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in weights.items()], 1 << 20)
-    epoch = store.new_claim("policy", "job", 1).epoch
-    store.reserve("policy", epoch, layouts, {"config.json": json.dumps(config).encode()})
-    record = store.begin("policy", epoch, 1, "job")
+    epoch = store.epochs.begin("policy", "job", 1).epoch
+    store.epochs.reserve("policy", epoch, layouts, {"config.json": json.dumps(config).encode()})
+    record = store.lifecycle.begin("policy", epoch, 1, "job")
     digests = {}
-    with MappedFiles(store.folder(record), layouts, writable=True) as files:
+    with MappedFiles(store.folder.path(record), layouts, writable=True) as files:
         for name, tensor in weights.items():
             files.arrays[name][...] = tensor.view(torch.int32).numpy().view(np.uint32)
             digests[name] = digest(files.arrays[name], full_box(tuple(tensor.shape)), tuple(tensor.shape))
-    store.commit(record, digests, ())
+    store.lifecycle.commit(record, digests, ())
     found = opened(store).archive_now("policy", 1)
     model = AutoModelForCausalLM.from_pretrained(found.url.removeprefix("file://"), dtype=torch.float32)
     state = model.state_dict()
@@ -144,7 +144,7 @@ def test_every_nth_version_is_archived_also_over_restarts(store: Store, opened: 
     again = opened(store, every=2)
     publish(store, epoch, 3)
     wait_until(lambda: archived(again) == [4, 2])
-    wait_until(lambda: store.holders("policy", 4) == [])
+    wait_until(lambda: store.pins.holders("policy", 4) == [])
 
 
 def test_versions_that_are_overtaken_while_they_wait_are_skipped(store: Store, opened: Callable[..., Archive]) -> None:
@@ -213,7 +213,7 @@ def test_a_damaged_file_is_refused_and_leaves_nothing_behind(
     with pytest.raises(DataLoss, match=name):
         opened(other, restore=False).restore("policy", 1)
     assert numbers(other) == []
-    assert not list(other.root.rglob("*.safetensors"))
+    assert not list(other.folder.root.rglob("*.safetensors"))
     other.close()
     archive.archive_now("policy", 1)  # mends it
     assert archive.restore("policy", 1).number == 1
@@ -258,13 +258,13 @@ def test_an_empty_store_gets_the_newest_whole_version_and_counts_on_from_there(
     flip(root / "archive" / "policy" / "00000003" / LAYOUTS[0].path)
     other = new_store(root)
     heard: list[int] = []
-    other.subscribe(lambda record: heard.append(record.number))
+    other.catalogue.subscribe(lambda record: heard.append(record.number))
     restored = opened(other)
     wait_until(lambda: restored.told == [("3", "failed"), ("2", "restored")])
-    assert (other.models(), numbers(other), heard) == (["policy"], [2], [2])
-    assert other.newest("policy") == store.get("policy", 2)
-    assert other.model_files("policy") == FILES
-    with other.open("policy", 2) as files:
+    assert (other.catalogue.models(), numbers(other), heard) == (["policy"], [2], [2])
+    assert other.catalogue.newest("policy") == store.catalogue.get("policy", 2)
+    assert other.reader.model_files("policy") == FILES
+    with other.reader.open("policy", 2) as files:
         assert int(files.arrays["a"][0, 0]) == 2
     later = claim(other, "three")
     assert later == 3
@@ -282,7 +282,7 @@ def test_numbers_and_epochs_go_on_where_the_archive_ends_even_if_nothing_is_rest
     opened(store).archive_now("policy", 1)
     other = new_store(root)
     opened(other, restore=False)
-    assert (other.models(), other.newest("policy")) == ([], None)
+    assert (other.catalogue.models(), other.catalogue.newest("policy")) == ([], None)
     epoch = claim(other)
     assert (epoch, publish(other, epoch, 0).number) == (2, 2)
     other.close()
@@ -330,8 +330,8 @@ def test_a_daemon_killed_in_mid_archive_leaves_nothing_that_counts_and_the_next_
     for failpoint, left in (("adopt.before-proof", []), ("adopt.before-rename", []), ("adopt.after-rename", [1])):
         die(failpoint, root / "other", root / "archive", "restore")
         other = new_store(root)
-        assert [record.number for record in other.versions("policy") if record.state == "READY"] == left, failpoint
-        assert not list((other.root / "models" / "policy" / "staging").glob("*"))
+        assert [record.number for record in other.catalogue.versions("policy") if record.state == "READY"] == left, failpoint
+        assert not list((other.folder.root / "models" / "policy" / "staging").glob("*"))
         other.close()
 
 

@@ -28,7 +28,8 @@ class Host:
         self.versions.restart()
         files = FleetFiles(self.folder)
         self.fleets = Fleets(
-            self.versions,  # type: ignore[arg-type]
+            self.versions,
+            self.versions,
             files=files,
             clock=lambda: self.now,
             wall=lambda: self.wall,

@@ -20,7 +20,7 @@ from resharder.server.fleets.persistence import restored, stored
 from resharder.server.state.errors import DaemonError, ResourceNotFound
 from resharder.server.state.fleet import Fleet, FleetStrategyKind, FleetTargetKind, MoveState, PauseMode
 from resharder.server.state.server import Attached, InstallState, Order, OrderKind, Power, Reported, Settings, Worker, WorkerState
-from resharder.server.store.manifest import ABORTED, READY, UPLOADING, VersionRecord
+from resharder.server.state.version import ABORTED, READY, UPLOADING, VersionRecord
 from resharder.v1 import operator_pb2, resources_pb2
 
 from tests.support.waits import settled
@@ -82,7 +82,7 @@ class Versions:
         """What workers hold it by that have it from the ranks."""
         return VersionRecord(MODEL, number, UPLOADING, 1, number, "job", 1, 1, 0.0).ahead_fingerprint
 
-    def hold(self, name: str, number: int, holder: str) -> VersionRecord:
+    def pin(self, name: str, number: int, holder: str) -> VersionRecord:
         if number not in self.ready:
             raise ResourceNotFound("VERSION_GONE", f"{number}")
         self.holders.setdefault(number, set()).add(holder)
@@ -179,6 +179,7 @@ class Moving(RuleBasedStateMachine):
     def start_daemon(self) -> None:
         self.versions.restart()
         self.fleets = Fleets(
+            self.versions,
             self.versions,
             settings=SETTINGS,
             clock=lambda: self.now - self.booted,

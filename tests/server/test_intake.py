@@ -21,7 +21,7 @@ from resharder.server.ingest.coordinator import Intake
 from resharder.server.ingest.packed_boxes import cut_slot, pack
 from resharder.server.main import Daemon as DaemonInProcess
 from resharder.server.state.server import Attached, OrderKind, Reported, Worker, WorkerState
-from resharder.server.store.manifest import VersionRecord
+from resharder.server.state.version import VersionRecord
 from resharder.server.store.store import Store
 from resharder.v1 import operator_pb2, publisher_pb2, resources_pb2
 
@@ -332,11 +332,11 @@ def test_a_silent_rank_aborts_its_version_and_frees_the_room(tmp_path: Path) -> 
     intake.publisher(publisher.name, 0)
     assert intake.live_ranks(publisher) == 2
     intake.expire()
-    assert store.get("policy", record.number).state == "UPLOADING"
+    assert store.catalogue.get("policy", record.number).state == "UPLOADING"
     now[0] += 3
     assert intake.live_ranks(publisher) == 1
     intake.expire()
-    ended = store.get("policy", record.number)
+    ended = store.catalogue.get("policy", record.number)
     assert ended.state == "ABORTED"
     assert "rank 1 was silent for 11.0 s" in ended.reason
     assert settled(intake.create_version, publisher.name, 0, 1).number == record.number + 1
@@ -377,7 +377,7 @@ def test_whoever_waits_for_serving_is_woken_by_the_last_server_and_asks_nobody_m
 
 
 def ready_version(store: Store) -> VersionRecord:
-    epoch, layouts = store.new_claim("policy", "job", 1).epoch, lay_out(SPECS)
-    store.reserve("policy", epoch, layouts, {"config.json": b"{}"})
-    record = store.begin("policy", epoch, 1, "job")
-    return store.commit(record, {spec.name: 0 for spec in SPECS}, ())
+    epoch, layouts = store.epochs.begin("policy", "job", 1).epoch, lay_out(SPECS)
+    store.epochs.reserve("policy", epoch, layouts, {"config.json": b"{}"})
+    record = store.lifecycle.begin("policy", epoch, 1, "job")
+    return store.lifecycle.commit(record, {spec.name: 0 for spec in SPECS}, ())

@@ -17,8 +17,8 @@ from resharder.server.ingest.publisher import ACTIVE
 from resharder.server.main import Daemon
 from resharder.server.state.errors import FailedPrecondition, Unavailable
 from resharder.server.state.server import Attached, Worker, WorkerState
-from resharder.server.store import store as store_module
-from resharder.server.store.manifest import READY, VersionRecord
+from resharder.server.state.version import READY, VersionRecord
+from resharder.server.store import lifecycle
 from resharder.server.store.store import Store
 
 from tests.server.test_intake import ready_version
@@ -45,14 +45,14 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 LOOKS: dict[str, Callable[[Daemon], object]] = {
     "a lease is renewed": lambda d: d.intake.publisher("models/policy/publishers/1", 0).name,
     "publishers are listed": lambda d: [publisher.name for publisher in d.intake.publishers()],
-    "a version is looked at": lambda d: d.store.get("policy", 1).state,
+    "a version is looked at": lambda d: d.store.catalogue.get("policy", 1).state,
     "a version is waited for": lambda d: settled(d.intake.wait, "policy", 1, 0, False).state,
     "its servers are waited for": lambda d: settled(d.intake.wait, "policy", 1, 0, True).state,
-    "versions are listed": lambda d: [record.number for record in d.store.versions("policy")],
-    "the newest is asked for": lambda d: d.store.newest("policy").number,  # type: ignore[union-attr]
-    "who uses it": lambda d: d.store.holders("policy", 1),
-    "whose the model is": lambda d: d.store.claim("policy"),
-    "models are listed": lambda d: d.store.models(),
+    "versions are listed": lambda d: [record.number for record in d.store.catalogue.versions("policy")],
+    "the newest is asked for": lambda d: d.store.catalogue.newest("policy").number,  # type: ignore[union-attr]
+    "who uses it": lambda d: d.store.pins.holders("policy", 1),
+    "whose the model is": lambda d: d.store.epochs.claim("policy"),
+    "models are listed": lambda d: d.store.catalogue.models(),
     "servers are listed": lambda d: [view.server.id for view in d.fleets.servers()],
     "fleets are listed": lambda d: [(view.fleet.name, view.wanted_version, view.servers) for view in d.fleets.fleets()],
     "servers are counted": lambda d: d.fleets.serving("policy", 1),
@@ -67,7 +67,7 @@ def test_while_others_hold_every_lock(daemon: Daemon, look: Callable[[Daemon], o
     before = look(daemon)
     assert before
     with ExitStack() as held, ThreadPoolExecutor(1) as threads:
-        for lock in (daemon.fleets._lock, daemon.intake._lock, daemon.store._lock):
+        for lock in (daemon.fleets._lock, daemon.intake._lock, daemon.store.catalogue.changed):
             held.enter_context(lock)
         looking = threads.submit(look, daemon)
         looking.exception(PATIENCE)
@@ -98,14 +98,14 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def in_between(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     """`act` is done once, when a version's small files are written."""
-    real, todo = store_module.write_file, [act]
+    real, todo = lifecycle.write_file, [act]
 
     def write_file(path: Path, content: bytes) -> None:
         while path.name in FILES and todo:
             todo.pop()()
         real(path, content)
 
-    monkeypatch.setattr(store_module, "write_file", write_file)
+    monkeypatch.setattr(lifecycle, "write_file", write_file)
 
 
 def test_versions_are_held_and_let_go_while_another_ones_files_are_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,8 +114,8 @@ def test_versions_are_held_and_let_go_while_another_ones_files_are_written(store
     done = threading.Event()
 
     def use() -> None:
-        store.hold("policy", 1, "servers/s")
-        store.release("policy", 1, "servers/s")
+        store.pins.pin("policy", 1, "servers/s")
+        store.pins.release("policy", 1, "servers/s")
         done.set()
 
     def elsewhere() -> None:
@@ -133,16 +133,16 @@ def test_a_version_whose_job_is_fenced_while_its_files_are_written_never_begins(
     epoch, later = claim(store), []
     in_between(monkeypatch, lambda: later.append(claim(store, "later")))
     with pytest.raises(FailedPrecondition, match=f"epoch {epoch} has no room, the newest epoch is {epoch + 1}"):
-        store.begin("policy", epoch, 0, "job")
-    assert store.versions("policy") == []
+        store.lifecycle.begin("policy", epoch, 0, "job")
+    assert store.catalogue.versions("policy") == []
     settle(store)
     assert publish(store, later[0], 0).epoch == epoch + 1
     settle(store)
-    (record,) = store.versions("policy")
+    (record,) = store.catalogue.versions("policy")
     assert (record.number, record.state, numbers(store)) == (1, READY, [1])
-    assert {folder.name for folder in (store.folder(record).parent).iterdir()} == {"00000001"}
-    sets = len(list((store.root / "models/policy/pool").iterdir()))
-    assert store.used_bytes() == (1 + sets) * sum(layout.size for layout in LAYOUTS), "what it had taken came back"
+    assert {folder.name for folder in (store.folder.path(record).parent).iterdir()} == {"00000001"}
+    sets = len(list((store.folder.root / "models/policy/pool").iterdir()))
+    assert store.catalogue.used_bytes() == (1 + sets) * sum(layout.size for layout in LAYOUTS), "what it had taken came back"
 
 
 def test_a_medium_that_fails_while_small_files_are_written_costs_no_room(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +152,8 @@ def test_a_medium_that_fails_while_small_files_are_written_costs_no_room(store: 
     epoch = claim(store)
     in_between(monkeypatch, fail)
     with pytest.raises(Unavailable, match="the medium is full"):
-        store.begin("policy", epoch, 0, "job")
+        store.lifecycle.begin("policy", epoch, 0, "job")
     settle(store)
-    assert store.used_bytes() == 0
+    assert store.catalogue.used_bytes() == 0
     published: VersionRecord = publish(store, epoch, 0)
     assert (published.number, published.state) == (1, READY)

@@ -29,7 +29,7 @@ from resharder.server.ingest.packed_boxes import pack
 from resharder.server.ingest.publisher import ACTIVE
 from resharder.server.state.errors import DaemonError, FailedPrecondition, Unavailable
 from resharder.server.state.fleet import Fleet
-from resharder.server.store.manifest import ABORTED, READY, RETIRED, VersionRecord
+from resharder.server.state.version import ABORTED, READY, RETIRED, VersionRecord
 from resharder.server.store.store import Store
 from resharder.v1 import operator_pb2
 from resharder.v1.operator_pb2_grpc import OperatorServiceStub
@@ -55,7 +55,7 @@ TOUCHED = {
         "posix_fallocate *",
         "rename *",
         "fsync */versions",
-        "pwrite */history.jsonl",
+        "write */history.jsonl",
         "write */events.jsonl",
     ],
     errno.EIO: [
@@ -98,10 +98,10 @@ class Life:
         self.publish(mapped=False)
         self.publish(mapped=True)
         self.publish(mapped=True)
-        self.call(lambda: self.store.manifest("policy", self.newest))
-        self.call(lambda: self.store.model_files("policy"))
-        oldest = min(record.number for record in self.store.versions("policy") if record.state == READY)
-        self.call(lambda: self.store.retire("policy", [oldest]))
+        self.call(lambda: self.store.reader.manifest("policy", self.newest))
+        self.call(lambda: self.store.reader.model_files("policy"))
+        oldest = min(record.number for record in self.store.catalogue.versions("policy") if record.state == READY)
+        self.call(lambda: self.store.retirer.retire("policy", [oldest]))
         settle(self.store)
         self.end()
         self.begin("job")
@@ -114,7 +114,7 @@ class Life:
         self.call(self.files.next_start)
         self.call(lambda: self.events.add("operator", "fleets/policy", "update"))
         self.call(lambda: self.files.save(self.fleet, 0.0))
-        self.store.subscribe(lambda record: self.events.add("version", record.name, record.state.lower()) and None)
+        self.store.catalogue.subscribe(lambda record: self.events.add("version", record.name, record.state.lower()) and None)
         self.intake = Intake(self.store, chunk_bytes=256, writer_patience=5)
         self.name = self.call(lambda: self.intake.create_publisher("policy", job, 1, FILES)).name
         boxes = pack((i, full_box(spec.shape), False) for i, spec in enumerate(SPECS))
@@ -141,7 +141,10 @@ class Life:
         model, number, epoch = record.model, record.number, record.epoch
         values = {spec.name: np.full(spec.shape, step + 1, BITS[ITEM_SIZES[spec.dtype]]) for spec in SPECS}
         if mapped:
-            with self.faults.paused(), MappedFiles(self.store.folder(record), self.store.layouts(record), writable=True) as files:
+            with (
+                self.faults.paused(),
+                MappedFiles(self.store.folder.path(record), self.store.lifecycle.layouts(record), writable=True) as files,
+            ):
                 for name, value in values.items():
                     files.arrays[name][...] = value
         else:
@@ -164,13 +167,15 @@ class Life:
 
 
 def settle(store: Store) -> None:
-    with store._changed:
-        model = store._models["policy"]
-        assert store._changed.wait_for(lambda: not model.leaving and not (model.room and model.room.pending), 20)
+    with store.catalogue.changed:
+        model = store.catalogue.model("policy")
+        assert store.catalogue.changed.wait_for(
+            lambda: not model.leaving and not (model.reservation and model.reservation.pending), 20
+        )
 
 
 def ready(store: Store) -> dict[int, str]:
-    known = store._models.get("policy")
+    known = store.catalogue.find("policy")
     return {record.number: record.fingerprint for record in known.of(READY)} if known else {}
 
 
@@ -181,30 +186,30 @@ def folders(folder: Path) -> set[str]:
 def check(life: Life) -> None:
     """Memory and medium say the same, and so does the next daemon."""
     store, model = life.store, life.root / "store/models/policy"
-    known, room = ready(store), store._models["policy"].room
+    known, room = ready(store), store.catalogue.model("policy").reservation
     assert room is not None
-    assert not store._models["policy"].stuck
+    assert not store.catalogue.model("policy").stuck
     assert len(known) == 2
     assert folders(model / "versions") == {f"{number:08}" for number in known}
     assert folders(model / "pool") == {path.name for path in room.pool}
     assert folders(model / "staging") == folders(model / "retired") == set()
     assert not list(life.root.rglob("*.part"))
     assert life.numbers == sorted(set(life.numbers))
-    past = {record.number: record.state for record in store.versions("policy")}
+    past = {record.number: record.state for record in store.catalogue.versions("policy")}
     events = [event.id for event in life.events.last(1000)]
-    epoch = store.claim("policy")
+    epoch = store.epochs.claim("policy")
     life.end()
     again = Store(life.root / "store", keep_count=2)
     assert ready(again) == known
-    assert {record.number: record.state for record in again.versions("policy")} == past
+    assert {record.number: record.state for record in again.catalogue.versions("policy")} == past
     assert set(past.values()) <= {READY, RETIRED, ABORTED}
-    assert again.claim("policy") == epoch
+    assert again.epochs.claim("policy") == epoch
     assert len(folders(model / "files")) == 1
     assert not any(folders(model / kind) for kind in ("pool", "staging", "retired"))
     assert [event.id for event in Events(life.root / "store").last(1000)] == events == list(range(1, len(events) + 1))
     assert FleetFiles(life.root / "store/fleets").load(0.0) == {"policy": life.fleet}
-    assert again.new_claim("policy", "later", 1).epoch == life.store.claim("policy").epoch + 1
-    assert again.newest_number("policy") >= max(life.numbers)
+    assert again.epochs.begin("policy", "later", 1).epoch == life.store.epochs.claim("policy").epoch + 1
+    assert again.catalogue.newest_number("policy") >= max(life.numbers)
     again.close()
 
 
@@ -284,13 +289,13 @@ def restore_twice(place: Path, url: str, record: VersionRecord, faults: Faults) 
         assert archive.restore("policy", 1) == record
     settle(other)
     assert ready(other) == {1: record.fingerprint}
-    used = other.used_bytes()
+    used = other.catalogue.used_bytes()
     other.close()
     with faults.paused():
         again = Store(place, keep_count=2)
         assert ready(again) == {1: record.fingerprint}
-        assert used == again.used_bytes() == record.size_bytes
-        assert again.model_files("policy") == FILES
+        assert used == again.catalogue.used_bytes() == record.size_bytes
+        assert again.reader.model_files("policy") == FILES
         again.close()
 
 
@@ -339,14 +344,14 @@ def test_ranks_that_wait_are_told_that_the_medium_refused_the_registration_and_a
 
 def test_where_the_way_back_fails_too_a_version_that_stands_is_ready(root: Path) -> None:
     store = Store(root / "store", keep_count=2)
-    record = store.begin("policy", claim(store), 0, "job")
+    record = store.lifecycle.begin("policy", claim(store), 0, "job")
     versions, real_fsync, real_rename = root / "store/models/policy/versions", os.fsync, os.rename
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             os, "fsync", lambda file: refuse() if os.readlink(f"/proc/self/fd/{file}") == str(versions) else real_fsync(file)
         )
         patch.setattr(os, "rename", lambda a, b: refuse() if Path(a).parent == versions else real_rename(a, b))
-        assert store.commit(record, dict.fromkeys(("a", "b"), 0), ()).state == READY
+        assert store.lifecycle.commit(record, dict.fromkeys(("a", "b"), 0), ()).state == READY
     store.close()
     assert folders(versions) == {"00000001"}
 
@@ -360,7 +365,7 @@ def test_a_pool_file_has_all_its_pages_so_that_a_full_medium_kills_no_writer(sto
     for step in range(3):
         publish(store, epoch, step)
         settle(store)
-    files = [path for path in store.root.rglob("*.safetensors") if path.parent.parent.name in ("pool", "versions")]
+    files = [path for path in store.folder.root.rglob("*.safetensors") if path.parent.parent.name in ("pool", "versions")]
     assert len(files) >= 3
     assert all(path.stat().st_blocks * 512 >= path.stat().st_size for path in files)
 

@@ -35,7 +35,7 @@ from resharder.server.state.server import (
     WorkerState,
 )
 from resharder.server.state.timing import Timing
-from resharder.server.store.manifest import ABORTED, READY, RETIRED, VersionRecord
+from resharder.server.state.version import ABORTED, READY, RETIRED, VersionRecord
 from resharder.v1 import publisher_pb2, resources_pb2
 
 from tests.client.models import connected, publish_all, weights

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.state.fleet import Fleet
+from resharder.server.state.version import ABORTED
 from resharder.server.store import manifest
-from resharder.server.store.manifest import ABORTED
 from resharder.server.store.store import Store
 
 from tests.server.test_store import claim, numbers, publish
@@ -17,8 +17,8 @@ def test_versions_with_fields_that_this_release_does_not_know_are_kept(tmp_path:
     epoch = claim(store)
     publish(store, epoch, 0)
     kept = publish(store, epoch, 1)
-    store.abort("policy", store.begin("policy", epoch, 2, "job").number, "given up")
-    file, history = store.folder(kept) / manifest.MANIFEST_FILE, store.root / "history.jsonl"
+    store.lifecycle.abort("policy", store.lifecycle.begin("policy", epoch, 2, "job").number, "given up")
+    file, history = store.folder.path(kept) / manifest.MANIFEST_FILE, store.folder.root / "history.jsonl"
     store.close()
     content = json.loads(file.read_bytes())
     content["version"]["mood"], content["weather"] = "cheerful", {"is": "fine"}
@@ -29,13 +29,13 @@ def test_versions_with_fields_that_this_release_does_not_know_are_kept(tmp_path:
     again = Store(tmp_path / "store")
     assert numbers(again) == [1, 2]
     assert numbers(again, ABORTED) == [3]
-    assert again.folder(kept).is_dir()
+    assert again.folder.path(kept).is_dir()
     again.close()
 
 
 def test_a_manifest_of_another_format_is_no_version(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
-    folder = store.folder(publish(store, claim(store), 0))
+    folder = store.folder.path(publish(store, claim(store), 0))
     store.close()
     file = folder / manifest.MANIFEST_FILE
     content = json.loads(file.read_bytes()) | {"format": manifest.FORMAT + 1}

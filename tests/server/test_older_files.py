@@ -41,9 +41,9 @@ def archive(root: Path) -> Iterator[Archive]:
 
 
 def assert_digested_anew(store: Store) -> None:
-    assert store.get("policy", 1).fingerprint == FINGERPRINT
-    found, before = store.manifest("policy", 1), json.loads((OLD / MANIFEST_FILE).read_bytes())["digests"]
-    with store.open("policy", 1) as files:
+    assert store.catalogue.get("policy", 1).fingerprint == FINGERPRINT
+    found, before = store.reader.manifest("policy", 1), json.loads((OLD / MANIFEST_FILE).read_bytes())["digests"]
+    with store.reader.open("policy", 1) as files:
         assert {name: array.itemsize for name, array in files.arrays.items()} == WIDTHS
         for name, array in files.arrays.items():
             assert found.digests[name] == digest(array, full_box(array.shape), array.shape) != int(before[name], 16)

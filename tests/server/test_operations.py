@@ -33,7 +33,7 @@ class Desk:
     def start(self) -> None:
         self.versions.restart()
         files = FleetFiles(self.folder)
-        self.fleets = Fleets(self.versions, files=files, clock=lambda: NOW, tick_seconds=0)  # type: ignore[arg-type]
+        self.fleets = Fleets(self.versions, self.versions, files=files, clock=lambda: NOW, tick_seconds=0)  # type: ignore[arg-type]
         self.operations = Operations(self.fleets, {"probe"})
 
     def update(self, **fields: object) -> None:

@@ -17,7 +17,7 @@ from resharder.converters.geometry.layout import Range, TensorSpec
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.ingest.packed_boxes import pack
 from resharder.server.state.errors import DaemonError, FailedPrecondition, ResourceExhausted, ResourceNotFound
-from resharder.server.store.manifest import VersionRecord
+from resharder.server.state.version import VersionRecord
 from resharder.server.store.store import Store
 
 from tests.support.waits import settled
@@ -44,10 +44,14 @@ class Site:
         self.store.close()
 
     def open(self) -> list[VersionRecord]:
-        return [r for r in self.store.versions("policy") if r.state == "UPLOADING"] if self.store.models() else []
+        return (
+            [r for r in self.store.catalogue.versions("policy") if r.state == "UPLOADING"]
+            if self.store.catalogue.models()
+            else []
+        )
 
     def state(self, number: int) -> str:
-        return self.store.get("policy", number).state
+        return self.store.catalogue.get("policy", number).state
 
     def settle(self) -> None:
         """Until no proof is under way."""
@@ -70,7 +74,7 @@ class Rank:
         self.begun: VersionRecord | None = None
         self.started = -1
         self.given: set[int] = set()  # versions that it was answered with
-        self.born = self.site.store.newest_number("policy")
+        self.born = self.site.store.catalogue.newest_number("policy")
         self.register()
 
     def register(self) -> None:
@@ -79,7 +83,7 @@ class Rank:
         box = (Range(self.rank, 1), Range(0, 8))
         boxes = pack([(0, box, False)])
         self.site.intake.register(self.name, self.rank, f"rank {self.rank}", SPECS, boxes, self.process)
-        self.attempts.registered(self.site.store.newest_number("policy"))
+        self.attempts.registered(self.site.store.catalogue.newest_number("policy"))
 
     def begin(self, step: int) -> VersionRecord:
         record = settled(self.site.intake.create_version, self.name, self.rank, step, self.attempts.after(step))
@@ -134,7 +138,7 @@ def publish_all(site: Site, ranks: list[Rank], step: int) -> VersionRecord:
     numbers = {rank.publish(step).number for rank in ranks}
     assert len(numbers) == 1
     site.settle()
-    return site.store.get("policy", numbers.pop())
+    return site.store.catalogue.get("policy", numbers.pop())
 
 
 def test_twenty_stalls_cost_twenty_versions_and_nothing_else(site: Site, ranks: list[Rank]) -> None:
@@ -144,7 +148,7 @@ def test_twenty_stalls_cost_twenty_versions_and_nothing_else(site: Site, ranks: 
         assert ranks[0].publish(step).number == records[0].number
         assert (site.state(records[0].number), site.open()) == ("ABORTED", [])
     assert publish_all(site, ranks, 20).state == "READY"
-    assert len(site.store.versions("policy")) == 21
+    assert len(site.store.catalogue.versions("policy")) == 21
 
 
 def test_a_step_is_tried_again_by_ranks_that_have_learnt_of_its_abort_alone(site: Site, ranks: list[Rank]) -> None:
@@ -171,7 +175,7 @@ def test_an_answer_that_is_lost_is_the_same_when_the_rank_asks_again(site: Site,
 def test_a_version_is_aborted_when_a_rank_without_its_part_starts_a_later_step(site: Site, ranks: list[Rank]) -> None:
     first = ranks[0].publish(1)
     second = ranks[1].publish(2)
-    ended = site.store.get("policy", first.number)
+    ended = site.store.catalogue.get("policy", first.number)
     assert (ended.state, ended.reason) == ("ABORTED", "rank 1 has started step 2 without its part of step 1")
     assert site.open() == [second]
     message = refused(lambda: ranks[2].seal(first), "VERSION_ABORTED")
@@ -202,14 +206,14 @@ def test_ranks_that_are_ahead_may_go_back_together(site: Site, ranks: list[Rank]
 def test_a_version_opened_while_a_rank_goes_on_does_not_stay(
     site: Site, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = site.store.begin
+    begin = site.store.lifecycle.begin
 
     def slow(*given: object) -> VersionRecord:
-        monkeypatch.setattr(site.store, "begin", begin)
+        monkeypatch.setattr(site.store.lifecycle, "begin", begin)
         ranks[1].publish(2)
         return begin(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(site.store, "begin", slow)
+    monkeypatch.setattr(site.store.lifecycle, "begin", slow)
     assert ranks[0].begin(1).state == "ABORTED"
     assert [record.step for record in site.open()] == [2]
 
@@ -217,13 +221,13 @@ def test_a_version_opened_while_a_rank_goes_on_does_not_stay(
 def test_a_seal_that_comes_while_the_version_is_being_aborted_is_told_so(
     site: Site, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record, abort, said = ranks[0].begin(1), site.store.abort, []
+    record, abort, said = ranks[0].begin(1), site.store.lifecycle.abort, []
 
     def slow(*given: str) -> VersionRecord:
         said.append(refused(lambda: ranks[0].seal(record), "VERSION_ABORTED"))
         return abort(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(site.store, "abort", slow)
+    monkeypatch.setattr(site.store.lifecycle, "abort", slow)
     ranks[0].begin(2)
     assert said == [f"{record.name} takes no more bytes: it is aborted"]
 
@@ -261,7 +265,7 @@ def test_a_process_for_each_step_ends_nothing_that_it_has_delivered(site: Site, 
     for step in (1, 2):
         ranks[2].publish(step)
     site.settle()
-    assert [record.state for record in site.store.versions("policy")] == ["READY"] * 2
+    assert [record.state for record in site.store.catalogue.versions("policy")] == ["READY"] * 2
 
 
 def test_a_rank_that_comes_back_late_does_not_end_what_others_have_begun_since(site: Site, ranks: list[Rank]) -> None:
@@ -370,7 +374,7 @@ class Schedule(RuleBasedStateMachine):
             self.check_refusal(number, step, error, before)
             return None
         if record.state == "UPLOADING":
-            same = [r for r in self.site.store.versions("policy") if r.step == step]
+            same = [r for r in self.site.store.catalogue.versions("policy") if r.step == step]
             learnt = max([rank.born, *(r.number for r in same if r.number in known)])
             untold = [r.name for r in same if r.state == "ABORTED" and r.number > learnt]
             assert not untold, f"rank {number} was given {record.name} and has not learnt of {untold}"
@@ -481,7 +485,7 @@ class Schedule(RuleBasedStateMachine):
                 if self.ask(number, step) is not None and rank.begun is not None:
                     rank.seal(rank.begun)
             self.site.settle()
-        last = [r.state for r in self.site.store.versions("policy") if r.step == step][-1:]
+        last = [r.state for r in self.site.store.catalogue.versions("policy") if r.step == step][-1:]
         assert last in (["READY"], ["RETIRED"])
 
 

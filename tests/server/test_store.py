@@ -21,8 +21,8 @@ from resharder.server.state.errors import (
     ResourceExhausted,
     ResourceNotFound,
 )
-from resharder.server.store.manifest import READY, VersionRecord
-from resharder.server.store.retention import peak, surplus, wanted_sets
+from resharder.server.state.version import READY, VersionRecord
+from resharder.server.store.retention import Retention, peak
 from resharder.server.store.store import Store
 
 SPECS = [TensorSpec("a", "BF16", (64, 64)), TensorSpec("b", "F32", (16,))]
@@ -32,23 +32,23 @@ FILES = {"config.json": b"{}", "tokenizer.json": b"[]"}
 
 
 def claim(store: Store, job: str = "job", model: str = "policy") -> int:
-    epoch = store.new_claim(model, job, 1).epoch
-    store.reserve(model, epoch, LAYOUTS, FILES)
+    epoch = store.epochs.begin(model, job, 1).epoch
+    store.epochs.reserve(model, epoch, LAYOUTS, FILES)
     return epoch
 
 
 def publish(store: Store, epoch: int, step: int, model: str = "policy") -> VersionRecord:
-    record = store.begin(model, epoch, step, "job")
-    with MappedFiles(store.folder(record), LAYOUTS, writable=True) as files:
+    record = store.lifecycle.begin(model, epoch, step, "job")
+    with MappedFiles(store.folder.path(record), LAYOUTS, writable=True) as files:
         digests = {}
         for spec in SPECS:
             files.arrays[spec.name][...] = step + 1
             digests[spec.name] = digest(files.arrays[spec.name], full_box(spec.shape), spec.shape)
-    return store.commit(record, digests, ((0, "00"),))
+    return store.lifecycle.commit(record, digests, ((0, "00"),))
 
 
 def numbers(store: Store, state: str = READY) -> list[int]:
-    return [record.number for record in store.versions("policy") if record.state == state]
+    return [record.number for record in store.catalogue.versions("policy") if record.state == state]
 
 
 def inodes(folder: Path) -> set[int]:
@@ -62,29 +62,31 @@ def edit(path: Path, old: bytes, new: bytes) -> None:
 
 def settle(store: Store) -> None:
     """Until nothing goes on behind the store."""
-    with store._changed:
-        model = store._models["policy"]
-        assert store._changed.wait_for(lambda: not model.leaving and not (model.room and model.room.pending), 60)
+    with store.catalogue.changed:
+        model = store.catalogue.model("policy")
+        assert store.catalogue.changed.wait_for(
+            lambda: not model.leaving and not (model.reservation and model.reservation.pending), 60
+        )
 
 
 def test_old_versions_go_and_held_ones_stay_until_released(store: Store) -> None:
     epoch = claim(store)
     publish(store, epoch, 0)
-    store.hold("policy", 1, "servers/s")
+    store.pins.pin("policy", 1, "servers/s")
     for step in range(1, 5):
         publish(store, epoch, step)
     assert numbers(store) == [1, 4, 5]
-    assert store.holders("policy", 1) == ["servers/s"]
-    store.release("policy", 1, "servers/s")
+    assert store.pins.holders("policy", 1) == ["servers/s"]
+    store.pins.release("policy", 1, "servers/s")
     assert numbers(store) == [4, 5]
     with pytest.raises(ResourceNotFound, match="RETIRED"):
-        store.hold("policy", 1, "servers/s")
+        store.pins.pin("policy", 1, "servers/s")
 
 
 @given(st.lists(st.integers(1, 100), max_size=8), st.sets(st.integers(1, 8)), st.integers(1, 4), st.integers(0, 250))
 def test_retention_keeps_the_newest_the_held_and_no_more_than_it_may(sizes, held, count, size) -> None:
     ready = [VersionRecord("m", i, READY, 1, i, "j", n, 1, 0.0) for i, n in enumerate(sizes, start=1)]
-    dropped = surplus(ready, held, count, size)
+    dropped = Retention(count, size).surplus(ready, held)
     kept = [record for record in ready if record not in dropped]
     assert not {record.number for record in dropped} & held
     assert not ready or ready[-1] in kept
@@ -95,7 +97,7 @@ def test_retention_keeps_the_newest_the_held_and_no_more_than_it_may(sizes, held
 
 @given(st.integers(1, 50), st.integers(1, 4), st.lists(st.integers(1, 50), max_size=4))
 def test_the_peak_is_what_replacing_one_version_after_another_takes(size: int, keep: int, old: list[int]) -> None:
-    sets, alive, most = wanted_sets(size, keep, 0), list(old), 0
+    sets, alive, most = Retention(keep).sets(size), list(old), 0
     for _ in range(10):
         alive = alive[-(sets - 1) :]
         most = max(most, sum(alive) + size)
@@ -106,11 +108,11 @@ def test_the_peak_is_what_replacing_one_version_after_another_takes(size: int, k
 def test_room_is_refused_at_registration_with_who_holds_what(root: Path) -> None:
     store = Store(root / "store", keep_count=2, limit_bytes=int(SIZE * 4.5))
     publish(store, claim(store), 0)
-    epoch = store.new_claim("draft", "other", 1).epoch
+    epoch = store.epochs.begin("draft", "other", 1).epoch
     with pytest.raises(
         ResourceExhausted, match=r"models/policy/versions/1 READY .* bytes; models/policy reserves 3 times"
     ) as caught:
-        store.reserve("draft", epoch, LAYOUTS, FILES)
+        store.epochs.reserve("draft", epoch, LAYOUTS, FILES)
     assert caught.value.reason == "NO_ROOM"
     assert not list((root / "store/models/draft").glob("pool/*"))
     store.close()
@@ -121,22 +123,22 @@ def test_a_version_beyond_the_limit_is_refused_while_held_ones_take_the_room(roo
     epoch = claim(store)
     for step in range(3):
         publish(store, epoch, step)
-        store.hold("policy", step + 1, f"servers/{step}")
+        store.pins.pin("policy", step + 1, f"servers/{step}")
     with pytest.raises(ResourceExhausted, match="used by servers/0"):
-        store.begin("policy", epoch, 3, "job")
-    store.release("policy", 1, "servers/0")
+        store.lifecycle.begin("policy", epoch, 3, "job")
+    store.pins.release("policy", 1, "servers/0")
     settle(store)
-    assert store.begin("policy", epoch, 3, "job").number == 4
+    assert store.lifecycle.begin("policy", epoch, 3, "job").number == 4
     store.close()
 
 
 def test_files_are_recycled_within_an_epoch(store: Store) -> None:
     epoch, seen = claim(store), []
     for step in range(8):
-        seen.append(inodes(store.folder(publish(store, epoch, step))))
+        seen.append(inodes(store.folder.path(publish(store, epoch, step))))
         settle(store)
     assert len(set().union(*seen)) <= 3, "more files were made than are used in turn"
-    with store.open("policy", 8) as files:
+    with store.reader.open("policy", 8) as files:
         assert int(files.arrays["a"][0, 0]) == 8
 
 
@@ -148,18 +150,20 @@ def test_files_of_another_size_are_not_recycled_when_a_job_is_back_with_other_sh
     store.close()
     store = Store(root / "store", keep_count=2)
     larger = lay_out([TensorSpec("a", "BF16", (64, 128)), TensorSpec("b", "F32", (16,))])
-    store.reserve("policy", epoch, larger, FILES)
+    store.epochs.reserve("policy", epoch, larger, FILES)
     for step in range(2, 6):
-        record = store.begin("policy", epoch, step, "job")
-        assert [(store.folder(record) / layout.path).stat().st_size for layout in larger] == [layout.size for layout in larger]
-        store.commit(record, {}, ())
+        record = store.lifecycle.begin("policy", epoch, step, "job")
+        assert [(store.folder.path(record) / layout.path).stat().st_size for layout in larger] == [
+            layout.size for layout in larger
+        ]
+        store.lifecycle.commit(record, {}, ())
         settle(store)
     store.close()
 
 
 def test_a_file_that_somebody_maps_is_never_recycled(store: Store) -> None:
     epoch = claim(store)
-    path = store.folder(publish(store, epoch, 0)) / LAYOUTS[0].path
+    path = store.folder.path(publish(store, epoch, 0)) / LAYOUTS[0].path
     inode = path.stat().st_ino
     program = (
         "import mmap, sys\nwith open(sys.argv[1], 'rb') as file: held = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n"
@@ -173,7 +177,7 @@ def test_a_file_that_somebody_maps_is_never_recycled(store: Store) -> None:
         before = sum(path.read_bytes()[-8192:])
         later = []
         for step in range(1, 6):
-            later.append(inodes(store.folder(publish(store, epoch, step))))
+            later.append(inodes(store.folder.path(publish(store, epoch, step))))
             settle(store)
         assert all(inode not in files for files in later)
         answer, _ = reader.communicate("")
@@ -184,16 +188,16 @@ def test_an_epoch_never_gets_files_of_another(store: Store) -> None:
     first = claim(store)
     old = set()
     for step in range(3):
-        old |= inodes(store.folder(publish(store, first, step)))
+        old |= inodes(store.folder.path(publish(store, first, step)))
     settle(store)
-    keep = [path.open("rb") for path in store.root.rglob("*.safetensors")]  # else a freed inode's number may come again
+    keep = [path.open("rb") for path in store.folder.root.rglob("*.safetensors")]  # else a freed inode's number may come again
     second = claim(store, "second")
     for step in range(4):
-        assert not inodes(store.folder(publish(store, second, step))) & old
+        assert not inodes(store.folder.path(publish(store, second, step))) & old
     for file in keep:
         file.close()
     with pytest.raises(FailedPrecondition, match="epoch 1"):
-        store.begin("policy", first, 9, "job")
+        store.lifecycle.begin("policy", first, 9, "job")
 
 
 def test_numbers_and_epochs_never_come_twice(root: Path) -> None:
@@ -201,10 +205,10 @@ def test_numbers_and_epochs_never_come_twice(root: Path) -> None:
     for life in range(3):
         store = Store(root / "store", keep_count=2)
         epoch = claim(store, f"job{life}")
-        aborted = store.begin("policy", epoch, 0, "job")
-        store.abort("policy", aborted.number, "a test")
+        aborted = store.lifecycle.begin("policy", epoch, 0, "job")
+        store.lifecycle.abort("policy", aborted.number, "a test")
         seen += [(epoch, aborted.number), (epoch, publish(store, epoch, 1).number)]
-        store.begin("policy", epoch, 2, "job")
+        store.lifecycle.begin("policy", epoch, 2, "job")
         store.close()
     assert [number for _, number in seen] == [1, 2, 4, 5, 7, 8]
     assert sorted({epoch for epoch, _ in seen}) == [1, 2, 3]
@@ -214,18 +218,18 @@ def test_ready_versions_come_back_and_others_do_not(root: Path) -> None:
     store = Store(root / "store", keep_count=2)
     epoch = claim(store)
     made = [publish(store, epoch, step) for step in range(3)]
-    store.begin("policy", epoch, 3, "job")
+    store.lifecycle.begin("policy", epoch, 3, "job")
     store.close()
     again = Store(root / "store", keep_count=2)
-    assert [again.get("policy", n) for n in (2, 3)] == made[1:]
-    assert again.get("policy", 1).state == "RETIRED"
-    assert again.newest("policy") == made[2]
-    assert again.claim("policy") is not None
-    assert again.model_files("policy") == FILES
-    with again.open("policy", 3) as files:
+    assert [again.catalogue.get("policy", n) for n in (2, 3)] == made[1:]
+    assert again.catalogue.get("policy", 1).state == "RETIRED"
+    assert again.catalogue.newest("policy") == made[2]
+    assert again.epochs.claim("policy") is not None
+    assert again.reader.model_files("policy") == FILES
+    with again.reader.open("policy", 3) as files:
         assert np.all(files.arrays["a"] == 3)
-    assert not list(again.root.glob("models/policy/staging/*"))
-    again.reserve("policy", epoch, LAYOUTS, FILES)
+    assert not list(again.folder.root.glob("models/policy/staging/*"))
+    again.epochs.reserve("policy", epoch, LAYOUTS, FILES)
     assert publish(again, epoch, 3).number == 5
     again.close()
 
@@ -243,7 +247,7 @@ def test_a_damaged_version_does_not_come_back(root: Path, harm) -> None:
     store = Store(root / "store")
     epoch = claim(store)
     publish(store, epoch, 0)
-    folder = store.folder(publish(store, epoch, 1))
+    folder = store.folder.path(publish(store, epoch, 1))
     store.close()
     harm(folder)
     again = Store(root / "store")
@@ -253,85 +257,87 @@ def test_a_damaged_version_does_not_come_back(root: Path, harm) -> None:
 
 def test_a_manifest_says_what_is_in_the_folder(store: Store) -> None:
     record = publish(store, claim(store), 0)
-    manifest = store.manifest("policy", 1)
+    manifest = store.reader.manifest("policy", 1)
     assert (manifest.record, manifest.files, sorted(manifest.other_files)) == (record, LAYOUTS, sorted(FILES))
-    with store.open("policy", 1) as files:
+    with store.reader.open("policy", 1) as files:
         for spec in SPECS:
             assert manifest.digests[spec.name] == digest(files.arrays[spec.name], full_box(spec.shape), spec.shape)
-    assert json.loads((store.folder(record) / "resharder.json").read_bytes())["fingerprint"] == record.fingerprint
+    assert json.loads((store.folder.path(record) / "resharder.json").read_bytes())["fingerprint"] == record.fingerprint
 
 
 def test_folders_and_files_are_the_owners_alone(store: Store) -> None:
     publish(store, claim(store), 0)
-    modes = {path.stat().st_mode & 0o777 for path in store.root.rglob("*") if path.is_file()}
+    modes = {path.stat().st_mode & 0o777 for path in store.folder.root.rglob("*") if path.is_file()}
     assert modes == {0o600}
-    assert {path.stat().st_mode & 0o777 for path in [store.root, *store.root.rglob("*")] if path.is_dir()} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in [store.folder.root, *store.folder.root.rglob("*")] if path.is_dir()} == {
+        0o700
+    }
 
 
 def test_a_second_daemon_on_the_same_store_is_refused(store: Store) -> None:
     with pytest.raises(FailedPrecondition, match="another daemon uses the store"):
-        Store(store.root)
+        Store(store.folder.root)
 
 
 def test_subscribers_hear_of_ready_retired_and_aborted(store: Store) -> None:
     heard: list[tuple[int, str]] = []
-    store.subscribe(lambda record: heard.append((record.number, record.state)))
+    store.catalogue.subscribe(lambda record: heard.append((record.number, record.state)))
     epoch = claim(store)
     for step in range(3):
         publish(store, epoch, step)
-    store.abort("policy", store.begin("policy", epoch, 3, "job").number, "a test")
+    store.lifecycle.abort("policy", store.lifecycle.begin("policy", epoch, 3, "job").number, "a test")
     assert heard == [(1, "READY"), (2, "READY"), (3, "READY"), (1, "RETIRED"), (4, "ABORTED")]
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "", "x" * 65])
 def test_names_that_are_paths_are_refused(store: Store, name: str) -> None:
     with pytest.raises(InvalidArgument):
-        store.new_claim(name, "job", 1)
+        store.epochs.begin(name, "job", 1)
     with pytest.raises(InvalidArgument):
-        store.versions(name)
+        store.catalogue.versions(name)
 
 
 def test_a_reader_sees_read_only_arrays(store: Store) -> None:
     publish(store, claim(store), 0)
-    with store.open("policy", 1) as files:
+    with store.reader.open("policy", 1) as files:
         array = files.arrays["a"]
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
-        assert store.holders("policy", 1)
+        assert store.pins.holders("policy", 1)
         del array
-    assert not store.holders("policy", 1)
+    assert not store.pins.holders("policy", 1)
 
 
 def test_an_operator_drops_what_nobody_uses_and_never_the_newest(root: Path) -> None:
     store = Store(root / "store", keep_count=5)
     epoch = claim(store)
     made = [publish(store, epoch, step) for step in range(4)]
-    arriving = store.begin("policy", epoch, 4, "job")
-    store.hold("policy", 2, "servers/s")
-    wanted = store.retire("policy", keep=1, dry_run=True)
+    arriving = store.lifecycle.begin("policy", epoch, 4, "job")
+    store.pins.pin("policy", 2, "servers/s")
+    wanted = store.retirer.retire("policy", keep=1, dry_run=True)
     assert (wanted.retired, wanted.kept, wanted.freed_bytes) == ((made[0], made[2]), (made[1],), 2 * SIZE)
     assert numbers(store) == [1, 2, 3, 4]
     heard: list[VersionRecord] = []
-    store.subscribe(heard.append)
-    done = store.retire("policy", [1, 2, 4, 5])
+    store.catalogue.subscribe(heard.append)
+    done = store.retirer.retire("policy", [1, 2, 4, 5])
     assert [(r.number, r.state, r.reason) for r in done.retired] == [(1, "RETIRED", "retired by an operator")]
     assert done.kept == (made[1], made[3], arriving)
     assert (numbers(store), heard) == ([2, 3, 4], list(done.retired))
-    assert store.retire("policy", [1]).retired == ()
+    assert store.retirer.retire("policy", [1]).retired == ()
     with pytest.raises(ResourceNotFound, match="versions/9"):
-        store.retire("policy", [9])
+        store.retirer.retire("policy", [9])
     with pytest.raises(InvalidArgument, match="keep the newest 1 at least"):
-        store.retire("policy")
+        store.retirer.retire("policy")
     store.close()
 
 
 def copy_of(store: Store, record: VersionRecord, root: Path) -> Path:
-    return Path(shutil.copytree(store.folder(record), root / f"copy-{record.number}"))
+    return Path(shutil.copytree(store.folder.path(record), root / f"copy-{record.number}"))
 
 
 def adopt(store: Store, record: VersionRecord, copy: Path) -> VersionRecord:
     write = lambda folder: shutil.copytree(copy, folder, dirs_exist_ok=True)  # noqa: E731
-    return store.adopt("policy", record.number, record.fingerprint, record.size_bytes, write)
+    return store.adopter.adopt("policy", record.number, record.fingerprint, record.size_bytes, write)
 
 
 def test_an_old_version_comes_back_and_stays_until_the_room_is_needed(root: Path) -> None:
@@ -344,15 +350,15 @@ def test_an_old_version_comes_back_and_stays_until_the_room_is_needed(root: Path
     settle(store)
     assert adopt(store, old, copy) == old
     assert adopt(store, old, root / "nowhere") == old, "the same again is no change"
-    store.manifest("policy", 1)  # holds and releases it
+    store.reader.manifest("policy", 1)  # holds and releases it
     assert numbers(store) == [1, 2, 3]
     publish(store, epoch, 3)
     settle(store)
     assert numbers(store) == [1, 3, 4]
-    assert store.begin("policy", epoch, 4, "job").number == 5
-    assert store.begin("policy", epoch, 5, "job").number == 6
+    assert store.lifecycle.begin("policy", epoch, 4, "job").number == 5
+    assert store.lifecycle.begin("policy", epoch, 5, "job").number == 6
     assert numbers(store) == [3, 4]
-    assert store.get("policy", 1).state == "RETIRED"
+    assert store.catalogue.get("policy", 1).state == "RETIRED"
     store.close()
 
 
@@ -362,18 +368,18 @@ def test_a_version_that_cannot_come_back_leaves_everything_as_it_was(root: Path)
     old, other = publish(store, epoch, 0), publish(store, epoch, 1)
     copy = copy_of(store, old, root)
     with pytest.raises(AlreadyExists, match="READY here"):
-        store.adopt("policy", other.number, old.fingerprint, SIZE, lambda folder: None)
+        store.adopter.adopt("policy", other.number, old.fingerprint, SIZE, lambda folder: None)
     publish(store, epoch, 2)
     settle(store)
     changed = bytearray((copy / LAYOUTS[0].path).read_bytes())
     changed[-1] ^= 1
     (copy / LAYOUTS[0].path).write_bytes(changed)
-    before = store.used_bytes()
+    before = store.catalogue.used_bytes()
     with pytest.raises(DataLoss, match="1 tensors are not what was published: a"):
         adopt(store, old, copy)
     with pytest.raises(ResourceExhausted, match="no room for a version of"):
-        store.adopt("policy", 9, "", store.limit_bytes, lambda folder: None)
-    assert (numbers(store), store.used_bytes()) == ([2, 3], before)
-    assert not list((store.root / "models/policy/staging").iterdir())
+        store.adopter.adopt("policy", 9, "", store.capacity.limit_bytes, lambda folder: None)
+    assert (numbers(store), store.catalogue.used_bytes()) == ([2, 3], before)
+    assert not list((store.folder.root / "models/policy/staging").iterdir())
     assert publish(store, epoch, 3).number == 10
     store.close()

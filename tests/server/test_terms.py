@@ -26,7 +26,8 @@ class Site:
     def start(self) -> None:
         self.versions.restart()
         self.fleets = Fleets(
-            self.versions,  # type: ignore[arg-type]
+            self.versions,
+            self.versions,
             settings=Settings(lease=10, grace=10),
             clock=lambda: self.now,
             files=FleetFiles(self.folder),

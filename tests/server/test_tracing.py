@@ -11,7 +11,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from resharder.server.observability.tracing.ids import Tracing, trace_id, traceparent_of
 from resharder.server.state.timing import Timing, timings_from_proto, timings_to_proto
-from resharder.server.store.manifest import UPLOADING, VersionRecord
+from resharder.server.state.version import UPLOADING, VersionRecord
 from resharder.v1 import resources_pb2, server_pb2
 
 from tests.client.models import connected, parts, publish_all, spread, weights

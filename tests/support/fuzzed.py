@@ -24,7 +24,7 @@ from resharder.converters.geometry.piece_arrays import pack
 from resharder.converters.wire.boxes import boxes_to_proto
 from resharder.converters.wire.direct import layout_to_proto
 from resharder.server.main import Daemon
-from resharder.server.store.manifest import READY, VersionRecord
+from resharder.server.state.version import READY, VersionRecord
 from resharder.v1 import (
     direct_pb2,
     direct_pb2_grpc,
@@ -120,7 +120,7 @@ class World:
             follower.__exit__(None, None, None)
 
     def _look(self, model: str) -> None:
-        operator, version = operator_pb2_grpc.OperatorServiceStub(self.door), self.daemon.store.newest(model)
+        operator, version = operator_pb2_grpc.OperatorServiceStub(self.door), self.daemon.store.catalogue.newest(model)
         update = operator_pb2.UpdateFleetRequest(fleet=resources_pb2.Fleet(name=model), accept_refused=True)
         update.fleet.target.kind, update.fleet.strategy.kind = (
             resources_pb2.VersionTarget.LATEST,
@@ -222,7 +222,7 @@ class World:
         found = {}
         for record in self.ready():
             with suppress(FileNotFoundError):  # it leaves just now
-                found[record.name, record.fingerprint] = _hashes(self.daemon.store.folder(record))
+                found[record.name, record.fingerprint] = _hashes(self.daemon.store.folder.path(record))
         still = {(record.name, record.fingerprint) for record in self.ready()}
         changed = [key for key in still & found.keys() & self._seen.keys() if found[key] != self._seen[key]]
         assert not changed, changed
@@ -230,7 +230,9 @@ class World:
 
     def ready(self) -> list[VersionRecord]:
         store = self.daemon.store
-        return [record for model in store.models() for record in store.versions(model) if record.state == READY]
+        return [
+            record for model in store.catalogue.models() for record in store.catalogue.versions(model) if record.state == READY
+        ]
 
 
 def _hashes(folder: Path) -> dict[str, int]:

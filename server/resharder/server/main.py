@@ -47,7 +47,7 @@ from resharder.server.security.limits import Limits
 from resharder.server.state.errors import DaemonError
 from resharder.server.state.fleet import Fleet, PauseMode
 from resharder.server.state.server import Settings
-from resharder.server.store.manifest import VersionRecord
+from resharder.server.state.version import VersionRecord
 from resharder.server.store.store import Store
 from resharder.server.web.server import RELEASE, Shown
 from resharder.v1 import direct_pb2_grpc, operator_pb2, operator_pb2_grpc, publisher_pb2_grpc, server_pb2_grpc
@@ -74,15 +74,16 @@ class Daemon:
         self.events = Events(config.store)
         self.events.listeners.append(log_event)
         self.fleets = Fleets(
-            self.store,
+            self.store.catalogue,
+            self.store.pins,
             settings=replace(Settings(), lease=config.lease_seconds),
             files=FleetFiles(config.store / "fleets"),
             pause_mode=PauseMode[config.pause_mode.upper()],
             note=self.events.add,
         )
         self.tracing = Tracing()
-        Traced(self.tracing, self.store, self.intake, self.fleets)
-        self.store.subscribe(self._note_version)
+        Traced(self.tracing, self.store.catalogue, self.intake, self.fleets)
+        self.store.catalogue.subscribe(self._note_version)
         self.archive = Archive(self.store, config.archive_url, config.archive_every) if config.archive_url else None
         if self.archive is not None:
             self.archive.heard = lambda name, what, reason: self.events.add("archive", name, what, reason)
@@ -91,7 +92,7 @@ class Daemon:
         self.direct = Direct(self.fleets, staging_bytes=config.direct_staging_bytes, seconds=config.direct_seconds)
         self.fleets.offered, self.direct.offered_whole = self.direct.offered, self.fleets.wake
         self.fleets.at_once = self.direct.at_once
-        self.store.subscribe(lambda record: self.direct.changed(record.model))
+        self.store.catalogue.subscribe(lambda record: self.direct.changed(record.model))
         self.checks = Checks(config.checks, config.check_seconds)
         self.fleets.check = self._check
         limits = Limits(self.config.caller_rate, self.config.caller_calls)
@@ -128,7 +129,7 @@ class Daemon:
         daemon = operator_pb2.Daemon(
             release=RELEASE,
             store_folder=str(self.config.store),
-            store_limit_bytes=self.store.limit_bytes,
+            store_limit_bytes=self.store.capacity.limit_bytes,
         )
         daemon.start_time.GetCurrentTime()
         operations = Operations(self.fleets, self.config.checks, self.events.add)
@@ -178,7 +179,7 @@ class Daemon:
         self._ticker.start()
         self.shown.started = True
         listens = {"listen": self.config.listen, "web": self.shown.listen}
-        _log.info("listening", **listens, store=str(self.config.store), limit=self.store.limit_bytes)
+        _log.info("listening", **listens, store=str(self.config.store), limit=self.store.capacity.limit_bytes)
 
     def _tick(self) -> None:
         descriptors = Descriptors()

@@ -13,8 +13,10 @@ from typing import Any
 import structlog
 from resharder.server.archive.checkpoints import Archived, Checkpoints
 from resharder.server.archive.remote import Remote
+from resharder.server.infra.backoff import backoff
 from resharder.server.state.errors import AlreadyExists, DaemonError, DataLoss, FailedPrecondition, ResourceNotFound, Unavailable
-from resharder.server.store.manifest import MANIFEST_FILE, READY, RETIRED, VersionRecord
+from resharder.server.state.version import READY, RETIRED, VersionRecord
+from resharder.server.store.manifest import MANIFEST_FILE
 from resharder.server.store.model_state import check_model_name
 from resharder.server.store.store import Store
 
@@ -55,7 +57,7 @@ class Archive:
     def start(self, restore: bool = True) -> None:
         """Returns when the archive was looked at, so that numbers and epochs there do not come again, or has not answered for
         a while. `restore`: models that the store has no READY version of then get their newest one, behind the caller."""
-        self.store.subscribe(self._on_version)
+        self.store.catalogue.subscribe(self._on_version)
         self._thread = threading.Thread(target=self._run, args=(restore,), name="archive", daemon=True)
         self._thread.start()
         if not self._looked.wait(_PATIENCE):
@@ -78,11 +80,11 @@ class Archive:
         Unavailable (ARCHIVE_FAILED).
         """
         holder = f"{_HOLDER}-{secrets.token_hex(4)}"
-        record = self.store.hold(model, number, holder, yielding=True)
+        record = self.store.pins.pin(model, number, holder, yielding=True)
         try:
             return self._keep(record, sure=True)
         finally:
-            self.store.release(model, number, holder)
+            self.store.pins.release(model, number, holder)
 
     def archived(self, model: str = "") -> list[Archived]:
         """The complete versions of one model or of all, newest first. Raises InvalidArgument (MODEL_NAME), Unavailable
@@ -94,13 +96,13 @@ class Archive:
     def restore(self, model: str, number: int) -> VersionRecord:
         """The version, READY again in the store under its own number, all of it proven.
 
-        Raises NotFound (NOT_ARCHIVED), DataLoss (CHECKSUM), Unavailable (ARCHIVE_FAILED), and what `Store.adopt` raises.
+        Raises NotFound (NOT_ARCHIVED), DataLoss (CHECKSUM), Unavailable (ARCHIVE_FAILED), and what `Adopter.adopt` raises.
         """
         archived = self._checkpoints.find(model, number)
         if archived is None:
             raise ResourceNotFound("NOT_ARCHIVED", f"{self.url} has no complete models/{model}/versions/{number}")
         write = partial(self._checkpoints.fetch, archived)
-        record = self.store.adopt(model, number, archived.fingerprint, archived.size_bytes, write)
+        record = self.store.adopter.adopt(model, number, archived.fingerprint, archived.size_bytes, write)
         self.heard(record.name, "restored", f"from {archived.url}")
         return record
 
@@ -127,12 +129,12 @@ class Archive:
             numbers = self._checkpoints.numbers(model)
             found = (self._checkpoints.find(model, number) for number in numbers)
             newest = next((archived for archived in found if archived is not None), None)
-            coming = restore and newest is not None and self.store.newest(model) is None
-            self.store.expect(model, numbers[0], newest.epoch if newest else 0, coming=coming)
+            coming = restore and newest is not None and self.store.catalogue.newest(model) is None
+            self.store.epochs.expect(model, numbers[0], newest.epoch if newest else 0, coming=coming)
             self._newest[model] = newest.number if newest else 0
             missing += [model] if coming else []
-        for model in self.store.models():
-            if (record := self.store.newest(model)) is not None:
+        for model in self.store.catalogue.models():
+            if (record := self.store.catalogue.newest(model)) is not None:
                 self._on_version(record)
         return missing
 
@@ -140,7 +142,7 @@ class Archive:
         """The newest version that is whole, unless a trainer was quicker."""
         try:
             for number in self._checkpoints.numbers(model):
-                if self.store.newest(model) is not None or self._closed.is_set():
+                if self.store.catalogue.newest(model) is not None or self._closed.is_set():
                     break
                 try:
                     self._again(partial(self.restore, model, number))
@@ -149,7 +151,7 @@ class Archive:
         except Exception as error:
             self._failed(f"models/{model}", "not restored", error)
         finally:
-            self.store.expect(model, 0, 0, coming=False)
+            self.store.epochs.expect(model, 0, 0, coming=False)
 
     def _on_version(self, record: VersionRecord) -> None:
         if record.state != READY or not self.every:
@@ -158,19 +160,23 @@ class Archive:
             if not self._due(record):
                 return
             try:
-                self.store.hold(record.model, record.number, _HOLDER, yielding=True)
+                self.store.pins.pin(record.model, record.number, _HOLDER, yielding=True)
             except ResourceNotFound:  # gone already
                 return
             overtaken = self._waiting.get(record.model)
             self._waiting[record.model] = record
             self._changed.notify_all()
         if overtaken is not None:
-            self.store.release(overtaken.model, overtaken.number, _HOLDER)
+            self.store.pins.release(overtaken.model, overtaken.number, _HOLDER)
 
     def _due(self, record: VersionRecord) -> bool:
         taken = [r.number for r in (self._writing, self._waiting.get(record.model)) if r is not None and r.model == record.model]
         last = max([self._newest.get(record.model, 0), *taken])
-        later = [r for r in self.store.versions(record.model) if last < r.number <= record.number and r.state in (READY, RETIRED)]
+        later = [
+            r
+            for r in self.store.catalogue.versions(record.model)
+            if last < r.number <= record.number and r.state in (READY, RETIRED)
+        ]
         return len(later) >= self.every
 
     def _next(self) -> VersionRecord | None:
@@ -190,7 +196,7 @@ class Archive:
         finally:
             with self._changed:
                 self._writing = None
-            self.store.release(record.model, record.number, _HOLDER)
+            self.store.pins.release(record.model, record.number, _HOLDER)
 
     def _again(self, act: Callable[[], object], overtaken: Callable[[], bool] = lambda: False) -> None:
         """Tries again what the archive or the store's medium fails at."""
@@ -202,7 +208,7 @@ class Archive:
                 if error.reason not in ("ARCHIVE_FAILED", "STORE_FAILED") or number == _TRIES - 1 or overtaken():
                     raise
                 _log.warning("archive_tried", tries=number + 1, reason=str(error))
-            self._closed.wait(self._pause * 2**number)
+            self._closed.wait(backoff(number + 1, self._pause))
 
     def _failed(self, name: str, what: str, error: Exception) -> None:
         if not self._closed.is_set():
@@ -221,9 +227,9 @@ class Archive:
         return kept
 
     def _write(self, record: VersionRecord) -> Archived:
-        manifest = self.store.manifest(record.model, record.number)
+        manifest = self.store.reader.manifest(record.model, record.number)
         names = [*(file.path for file in manifest.files), *manifest.other_files, MANIFEST_FILE]
-        archived = self._checkpoints.write(record, self.store.folder(record), names)
+        archived = self._checkpoints.write(record, self.store.folder.path(record), names)
         self.heard(record.name, "archived", f"to {archived.url}")
         return archived
 

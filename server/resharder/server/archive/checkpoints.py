@@ -25,7 +25,7 @@ from resharder.server.infra.failpoints import failpoint
 from resharder.server.infra.filesystem import touching, write_at
 from resharder.server.infra.medium import medium_error, medium_errors
 from resharder.server.state.errors import DataLoss, ResourceNotFound, Unavailable
-from resharder.server.store.manifest import VersionRecord
+from resharder.server.state.version import VersionRecord
 from resharder.server.store.model_state import MODEL_NAME
 
 MARKER = "archived.json"

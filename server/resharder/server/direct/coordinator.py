@@ -29,6 +29,7 @@ from resharder.converters.geometry.piece_arrays import Pieces
 from resharder.server.direct.digest_sums import held_by, sent_count
 from resharder.server.direct.layouts import Memories, Side
 from resharder.server.direct.state import Act, Group, Link, Member, Offer, Planned, Task
+from resharder.server.infra.backoff import backoff
 from resharder.server.infra.change_signal import ChangeSignal, Pause, Waiting
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, ResourceNotFound
 
@@ -457,7 +458,7 @@ class Direct:
         if group.error:
             return
         count = self._failures.get(group.server, (0, 0.0))[0] + 1
-        pause = min(_LONGEST_PAUSE, _PAUSE * 2 ** min(count - 2, 10)) if count > 1 else 0.0
+        pause = backoff(count - 1, _PAUSE, _LONGEST_PAUSE)
         self._failures[group.server] = count, self._clock() + pause
         _log.warning("direct_failed", server=group.server, group=group.id, reason=why)
         for offer in self._offers_to(group):

@@ -19,7 +19,7 @@ import structlog
 from resharder.server.fleets import updates
 from resharder.server.fleets.explain import explain, explain_fleet, state_of
 from resharder.server.fleets.persistence import FleetFiles
-from resharder.server.fleets.pins import Holdable, Holds
+from resharder.server.fleets.pins import Holds, Pinnable
 from resharder.server.fleets.reconciler import step
 from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.infra.event_log import Kind
@@ -45,7 +45,7 @@ from resharder.server.state.server import (
     WorkerState,
     in_use,
 )
-from resharder.server.store.manifest import READY, UPLOADING, VersionRecord
+from resharder.server.state.version import READY, UPLOADING, VersionRecord
 from resharder.v1 import resources_pb2
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -62,8 +62,8 @@ _ROUNDS = 1000  # of steering: a bound against what must not be, a loop
 _log = structlog.get_logger("resharder.fleet")
 
 
-class Versions(Holdable, Protocol):
-    """What fleets need of the store."""
+class Versions(Protocol):
+    """Records of the versions in the store."""
 
     def models(self) -> list[str]: ...
     def versions(self, name: str) -> list[VersionRecord]: ...
@@ -141,6 +141,7 @@ class Fleets:
     def __init__(
         self,
         store: Versions,
+        pins: Pinnable,
         *,
         settings: Settings | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -152,7 +153,7 @@ class Fleets:
     ) -> None:
         self.settings = settings or Settings()
         self._store, self._clock, self._wall, self._files, self._pause_mode = store, clock, wall, files, pause_mode
-        self._holds = Holds(store)
+        self._holds = Holds(pins)
         self._life, self._started = secrets.token_hex(4), clock()
         self._checkpointed = self._started
         self.serving_changed: Callable[[], None] = lambda: None

@@ -4,21 +4,21 @@ from collections.abc import Collection
 from typing import Protocol
 
 from resharder.server.state.errors import ResourceNotFound
-from resharder.server.store.manifest import VersionRecord
+from resharder.server.state.version import VersionRecord
 
 
-class Holdable(Protocol):
-    """What is needed of the store."""
+class Pinnable(Protocol):
+    """Pins of the versions in the store."""
 
-    def hold(self, name: str, number: int, holder: str) -> VersionRecord: ...
+    def pin(self, name: str, number: int, holder: str) -> VersionRecord: ...
     def release(self, name: str, number: int, holder: str) -> None: ...
 
 
 class Holds:
     """Of holders by name, each with versions of a model. One thread at a time changes it; `of` may be asked by any."""
 
-    def __init__(self, store: Holdable) -> None:
-        self._store = store
+    def __init__(self, pins: Pinnable) -> None:
+        self._pins = pins
         self._held: dict[tuple[str, str], frozenset[int]] = {}
 
     def of(self, holder: str, model: str) -> frozenset[int]:
@@ -31,7 +31,7 @@ class Holds:
             if number in self.of(holder, model):
                 continue
             try:
-                self._store.hold(model, number, holder)
+                self._pins.pin(model, number, holder)
                 self._held[holder, model] = self.of(holder, model) | {number}
             except ResourceNotFound:
                 gone.add(number)
@@ -45,4 +45,4 @@ class Holds:
         else:
             self._held.pop((holder, model), None)
         for number in held - keep:
-            self._store.release(model, number, holder)
+            self._pins.release(model, number, holder)

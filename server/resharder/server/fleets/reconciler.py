@@ -41,6 +41,7 @@ succeeds.
 from dataclasses import replace
 from typing import Any
 
+from resharder.server.infra.backoff import backoff
 from resharder.server.state.server import (
     Attached,
     Change,
@@ -386,7 +387,7 @@ def _fail(server: Server, install: Install, error: str, now: float, settings: Se
 
 def _note_failure(server: Server, version: int, error: str, now: float, settings: Settings) -> Server:
     count = server.failures[version].count + 1 if version in server.failures else 1
-    wait = min(settings.last_retry, settings.first_retry * 2 ** (count - 1))
+    wait = backoff(count, settings.first_retry, settings.last_retry)
     return replace(server, failures={**server.failures, version: Failure(count, error, now + wait)})
 
 
@@ -612,7 +613,7 @@ def _power_changed(server: Server, change: Change, event: Reported, now: float, 
     if event.ok:
         return replace(server, change=None, change_failed=None, power=change.power)
     count = server.change_failed.count + 1 if server.change_failed else 1
-    wait = min(settings.last_retry, settings.first_retry * 2 ** (count - 1))
+    wait = backoff(count, settings.first_retry, settings.last_retry)
     failed = Failure(count, f"could not go {change.power.name}: {event.error}", now + wait)
     server = replace(server, change=None, change_failed=failed)
     return replace(server, power=event.power) if event.power else server

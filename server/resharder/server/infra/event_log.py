@@ -1,14 +1,13 @@
-"""What happened, oldest first: `events.jsonl` beside the versions, and the newest of it in memory.
+"""The event log: `events.jsonl` beside the versions, oldest event first, and the newest events in memory.
 
     events = Events(store_folder)
     events.add("server", "servers/a", "lost", "its lease ended", version=3)
     for event in events.follow(0, "fleets/policy"): ...     # events, and pauses
 
-One line per event, written before anybody can see it, so ids increase over restarts and SIGKILL; a line that was cut short is
-dropped. At `limit` lines the file becomes `events.1.jsonl`, in place of the one before.
+Each event is one line, written before a caller can read the event, so ids increase over restarts and SIGKILL. At `limit` lines
+the file becomes `events.1.jsonl`, in place of the one before.
 """
 
-import json
 import os
 import threading
 import time
@@ -25,20 +24,20 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.server.infra.caller import CALLER
 from resharder.server.infra.change_signal import ChangeSignal, Pause
 from resharder.server.infra.filesystem import sync, touching
+from resharder.server.infra.journal import JournalFile, read_records
 from resharder.v1 import operator_pb2
 
 Kind = Literal["daemon", "publisher", "version", "server", "fleet", "move", "operator", "archive"]
 
-_FILE, _OLDER = "events.jsonl", "events.1.jsonl"
 _LONGEST = 2000  # characters of a reason or a detail
 _LAST = 100
-_LOOK = 1.0  # seconds; between looks whether a caller that follows is still there
+_LOOK = 1.0  # seconds between checks that a following caller is still connected
 _log = structlog.get_logger("resharder.events")
 
 
 @dataclass(frozen=True)
 class Event:
-    """`time` is the wall clock's, in seconds."""
+    """One event. `time` is in seconds since 1970."""
 
     id: int
     time: float
@@ -49,29 +48,35 @@ class Event:
     details: dict[str, str] = field(default_factory=dict)
 
     def about(self, subject: str) -> bool:
-        """Whether it is about this resource or one under it; every event is about the empty name."""
+        """Whether the event is about this resource or one under it; always true for the empty name."""
         return not subject or self.subject == subject or self.subject.startswith(f"{subject}/")
 
 
 class Events:
-    """Thread-safe; `_changed` guards everything. No other lock is taken under it, so `add` may be called under any. Each of
-    `listeners` is called for every event, and must not wait."""
+    """The events of one daemon. Thread-safe.
+
+    No other lock is taken under that of the log, so `add` may be called under any. Each of `listeners` is called for every event,
+    and must not block. The constructor raises OSError.
+    """
 
     def __init__(self, root: Path, limit: int = 10_000) -> None:
-        self._root, self._limit = root, limit
+        self._root = root
         self.listeners: list[Callable[[Event], None]] = []
         self._lock, self._changed = threading.Lock(), ChangeSignal()
         self._closed = False
-        known = [event for name in (_OLDER, _FILE) for event in _read(root / name)]
+        self._journal = JournalFile(root / "events.jsonl", max_late=limit, max_lines=limit)
+        files = (self._journal.older, self._journal.path)
+        known = [event for path in files for event in read_records(path, lambda content: Event(**content))]
         self._events = deque(known, maxlen=limit)
-        self._late: deque[bytes] = deque(maxlen=limit)
-        self._torn = False
         self._id = max((event.id for event in known), default=0)
-        self._lines = _end_with_a_line(root / _FILE)
-        self._file = _open(root / _FILE)
+        self._journal.open()
 
     def add(self, kind: Kind, subject: str, what: str, reason: str = "", **details: object) -> Event:
-        """`what` is one word. An operator's event is on the medium when this returns, any other once the kernel writes it."""
+        """Add an event; `what` is one word.
+
+        An operator's event is synced before this returns; any other is written by the kernel later. Raises OSError if the sync
+        fails.
+        """
         if kind == "operator" and (caller := CALLER.get()):
             details["by"] = caller
         said = {name: str(value)[:_LONGEST] for name, value in details.items()}
@@ -82,8 +87,8 @@ class Events:
                 self._write(event)
             self._events.append(event)
             self._changed.notify()
-            with touching(self._root / _FILE, "syncing"):
-                synced = os.dup(self._file) if kind == "operator" and not self._closed else None
+            with touching(self._journal.path, "syncing"):
+                synced = self._journal.duplicate() if kind == "operator" and not self._closed else None
         if synced is not None:
             self._sync(synced)
         for listener in self.listeners:
@@ -91,15 +96,15 @@ class Events:
         return event
 
     def last(self, count: int, subject: str = "") -> list[Event]:
-        """The newest `count` about `subject`, oldest first."""
+        """The newest `count` events about `subject`, oldest first."""
         return [event for event in self._since(0) if event.about(subject)][-count:] if count > 0 else []
 
     def after(self, id: int, subject: str = "") -> list[Event]:
-        """Those with a greater id, of the newest `limit`, oldest first."""
+        """Events about `subject` with a greater id, among the newest `limit` events, oldest first."""
         return [event for event in self._since(id) if event.about(subject)]
 
     def follow(self, after: int, subject: str) -> Iterator[Event | Pause]:
-        """As `after`, and then what comes, until the journal is closed."""
+        """Yield events as `after` does, then new ones, until the log is closed."""
         while True:
             seen, closed = self._changed.count, self._closed
             fresh = self._since(after)
@@ -110,7 +115,7 @@ class Events:
             yield self._changed.pause(seen, _LOOK)
 
     def listed(self, request: operator_pb2.ListEventsRequest) -> Iterator[Event | Pause]:
-        """The events that a ListEvents call asks for."""
+        """Yield the events of a ListEvents call."""
         last, subject = request.last or _LAST, request.subject
         found = self.after(request.after, subject) if request.after else self.last(last, subject)
         yield from found
@@ -118,12 +123,13 @@ class Events:
             yield from self.follow(found[-1].id if found else request.after, subject)
 
     def close(self) -> None:
-        """Ends every `follow`. What is added from here on is kept in memory alone."""
+        """End every `follow`. Later events are kept in memory only."""
         with self._lock:
             if not self._closed:
-                self._write_late()
+                with suppress(OSError):
+                    self._journal.flush()
                 self._closed = True
-                os.close(self._file)
+                self._journal.close()
             self._changed.notify()
 
     def _since(self, id: int) -> list[Event]:
@@ -131,63 +137,19 @@ class Events:
             return list(takewhile(lambda event: event.id > id, reversed(self._events)))[::-1]
 
     def _write(self, event: Event) -> None:
-        """A full medium must not stop what the event tells of: the log gets it then, and the file with the next event."""
-        self._late.append(json.dumps(asdict(event)).encode() + b"\n")
-        if error := self._write_late():
-            _log.error("event_not_written", **asdict(event) | {"error": error})
-
-    def _write_late(self) -> str:
-        """Why lines are left; empty where none are."""
+        """Append the event to the file. An event that the medium refuses is logged, and written before the next one."""
         try:
-            if self._late and self._lines >= self._limit:
-                self._rotate()
-            while self._late:
-                line = (b"\n" if self._torn else b"") + self._late[0]
-                done = os.write(self._file, line)
-                self._torn = 0 < done < len(line) or (self._torn and not done)
-                if done < len(line):
-                    return f"{done} of {len(line)} bytes were written"
-                self._late.popleft()
-                self._lines += 1
+            self._journal.append(asdict(event))
         except OSError as error:
-            return str(error)
-        return ""
-
-    def _rotate(self) -> None:
-        with suppress(FileNotFoundError):  # renamed by an earlier call, which could not open the new one
-            os.replace(self._root / _FILE, self._root / _OLDER)
-        full, self._file, self._lines = self._file, _open(self._root / _FILE), 0
-        os.close(full)
+            _log.error("event_not_written", **asdict(event) | {"error": str(error)})
 
     def _sync(self, file: int) -> None:
         try:
-            with touching(self._root / _FILE, "syncing"):
+            with touching(self._journal.path, "syncing"):
                 os.fsync(file)
             sync(self._root)  # the file's name, where it is new
         finally:
             os.close(file)
-
-
-def _open(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-
-def _read(path: Path) -> Iterator[Event]:
-    """The whole lines."""
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            yield Event(**json.loads(line))
-        except (ValueError, TypeError):
-            continue
-
-
-def _end_with_a_line(path: Path) -> int:
-    """Drops a last line that was cut short; how many lines are left."""
-    content = path.read_bytes() if path.exists() else b""
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(path, whole)
-    return content.count(b"\n")
 
 
 def event_to_proto(event: Event) -> operator_pb2.Event:

@@ -34,7 +34,7 @@ from resharder.server.state.errors import (
     Unavailable,
 )
 from resharder.server.state.timing import Timing, timed
-from resharder.server.store.manifest import ABORTED, READY, RETIRED, UPLOADING, VersionRecord
+from resharder.server.state.version import ABORTED, READY, RETIRED, UPLOADING, VersionRecord
 from resharder.server.store.model_state import check_model_name
 from resharder.server.store.store import Store
 
@@ -89,7 +89,7 @@ class Intake:
         self._draining = False
         self._versions_changed, self._serving_changed = ChangeSignal(), ChangeSignal()
         self._threads = threads
-        store.subscribe(lambda record: self.wake())
+        store.catalogue.subscribe(lambda record: self.wake())
 
     def wake(self) -> None:
         """Lets everyone who waits for a version look again."""
@@ -124,12 +124,12 @@ class Intake:
             return publisher
 
     def _claim(self, model: str, job: str, world_size: int) -> PublisherRecord:
-        before = self.store.claim(model)
+        before = self.store.epochs.claim(model)
         if before is None or before.job != job:
-            stale = self.store.job_epoch(model, job)
+            stale = self.store.epochs.of_job(model, job)
             if stale is not None:
                 raise FailedPrecondition("STALE_EPOCH", f"job {job!r} had epoch {stale} of {model!r}, a later job took it over")
-            before = self.store.new_claim(model, job, world_size)
+            before = self.store.epochs.begin(model, job, world_size)
             self._fence(model)
             _log.info("publisher_created", model=model, job=job, epoch=before.epoch, world_size=world_size)
         publisher = PublisherRecord(model, before.job, before.epoch, before.world_size, created=self._clock())
@@ -150,7 +150,7 @@ class Intake:
         """By its name; `rank`'s lease is renewed. Raises FailedPrecondition (STALE_EPOCH), NotFound (PUBLISHER_UNKNOWN)."""
         model, epoch = parse_name(name, "publishers")
         publisher = self._publishers.get(model)
-        claim = self.store.claim(model)
+        claim = self.store.epochs.claim(model)
         if claim is not None and epoch < claim.epoch:
             raise FailedPrecondition("STALE_EPOCH", f"{model}: epoch {epoch} is over, job {claim.job!r} has epoch {claim.epoch}")
         if publisher is None or publisher.epoch != epoch:
@@ -211,13 +211,13 @@ class Intake:
         """Long for large models, and nothing else of the publisher can happen meanwhile: so without the lock. Where a medium
         fails, every rank is told, and the next one that registers tries again."""
         try:
-            self.store.check_size(sum(spec.size for spec in publisher.specs))
+            self.store.capacity.check_size(sum(spec.size for spec in publisher.specs))
             assigned, boxes = publisher.check_and_assign()
             layouts = lay_out(publisher.specs)
             compile_for(ITEM_SIZES[spec.dtype] for spec in publisher.specs)  # now, and not in the first version's proof
             with self._lock:
                 publisher.check_usable()
-                self.store.reserve(publisher.model, publisher.epoch, layouts, publisher.files)
+                self.store.epochs.reserve(publisher.model, publisher.epoch, layouts, publisher.files)
                 publisher.activate(assigned, boxes)
                 self._changed.notify()
             self.observer.publish_phase("registration", publisher.model, self._clock() - publisher.created)
@@ -322,22 +322,24 @@ class Intake:
             )
 
     def _begin(self, publisher: PublisherRecord, rank: int, step: int) -> VersionRecord:
-        record = self.store.begin(publisher.model, publisher.epoch, step, publisher.job)
+        record = self.store.lifecycle.begin(publisher.model, publisher.epoch, step, publisher.job)
         with self._lock:
             if publisher.state != ACTIVE:
-                self.store.abort(record.model, record.number, "a later job took the model over")
+                self.store.lifecycle.abort(record.model, record.number, "a later job took the model over")
                 publisher.check_usable()
-            folder, layouts, now = self.store.folder(record), self.store.layouts(record), self._clock()
-            staged = Upload(record, publisher, folder, layouts, chunk_bytes=self.chunk_bytes, shared=self.store.shared, now=now)
+            folder, layouts, now = self.store.folder.path(record), self.store.lifecycle.layouts(record), self._clock()
+            staged = Upload(
+                record, publisher, folder, layouts, chunk_bytes=self.chunk_bytes, shared=self.store.folder.shared, now=now
+            )
             staged.begun[rank] = publisher.processes.get(rank, "")
             self._staged[record.model, record.number] = staged
         _log.info("version_created", version=record.name, step=step, epoch=record.epoch)
         self._abort_overtaken(publisher)  # a rank may have gone on while the store made room
-        return self.store.get(record.model, record.number)
+        return self.store.catalogue.get(record.model, record.number)
 
     def _version_of(self, model: str, epoch: int, step: int, after: int | None) -> VersionRecord | None:
         """A complete version first, then an aborted one after `after`, then one that is UPLOADING."""
-        same = [r for r in self.store.versions(model) if (r.epoch, r.step) == (epoch, step)]
+        same = [r for r in self.store.catalogue.versions(model) if (r.epoch, r.step) == (epoch, step)]
         live = [r for r in same if r.state != ABORTED]
         if live and live[-1].state != UPLOADING:
             return live[-1]
@@ -348,13 +350,13 @@ class Intake:
         """An UPLOADING version, for a call of `epoch`. Raises what keeps the call from going on otherwise."""
         staged = self._staged.get((model, number))
         if staged is None or staged.publisher.state == FENCED or staged.record.epoch != epoch:
-            record = self.store.get(model, number)
+            record = self.store.catalogue.get(model, number)
             self._check_epoch(record, epoch)
             raise _not_staging(record)
         return staged
 
     def _check_epoch(self, record: VersionRecord, epoch: int) -> None:
-        claim = self.store.claim(record.model)
+        claim = self.store.epochs.claim(record.model)
         if epoch != record.epoch or (claim is not None and epoch < claim.epoch):
             newest = claim.epoch if claim else 0
             raise FailedPrecondition(
@@ -369,7 +371,7 @@ class Intake:
 
     def missing(self, model: str, number: int, epoch: int, rank: int) -> list[int]:
         """Numbers of the chunks that have not arrived; none where the version is READY."""
-        record = self.store.get(model, number)
+        record = self.store.catalogue.get(model, number)
         self._check_epoch(record, epoch)
         if record.state in (READY, RETIRED):
             return []
@@ -390,11 +392,11 @@ class Intake:
         trace: str = "",
     ) -> VersionRecord:
         """The rank's word that everything is delivered, and what took how long. The last one's starts the proof behind it."""
-        record = self.store.get(model, number)
+        record = self.store.catalogue.get(model, number)
         self._check_epoch(record, epoch)
         staged = self._staged.get((model, number))
         if staged is None or record.state != "UPLOADING":
-            return self._compare(self.store.get(model, number), rank, digests)
+            return self._compare(self.store.catalogue.get(model, number), rank, digests)
         fresh = rank in staged.open_ranks()
         last = staged.seal(rank, digests, mapped, timings, trace)
         staged.publisher.seen[rank] = now = self._clock()
@@ -404,7 +406,7 @@ class Intake:
         if last:
             self.observer.publish_phase("upload", model, now - staged.created)
             threading.Thread(target=self._commit, args=(staged,), name="commit").start()
-        return self.store.get(model, number)
+        return self.store.catalogue.get(model, number)
 
     def _observe_seal(self, staged: Upload, rank: int, mapped: bool, seconds: float) -> None:
         """What was written into mapped files is first heard of with the seal."""
@@ -436,18 +438,18 @@ class Intake:
                 digests = staged.prove(self._threads, self._patience)
             failpoint("commit.after-proof")
             with self._timed("commit", staged):
-                self.store.commit(record, digests, staged.slot_digests())
+                self.store.lifecycle.commit(record, digests, staged.slot_digests())
         except ProofFailed as error:
-            self.store.abort(record.model, record.number, str(error))
+            self.store.lifecycle.abort(record.model, record.number, str(error))
         except (DaemonError, OSError) as error:
             known = error if isinstance(error, DaemonError) else medium_error(error)
-            if self.store.get(record.model, record.number).state != ABORTED:  # else its files went away under the proof
+            if self.store.catalogue.get(record.model, record.number).state != ABORTED:  # else its files went away under the proof
                 _log.error("commit_failed", version=record.name, reason=known.reason, error=str(known))
-                self.store.abort(record.model, record.number, f"the commit failed: {known.reason}: {known}")
+                self.store.lifecycle.abort(record.model, record.number, f"the commit failed: {known.reason}: {known}")
         except Exception as error:
-            if self.store.get(record.model, record.number).state != ABORTED:
+            if self.store.catalogue.get(record.model, record.number).state != ABORTED:
                 _log.error("commit_failed", version=record.name, exc_info=error)
-                self.store.abort(record.model, record.number, f"the commit failed: {error!r}")
+                self.store.lifecycle.abort(record.model, record.number, f"the commit failed: {error!r}")
         finally:
             self._forget(staged)
 
@@ -456,17 +458,17 @@ class Intake:
             known = self._staged.pop((staged.record.model, staged.record.number), None)
             self._changed.notify()
         if known is not None:
-            self.ended(staged, self.store.get(staged.record.model, staged.record.number))
+            self.ended(staged, self.store.catalogue.get(staged.record.model, staged.record.number))
 
     def _abort(self, staged: Upload, reason: str) -> VersionRecord:
         staged.close(aborted=True)
-        done = self.store.abort(staged.record.model, staged.record.number, reason)
+        done = self.store.lifecycle.abort(staged.record.model, staged.record.number, reason)
         self._forget(staged)
         return done
 
     def abort(self, model: str, number: int, epoch: int, reason: str) -> VersionRecord:
         """ABORTED, if it is UPLOADING; else as it is."""
-        record = self.store.get(model, number)
+        record = self.store.catalogue.get(model, number)
         self._check_epoch(record, epoch)
         staged = self._staged.get((model, number))
         return self._abort(staged, reason or "aborted by its publisher") if staged else record
@@ -482,7 +484,7 @@ class Intake:
         changed = self._serving_changed if serving else self._versions_changed
         while True:
             seen = changed.count
-            record = self.store.get(model, number)
+            record = self.store.catalogue.get(model, number)
             left = deadline - self._clock()
             if left <= 0 or self._settled(record, serving):
                 return record

@@ -23,8 +23,8 @@ from resharder.server.ingest.packed_boxes import Slot
 from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.state.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument
 from resharder.server.state.timing import Timing
+from resharder.server.state.version import VersionRecord
 from resharder.server.store.digests import digest_tensors
-from resharder.server.store.manifest import VersionRecord
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from resharder.server.fleets.fleets import Fleets, FleetView, ServerView
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.state.errors import ResourceNotFound
-from resharder.server.store.manifest import READY, RETIRED, UPLOADING, VersionRecord
+from resharder.server.state.version import READY, RETIRED, UPLOADING, VersionRecord
 
 
 class Lag(NamedTuple):
@@ -53,9 +53,9 @@ class Snapshot:
 def take(intake: Intake, fleets: Fleets) -> Snapshot:
     store = intake.store
     versions: dict[str, list[VersionRecord]] = {}
-    for model in store.models():
+    for model in store.catalogue.models():
         try:
-            versions[model] = store.versions(model)
+            versions[model] = store.catalogue.versions(model)
         except ResourceNotFound:
             continue
     staging = [record for records in versions.values() for record in records if record.state == UPLOADING]
@@ -64,8 +64,8 @@ def take(intake: Intake, fleets: Fleets) -> Snapshot:
         servers.setdefault(server.server.fleet, []).append(server)
     return Snapshot(
         time.time(),
-        store.used_bytes(),
-        store.limit_bytes,
+        store.catalogue.used_bytes(),
+        store.capacity.limit_bytes,
         versions,
         {record.name: _slots(intake.progress(record)) for record in staging},
         [(publisher, intake.live_ranks(publisher)) for publisher in intake.publishers()],

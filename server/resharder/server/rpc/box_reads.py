@@ -18,7 +18,7 @@ from resharder.converters.wire.chunk_frame import ChunkHeader, frame
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.store.digests import TensorBox, digest_boxes
 from resharder.server.store.manifest import Manifest
-from resharder.server.store.store import Store
+from resharder.server.store.reader import VersionReader
 from resharder.v1 import resources_pb2, server_pb2
 
 CHUNK_BYTES = 1 << 20
@@ -86,8 +86,8 @@ class BoxDigester:
     """Digests of boxes as the store holds them. Workers of a fleet ask for the same ones, so answers are kept for a while. Those
     who ask at the same time share the threads."""
 
-    def __init__(self, store: Store, threads: int) -> None:
-        self._store, self._threads = store, threads
+    def __init__(self, reader: VersionReader, threads: int) -> None:
+        self._reader, self._threads = reader, threads
         self._lock, self._asking = threading.Lock(), 0
         self._known: OrderedDict[tuple[str, bytes], Array] = OrderedDict()
 
@@ -120,7 +120,7 @@ class BoxDigester:
     def _compute(self, boxes: CheckedBoxes, threads: int) -> list[int]:
         record, whole = boxes.manifest.record, boxes.manifest.digests
         parts = [each for each in boxes.boxes if each.box != full_box(each.spec.shape)]
-        with self._store.open(record.model, record.number) as files:
+        with self._reader.open(record.model, record.number) as files:
             found = iter(digest_boxes(files, parts, threads))
         return [whole[spec.name] if box == full_box(spec.shape) else next(found) for spec, box in boxes.boxes]
 
@@ -131,12 +131,12 @@ class BoxDigester:
                 self._known.popitem(last=False)
 
 
-def chunks(store: Store, boxes: CheckedBoxes) -> Iterator[bytes]:
+def chunks(reader: VersionReader, boxes: CheckedBoxes) -> Iterator[bytes]:
     """The wire bytes of each Chunk; the version is held until the last one, or until the generator is closed."""
     record = boxes.manifest.record
     sizes = [ITEM_SIZES[spec.dtype] for spec, _ in boxes.boxes]
     parts = cut_chunks([box for _, box in boxes.boxes], sizes, boxes.chunk_bytes)
-    with store.open(record.model, record.number) as files:
+    with reader.open(record.model, record.number) as files:
         for index, chunk in enumerate(parts):
             header = ChunkHeader(record.number, record.epoch, 0, index, 0)
             yield _chunk(files.arrays, boxes, chunk, header, record.model if index == 0 else "")

@@ -7,7 +7,9 @@ from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.fleet import FleetStrategy, Move
 from resharder.server.state.server import Attached, Install, OrderKind, Power, Reported, Worker, WorkerState
 from resharder.server.state.timing import possible, timings_from_proto, timings_to_proto
-from resharder.server.store.manifest import READY, Manifest, VersionRecord
+from resharder.server.state.version import READY, VersionRecord
+from resharder.server.store.folder import StoreFolder
+from resharder.server.store.manifest import Manifest
 from resharder.server.store.store import Store
 from resharder.v1 import resources_pb2, server_pb2
 
@@ -27,17 +29,17 @@ def version_to_proto(store: Store, record: VersionRecord, counts: tuple[int, int
         tensor_count=record.tensor_count,
         create_time=timestamp(record.create_time),
         ready_time=timestamp(record.ready_time) if record.ready_time else None,
-        folder=str(store.folder(record)) if record.state == READY and store.shared else "",
+        folder=str(store.folder.path(record)) if record.state == READY and store.folder.shared else "",
         fingerprint=record.fingerprint,
-        used_by=store.holders(record.model, record.number),
+        used_by=store.pins.holders(record.model, record.number),
         servers_serving=counts[0],
         servers_following=counts[1],
     )
 
 
-def store_access(store: Store) -> resources_pb2.StoreAccess | None:
+def store_access(folder: StoreFolder) -> resources_pb2.StoreAccess | None:
     """None where clients may not map the store."""
-    return resources_pb2.StoreAccess(nonce_file=str(store.nonce_file), nonce=store.nonce) if store.shared else None
+    return resources_pb2.StoreAccess(nonce_file=str(folder.nonce_file), nonce=folder.nonce) if folder.shared else None
 
 
 def manifest_to_proto(version: resources_pb2.Version, manifest: Manifest) -> server_pb2.Manifest:

@@ -37,13 +37,13 @@ class DirectService:
     def OfferVersion(self, request: direct_pb2.OfferVersionRequest, call: Call) -> Iterator[direct_pb2.DirectTask | Pause]:
         member, (model, number) = _member(request.member), parse_name(request.version, "versions")
         publisher = self._intake.publisher(member.owner, member.rank)
-        record = self._intake.store.get(model, number)
+        record = self._intake.store.catalogue.get(model, number)
         if (record.model, record.epoch) != (publisher.model, publisher.epoch):
             raise InvalidArgument("RESOURCE_NAME", f"expected a version of {publisher.name}, got {record.name}")
         wait = seconds(request.wait_seconds)
         offer = self._direct.offer(member, request.memory, model, number, publisher.world_size, wait)
         try:
-            for task in self._direct.tasks(offer, member.rank, lambda: self._intake.store.get(model, number).state):
+            for task in self._direct.tasks(offer, member.rank, lambda: self._intake.store.catalogue.get(model, number).state):
                 yield task if isinstance(task, Pause) else self._task(task)
         finally:
             self._direct.leave(offer, member.rank)
@@ -77,7 +77,9 @@ class DirectService:
     def GetDigests(self, request: direct_pb2.GetDigestsRequest, call: Call) -> Waiting[Message]:
         model, number = parse_name(request.version, "versions")
         digests = yield from self._direct.digests(_member(request.member), request.group, number)
-        return direct_pb2.ReportedDigests(digests=digests, fingerprint=self._intake.store.get(model, number).ahead_fingerprint)
+        return direct_pb2.ReportedDigests(
+            digests=digests, fingerprint=self._intake.store.catalogue.get(model, number).ahead_fingerprint
+        )
 
     def SetGroupKey(self, request: direct_pb2.SetGroupKeyRequest, call: Call) -> Message:
         self._direct.set_key(request.group, request.key, request.value)

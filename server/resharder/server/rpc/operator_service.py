@@ -16,7 +16,8 @@ from resharder.server.ingest.coordinator import parse_name
 from resharder.server.rpc.convert import fleet_to_proto, server_to_proto, store_access, timestamp
 from resharder.server.rpc.dispatch import Call
 from resharder.server.rpc.views import Views, page_of, seconds
-from resharder.server.store.manifest import MANIFEST_FILE, VersionRecord
+from resharder.server.state.version import VersionRecord
+from resharder.server.store.manifest import MANIFEST_FILE
 from resharder.server.store.store import Store
 from resharder.v1 import operator_pb2
 
@@ -42,22 +43,22 @@ class OperatorService:
         answer = operator_pb2.Daemon()
         answer.CopyFrom(self._daemon)
         answer.time.GetCurrentTime()
-        if (access := store_access(self._store)) is not None:
+        if (access := store_access(self._store.folder)) is not None:
             answer.store.CopyFrom(access)
-        answer.store_used_bytes = self._store.used_bytes()
-        answer.models.extend(self._store.models())
+        answer.store_used_bytes = self._store.catalogue.used_bytes()
+        answer.models.extend(self._store.catalogue.models())
         answer.publishers.extend(self._views.publisher(publisher) for publisher in self._intake.publishers())
         return answer
 
     def ListVersions(self, request: operator_pb2.ListVersionsRequest, call: Call) -> Message:
-        models = [request.model] if request.model else self._store.models()
+        models = [request.model] if request.model else self._store.catalogue.models()
         # The newest first: what is asked for most, and stable while versions come.
-        records = [record for model in models for record in reversed(self._store.versions(model))]
+        records = [record for model in models for record in reversed(self._store.catalogue.versions(model))]
         page, token = page_of([(r.name, r) for r in records], request.page_size, request.page_token)
         return operator_pb2.ListVersionsResponse(versions=[self._views.version(r) for r in page], next_page_token=token)
 
     def GetVersion(self, request: operator_pb2.GetVersionRequest, call: Call) -> Message:
-        return self._views.version(self._store.get(*parse_name(request.version, "versions")))
+        return self._views.version(self._store.catalogue.get(*parse_name(request.version, "versions")))
 
     def ListServers(self, request: operator_pb2.ListServersRequest, call: Call) -> Message:
         views = [(view.server.id, view) for view in self._fleets.servers(request.fleet)]
@@ -71,11 +72,11 @@ class OperatorService:
     def ExportVersion(self, request: operator_pb2.ExportVersionRequest, call: Call) -> Iterator[Message]:
         model, number = parse_name(request.version, "versions")
         holder = f"export-{secrets.token_hex(4)}"
-        record = self._store.hold(model, number, holder)
+        record = self._store.pins.pin(model, number, holder)
         try:
             yield from _export(self._store, record)
         finally:
-            self._store.release(model, number, holder)
+            self._store.pins.release(model, number, holder)
 
     def UpdateFleet(self, request: operator_pb2.UpdateFleetRequest, call: Call) -> Message:
         return fleet_to_proto(self._operations.update(request))
@@ -101,7 +102,7 @@ class OperatorService:
         return operator_pb2.VerifyServerResponse(verifications=verifications)
 
     def RetireVersions(self, request: operator_pb2.RetireVersionsRequest, call: Call) -> Message:
-        done = self._store.retire(request.model.removeprefix("models/"), request.versions, request.keep, request.dry_run)
+        done = self._store.retirer.retire(request.model.removeprefix("models/"), request.versions, request.keep, request.dry_run)
         if done.retired and not request.dry_run:
             names = ", ".join(record.name for record in done.retired)
             self._events.add("operator", f"models/{done.retired[0].model}", "retire", versions=names[:1000])
@@ -138,10 +139,10 @@ def _archived(archived: Archived) -> operator_pb2.ArchivedVersion:
 
 def _export(store: Store, record: VersionRecord) -> Iterator[Message]:
     """Files in the order of their names, the manifest last; an empty file is one empty part."""
-    manifest = store.manifest(record.model, record.number)
+    manifest = store.reader.manifest(record.model, record.number)
     names = sorted([*manifest.other_files, *(file.path for file in manifest.files)])
     for name in [*names, MANIFEST_FILE]:
-        path = store.folder(record) / name
+        path = store.folder.path(record) / name
         size = path.stat().st_size
         with path.open("rb", buffering=0) as file:
             for offset in range(0, max(size, 1), _PART_BYTES):

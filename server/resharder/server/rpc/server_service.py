@@ -32,7 +32,7 @@ class ServerService:
         self, fleets: Fleets, store: Store, profiles: Profiles, verifications: Verifications, digest_threads: int
     ) -> None:
         self._fleets, self._store, self._profiles, self._verifications = fleets, store, profiles, verifications
-        self._digester = BoxDigester(store, digest_threads)
+        self._digester = BoxDigester(store.reader, digest_threads)
 
     def ClaimServer(self, request: server_pb2.ClaimServerRequest, call: Call) -> Waiting[server_pb2.Claim]:
         server = yield from self._fleets.claim(
@@ -48,7 +48,7 @@ class ServerService:
             model=server.model,
             fleet=server.fleet,
             boot_version=server.boot_version,
-            store=store_access(self._store),
+            store=store_access(self._store.folder),
             lease_seconds=self._fleets.settings.lease,
             attached=server.attached,
         )
@@ -68,21 +68,21 @@ class ServerService:
 
     def GetManifest(self, request: server_pb2.GetManifestRequest, call: Call) -> server_pb2.Manifest:
         model, number = parse_name(request.version, "versions")
-        manifest = self._store.manifest(model, number)
+        manifest = self._store.reader.manifest(model, number)
         version = version_to_proto(self._store, manifest.record, self._fleets.serving(model, number))
         return manifest_to_proto(version, manifest)
 
     def DigestBoxes(self, request: server_pb2.BoxesRequest, call: Call) -> server_pb2.BoxDigests:
-        boxes = check_boxes(request, self._store.manifest(*parse_name(request.version, "versions")))
+        boxes = check_boxes(request, self._store.reader.manifest(*parse_name(request.version, "versions")))
         return server_pb2.BoxDigests(digests=self._digester.digests(boxes))
 
     def DownloadChunks(self, request: server_pb2.BoxesRequest, call: Call) -> Iterator[bytes]:
-        boxes = check_boxes(request, self._store.manifest(*parse_name(request.version, "versions")))
-        yield from chunks(self._store, boxes)
+        boxes = check_boxes(request, self._store.reader.manifest(*parse_name(request.version, "versions")))
+        yield from chunks(self._store.reader, boxes)
 
     def GetModel(self, request: server_pb2.GetModelRequest, call: Call) -> resources_pb2.Model:
         name = request.model.removeprefix("models/") or self._fleets.only_model()
-        files = self._store.model_files(name)
+        files = self._store.reader.model_files(name)
         return resources_pb2.Model(
             name=name, files=[resources_pb2.ModelFile(path=path, content=content) for path, content in sorted(files.items())]
         )

@@ -9,7 +9,7 @@ from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.observability.tracing.ids import Tracing
 from resharder.server.rpc.convert import store_access, version_to_proto
 from resharder.server.state.errors import InvalidArgument
-from resharder.server.store.manifest import UPLOADING, VersionRecord
+from resharder.server.state.version import UPLOADING, VersionRecord
 from resharder.v1 import resources_pb2
 
 _MAX_WAIT = 3600.0
@@ -31,17 +31,17 @@ class Views:
             state=resources_pb2.Publisher.State.Value(publisher.state),
             reason=f"{publisher.error.reason}: {publisher.error}" if publisher.error else "",
             registered_slots=len(publisher.registered),
-            store=store_access(self.store),
+            store=store_access(self.store.folder),
             lease_seconds=self.intake.lease_seconds,
             live_ranks=self.intake.live_ranks(publisher),
-            newest_version=self.store.newest_number(publisher.model),
+            newest_version=self.store.catalogue.newest_number(publisher.model),
         )
 
     def version(self, record: VersionRecord, slots: bool = True) -> resources_pb2.Version:
         message = version_to_proto(self.store, record, self.fleets.serving(record.model, record.number))
         message.trace = self._tracing.traceparent(record)
-        if record.state == UPLOADING and self.store.shared:
-            message.folder = str(self.store.folder(record))
+        if record.state == UPLOADING and self.store.folder.shared:
+            message.folder = str(self.store.folder.path(record))
         if slots and record.state == UPLOADING:
             for rank, sealed, size, received in self.intake.progress(record):
                 state = resources_pb2.Slot.SEALED if sealed else resources_pb2.Slot.OPEN

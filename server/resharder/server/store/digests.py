@@ -1,7 +1,7 @@
 """Digests of many boxes of a version's files, by several threads.
 
-Huge pages are read where they are mapped. Small ones are not: mapping them takes longer than copying what they hold, and threads
-wait for each other; what lies in one run is read into a buffer of each thread.
+Huge pages are read where they are mapped. Mapping small pages takes longer than copying them, and serialises threads; contiguous
+boxes on small pages are read into a buffer of each thread instead.
 """
 
 import os
@@ -31,7 +31,7 @@ class TensorBox(NamedTuple):
 
 
 def digest_boxes(files: MappedFiles, boxes: Sequence[TensorBox], threads: int) -> list[int]:
-    """In the order of the boxes."""
+    """Digest boxes with `threads` threads, in the order of the boxes. Raises OSError."""
     shares = cut_chunks([box for _, box in boxes], [ITEM_SIZES[spec.dtype] for spec, _ in boxes], _SHARE_BYTES)
     totals = [0] * len(boxes)
     with ExitStack() as stack:
@@ -48,14 +48,13 @@ def digest_boxes(files: MappedFiles, boxes: Sequence[TensorBox], threads: int) -
 
 
 def digest_tensors(files: MappedFiles, threads: int) -> dict[str, int]:
-    """Of all of them, whole."""
+    """Digest every tensor of the files, by name. Raises OSError."""
     boxes = [TensorBox(spec, full_box(spec.shape)) for spec in files.specs.values()]
     return dict(zip(files.specs, digest_boxes(files, boxes, threads), strict=True))
 
 
 def _digest(files: MappedFiles, reads: "_Reads | None", spec: TensorSpec, box: Box) -> int:
-    """Small pages go from the tables by the way: all together, in the end, they would keep one thread busy for long. Huge ones
-    take a third of the time for that."""
+    """Digest one box. Unmaps small pages incrementally, to avoid one long munmap."""
     if reads is not None and run_start(box, spec) is not None:
         return reads.digest(spec, box)
     part = files.arrays[spec.name][box_index(box)] if box else files.arrays[spec.name]
@@ -66,13 +65,13 @@ def _digest(files: MappedFiles, reads: "_Reads | None", spec: TensorSpec, box: B
 
 
 class _Reads:
-    """`opened`: each tensor's file and the byte where it begins."""
+    """Reads of contiguous boxes. `opened`: each tensor's file descriptor and first byte."""
 
     def __init__(self, opened: dict[str, tuple[int, int]]) -> None:
         self._opened, self._own = opened, threading.local()
 
     def digest(self, spec: TensorSpec, box: Box) -> int:
-        """Of a box that lies in one run."""
+        """Digest a contiguous box."""
         total, item = 0, ITEM_SIZES[spec.dtype]
         for chunk in cut_chunks([box], [item], _READ_BYTES):
             for _, part in chunk:
@@ -81,23 +80,23 @@ class _Reads:
         return total & MASK
 
     def _read(self, spec: TensorSpec, part: Box, size: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-        """Good until the thread reads again. Raises OSError where the file ends before."""
-        held = getattr(self._own, "buffer", None)
-        if held is None or len(held) < size:
-            held = self._own.buffer = np.empty(max(size, _READ_BYTES), np.uint8)
+        """Read a contiguous box into the buffer of this thread. Raises OSError if the file ends early."""
+        buffer = getattr(self._own, "buffer", None)
+        if buffer is None or len(buffer) < size:
+            buffer = self._own.buffer = np.empty(max(size, _READ_BYTES), np.uint8)
         (descriptor, begin), start, done = self._opened[spec.name], run_start(part, spec), 0
         assert start is not None
         while done < size:
-            count = os.preadv(descriptor, [held[done:size].data], begin + start + done)
+            count = os.preadv(descriptor, [buffer[done:size].data], begin + start + done)
             if not count:
                 raise OSError(f"{spec.name}: expected {size} bytes at {begin + start}, the file ends after {done}")
             done += count
-        return held[:size]
+        return buffer[:size]
 
 
 @contextmanager
 def _reads(files: MappedFiles, boxes: Iterable[TensorBox]) -> Iterator[_Reads]:
-    """Of the boxes' files, open until the context ends."""
+    """Open the files of the boxes until the context ends."""
     opened: dict[Path, int] = {}
     try:
         for path in {files.places[spec.name][0] for spec, _ in boxes}:

@@ -1,120 +1,82 @@
-"""Files for versions to come: made ahead of need, given out, and used again where nobody has them open any more.
+"""Files for future versions: laid out ahead of need, handed to versions, and recycled once no process has them open.
 
-`pool/<epoch>-<n>/` has the safetensors files of one version, headers written and pages there.
+`pool/<epoch>-<n>/` has the safetensors files of one version, with headers written and pages allocated.
 """
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Condition
 
 import structlog
 from resharder.converters.storage.files import FileLayout
 from resharder.server.infra.filesystem import make_folder, move, touching, unused_elsewhere, write_at, write_zeros
-from resharder.server.state.errors import ResourceExhausted
-from resharder.server.store.manifest import READY, UPLOADING
-from resharder.server.store.model_state import Room, StoredModel
-from resharder.server.store.retention import peak
+from resharder.server.store.capacity import Capacity
+from resharder.server.store.catalogue import Catalogue
+from resharder.server.store.model_state import Reservation, StoredModel
 
 _log = structlog.get_logger("resharder.store")
 
 
-class Pool:
-    """Of all models of the store at `root`. Whoever calls it has the lock of `changed`, which is notified of all that ends."""
+class FilePool:
+    """Sets of files of all models. Callers must hold the lock of the catalogue, whose `changed` is notified when background work
+    ends."""
 
-    def __init__(self, root: Path, changed: Condition, models: Callable[[], Iterable[StoredModel]]) -> None:
-        self.limit_bytes = 0
-        self._root, self._changed, self._models = root, changed, models
+    def __init__(self, catalogue: Catalogue, capacity: Capacity) -> None:
+        self._changed, self._capacity = catalogue.changed, capacity
         self._serial = 0
 
-    # How much fits
-
-    def check(self, model: StoredModel, size: int, sets: int) -> None:
-        """That an epoch of versions of `size` bytes fits. Raises ResourceExhausted (NO_ROOM)."""
-        needed = peak(size, sets, [record.size_bytes for record in model.of(READY)])
-        limit, there = self._left_for(model), self._free() + model.used()
-        if needed > limit or needed > there:
-            raise ResourceExhausted(
-                "NO_ROOM",
-                f"{model.name}: {sets} versions of {size} bytes and what is kept need {needed} bytes, the store has "
-                f"{max(0, min(limit, there))} of {self.limit_bytes} for them; {self.holdings()}",
-            )
-
-    def fits(self, model: StoredModel, size: int) -> bool:
-        """One more version that is not the room's."""
-        return self.has_room(model, size) and size <= self._free()
-
-    def has_room(self, model: StoredModel, size: int) -> bool:
-        return model.used() + size <= self._left_for(model)
-
-    def _left_for(self, model: StoredModel) -> int:
-        return self.limit_bytes - sum(other.committed() for other in self._models() if other is not model)
-
-    def _free(self) -> int:
-        found = os.statvfs(self._root)
-        return found.f_bavail * found.f_frsize
-
-    def holdings(self) -> str:
-        """Who holds what, for messages."""
-        said = []
-        for model in self._models():
-            for record in sorted([*model.of(READY), *model.of(UPLOADING)], key=lambda r: r.number):
-                by = ", ".join(sorted(model.holders.get(record.number, ()))[:4])
-                said.append(f"{record.name} {record.state} {record.size_bytes} bytes" + (f" used by {by}" if by else ""))
-            if model.room:
-                said.append(f"models/{model.name} reserves {model.room.sets} times {model.room.size} bytes")
-        return "held: " + ("; ".join(said[:16]) or "nothing")
-
-    # Sets of files
-
     def drop(self, model: StoredModel) -> None:
+        """Cancel the model's reservation and discard its sets."""
         self.remove_stuck(model)
-        room, model.room = model.room, None
-        if room is not None:
-            for path in room.pool:
-                self.discard(model, path, room.size)
+        reservation, model.reservation = model.reservation, None
+        if reservation is not None:
+            for path in reservation.pool:
+                self.discard(model, path, reservation.size)
             self._changed.notify_all()
 
     def discard(self, model: StoredModel, path: Path, size: int) -> None:
+        """Remove a set of `size` bytes in the background."""
         model.leaving += size
         model.background.submit(self._remove, model, path, size)
 
     def remove_stuck(self, model: StoredModel) -> None:
-        """Tries again to remove what could not be removed."""
+        """Retry the removal of folders that could not be removed."""
         stuck, model.stuck = model.stuck, {}
         for path, size in stuck.items():
             self.discard(model, path, size)
 
     def top_up(self, model: StoredModel) -> None:
-        """One set ahead of need, as long as the epoch has fewer than it uses in turn."""
-        room = model.room
-        if room and not room.pool and not room.pending and model.sets(room) < room.sets and self.has_room(model, room.size):
-            self.make_set(model, room)
+        """Lay out a set ahead of need, as long as the epoch has fewer than it uses in turn."""
+        reservation = model.reservation
+        if reservation is None or reservation.pool or reservation.pending:
+            return
+        if model.sets(reservation) < reservation.sets and self._capacity.within_limit(model, reservation.size):
+            self.make_set(model, reservation)
 
-    def make_set(self, model: StoredModel, room: Room) -> None:
-        room.pending += 1
-        room.failure = None
-        model.background.submit(self._fault_in, model, room, self._next_path(model, room))
+    def make_set(self, model: StoredModel, reservation: Reservation) -> None:
+        """Lay out a set in the background."""
+        reservation.pending += 1
+        reservation.failure = None
+        model.background.submit(self._fault_in, model, reservation, self._next_path(model, reservation))
 
     def take_back(self, model: StoredModel, epoch: int, path: Path, size: int) -> None:
-        """What a version of this epoch was made of, or away with it."""
-        room = model.room
-        if room is not None and room.epoch == epoch and model.sets(room) < room.sets:
-            room.pending += 1
-            model.background.submit(self._recycle, model, room, path)
+        """Recycle the files of a version of `epoch`, or discard them."""
+        reservation = model.reservation
+        if reservation is not None and reservation.epoch == epoch and model.sets(reservation) < reservation.sets:
+            reservation.pending += 1
+            model.background.submit(self._recycle, model, reservation, path)
         else:
             self.discard(model, path, size)
 
-    def _next_path(self, model: StoredModel, room: Room) -> Path:
+    def _next_path(self, model: StoredModel, reservation: Reservation) -> Path:
         while True:
             self._serial += 1
-            path = model.folder / "pool" / f"{room.epoch}-{self._serial}"
-            if not os.path.lexists(path):  # of an earlier daemon, where it could not be removed
+            path = model.folder / "pool" / f"{reservation.epoch}-{self._serial}"
+            if not os.path.lexists(path):  # left by an earlier daemon that could not remove it
                 return path
 
-    # In the model's background, without the lock
+    # On the model's background threads, without the lock
 
     def _remove(self, model: StoredModel, path: Path, size: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
@@ -127,59 +89,59 @@ class Pool:
                 model.stuck[path] = size
             self._changed.notify_all()
 
-    def _fault_in(self, model: StoredModel, room: Room, path: Path) -> None:
+    def _fault_in(self, model: StoredModel, reservation: Reservation, path: Path) -> None:
         failure = None
         try:
             make_folder(path)
             with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as writers:
-                list(writers.map(lambda layout: write_zeros(path / layout.path, layout.header, layout.size), room.layouts))
+                list(writers.map(lambda layout: write_zeros(path / layout.path, layout.header, layout.size), reservation.layouts))
         except OSError as error:
             failure = error
             _log.error("layout_failed", model=model.name, error=str(error))
         with self._changed:
-            room.pending -= 1
-            if failure or model.room is not room:
-                room.failure = failure
-                self.discard(model, path, room.size)
+            reservation.pending -= 1
+            if failure or model.reservation is not reservation:
+                reservation.failure = failure
+                self.discard(model, path, reservation.size)
             else:
-                room.pool.append(path)
+                reservation.pool.append(path)
             self._changed.notify_all()
 
-    def _recycle(self, model: StoredModel, room: Room, path: Path) -> None:
-        """Back to the pool if that is provably safe, else away."""
+    def _recycle(self, model: StoredModel, reservation: Reservation, path: Path) -> None:
+        """Return the files to the pool if no process can still read or write them, else discard them."""
         try:
             with touching(path, "cleaning"):
-                safe = _cleaned(path, room.layouts)
+                safe = _cleaned(path, reservation.layouts)
         except OSError as error:
             safe = False
             _log.error("recycling_failed", model=model.name, error=str(error))
         with self._changed:
-            room.pending -= 1
-            if not (safe and model.room is room and self._put_back(model, room, path)):
-                self.discard(model, path, room.size)
+            reservation.pending -= 1
+            if not (safe and model.reservation is reservation and self._put_back(model, reservation, path)):
+                self.discard(model, path, reservation.size)
                 self.top_up(model)
             self._changed.notify_all()
 
-    def _put_back(self, model: StoredModel, room: Room, path: Path) -> bool:
-        back = self._next_path(model, room)
+    def _put_back(self, model: StoredModel, reservation: Reservation, path: Path) -> bool:
+        back = self._next_path(model, reservation)
         try:
             make_folder(back.parent)
             move(path, back)
         except OSError as error:
             _log.error("recycling_failed", model=model.name, error=str(error))
             return False
-        room.pool.append(back)
+        reservation.pool.append(back)
         return True
 
 
 def _cleaned(path: Path, layouts: tuple[FileLayout, ...]) -> bool:
-    """Whether a version's folder can be used again for one with these files; then nothing but them is left in it."""
+    """Reduce a version's folder to these files, and return whether a later version can reuse them."""
     kept = {layout.path: layout for layout in layouts}
     for file in path.iterdir():
         if file.name not in kept:
             file.unlink()
     sizes = {file.name: file.stat().st_size for file in path.iterdir()}
-    # A job that is back in its epoch may have other shapes.
+    # A job that returns to its epoch may have other shapes.
     same = all(sizes.get(name) == layout.size for name, layout in kept.items())
     if not same or not all(unused_elsewhere(path / name) for name in kept):
         return False

@@ -1,59 +1,24 @@
-"""What the daemon knows of one version, and `resharder.json`, the manifest that says it in the version's folder.
+"""`resharder.json`, the manifest in a version's folder: reading and encoding.
 
-The manifest is written last, so a folder with a valid one is complete. Its `blake3` is that of everything else in it. Its
-fingerprint, by which the version is known, is the blake3 of the manifest as first written. Format 1 has the digests of protocol
-revision 1, and its fingerprint is also the hash of the rest; `renewal.py` makes format 2 of it.
+The manifest is written last, so a folder with a valid one is complete. Its `blake3` field is the hash of all its other fields.
+Its fingerprint, which identifies the version, is the blake3 of the manifest as first written. Format 1 has the digests of
+protocol revision 1, and its fingerprint is also the hash of the rest; `verification.py` converts it to format 2.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from blake3 import blake3
 from resharder.converters.storage.files import FileLayout, parse_header
+from resharder.server.state.version import READY, VersionRecord
 
 MANIFEST_FILE = "resharder.json"
 FORMAT = 2
 _HASH = {1: "fingerprint", 2: "blake3"}
-"""The field of a format that has the blake3 of the rest."""
-
-UPLOADING, READY, RETIRED, ABORTED = "UPLOADING", "READY", "RETIRED", "ABORTED"
-
-
-@dataclass(frozen=True)
-class VersionRecord:
-    """Times are seconds since 1970. `slots` has the blake3 of each rank's digests, so that a repeated seal can be compared."""
-
-    model: str
-    number: int
-    state: str
-    epoch: int
-    step: int
-    job: str
-    size_bytes: int
-    tensor_count: int
-    create_time: float
-    ready_time: float = 0.0
-    fingerprint: str = ""
-    reason: str = ""
-    slots: tuple[tuple[int, str], ...] = ()
-
-    @property
-    def name(self) -> str:
-        return f"models/{self.model}/versions/{self.number}"
-
-    @property
-    def ahead_fingerprint(self) -> str:
-        """What servers hold it by until it is READY."""
-        return f"ahead-{blake3(f'{self.job}/{self.epoch}/{self.number}/{self.create_time!r}'.encode()).hexdigest()[:32]}"
-
-    @classmethod
-    def of(cls, said: Mapping[str, Any]) -> Self:
-        """What was written down of one, also by a later release that knows more of it. Raises TypeError where something lacks."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in said.items() if name in known})
+"""Field of each format that has the blake3 of all other fields."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +32,16 @@ class Manifest:
 
 
 class BadManifest(ValueError):
-    """The folder is no complete version; the message says why."""
+    """A folder that is not a complete version; the message names the reason."""
 
 
 def encode(
     record: VersionRecord, files: Mapping[str, bytes], sizes: Mapping[str, int], digests: Mapping[str, int]
 ) -> tuple[bytes, str]:
-    """(manifest, fingerprint). `files` has every file's content (of safetensors files: the header), `sizes` the sizes."""
+    """Encode a manifest and return it with its fingerprint.
+
+    `files` maps each file to its content (safetensors files: the header), `sizes` to its size in bytes.
+    """
     content: dict[str, Any] = {
         "format": FORMAT,
         "version": {k: v for k, v in asdict(record).items() if k not in ("fingerprint", "state", "reason")},
@@ -85,7 +53,7 @@ def encode(
 
 
 def encode_again(content: Mapping[str, Any], digests: Mapping[str, int]) -> bytes:
-    """The manifest that `load` gave, in this format and with these digests, under the same fingerprint."""
+    """Encode the content returned by `load` in this format, with these digests and the same fingerprint."""
     return _encoded({**content, "format": FORMAT, "digests": _hexadecimal(digests)})
 
 
@@ -107,7 +75,10 @@ def _blake3(content: Mapping[str, Any], without: str = "") -> str:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """What a manifest of any format has in it, as it was written. Raises BadManifest, OSError where it cannot be read."""
+    """Return the fields of a manifest of any format.
+
+    Raises BadManifest, or OSError if the manifest cannot be read.
+    """
     try:
         content: dict[str, Any] = json.loads((folder / MANIFEST_FILE).read_bytes())
         field = _HASH.get(content["format"])
@@ -123,8 +94,10 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a version's folder, checked against its files' sizes and headers. Raises BadManifest, also for one of an
-    older format, with digests of another kind; OSError."""
+    """Read the manifest of a version's folder and check it against the sizes and headers of the files.
+
+    Raises BadManifest (also for an older format, which has digests of another kind), or OSError.
+    """
     content = load(folder)
     if content["format"] != FORMAT:
         raise BadManifest(f"{folder.name}: expected a manifest of format {FORMAT}, found {content['format']}")
@@ -132,13 +105,16 @@ def read(folder: Path) -> Manifest:
 
 
 def parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
-    """What `load` gave, checked against the files' sizes and headers. Raises BadManifest, OSError."""
+    """Check the content returned by `load` against the sizes and headers of the files.
+
+    Raises BadManifest or OSError.
+    """
     try:
         layouts, others = [], []
-        for name, said in content["files"].items():
-            start = _check_file(folder / name, said)
+        for name, entry in content["files"].items():
+            start = _check_file(folder / name, entry)
             if name.endswith(".safetensors"):
-                layouts.append(parse_header(name, start, said["size"]))
+                layouts.append(parse_header(name, start, entry["size"]))
             else:
                 others.append(name)
         version = dict(content["version"])
@@ -152,15 +128,15 @@ def parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
     return Manifest(record, tuple(layouts), digests, tuple(others))
 
 
-def _check_file(path: Path, said: Mapping[str, Any]) -> bytes:
-    """The file's content, of a safetensors file its header."""
+def _check_file(path: Path, entry: Mapping[str, Any]) -> bytes:
+    """Return the content of a checked file; for a safetensors file, its header."""
     size = path.stat().st_size
-    if size != said["size"]:
-        raise BadManifest(f"{path.name}: expected {said['size']} bytes, found {size}")
+    if size != entry["size"]:
+        raise BadManifest(f"{path.name}: expected {entry['size']} bytes, found {size}")
     with path.open("rb") as file:
         start = file.read(8) if path.suffix == ".safetensors" else file.read()
         if path.suffix == ".safetensors":
             start += file.read(min(int.from_bytes(start, "little"), size))
-    if blake3(start).hexdigest() != said["blake3"]:
+    if blake3(start).hexdigest() != entry["blake3"]:
         raise BadManifest(f"{path.name}: not the content that was written")
     return start

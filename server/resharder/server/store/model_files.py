@@ -1,6 +1,6 @@
-"""The small files of a model, config.json and tokenizer, in its folder of the store: `files/<epoch>.<n>/`, the last one counts.
+"""The small files of a model, `config.json` and tokenizer: `files/<epoch>.<n>/` in its folder, of which the last one is valid.
 
-A daemon that comes back gets the files of an epoch again, so epochs may have several.
+After a restart of the daemon the job sends the files of its epoch again, so an epoch may have several folders.
 """
 
 import shutil
@@ -11,12 +11,15 @@ from resharder.server.infra.filesystem import make_folder, move, sync, touching,
 
 
 def folders(model: Path) -> list[Path]:
-    """All of them, the one that counts last."""
+    """All folders of small files, the valid one last."""
     return sorted((model / "files").glob("[0-9]*.[0-9]*"), key=_numbers)
 
 
 def write(model: Path, epoch: int, files: Mapping[str, bytes]) -> Path:
-    """A new folder, on its medium, in place of all others. Raises MediumRefused: the folder that counted does so still."""
+    """Write a new folder durably, in place of all others, and return it.
+
+    Raises MediumRefused; the folder that was valid still is.
+    """
     parent = make_folder(model / "files")
     earlier = folders(model)
     drop_unfinished(model)
@@ -32,13 +35,13 @@ def write(model: Path, epoch: int, files: Mapping[str, bytes]) -> Path:
         for unfinished in (done, part):
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    for older in earlier:  # one that stays is older still: the next call tries again
+    for older in earlier:  # the next call retries one that stays
         shutil.rmtree(older, ignore_errors=True)
     return done
 
 
 def drop_unfinished(model: Path) -> None:
-    """And what an earlier daemon has not removed."""
+    """Remove unfinished folders, and those that an earlier daemon replaced. Raises MediumRefused."""
     for older in folders(model)[:-1]:
         shutil.rmtree(older, ignore_errors=True)
     for part in (model / "files").glob("*.part"):

@@ -1,29 +1,35 @@
-"""Decisions about room: what retention drops, and how many bytes a model will need at most."""
+"""Decisions about capacity: versions that retention drops, and the peak use of a model."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
-from resharder.server.store.manifest import VersionRecord
-
-
-def surplus(ready: Sequence[VersionRecord], held: Collection[int], keep_count: int, keep_bytes: int) -> list[VersionRecord]:
-    """Which READY versions (given oldest first) to drop. The newest and the held ones always stay."""
-    drop, size = [], 0
-    for count, record in enumerate(reversed(ready), start=1):
-        size += record.size_bytes
-        over = count > keep_count or (keep_bytes and size > keep_bytes)
-        if count > 1 and over and record.number not in held:
-            drop.append(record)
-    return drop[::-1]
+from resharder.server.state.version import VersionRecord
 
 
-def wanted_sets(size: int, keep_count: int, keep_bytes: int) -> int:
-    """How many sets of files of `size` bytes an epoch uses in turn: wanted, previous and arriving at least, and what is kept."""
-    kept = min(keep_count, keep_bytes // size) if keep_bytes and size else keep_count
-    return max(kept, 2) + 1
+class Retention(NamedTuple):
+    """Bounds on the READY versions of a model: how many, and how many bytes (0: no bound)."""
+
+    keep_count: int
+    keep_bytes: int = 0
+
+    def surplus(self, ready: Iterable[VersionRecord], pinned: Collection[int] = ()) -> list[VersionRecord]:
+        """READY versions to drop, oldest first. The newest and the pinned ones always stay."""
+        drop, size = [], 0
+        for count, record in enumerate(sorted(ready, key=lambda r: r.number, reverse=True), start=1):
+            size += record.size_bytes
+            over = count > self.keep_count or (self.keep_bytes and size > self.keep_bytes)
+            if count > 1 and over and record.number not in pinned:
+                drop.append(record)
+        return drop[::-1]
+
+    def sets(self, size: int) -> int:
+        """Sets of files of `size` bytes that an epoch uses in turn: one to upload to, and at least two for READY versions."""
+        kept = min(self.keep_count, self.keep_bytes // size) if self.keep_bytes and size else self.keep_count
+        return max(kept, 2) + 1
 
 
 def peak(size: int, sets: int, old: Sequence[int]) -> int:
-    """Bytes at the fullest moment while `sets` sets of a new epoch replace READY versions of `old` sizes, oldest first."""
+    """Peak bytes while `sets` sets of a new epoch replace READY versions of `old` sizes, oldest first."""
     moments = []
     for arrived in range(sets):
         still = old[max(0, len(old) - (sets - 1 - arrived)) :] if arrived < sets - 1 else ()

@@ -9,7 +9,7 @@ from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.observability.snapshot import Snapshot
 from resharder.server.state.fleet import FleetStrategy, FleetStrategyKind, FleetTarget, FleetTargetKind, Move
 from resharder.server.state.server import Install, InstallState, Server, Worker, WorkerState
-from resharder.server.store.manifest import UPLOADING, VersionRecord
+from resharder.server.state.version import UPLOADING, VersionRecord
 from resharder.v1 import resources_pb2
 
 _VERSIONS = 12  # of each model, the newest

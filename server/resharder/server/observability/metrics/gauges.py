@@ -7,7 +7,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from resharder.server.observability.snapshot import Snapshot
 from resharder.server.state.fleet import MoveState
-from resharder.server.store.manifest import ABORTED, READY, RETIRED, UPLOADING, VersionRecord
+from resharder.server.state.version import ABORTED, READY, RETIRED, UPLOADING, VersionRecord
 from resharder.v1 import resources_pb2
 
 NOTHING = Snapshot(0.0, 0, 0, {}, {}, (), (), {})

@@ -11,15 +11,15 @@ from resharder.server.ingest.upload import Upload
 from resharder.server.observability.tracing.ids import Tracing
 from resharder.server.observability.tracing.spans import Span, boot_spans, control_spans, install_spans, version_spans
 from resharder.server.state.server import Server, WorkerState
-from resharder.server.store.manifest import VersionRecord
-from resharder.server.store.store import Store
+from resharder.server.state.version import VersionRecord
+from resharder.server.store.catalogue import Catalogue
 
 
 class Traced(fleets_fleets.FleetObserver):
     """Made once; it is heard of only where there is something to send."""
 
-    def __init__(self, tracing: Tracing, store: Store, intake: Intake, fleets: Fleets) -> None:
-        self._tracing, self._store = tracing, store
+    def __init__(self, tracing: Tracing, catalogue: Catalogue, intake: Intake, fleets: Fleets) -> None:
+        self._tracing, self._catalogue = tracing, catalogue
         if tracing.on:
             intake.ended = self._version_ended
             fleets.observers.append(self)
@@ -44,4 +44,4 @@ class Traced(fleets_fleets.FleetObserver):
                     self._add(after.model, worker.version, partial(boot_spans, after, worker))
 
     def _add(self, model: str, version: int, spans: Callable[[], Iterable[Span]]) -> None:
-        self._tracing.add(partial(self._store.get, model, version), spans)
+        self._tracing.add(partial(self._catalogue.get, model, version), spans)

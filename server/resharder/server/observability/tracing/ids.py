@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import structlog
 from blake3 import blake3
 from resharder.server.observability.tracing.spans import ROOT, Span
-from resharder.server.store.manifest import VersionRecord
+from resharder.server.state.version import VersionRecord
 
 if TYPE_CHECKING:
     from resharder.server.observability.tracing.exporter import Exporter

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from resharder.server.ingest.upload import SlotDelivery
 from resharder.server.state.server import Install, InstallState, Server, Worker, WorkerState
 from resharder.server.state.timing import Timing
-from resharder.server.store.manifest import ABORTED, VersionRecord
+from resharder.server.state.version import ABORTED, VersionRecord
 
 ROOT = "version"
 Attributes = Mapping[str, str | int]

@@ -1,0 +1,46 @@
+"""The record of one version and the states that it passes: UPLOADING, then READY and RETIRED, or ABORTED."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from blake3 import blake3
+
+UPLOADING, READY, RETIRED, ABORTED = "UPLOADING", "READY", "RETIRED", "ABORTED"
+
+
+@dataclass(frozen=True)
+class VersionRecord:
+    """Times are seconds since 1970. `slots` has the blake3 of each rank's digests, so that a repeated seal can be compared."""
+
+    model: str
+    number: int
+    state: str
+    epoch: int
+    step: int
+    job: str
+    size_bytes: int
+    tensor_count: int
+    create_time: float
+    ready_time: float = 0.0
+    fingerprint: str = ""
+    reason: str = ""
+    slots: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"models/{self.model}/versions/{self.number}"
+
+    @property
+    def ahead_fingerprint(self) -> str:
+        """Fingerprint that servers report for the version until it is READY."""
+        return f"ahead-{blake3(f'{self.job}/{self.epoch}/{self.number}/{self.create_time!r}'.encode()).hexdigest()[:32]}"
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Self:
+        """Build a record from stored fields, ignoring those that a later release added.
+
+        Raises TypeError if a required field is missing.
+        """
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in content.items() if name in known})

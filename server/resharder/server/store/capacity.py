@@ -1,0 +1,71 @@
+"""The bytes that a store's versions may take, and how many are left."""
+
+import os
+from pathlib import Path
+
+from resharder.server.infra.filesystem import touching
+from resharder.server.state.errors import ResourceExhausted
+from resharder.server.state.version import READY, UPLOADING
+from resharder.server.store.catalogue import Catalogue
+from resharder.server.store.model_state import StoredModel
+from resharder.server.store.retention import Retention, peak
+
+_SHARE = 0.8
+
+
+class Capacity:
+    """Upper bound on the bytes of all versions: `limit_bytes`, or if that is 0, 80 % of the medium.
+
+    Callers must hold the lock of the catalogue. The constructor raises MediumRefused.
+    """
+
+    def __init__(self, root: Path, catalogue: Catalogue, retention: Retention, limit_bytes: int) -> None:
+        self._root, self._catalogue, self._retention = root, catalogue, retention
+        self.limit_bytes = limit_bytes
+        if not limit_bytes:
+            with touching(root, "measuring"):
+                self.limit_bytes = int(_SHARE * (self._free() + catalogue.used_bytes()))
+
+    def check_size(self, size: int) -> None:
+        """Raises ResourceExhausted (NO_ROOM) if an empty store could not take versions of `size` bytes. Needs no lock."""
+        sets = self._retention.sets(size)
+        if size * sets > self.limit_bytes:
+            raise ResourceExhausted("NO_ROOM", f"{sets} versions of {size} bytes do not fit in {self.limit_bytes} bytes")
+
+    def check_epoch(self, model: StoredModel, size: int) -> None:
+        """Raises ResourceExhausted (NO_ROOM) if an epoch of versions of `size` bytes does not fit."""
+        sets = self._retention.sets(size)
+        needed = peak(size, sets, [record.size_bytes for record in model.of(READY)])
+        limit, there = self._left_for(model), self._free() + model.used()
+        if needed > limit or needed > there:
+            raise ResourceExhausted(
+                "NO_ROOM",
+                f"{model.name}: {sets} versions of {size} bytes and what is kept need {needed} bytes, the store has "
+                f"{max(0, min(limit, there))} of {self.limit_bytes} for them; {self.holdings()}",
+            )
+
+    def within_limit(self, model: StoredModel, size: int) -> bool:
+        """Whether the bound allows `size` bytes more for the model."""
+        return model.used() + size <= self._left_for(model)
+
+    def fits(self, model: StoredModel, size: int) -> bool:
+        """Whether the bound and the medium allow `size` bytes more for the model."""
+        return self.within_limit(model, size) and size <= self._free()
+
+    def holdings(self) -> str:
+        """Describe the versions and reservations that take the store's bytes."""
+        lines = []
+        for model in self._catalogue.stored():
+            for record in sorted([*model.of(READY), *model.of(UPLOADING)], key=lambda r: r.number):
+                by = ", ".join(sorted(model.holders.get(record.number, ()))[:4])
+                lines.append(f"{record.name} {record.state} {record.size_bytes} bytes" + (f" used by {by}" if by else ""))
+            if model.reservation:
+                lines.append(f"models/{model.name} reserves {model.reservation.sets} times {model.reservation.size} bytes")
+        return "held: " + ("; ".join(lines[:16]) or "nothing")
+
+    def _left_for(self, model: StoredModel) -> int:
+        return self.limit_bytes - sum(other.committed() for other in self._catalogue.stored() if other is not model)
+
+    def _free(self) -> int:
+        found = os.statvfs(self._root)
+        return found.f_bavail * found.f_frsize

@@ -1,0 +1,106 @@
+"""The catalogue of a store: models, records of their versions, and the lock that guards them."""
+
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from threading import Condition
+
+from resharder.server.infra.filesystem import make_folder
+from resharder.server.state.errors import ResourceNotFound, Unavailable
+from resharder.server.state.version import READY, VersionRecord
+from resharder.server.store.model_state import StoredModel, check_model_name
+
+
+class Catalogue:
+    """Models and their versions. Thread-safe.
+
+    The reentrant lock of `changed` guards all that a `StoredModel` contains; `changed` is notified of every change that a waiting
+    thread may need. Queries take no lock: mappings and records are replaced, never modified.
+    """
+
+    def __init__(self, root: Path, models: dict[str, StoredModel]) -> None:
+        self.changed = Condition()
+        self._folder, self._models = root / "models", models
+        self._subscribers: list[Callable[[VersionRecord], None]] = []
+        self._closed = False
+
+    # Queries
+
+    def models(self) -> list[str]:
+        """Names of the models that have had an ACTIVE publisher, have a READY version, or await a restored one."""
+        return sorted(m.name for m in self._models.values() if m.published or m.expected or m.of(READY))
+
+    def versions(self, name: str) -> list[VersionRecord]:
+        """Versions of a model, oldest first, with the RETIRED and ABORTED ones of recent history.
+
+        Raises ResourceNotFound (MODEL_UNKNOWN).
+        """
+        return sorted(self.model(name).records.values(), key=lambda r: r.number)
+
+    def get(self, name: str, number: int) -> VersionRecord:
+        """Return the record of a version. Raises ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN)."""
+        record = self.model(name).records.get(number)
+        if record is None:
+            raise ResourceNotFound("VERSION_UNKNOWN", f"models/{name}/versions/{number} is not known")
+        return record
+
+    def newest(self, name: str) -> VersionRecord | None:
+        """The newest READY version; None if there is none or the model is unknown."""
+        model = self.find(name)
+        return max(model.of(READY), key=lambda r: r.number, default=None) if model else None
+
+    def newest_number(self, name: str) -> int:
+        """The greatest version number assigned; 0 for an unknown model."""
+        model = self.find(name)
+        return model.number if model else 0
+
+    def used_bytes(self) -> int:
+        """Bytes of all versions and of the files laid out for future ones."""
+        with self.changed:
+            return sum(model.used() for model in self._models.values())
+
+    # Models
+
+    def stored(self) -> Collection[StoredModel]:
+        """All models."""
+        return self._models.values()
+
+    def find(self, name: str) -> StoredModel | None:
+        return self._models.get(name)
+
+    def model(self, name: str) -> StoredModel:
+        """Return the model. Raises InvalidArgument (MODEL_NAME), ResourceNotFound (MODEL_UNKNOWN)."""
+        model = self._models.get(check_model_name(name))
+        if model is None:
+            raise ResourceNotFound("MODEL_UNKNOWN", f"model {name!r} is not known; there are {self.models()}")
+        return model
+
+    def add_model(self, name: str) -> StoredModel:
+        """Return the model, with a new folder if it is unknown. Callers must hold the lock. Raises OSError."""
+        if name not in self._models:
+            added = StoredModel(check_model_name(name), make_folder(self._folder / name))
+            self._models = self._models | {name: added}
+        return self._models[name]
+
+    # Changes
+
+    def subscribe(self, callback: Callable[[VersionRecord], None]) -> None:
+        """Call `callback(record)` after every READY, RETIRED and ABORTED, without the lock."""
+        self._subscribers.append(callback)
+
+    def notify_subscribers(self, records: Iterable[VersionRecord]) -> None:
+        """Call the subscribers. Callers must not hold the lock."""
+        for record in records:
+            for callback in self._subscribers:
+                callback(record)
+
+    def wait(self) -> None:
+        """Block until a change. Callers must hold the lock. Raises Unavailable (DRAINING)."""
+        self.changed.wait()
+        if self._closed:
+            raise Unavailable("DRAINING", "the daemon is going down and takes no new versions")
+
+    def close(self) -> None:
+        """Refuse waiting threads."""
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()

@@ -1,0 +1,173 @@
+"""The life of a version from UPLOADING to READY or ABORTED."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from resharder.converters.storage.files import FileLayout
+from resharder.server.infra.failpoints import failpoint
+from resharder.server.infra.filesystem import make_folder, move, sync, touching, write_file
+from resharder.server.infra.medium import medium_error, medium_errors
+from resharder.server.state.errors import FailedPrecondition, ResourceExhausted
+from resharder.server.state.version import ABORTED, READY, UPLOADING, VersionRecord
+from resharder.server.store import manifest
+from resharder.server.store.capacity import Capacity
+from resharder.server.store.catalogue import Catalogue
+from resharder.server.store.file_pool import FilePool
+from resharder.server.store.folder import StoreFolder, sync_or_undo
+from resharder.server.store.history import History
+from resharder.server.store.manifest import MANIFEST_FILE
+from resharder.server.store.model_state import Reservation, StoredModel
+from resharder.server.store.retirement import Retirer
+
+
+class VersionLifecycle:
+    """Begin, commit and abort versions. Thread-safe; files are written and synced without the lock."""
+
+    def __init__(
+        self,
+        folder: StoreFolder,
+        catalogue: Catalogue,
+        capacity: Capacity,
+        pool: FilePool,
+        retirer: Retirer,
+        history: History,
+        clock: Callable[[], float],
+    ) -> None:
+        self._folder, self._catalogue, self._capacity, self._pool = folder, catalogue, capacity, pool
+        self._retirer, self._history, self._clock = retirer, history, clock
+        self._changed = catalogue.changed
+
+    @medium_errors()
+    def begin(self, name: str, epoch: int, step: int, job: str) -> VersionRecord:
+        """Create an UPLOADING version in files of the pool.
+
+        Raises FailedPrecondition (STALE_EPOCH), ResourceExhausted (NO_ROOM, STORE_FULL, NO_DESCRIPTORS), Unavailable
+        (STORE_FAILED, DRAINING).
+        """
+        retired: list[VersionRecord] = []
+        try:
+            with self._changed:
+                model = self._catalogue.model(name)
+                reservation = model.reserved(epoch)
+                reservation.failure = None  # the medium may work again
+                self._pool.remove_stuck(model)
+                path = self._take_set(model, reservation, retired)
+                reservation.pending += 1
+            try:
+                with touching(reservation.files, "copying"):
+                    for file in reservation.files.iterdir():
+                        write_file(path / file.name, file.read_bytes())
+                with self._changed:
+                    model.reserved(epoch)
+                    record = self._start(model, reservation, path, step, job)
+                    reservation.pending -= 1
+            except BaseException:
+                with self._changed:
+                    reservation.pending -= 1
+                    self._pool.discard(model, path, reservation.size)
+                    self._changed.notify_all()
+                    model.reserved(epoch)  # if a later job removed the files, STALE_EPOCH is the reason
+                raise
+            with self._changed:
+                self._pool.top_up(model)
+                self._changed.notify_all()
+        finally:
+            self._catalogue.notify_subscribers(retired)
+        return record
+
+    def _take_set(self, model: StoredModel, reservation: Reservation, retired: list[VersionRecord]) -> Path:
+        """Wait for a set of files; versions that are dropped for it are added to `retired`."""
+        while not reservation.pool:
+            if not reservation.pending and (reservation.failure or not self._capacity.within_limit(model, reservation.size)):
+                failure, reservation.failure = reservation.failure, None
+                if failure is not None:
+                    raise medium_error(failure)
+                if not self._retirer.free_capacity(retired):
+                    why = f"no room for another version of {reservation.size} bytes"
+                    raise ResourceExhausted("NO_ROOM", f"{model.name}: {why}; {self._capacity.holdings()}")
+            elif not reservation.pending:
+                self._pool.make_set(model, reservation)
+            self._catalogue.wait()
+            model.reserved(reservation.epoch)
+        return reservation.pool.pop()
+
+    def _start(self, model: StoredModel, reservation: Reservation, path: Path, step: int, job: str) -> VersionRecord:
+        model.number += 1
+        model.write_claim()
+        failpoint("begin.after-number")
+        tensors = sum(len(layout.tensors) for layout in reservation.layouts)
+        now = round(self._clock(), 6)
+        record = VersionRecord(model.name, model.number, UPLOADING, reservation.epoch, step, job, reservation.size, tensors, now)
+        make_folder(model.folder / "staging")
+        move(path, self._folder.path(record))
+        failpoint("begin.after-rename")
+        model.put(record)
+        return record
+
+    def layouts(self, record: VersionRecord) -> tuple[FileLayout, ...]:
+        """File layouts of an UPLOADING version. Raises FailedPrecondition (STALE_EPOCH)."""
+        return self._catalogue.model(record.model).reserved(record.epoch).layouts
+
+    @medium_errors()
+    def commit(self, record: VersionRecord, digests: Mapping[str, int], slots: tuple[tuple[int, str], ...]) -> VersionRecord:
+        """Make an UPLOADING version READY. Its bytes must be complete and verified, and no process may still write to them.
+
+        Raises FailedPrecondition (STALE_EPOCH, VERSION_ABORTED), Unavailable (STORE_FAILED), ResourceExhausted (STORE_FULL,
+        NO_DESCRIPTORS).
+        """
+        folder = self._folder.path(record)
+        done = self._write_manifest(folder, record, digests, slots)
+        with self._changed:
+            model = self._catalogue.model(record.model)
+            current = model.records[record.number]
+            if current.state != UPLOADING:
+                raise FailedPrecondition("VERSION_ABORTED", f"{record.name} was aborted: {current.reason}")
+            target = self._folder.path(done)
+            make_folder(target.parent)
+            failpoint("commit.before-rename")
+            move(folder, target)
+            failpoint("commit.after-rename")
+            sync_or_undo(folder, target)
+            failpoint("commit.after-sync")
+            model.put(done)
+            self._history.add(done)
+            failpoint("commit.after-history")
+            retired = self._retirer.retain(model)
+            self._changed.notify_all()
+        self._catalogue.notify_subscribers([done, *retired])
+        return done
+
+    def _write_manifest(
+        self, folder: Path, record: VersionRecord, digests: Mapping[str, int], slots: tuple[tuple[int, str], ...]
+    ) -> VersionRecord:
+        """Sync the version's files, write its manifest, and return the READY record."""
+        layouts = {layout.path: layout for layout in self.layouts(record)}
+        with touching(folder, "reading"):
+            names = [path.name for path in folder.iterdir() if path.name not in layouts]
+            content = {name: (folder / name).read_bytes() for name in names} | {k: v.header for k, v in layouts.items()}
+        sizes = {name: len(content[name]) for name in names} | {k: v.size for k, v in layouts.items()}
+        record = replace(record, slots=slots, ready_time=round(self._clock(), 6))
+        encoded, fingerprint = manifest.encode(record, content, sizes, digests)
+        for name in layouts:
+            sync(folder / name)
+        failpoint("commit.before-manifest")
+        write_file(folder / MANIFEST_FILE, encoded)
+        failpoint("commit.after-manifest")
+        return replace(record, state=READY, fingerprint=fingerprint)
+
+    def abort(self, name: str, number: int, reason: str) -> VersionRecord:
+        """Make an UPLOADING version ABORTED and remove its files; return any other version as it is.
+
+        A medium that fails does not prevent it. Raises ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN).
+        """
+        with self._changed:
+            model = self._catalogue.model(name)
+            record = self._catalogue.get(name, number)
+            if record.state != UPLOADING:
+                return record
+            done = replace(record, state=ABORTED, reason=reason)
+            self._retirer.end(model, record, done)
+            self._changed.notify_all()
+        self._catalogue.notify_subscribers([done])
+        return done

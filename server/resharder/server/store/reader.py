@@ -1,0 +1,74 @@
+"""Reads of READY versions and of models' small files."""
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from resharder.converters.storage.files import INDEX_FILE, MappedFiles
+from resharder.server.infra.filesystem import touching
+from resharder.server.infra.medium import medium_errors
+from resharder.server.state.errors import ResourceNotFound
+from resharder.server.state.version import VersionRecord
+from resharder.server.store import manifest, model_files
+from resharder.server.store.catalogue import Catalogue
+from resharder.server.store.folder import StoreFolder
+from resharder.server.store.manifest import Manifest
+from resharder.server.store.manifest_cache import ManifestCache
+from resharder.server.store.pins import VersionPins
+
+
+class VersionReader:
+    """Read versions, which are pinned meanwhile. Thread-safe; files are read without the lock."""
+
+    def __init__(self, folder: StoreFolder, catalogue: Catalogue, pins: VersionPins, manifests: ManifestCache) -> None:
+        self._folder, self._catalogue, self._pins, self._manifests = folder, catalogue, pins, manifests
+
+    @medium_errors()
+    def manifest(self, name: str, number: int) -> Manifest:
+        """Return the manifest of a READY version.
+
+        Raises ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN, VERSION_GONE), Unavailable (STORE_FAILED), ResourceExhausted
+        (NO_DESCRIPTORS).
+        """
+        with self._pinned(name, number, "manifest") as record:
+            with self._catalogue.changed:
+                known = self._manifests.get(name, number)
+            if known is None:
+                with touching(self._folder.path(record), "reading"):
+                    known = manifest.read(self._folder.path(record))
+                with self._catalogue.changed:
+                    self._manifests.add(name, number, known)
+            return known
+
+    @contextmanager
+    def open(self, name: str, number: int) -> Iterator[MappedFiles]:
+        """Map the tensors of a READY version read-only. Arrays must not outlive the context. Raises as `manifest` does."""
+        with (
+            self._pinned(name, number, "reader") as record,
+            MappedFiles(self._folder.path(record), self.manifest(name, number).files) as files,
+        ):
+            yield files
+
+    @medium_errors()
+    def model_files(self, name: str) -> dict[str, bytes]:
+        """Read `config.json` and tokenizer files of the newest ACTIVE publisher.
+
+        Raises ResourceNotFound (MODEL_UNKNOWN), Unavailable (STORE_FAILED), ResourceExhausted (NO_DESCRIPTORS).
+        """
+        with self._catalogue.changed:
+            folders = model_files.folders(self._catalogue.model(name).folder)
+            if not folders:
+                raise ResourceNotFound(
+                    "MODEL_UNKNOWN", f"model {name!r} has no publisher yet; there are {self._catalogue.models()}"
+                )
+            with touching(folders[-1], "reading"):
+                return {file.name: file.read_bytes() for file in folders[-1].iterdir() if file.name != INDEX_FILE}
+
+    @contextmanager
+    def _pinned(self, name: str, number: int, purpose: str) -> Iterator[VersionRecord]:
+        holder = f"{purpose}-{secrets.token_hex(4)}"
+        record = self._pins.pin(name, number, holder)
+        try:
+            yield record
+        finally:
+            self._pins.release(name, number, holder)

@@ -1,0 +1,61 @@
+"""Restore of a store's models from its folder when the daemon starts."""
+
+import json
+import shutil
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+from resharder.server.infra.filesystem import make_folder
+from resharder.server.state.version import READY, RETIRED
+from resharder.server.store import manifest, model_files
+from resharder.server.store.history import read_history
+from resharder.server.store.model_state import MODEL_NAME, Claim, StoredModel
+from resharder.server.store.verification import redigest
+
+_log = structlog.get_logger("resharder.store")
+
+
+def restore_models(root: Path) -> dict[str, StoredModel]:
+    """Read all models of the store at `root`, with the RETIRED and ABORTED versions of its history.
+
+    Removes unfinished versions and damaged ones. Raises OSError for a file that cannot be read: its version may be whole.
+    """
+    folders = sorted(make_folder(root / "models").iterdir())
+    models = {folder.name: _restore_model(folder) for folder in folders if MODEL_NAME.fullmatch(folder.name)}
+    for record in read_history(root):
+        model = models.get(record.model)
+        if model is not None and (record.number not in model.records or model.records[record.number].state != READY):
+            if record.state == READY:
+                record = replace(record, state=RETIRED, reason="gone when the daemon started")
+            model.put(record)
+    for model in models.values():
+        model.forget_old()
+    return models
+
+
+def _restore_model(folder: Path) -> StoredModel:
+    model = StoredModel(folder.name, folder)
+    model.sweep()
+    with suppress(FileNotFoundError, ValueError, KeyError):
+        content = json.loads((folder / "claim.json").read_bytes())
+        model.number, model.epoch, model.jobs = int(content["version"]), int(content["epoch"]), dict(content["jobs"])
+        if content["claim"]:
+            model.claim = Claim(**content["claim"])
+    for version in sorted((folder / "versions").glob("[0-9]*")):
+        try:
+            redigest(version)
+            record = manifest.read(version).record
+            if record.model != model.name or record.number != int(version.name):
+                raise manifest.BadManifest(f"{version.name}: its manifest is that of {record.name}")
+            model.put(record)
+        except ValueError as error:
+            _log.error("version_dropped", model=model.name, folder=version.name, error=str(error))
+            shutil.rmtree(version)
+    model.number = max([model.number, *model.records])
+    model.epoch = max([model.epoch, *(r.epoch for r in model.records.values())])
+    model_files.drop_unfinished(folder)
+    model.published = bool(model_files.folders(folder))
+    _log.info("model_recovered", model=model.name, ready=sorted(model.records), epoch=model.epoch)
+    return model
