@@ -14,8 +14,6 @@ LINES, METHODS = 400, 20
 TO_SPLIT = {
     f"server/resharder/server/{path}.py"
     for path in (
-        "direct/coordinator",
-        "fleets/fleets",
         "fleets/reconciler",
         "fleets/updates",
         "ingest/coordinator",

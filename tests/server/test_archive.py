@@ -50,8 +50,12 @@ def opened(root: Path) -> Iterator[Callable[..., Archive]]:
     started: list[Archive] = []
 
     def open_(store: Store, every: int = 0, url: str = "", restore: bool = True) -> Archive:
-        archive, told = Archive(store, url or str(root / "archive"), every, pause=0.01), []
-        archive.heard = lambda name, what, reason: told.append((name.rpartition("/")[2], what))
+        told: list[tuple[str, str]] = []
+
+        def report(name: str, what: str, reason: str) -> None:
+            told.append((name.rpartition("/")[2], what))
+
+        archive = Archive(store, url or str(root / "archive"), every, pause=0.01, report=report)
         archive.told = told
         started.append(archive)
         archive.start(restore)

@@ -127,7 +127,7 @@ def test_what_is_no_command_fails_with_a_sentence(run: Callable[..., Ended]) -> 
     assert run("/no/such/program").get(timeout=60) == (False, "/no/such/program cannot be run: No such file or directory")
     checks, ended = Checks({"one": ["true"], "two": ["true"]}, 60), Ended()
     checks.start("three", "key", {}, lambda ok, message: ended.put((ok, message)))
-    assert ended.get(timeout=60) == (False, "the daemon's configuration has no such check any more")
+    assert ended.get(timeout=60) == (False, "the check is not in the daemon's configuration")
 
 
 def test_commands_are_lists_or_lines_of_the_configuration(tmp_path: Path) -> None:

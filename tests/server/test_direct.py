@@ -10,6 +10,8 @@ from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpe
 from resharder.converters.geometry.piece_arrays import Pieces, pack
 from resharder.converters.storage.digest import digest
 from resharder.server.direct.coordinator import Direct
+from resharder.server.direct.exchange import Cause
+from resharder.server.direct.offered_versions import OfferedVersions
 from resharder.server.direct.state import Act, Member, Task
 from resharder.server.infra.change_signal import Pause
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
@@ -36,10 +38,17 @@ class Site:
     known: dict[str, dict[int, str]] = field(default_factory=dict)
     now: float = 0.0
     ranks: int = 2  # two hold one replica
+    offered: OfferedVersions = field(default_factory=OfferedVersions)
+    causes: list[Cause | None] = field(default_factory=list)
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
 
     def __post_init__(self) -> None:
-        self.direct = Direct(self, seconds=10.0, clock=lambda: self.now)
+        self.direct = Direct(
+            self.awaiting, self.processes, offered=self.offered, observe=self.observe, seconds=10.0, clock=lambda: self.now
+        )
+
+    def observe(self, seconds: float, cause: Cause | None) -> None:
+        self.causes.append(cause)
 
     def awaiting(self, model: str, number: int) -> frozenset[str]:
         return frozenset(self.wanting)
@@ -57,12 +66,12 @@ class Site:
 
     def declare(self, *servers: str) -> None:
         for rank in range(self.ranks):
-            self.direct.declare(self.rank(rank), "memory", half(rank % 2))
+            self.direct.links.declare(self.rank(rank), "memory", half(rank % 2))
         for server in servers:
             self.known[server] = {rank: f"{server}-{rank}" for rank in range(2)}
             self.wanting.add(server)
             for rank in range(2):
-                self.direct.declare(self.worker(server, rank), "memory", half(rank))
+                self.direct.links.declare(self.worker(server, rank), "memory", half(rank))
 
     def offer(self, number: int = 1, wait: float = 100.0) -> list["Rank"]:
         return [Rank(self, rank, number, wait) for rank in range(self.ranks)]
@@ -71,24 +80,27 @@ class Site:
         return self.pool.submit(settled, act, *arguments)
 
     def join(self, server: str, number: int = 1, install: str = "i-1") -> list["Future[object]"]:
-        return [self.begin(self.direct.join, self.worker(server, rank), "memory", "policy", number, install) for rank in range(2)]
+        return [
+            self.begin(self.direct.links.join, self.worker(server, rank), "memory", "policy", number, install)
+            for rank in range(2)
+        ]
 
     def start(self, server: str, group: str, install: str = "i-1") -> list["Future[object]"]:
-        return [self.begin(self.direct.start, self.worker(server, rank), group, install) for rank in range(2)]
+        return [self.begin(self.direct.transfers.start, self.worker(server, rank), group, install) for rank in range(2)]
 
     def finish(self, member: Member, group: str, error: str = "") -> None:
-        self.direct.finish(member, group, not error, error, 0.1, 32)
+        self.direct.transfers.finish(member, group, not error, error, 32)
 
 
 class Rank:
     def __init__(self, site: Site, rank: int, number: int, wait: float) -> None:
         self.site, self.rank, self.member = site, rank, site.rank(rank)
-        self.offer = site.direct.offer(self.member, "memory", "policy", number, site.ranks, wait)
+        self.offer = site.direct.offers.offer(self.member, "memory", "policy", number, site.ranks, wait)
 
     def task(self, state: str = "READY") -> Task | None:
         """The next one; None where the offer is over."""
         self.offer.look_at = 0.0  # the site's clock stands still
-        for item in self.site.direct.tasks(self.offer, self.rank, lambda: state):
+        for item in self.site.direct.offers.tasks(self.offer, self.rank, lambda: state):
             if not isinstance(item, Pause):
                 return item
             item.signal.wait(item.seen, item.seconds)
@@ -98,7 +110,7 @@ class Rank:
     def look(self, state: str = "READY") -> None:
         """Have the coordinator look whether the offer is over; no task is due."""
         self.offer.look_at = 0.0
-        assert isinstance(next(self.site.direct.tasks(self.offer, self.rank, lambda: state)), Pause)
+        assert isinstance(next(self.site.direct.offers.tasks(self.offer, self.rank, lambda: state)), Pause)
 
 
 @pytest.fixture
@@ -150,7 +162,7 @@ def test_a_group_is_kept_for_the_next_version_and_made_anew_for_other_processes(
     again = [future.result(LONG).group for future in site.join("left", 2, "i-2")]  # type: ignore[attr-defined]
     assert again == [first, first]
     for rank in range(2):
-        site.direct.declare(Member("servers/left", rank, f"other-{rank}"), "memory", half(rank))
+        site.direct.links.declare(Member("servers/left", rank, f"other-{rank}"), "memory", half(rank))
     site.known["left"] = {0: "other-0", 1: "other-1"}
     site.worker = lambda server, rank: Member(f"servers/{server}", rank, f"other-{rank}")  # type: ignore[method-assign]
     links = [future.result(LONG) for future in site.join("left", 2, "i-3")]
@@ -164,11 +176,11 @@ def test_workers_that_have_let_go_of_their_links_meet_the_ranks_anew(site: Site)
     first = linked(site, "left", site.offer(1))
     ranks = site.offer(2)
     workers = [site.worker("left", rank) for rank in range(2)]
-    joined = [site.begin(site.direct.join, worker, "memory", "policy", 2, "i-2", "") for worker in workers]
+    joined = [site.begin(site.direct.links.join, worker, "memory", "policy", 2, "i-2", "") for worker in workers]
     links = [future.result(LONG) for future in joined]
     (second,) = {task.group for task in after_drops(ranks, first)} | {link.group for link in links}  # type: ignore[attr-defined]
     assert second != first
-    kept = [site.begin(site.direct.join, worker, "memory", "policy", 2, "i-3", second) for worker in workers]
+    kept = [site.begin(site.direct.links.join, worker, "memory", "policy", 2, "i-3", second) for worker in workers]
     assert {future.result(LONG).group for future in kept} == {second}  # type: ignore[attr-defined]
 
 
@@ -183,8 +195,8 @@ def test_workers_that_have_let_go_in_mid_transfer_have_the_next_turn_themselves(
         site.worker = lambda server, rank: Member(f"servers/{server}", rank, f"other-{rank}")  # type: ignore[method-assign]
     workers = [site.worker("left", rank) for rank in range(2)]
     for worker in workers:
-        site.direct.declare(worker, "memory", half(worker.rank))
-    joined = [site.begin(site.direct.join, worker, "memory", "policy", 1, "i-2", "") for worker in workers]
+        site.direct.links.declare(worker, "memory", half(worker.rank))
+    joined = [site.begin(site.direct.links.join, worker, "memory", "policy", 1, "i-2", "") for worker in workers]
     (second,) = {future.result(LONG).group for future in joined}  # type: ignore[attr-defined]
     assert second != first
     [future.result(LONG) for future in site.start("left", second, "i-2")]
@@ -215,7 +227,7 @@ def test_servers_take_from_different_replicas_at_the_same_time(site: Site) -> No
     ranks = site.offer()
     first, second = ranks[:2], ranks[2:]
     groups = {server: linked(site, server, mine) for server, mine in (("left", first), ("right", second), ("third", first))}
-    assert site.direct.at_once("policy") == 2
+    assert site.offered.at_once("policy") == 2
     assert len(site.direct.memories._plans) == 2  # one for each replica
     for server, mine in (("left", first), ("right", second)):
         [future.result(LONG) for future in site.start(server, groups[server])]
@@ -237,13 +249,13 @@ def test_what_an_earlier_publisher_left_does_not_count_as_ranks_that_send(site: 
     ranks = site.offer()
     for server in ("left", "right"):
         linked(site, server, ranks)
-    assert site.direct.at_once("policy") == 1
+    assert site.offered.at_once("policy") == 1
     later = "models/policy/publishers/2"
     site.rank = lambda rank: Member(later, rank, f"later-{rank}")  # type: ignore[method-assign]
     for rank in range(2):
-        site.direct.declare(site.rank(rank), "memory", half(rank))
+        site.direct.links.declare(site.rank(rank), "memory", half(rank))
     linked(site, "left", site.offer(2), 2, "i-2")  # the other server still has its group of before
-    assert site.direct.at_once("policy") == 1
+    assert site.offered.at_once("policy") == 1
 
 
 def test_a_replica_that_is_gone_leaves_what_others_send_alone(site: Site) -> None:
@@ -252,10 +264,10 @@ def test_a_replica_that_is_gone_leaves_what_others_send_alone(site: Site) -> Non
     ranks = site.offer()
     left, right = linked(site, "left", ranks[:2]), linked(site, "right", ranks[2:])
     [future.result(LONG) for server, group in (("left", left), ("right", right)) for future in site.start(server, group)]
-    site.direct.leave(ranks[3].offer, 3)
+    site.direct.offers.leave(ranks[3].offer, 3)
     with pytest.raises(FailedPrecondition, match=r"rank 3 of .* is gone"):
-        settled(site.direct.key, right, "never", 0.0)
-    assert settled(site.direct.key, left, "never", 0.0) is None
+        settled(site.direct.keys.get, right, "never", 0.0)
+    assert settled(site.direct.keys.get, left, "never", 0.0) is None
     for member in (site.rank(0), site.rank(1), site.worker("left", 0), site.worker("left", 1)):
         site.finish(member, left)
     assert ranks[0].offer.served == {"left"}
@@ -273,7 +285,7 @@ def test_an_offer_ends_when_nobody_needs_it_and_when_its_time_is_over(site: Site
     site.now += 31.0
     assert [rank.task() for rank in ranks] == [None, None]
     with pytest.raises(FailedPrecondition, match="its offer is over"):
-        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 2, "i-2")
+        settled(site.direct.links.join, site.worker("left", 0), "memory", "policy", 2, "i-2")
 
 
 def test_memory_may_change_once_every_server_has_all_of_it_though_none_is_opened_yet(site: Site) -> None:
@@ -306,15 +318,15 @@ def test_a_rank_that_goes_away_ends_its_groups_for_all(site: Site) -> None:
     site.declare("left")
     ranks = site.offer()
     group = linked(site, "left", ranks)
-    waiting = site.begin(site.direct.start, site.worker("left", 0), group, "i-1")
-    asking = site.begin(site.direct.key, group, "never", LONG)
-    site.direct.leave(ranks[1].offer, 1)
+    waiting = site.begin(site.direct.transfers.start, site.worker("left", 0), group, "i-1")
+    asking = site.begin(site.direct.keys.get, group, "never", LONG)
+    site.direct.offers.leave(ranks[1].offer, 1)
     for future in (waiting, asking):
         with pytest.raises(FailedPrecondition) as ended:  # whether it was there before the rank went or after
             future.result(LONG)
         assert ended.value.reason == "NOT_OFFERED"
     with pytest.raises(FailedPrecondition, match=r"rank 1 of .* is gone"):
-        settled(site.direct.key, group, "never", 0.0)
+        settled(site.direct.keys.get, group, "never", 0.0)
 
 
 def test_a_member_that_fails_costs_its_server_this_version_alone(site: Site) -> None:
@@ -325,7 +337,7 @@ def test_a_member_that_fails_costs_its_server_this_version_alone(site: Site) -> 
     assert [rank.task() for rank in ranks] == [Task(Act.DROP, group)] * 2
     assert [rank.task() for rank in ranks] == [None, None]  # nobody else wants it
     with pytest.raises(FailedPrecondition, match="failed before"):
-        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
+        settled(site.direct.links.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
     assert linked(site, "left", site.offer(2), 2, "i-2") != group
 
 
@@ -335,19 +347,19 @@ def test_a_server_whose_groups_fail_again_and_again_is_left_in_peace_for_a_while
         group = linked(site, "left", site.offer(number), number, f"i-{number}")
         site.finish(site.rank(0), group, "no GPU")
     site.offer(3)
-    with pytest.raises(FailedPrecondition, match="2 transfers in a row failed; none is tried for 30 s"):
-        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 3, "i-3")
+    with pytest.raises(FailedPrecondition, match="2 transfers in a row failed; the next is due in 30 s"):
+        settled(site.direct.links.join, site.worker("left", 0), "memory", "policy", 3, "i-3")
     site.now += 31.0
     assert linked(site, "left", site.offer(4), 4, "i-4")
 
 
 def test_a_server_that_never_succeeds_is_tried_every_ten_minutes(site: Site) -> None:
     site.declare("left")
-    site.direct._failures["left"] = (5000, 0.0)
+    site.direct.exchange._failures["left"] = (5000, 0.0)
     site.finish(site.rank(0), linked(site, "left", site.offer()), "no GPU")
     site.offer(2)
-    with pytest.raises(FailedPrecondition, match="5001 transfers in a row failed; none is tried for 600 s"):
-        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 2, "i-2")
+    with pytest.raises(FailedPrecondition, match="5001 transfers in a row failed; the next is due in 600 s"):
+        settled(site.direct.links.join, site.worker("left", 0), "memory", "policy", 2, "i-2")
 
 
 def test_a_transfer_that_hangs_is_ended_for_all(site: Site) -> None:
@@ -367,7 +379,7 @@ def test_a_transfer_that_hangs_holds_up_the_next_server_no_longer_than_its_bound
     groups = [linked(site, server, ranks) for server in ("left", "right")]
     [future.result(LONG) for future in site.start("left", groups[0])]
     waiting = site.start("right", groups[1])
-    wait_until(lambda: len(site.direct._offers["policy"].turns) > 0, "both workers wait for their turn")
+    wait_until(lambda: len(site.direct.exchange.offers["policy"].turns) > 0, "both workers wait for their turn")
     site.now += 16.0
     [future.result(LONG) for future in waiting]
 
@@ -375,7 +387,7 @@ def test_a_transfer_that_hangs_holds_up_the_next_server_no_longer_than_its_bound
 def test_what_does_not_fit_goes_over_the_staged_path(site: Site) -> None:
     site.declare("left")
     for rank in range(2):
-        site.direct.declare(site.worker("left", rank), "memory", half(rank, rows=16))
+        site.direct.links.declare(site.worker("left", rank), "memory", half(rank, rows=16))
     site.offer()
     answers = [future.exception(LONG) for future in site.join("left")]
     assert any("the targets expect BF16 [16, 4], the sources have BF16 [8, 4]" in str(answer) for answer in answers)
@@ -384,38 +396,36 @@ def test_what_does_not_fit_goes_over_the_staged_path(site: Site) -> None:
 
 def test_nobody_joins_or_offers_with_memory_that_is_not_declared(site: Site) -> None:
     with pytest.raises(FailedPrecondition) as unknown:
-        site.direct.offer(site.rank(0), "memory", "policy", 1, 2, 1.0)
+        site.direct.offers.offer(site.rank(0), "memory", "policy", 1, 2, 1.0)
     assert unknown.value.reason == "MEMORY_UNKNOWN"
     site.declare("left")
     with pytest.raises(FailedPrecondition) as unknown:
-        settled(site.direct.join, site.worker("left", 0), "other memory", "policy", 1, "i-1")
+        settled(site.direct.links.join, site.worker("left", 0), "other memory", "policy", 1, "i-1")
     assert unknown.value.reason == "MEMORY_UNKNOWN"
 
 
 def test_a_version_that_no_publisher_offers_is_not_waited_for(site: Site) -> None:
     site.known["left"] = {0: "left-0"}
-    site.direct.declare(site.worker("left", 0), "memory", half(0))
+    site.direct.links.declare(site.worker("left", 0), "memory", half(0))
     with pytest.raises(FailedPrecondition, match="no publisher offers it"):
-        settled(site.direct.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
+        settled(site.direct.links.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
 
 
 def test_a_version_that_its_publisher_withholds_is_not_waited_for_and_the_next_one_is(site: Site) -> None:
     site.declare("left")
-    causes: list[str | None] = []
-    site.direct.heard = lambda seconds, cause: causes.append(cause)
     waiting = site.join("left")
-    site.direct.withhold("policy", 1)
+    site.direct.offers.withhold("policy", 1)
     for future in (*waiting, *site.join("left", install="i-2")):
         with pytest.raises(FailedPrecondition, match="over the staged path"):
             future.result(LONG)
-    assert causes == ["not_offered"]
+    assert site.causes == ["not_offered"]
     assert linked(site, "left", site.offer(2), 2, "i-3")
 
 
 def test_a_version_that_is_offered_is_not_withheld_by_a_later_one(site: Site) -> None:
     site.declare("left")
     ranks = site.offer(1)
-    site.direct.withhold("policy", 2)
+    site.direct.offers.withhold("policy", 2)
     assert linked(site, "left", ranks)
 
 
@@ -425,32 +435,32 @@ def test_groups_have_no_strangers_and_keys_are_bounded(site: Site) -> None:
     with pytest.raises(InvalidArgument, match="not a member"):
         site.finish(site.worker("right", 0), group)
     with pytest.raises(InvalidArgument, match="not a worker"):
-        settled(site.direct.start, site.rank(0), group, "i-1")
-    site.direct.set_key(group, "k", b"value")
-    assert settled(site.direct.key, group, "k", 0.0) == b"value"
-    assert settled(site.direct.key, group, "other", 0.0) is None
+        settled(site.direct.transfers.start, site.rank(0), group, "i-1")
+    site.direct.keys.set(group, "k", b"value")
+    assert settled(site.direct.keys.get, group, "k", 0.0) == b"value"
+    assert settled(site.direct.keys.get, group, "other", 0.0) is None
     with pytest.raises(ResourceExhausted):
-        site.direct.set_key(group, "large", bytes(1 << 17))
+        site.direct.keys.set(group, "large", bytes(1 << 17))
     with pytest.raises(FailedPrecondition, match="is over"):
-        site.direct.set_key("no group", "k", b"value")
+        site.direct.keys.set("no group", "k", b"value")
 
 
 # What is served ahead of READY
 
 
 def test_a_version_counts_as_offered_when_every_rank_has_offered_it(site: Site) -> None:
-    heard: list[int] = []
-    site.direct.offered_whole = lambda: heard.append(1)
+    changes: list[int] = []
+    site.offered.subscribe(lambda: changes.append(1))
     site.declare("left")
     first = Rank(site, 0, 1, 100.0)
-    assert not site.direct.offered("policy")
+    assert not site.offered.offered("policy")
     Rank(site, 1, 1, 100.0)
-    assert (site.direct.offered("policy"), heard) == ((1,), [1])
-    site.direct.leave(first.offer, 0)
-    assert site.direct.offered("policy") == (1,)  # what servers hold by then they are to be believed
+    assert (site.offered.offered("policy"), changes) == ((1,), [1])
+    site.direct.offers.leave(first.offer, 0)
+    assert site.offered.offered("policy") == (1,)  # what servers hold by then they are to be believed
     for number in range(2, 7):
         site.offer(number)
-    assert site.direct.offered("policy") == (3, 4, 5, 6)
+    assert site.offered.offered("policy") == (3, 4, 5, 6)
 
 
 VALUES = np.arange(32, dtype=np.uint16).reshape(8, 4)
@@ -469,16 +479,16 @@ def said(task: Task, sent: Pieces[int]) -> list[int]:
 
 
 def ask(site: Site, group: str, number: int) -> list["Future[object]"]:
-    return [site.begin(site.direct.digests, site.worker("left", rank), group, number) for rank in range(2)]
+    return [site.begin(site.direct.transfers.digests, site.worker("left", rank), group, number) for rank in range(2)]
 
 
 def in_columns(site: Site) -> tuple[str, list[Rank]]:
     """Ranks that hold rows and workers that hold columns, and what they are both linked by."""
     site.declare("left")
     for rank in range(2):
-        site.direct.declare(site.worker("left", rank), "columns", columns(rank))
+        site.direct.links.declare(site.worker("left", rank), "columns", columns(rank))
     ranks = site.offer()
-    joins = [site.begin(site.direct.join, site.worker("left", i), "columns", "policy", 1, "i-1") for i in range(2)]
+    joins = [site.begin(site.direct.links.join, site.worker("left", i), "columns", "policy", 1, "i-1") for i in range(2)]
     assert [task.act for task in (rank.task() for rank in ranks) if task] == [Act.LINK] * 2
     return joins[0].result(LONG).group, ranks  # type: ignore[attr-defined]
 
@@ -493,7 +503,7 @@ def test_workers_hear_what_the_ranks_say_of_all_that_they_are_sent(site: Site) -
         assert task.sent
         assert task.sent.offset.tolist() == [0, 2]  # each rank has rows for both workers
         sent.append(task.sent)
-        site.direct.say(rank.member, group, 1, said(task, task.sent))
+        site.direct.transfers.report(rank.member, group, 1, said(task, task.sent))
     boxes = [(Range(0, 8), Range(worker * 2, 2)) for worker in range(2)]
     wanted = [[digest(VALUES[box_index(box)], box, VALUES.shape)] for box in boxes]
     assert [future.result(LONG) for future in asked] == wanted
@@ -503,7 +513,7 @@ def test_workers_hear_what_the_ranks_say_of_all_that_they_are_sent(site: Site) -
         task = rank.task("UPLOADING")
         assert task
         assert task.sent is None
-        site.direct.say(rank.member, group, 2, [one + 1 for one in said(task, known)])
+        site.direct.transfers.report(rank.member, group, 2, [one + 1 for one in said(task, known)])
     assert [future.result(LONG) for future in asked] == [[one + 2] for (one,) in wanted]
 
 
@@ -512,14 +522,14 @@ def test_digests_of_other_boxes_or_of_strangers_are_refused(site: Site) -> None:
     asked = ask(site, group, 1)
     assert ranks[0].task("UPLOADING")
     with pytest.raises(InvalidArgument, match="rank 0 sends 2 boxes, got 3 digests"):
-        site.direct.say(ranks[0].member, group, 1, [1, 2, 3])
+        site.direct.transfers.report(ranks[0].member, group, 1, [1, 2, 3])
     with pytest.raises(InvalidArgument, match="not a sender"):
-        site.direct.say(site.worker("left", 0), group, 1, [1, 2])
+        site.direct.transfers.report(site.worker("left", 0), group, 1, [1, 2])
     with pytest.raises(InvalidArgument, match="not a worker"):
-        settled(site.direct.digests, ranks[0].member, group, 1)
+        settled(site.direct.transfers.digests, ranks[0].member, group, 1)
     with pytest.raises(FailedPrecondition, match="its offer is over"):
-        settled(site.direct.digests, site.worker("left", 0), group, 7)
-    site.direct.leave(ranks[1].offer, 1)  # without a word
+        settled(site.direct.transfers.digests, site.worker("left", 0), group, 7)
+    site.direct.offers.leave(ranks[1].offer, 1)  # without a word
     for future in asked:
         with pytest.raises(FailedPrecondition) as ended:
             future.result(LONG)

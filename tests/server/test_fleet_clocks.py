@@ -10,7 +10,7 @@ from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.v1 import operator_pb2, resources_pb2
 
-from tests.server.test_fleet_moves import MODEL, Versions
+from tests.support.simulated_store import MODEL, SimulatedVersions
 
 YEAR = 365 * 86400.0
 
@@ -19,7 +19,7 @@ class Host:
     """A host with a daemon on it: `now` is its monotonic clock, `wall` its time of day."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.versions = folder, Versions()
+        self.folder, self.versions = folder, SimulatedVersions()
         self.now, self.wall = 50_000.0, 1.7e9
         self.versions.publish()
         self.start()
@@ -41,21 +41,21 @@ class Host:
         request = operator_pb2.UpdateFleetRequest(
             fleet=resources_pb2.Fleet(name=MODEL, model=MODEL, target=target), update_mask=FieldMask(paths=["target"])
         )
-        Operations(self.fleets).update(request)
-        self.fleets.tick()
+        Operations(self.fleets.changes).update(request)
+        self.fleets.ticker.tick()
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.wall += seconds
-        self.fleets.tick()
+        self.fleets.ticker.tick()
 
     @property
     def settled(self) -> int:
-        return self.fleets.fleet(MODEL).fleet.settled
+        return self.fleets.roster.fleet(MODEL).fleet.settled
 
     @property
     def reason(self) -> str:
-        return self.fleets.fleet(MODEL).reason
+        return self.fleets.roster.fleet(MODEL).reason
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_wall_clock_that_goes_back_holds_no_fleet_up(host: Host, ahead: float,
     if restarts:
         host.start()
     host.versions.publish()
-    host.fleets.tick()
+    host.fleets.ticker.tick()
     assert host.settled == 2, host.reason
 
 

@@ -216,47 +216,37 @@ def test_memory_of_nobody_that_is_known_is_not_kept(world: World, owner: str) ->
     assert world.daemon.direct.memories.owners() == kept
 
 
-class _OneWorker:
-    """Servers that have one worker each."""
-
-    def awaiting(self, model: str, number: int) -> frozenset[str]:
-        return frozenset()
-
-    def processes(self, server: str) -> dict[int, str]:
-        return {0: "worker"}
-
-
 def _whole(process: int) -> Pieces[int]:
     piece = Piece("w", (Range(0, 8),), "w", 0, (1,))
     return pack({process: Layout({"w": TensorSpec("w", "BF16", (8,))}, (piece,))})
 
 
 def _joined() -> tuple[Direct, Member]:
-    direct, rank = Direct(_OneWorker()), Member("models/policy/publishers/1", 0, "rank")
+    direct, rank = Direct(lambda *_: frozenset(), lambda server: {0: "worker"}), Member("models/policy/publishers/1", 0, "rank")
     worker = Member("servers/a", 0, "worker")
-    direct.declare(rank, "memory", _whole(0))
-    direct.declare(worker, "memory", _whole(0))
-    direct.offer(rank, "memory", "policy", 1, 1, 60)
+    direct.links.declare(rank, "memory", _whole(0))
+    direct.links.declare(worker, "memory", _whole(0))
+    direct.offers.offer(rank, "memory", "policy", 1, 1, 60)
     return direct, worker
 
 
 def test_an_offer_whose_memory_a_later_publisher_has_replaced_is_planned_for_nobody() -> None:
     direct, worker = _joined()
-    direct.declare(Member("models/policy/publishers/2", 0, "rank"), "memory", _whole(0))
+    direct.links.declare(Member("models/policy/publishers/2", 0, "rank"), "memory", _whole(0))
     with pytest.raises(FailedPrecondition) as caught:
-        settled(direct.join, worker, "memory", "policy", 1, "i-1")
+        settled(direct.links.join, worker, "memory", "policy", 1, "i-1")
     assert caught.value.reason == "MEMORY_UNKNOWN"
 
 
 def test_the_keys_of_a_group_are_bounded_all_together() -> None:
     direct, worker = _joined()
-    group = settled(direct.join, worker, "memory", "policy", 1, "i-1").group
+    group = settled(direct.links.join, worker, "memory", "policy", 1, "i-1").group
     for key in range(256):
-        direct.set_key(group, str(key), bytes(1 << 16))
+        direct.keys.set(group, str(key), bytes(1 << 16))
     with pytest.raises(ResourceExhausted):
-        direct.set_key(group, "one more", b"x")
-    direct.set_key(group, "0", b"")
-    direct.set_key(group, "one more", b"x")
+        direct.keys.set(group, "one more", b"x")
+    direct.keys.set(group, "0", b"")
+    direct.keys.set(group, "one more", b"x")
 
 
 HUGE = (

@@ -15,8 +15,8 @@ from resharder.converters.geometry.layout import Layout
 from resharder.converters.geometry.piece_arrays import pack
 from resharder.server.direct.coordinator import Direct
 from resharder.server.direct.state import Member
-from resharder.server.fleets.fleets import FleetView, ServerView
 from resharder.server.fleets.reconciler import step
+from resharder.server.fleets.roster import FleetView, ServerView
 from resharder.server.observability import metrics, snapshot
 from resharder.server.observability.metrics.counters import Observed
 from resharder.server.state.errors import FailedPrecondition
@@ -293,26 +293,16 @@ def test_moves_that_end_are_counted_with_how_long_they_took() -> None:
     assert (story.value("move_seconds_count", **labels), story.value("move_seconds_sum", **labels)) == (1, 7.5)
 
 
-class OneServer:
-    """What the direct path asks of the fleets: one server with two workers."""
-
-    def awaiting(self, model: str, number: int) -> frozenset[str]:
-        return frozenset({"a"})
-
-    def processes(self, server: str) -> dict[int, str]:
-        return {0: "p0", 1: "p1"}
-
-
 def test_a_version_that_does_not_go_the_direct_way_is_counted_once_for_its_server_and_with_why() -> None:
-    story, direct = Story(), Direct(OneServer())
-    direct.heard = story.observed.transferred
+    story = Story()
+    direct = Direct(lambda *_: frozenset({"a"}), lambda server: {0: "p0", 1: "p1"}, observe=story.observed.transferred)
     workers = [Member("servers/a", rank, f"p{rank}") for rank in (0, 1)]
     for worker in workers:
-        direct.declare(worker, "memory", pack({worker.rank: Layout({}, ())}))
+        direct.links.declare(worker, "memory", pack({worker.rank: Layout({}, ())}))
     for number in (2, 3):
         for worker in workers:
             with pytest.raises(FailedPrecondition, match="goes to server a over the staged path"):
-                settled(direct.join, worker, "memory", "policy", number, f"install-{number}")
+                settled(direct.links.join, worker, "memory", "policy", number, f"install-{number}")
     assert story.value("fallbacks_total", reason="not_offered") == 2
     story.observed.transferred(0.5, None)
     assert story.value("direct_transfer_seconds_sum") == 0.5

@@ -1,6 +1,6 @@
 """A fleet that serves versions before they are READY: one story for each way that it can end.
 
-The servers are those of test_fleet_moves.py: models that keep to the plugin's part, whose gates show what clients get.
+The servers are those of tests/support/simulated_fleet.py.
 """
 
 import pytest
@@ -10,10 +10,10 @@ from resharder.server.state.fleet import FleetStrategyKind, FleetTargetKind
 from resharder.server.state.server import Order, OrderKind, Worker
 from resharder.v1 import operator_pb2, resources_pb2
 
-from tests.server.test_fleet_moves import FLEET, NAMES, Ahead, Plant
+from tests.support.simulated_fleet import FLEET, NAMES, AheadSimulation, SimulatedServer
 
 
-class Site(Ahead):
+class Site(AheadSimulation):
     """Three servers on version 1, which is READY."""
 
     def __init__(self) -> None:
@@ -27,12 +27,12 @@ class Site(Ahead):
     def offer(self) -> int:
         """A version that is UPLOADING, served by all."""
         number = self.versions.begin()
-        self.fleets.tick()
+        self.fleets.ticker.tick()
         self.settle()
         assert self.shows() == [number] * 3, self.reasons()
         return number
 
-    def until(self, name: str, kind: OrderKind) -> tuple[Plant, Order]:
+    def until(self, name: str, kind: OrderKind) -> tuple[SimulatedServer, Order]:
         """One server carries its orders out up to that of this kind, which is left to the test."""
         plant = self.plants[name]
         while True:
@@ -45,7 +45,7 @@ class Site(Ahead):
                 self.obey(plant, order, fails=False)
 
     def installs(self) -> list[int]:
-        return [view.server.installs for view in self.fleets.servers()]
+        return [view.server.installs for view in self.fleets.roster.servers()]
 
 
 @pytest.fixture
@@ -55,22 +55,22 @@ def site() -> Site:
 
 def test_what_was_served_ahead_is_not_installed_again_when_the_store_has_the_same(site: Site) -> None:
     number = site.offer()
-    assert all(view.server.unproven and "ahead of READY" in view.reason for view in site.fleets.servers())
-    assert "ahead of READY" in site.fleets.fleet(FLEET).reason
+    assert all(view.server.unproven and "ahead of READY" in view.reason for view in site.fleets.roster.servers())
+    assert "ahead of READY" in site.fleets.roster.fleet(FLEET).reason
     before = site.installs()
     site.versions.complete(number)
     site.settle()
     site.settle()
     assert (site.shows(), site.installs()) == ([number] * 3, before)
-    assert not any(view.server.unproven for view in site.fleets.servers())
+    assert not any(view.server.unproven for view in site.fleets.roster.servers())
 
 
 def test_where_the_store_has_other_weights_they_are_installed(site: Site) -> None:
     number = site.offer()
     site.versions.complete(number, changed=True)
-    site.fleets.tick()
+    site.fleets.ticker.tick()
     site.compare("a")
-    view = site.fleets.servers()[0]
+    view = site.fleets.roster.servers()[0]
     assert "the store's copy differs: other weights" in view.reason
     assert site.shows() == [number] * 3  # served on while the others are staged
     for _ in range(3):
@@ -82,9 +82,9 @@ def test_where_the_store_has_other_weights_they_are_installed(site: Site) -> Non
 def test_an_aborted_version_gives_way_to_the_newest_ready_one(site: Site) -> None:
     number = site.offer()
     site.versions.abort(number)
-    site.fleets.tick()
+    site.fleets.ticker.tick()
     assert site.shows() == [number] * 3  # until the other one is staged
-    assert "it will not become READY" in site.fleets.servers()[0].reason
+    assert "it will not become READY" in site.fleets.roster.servers()[0].reason
     site.settle()
     assert site.shows() == [1] * 3
     assert site.fleet.move
@@ -93,7 +93,7 @@ def test_an_aborted_version_gives_way_to_the_newest_ready_one(site: Site) -> Non
 
 def test_a_version_aborted_while_it_is_applied_is_never_opened(site: Site) -> None:
     number = site.versions.begin()
-    site.fleets.tick()
+    site.fleets.ticker.tick()
     plant, order = site.until("a", OrderKind.APPLY)
     site.versions.abort(number)
     site.obey(plant, order, fails=False)
@@ -122,12 +122,12 @@ def test_an_aborted_version_is_left_even_where_no_other_is_wanted(site: Site) ->
 
 def test_a_transfer_that_fails_brings_the_last_version_back_and_waits_for_the_store(site: Site) -> None:
     number = site.versions.begin()
-    site.fleets.tick()
+    site.fleets.ticker.tick()
     site.obey(*site.until("a", OrderKind.APPLY), fails=True)
     for _ in range(10):
         site.settle()
     assert site.shows() == [1, number, number]
-    assert f"waits for version {number} to be READY: " in site.fleets.servers()[0].reason
+    assert f"waits for version {number} to be READY: " in site.fleets.roster.servers()[0].reason
     site.versions.complete(number)
     site.settle()
     site.settle()
@@ -135,15 +135,15 @@ def test_a_transfer_that_fails_brings_the_last_version_back_and_waits_for_the_st
 
 
 def test_a_server_that_cannot_take_all_of_it_directly_waits(site: Site) -> None:
-    worker = site.fleets.server("a").workers[0]
+    worker = site.fleets.roster.server("a").workers[0]
     again = Worker(0, worker.state, 1, worker.install, process=worker.process, fingerprint=worker.fingerprint)
     plain, site.report = site.report, lambda plant, *said: plain(plant, *said) if plant.id != "a" else None  # type: ignore[method-assign]
-    site.fleets.report_worker("a", again)
+    site.fleets.sessions.report_worker("a", again)
     number = site.versions.begin()
-    site.fleets.tick()
+    site.fleets.ticker.tick()
     site.settle()
     assert site.shows() == [1, number, number]
-    assert "worker 0 cannot take all of it over the direct path" in site.fleets.servers()[0].reason
+    assert "worker 0 cannot take all of it over the direct path" in site.fleets.roster.servers()[0].reason
 
 
 def test_servers_boot_from_the_ready_version_and_take_the_other_then(site: Site) -> None:

@@ -3,13 +3,15 @@
 from pathlib import Path
 
 import pytest
-from resharder.server.fleets import fleets
-from resharder.server.fleets.fleets import MAX_TERM, Attachment, Fleets
+from resharder.server.fleets import ticker
+from resharder.server.fleets.attachments import Attachment
+from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.persistence import FleetFiles
+from resharder.server.fleets.sessions import MAX_TERM
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.server import Attached, Order, OrderKind, Reported, Settings
 
-from tests.server.test_fleet_moves import Versions
+from tests.support.simulated_store import SimulatedVersions
 from tests.support.waits import settled
 
 MODEL = "policy"
@@ -19,7 +21,7 @@ class Site:
     """A daemon with one version and one server, whose time is the test's."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.now, self.versions = folder, 0.0, Versions()
+        self.folder, self.now, self.versions = folder, 0.0, SimulatedVersions()
         self.versions.publish()
         self.start()
 
@@ -33,10 +35,10 @@ class Site:
             files=FleetFiles(self.folder),
             tick_seconds=0,
         )
-        settled(self.fleets.claim, "s", MODEL, "", wait_seconds=0, boot=False)
+        settled(self.fleets.sessions.claim, "s", MODEL, "", wait_seconds=0, boot=False)
 
     def attach(self, nonce: str, term: int = 0) -> Attachment:
-        return self.fleets.attach("s", Attached(nonce, 1, term=term))
+        return self.fleets.sessions.attach("s", Attached(nonce, 1, term=term))
 
 
 @pytest.fixture
@@ -75,7 +77,7 @@ def test_a_silent_leader_is_followed_by_a_higher_term(site: Site) -> None:
     sent(second)
     for site.now in (6.0, 11.0):
         second.report(Reported("b"))
-        site.fleets.tick()
+        site.fleets.ticker.tick()
     assert led(second) > before
 
 
@@ -106,14 +108,14 @@ def test_a_side_that_has_seen_a_higher_term_has_the_leader_lead_anew(site: Site)
 
 
 def test_a_server_that_was_forgotten_goes_on_where_it_was(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleets, "_FORGET", 20.0)
+    monkeypatch.setattr(ticker, "_FORGET", 20.0)
     first = site.attach("a")
     before = led(first)
     first.close()
     for site.now in (11.0, 40.0):
-        site.fleets.tick()
-    assert not site.fleets.servers()
-    settled(site.fleets.claim, "s", MODEL, "", wait_seconds=0, boot=False)
+        site.fleets.ticker.tick()
+    assert not site.fleets.roster.servers()
+    settled(site.fleets.sessions.claim, "s", MODEL, "", wait_seconds=0, boot=False)
     assert led(site.attach("a")) > before
 
 

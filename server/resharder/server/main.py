@@ -17,11 +17,12 @@ from pydantic import ValidationError
 from resharder.server.archive.archive import Archive
 from resharder.server.config import Config, load
 from resharder.server.direct.coordinator import Direct
-from resharder.server.fleets import canary_checks
+from resharder.server.direct.offered_versions import OfferedVersions
 from resharder.server.fleets.canary_checks import Checks
 from resharder.server.fleets.commands import Operations
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.persistence import FleetFiles
+from resharder.server.fleets.ports import FleetObserver
 from resharder.server.fleets.profiles import Profiles
 from resharder.server.fleets.verifications import Verifications
 from resharder.server.infra.addresses import is_loopback
@@ -45,7 +46,7 @@ from resharder.server.security.access import Access, add_port
 from resharder.server.security.files import SecurityFilesError
 from resharder.server.security.limits import Limits
 from resharder.server.state.errors import DaemonError
-from resharder.server.state.fleet import Fleet, PauseMode
+from resharder.server.state.fleet import PauseMode
 from resharder.server.state.server import Settings
 from resharder.server.state.version import VersionRecord
 from resharder.server.store.store import Store
@@ -56,8 +57,18 @@ from yaml import YAMLError
 _log = structlog.get_logger("resharder.main")
 
 
+class _ServingSignal(FleetObserver):
+    """Wakes calls that wait until a version is served."""
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+
+    def serving_changed(self) -> None:
+        self._intake.wake_for_serving()
+
+
 class Daemon:
-    """Everything that runs, from `start` to `stop`."""
+    """All parts of a daemon, from `start` to `stop`."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -68,45 +79,66 @@ class Daemon:
             keep_bytes=config.keep_bytes,
             shared=config.shared_memory,
         )
-        self.intake = Intake(
-            self.store, lease_seconds=config.lease_seconds, chunk_bytes=config.chunk_bytes, threads=config.digest_threads
-        )
         self.events = Events(config.store)
         self.events.listeners.append(log_event)
+        self.store.catalogue.subscribe(self._note_version)
+        self.checks = Checks(config.checks, config.check_seconds)
+        offered = OfferedVersions()
         self.fleets = Fleets(
             self.store.catalogue,
             self.store.pins,
+            offers=offered,
             settings=replace(Settings(), lease=config.lease_seconds),
             files=FleetFiles(config.store / "fleets"),
             pause_mode=PauseMode[config.pause_mode.upper()],
             note=self.events.add,
+            start_check=self.checks.start_for,
         )
+        self.intake = Intake(
+            self.store,
+            lease_seconds=config.lease_seconds,
+            chunk_bytes=config.chunk_bytes,
+            threads=config.digest_threads,
+            audience=self.fleets.roster.serving,
+        )
+        self.fleets.steering.observe(_ServingSignal(self.intake))
         self.tracing = Tracing()
-        Traced(self.tracing, self.store.catalogue, self.intake, self.fleets)
-        self.store.catalogue.subscribe(self._note_version)
-        self.archive = Archive(self.store, config.archive_url, config.archive_every) if config.archive_url else None
-        if self.archive is not None:
-            self.archive.heard = lambda name, what, reason: self.events.add("archive", name, what, reason)
-        self.intake.audience = lambda record: self.fleets.serving(record.model, record.number)
-        self.fleets.serving_changed = self.intake.wake_for_serving
-        self.direct = Direct(self.fleets, staging_bytes=config.direct_staging_bytes, seconds=config.direct_seconds)
-        self.fleets.offered, self.direct.offered_whole = self.direct.offered, self.fleets.wake
-        self.fleets.at_once = self.direct.at_once
-        self.store.catalogue.subscribe(lambda record: self.direct.changed(record.model))
-        self.checks = Checks(config.checks, config.check_seconds)
-        self.fleets.check = self._check
+        if self.tracing.on:
+            traced = Traced(self.tracing, self.store.catalogue)
+            self.intake.observe(traced)
+            self.fleets.steering.observe(traced)
+        self.archive = self._archive()
         limits = Limits(self.config.caller_rate, self.config.caller_calls)
-        self.access = Access(self.config.security, limits, self.config.max_message_bytes, self.fleets)
+        self.access = Access(self.config.security, limits, self.config.max_message_bytes, self.fleets.roster)
         self.shown = self._shown()
+        self.direct = Direct(
+            self.fleets.steering.awaiting,
+            self.fleets.roster.processes,
+            offered=offered,
+            observe=self.shown.observed.transferred,
+            staging_bytes=config.direct_staging_bytes,
+            seconds=config.direct_seconds,
+        )
+        self.store.catalogue.subscribe(lambda record: self.direct.offers.version_changed(record.model))
         self.server = self._server()
-        self.direct.heard = self.shown.observed.transferred
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="leases", daemon=True)
+
+    def _archive(self) -> Archive | None:
+        def report(name: str, what: str, reason: str) -> None:
+            self.events.add("archive", name, what, reason)
+
+        url, every = self.config.archive_url, self.config.archive_every
+        return Archive(self.store, url, every, report=report) if url else None
 
     def _server(self) -> RpcServer:
         config = self.config
         dispatcher = Dispatcher(
-            self.access, self.fleets.model_of, self.shown.observed.refused, waits=config.threads, transfers=config.transfers
+            self.access,
+            self.fleets.roster.model_of,
+            self.shown.observed.refused,
+            waits=config.threads,
+            transfers=config.transfers,
         )
         options = [
             ("grpc.so_reuseport", 0),  # else two daemons share one port
@@ -132,11 +164,13 @@ class Daemon:
             store_limit_bytes=self.store.capacity.limit_bytes,
         )
         daemon.start_time.GetCurrentTime()
-        operations = Operations(self.fleets, self.config.checks, self.events.add)
+        operations = Operations(self.fleets.changes, self.config.checks, self.events.add)
         profiles = Profiles(self.fleets)
-        verifications = Verifications(self.fleets)
+        verifications = Verifications(self.fleets.roster)
         return {
-            PublisherService(self.intake, views, self.direct.withhold): publisher_pb2_grpc.add_PublisherServiceServicer_to_server,
+            PublisherService(
+                self.intake, views, self.direct.offers.withhold
+            ): publisher_pb2_grpc.add_PublisherServiceServicer_to_server,
             ServerService(
                 self.fleets, self.store, profiles, verifications, self.config.digest_threads
             ): server_pb2_grpc.add_ServerServiceServicer_to_server,
@@ -154,17 +188,6 @@ class Daemon:
         except (OSError, ValueError) as error:
             raise SystemExit(f"resharderd: cannot listen on {self.config.web_listen} (web_listen): {error}") from error
 
-    def _check(self, fleet: Fleet) -> None:
-        """Runs the check of the fleet's canaries, once for each move."""
-        move = fleet.move
-        assert move is not None
-        addresses = [self.fleets.server(id).controls for id in move.canaries]
-        found = canary_checks.environment(
-            fleet.name, move.id, move.to, move.back_to, [controls[0].address for controls in addresses if controls]
-        )
-        key = f"{fleet.name}/{move.id}"
-        self.checks.start(move.strategy.check, key, found, partial(self.fleets.checked, fleet.name, move.id))
-
     def _note_version(self, record: VersionRecord) -> None:
         self.events.add("version", record.name, record.state.lower(), record.reason, step=record.step, epoch=record.epoch)
 
@@ -177,7 +200,7 @@ class Daemon:
             say, whom = (_log.info, "of this host") if is_loopback(self.config.listen) else (_log.warning, "who reaches the port")
             say("no_security", listen=self.config.listen, allowed=f"everybody {whom}")
         self._ticker.start()
-        self.shown.started = True
+        self.shown.set_ready()
         listens = {"listen": self.config.listen, "web": self.shown.listen}
         _log.info("listening", **listens, store=str(self.config.store), limit=self.store.capacity.limit_bytes)
 

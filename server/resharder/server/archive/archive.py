@@ -30,16 +30,29 @@ class Archive:
     """Thread-safe. `_changed` guards what waits and what is written; no I/O happens under it. The store's lock is taken under it,
     never the other way round.
 
-    `heard(resource name, what, reason)` is told of everything `archived`, `restored` and `failed`.
+    Args:
+        store: Store of the versions.
+        url: Folder or fsspec URL.
+        every: Archive every n-th READY version of a model; 0: on command only.
+        options: Options for fsspec.
+        pause: Seconds before a failed operation is tried again, doubling.
+        report: Function of a resource's name, `archived`, `restored` or `failed`, and the reason, called after each.
+
+    Raises:
+        FailedPrecondition: NO_ARCHIVE.
     """
 
     def __init__(
-        self, store: Store, url: str, every: int = 0, options: Mapping[str, Any] | None = None, *, pause: float = 1.0
+        self,
+        store: Store,
+        url: str,
+        every: int = 0,
+        options: Mapping[str, Any] | None = None,
+        *,
+        pause: float = 1.0,
+        report: Callable[[str, str, str], object] = lambda name, what, reason: None,
     ) -> None:
-        """`every`: how many READY versions of a model make one that is archived; 0: only on command. `options` go to fsspec.
-        `pause`: seconds before something that failed is tried again, doubling. Raises FailedPrecondition (NO_ARCHIVE)."""
-        self.store, self.every = store, every
-        self.heard: Callable[[str, str, str], object] = lambda name, what, reason: None
+        self.store, self.every, self._report = store, every, report
         self._pause = pause
         self._closed, self._looked = threading.Event(), threading.Event()
         self._checkpoints = Checkpoints(Remote(url, options or {}), self._closed)
@@ -103,7 +116,7 @@ class Archive:
             raise ResourceNotFound("NOT_ARCHIVED", f"{self.url} has no complete models/{model}/versions/{number}")
         write = partial(self._checkpoints.fetch, archived)
         record = self.store.adopter.adopt(model, number, archived.fingerprint, archived.size_bytes, write)
-        self.heard(record.name, "restored", f"from {archived.url}")
+        self._report(record.name, "restored", f"from {archived.url}")
         return record
 
     # What goes on behind
@@ -212,7 +225,7 @@ class Archive:
 
     def _failed(self, name: str, what: str, error: Exception) -> None:
         if not self._closed.is_set():
-            self.heard(name, "failed", f"{what}: {error}")
+            self._report(name, "failed", f"{what}: {error}")
 
     def _keep(self, record: VersionRecord, *, sure: bool) -> Archived:
         """The version in the archive, written unless it is there; `sure`: and is what was written."""
@@ -230,7 +243,7 @@ class Archive:
         manifest = self.store.reader.manifest(record.model, record.number)
         names = [*(file.path for file in manifest.files), *manifest.other_files, MANIFEST_FILE]
         archived = self._checkpoints.write(record, self.store.folder.path(record), names)
-        self.heard(record.name, "archived", f"to {archived.url}")
+        self._report(record.name, "archived", f"to {archived.url}")
         return archived
 
 

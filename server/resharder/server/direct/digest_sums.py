@@ -37,10 +37,10 @@ def sent_count(plan: Plan[Any, Any], source: int) -> int:
     return len(_of(plan, source))
 
 
-def held_by(plan: Plan[Any, Any], target: int, said: Mapping[int, Digests]) -> list[int]:
+def held_by(plan: Plan[Any, Any], target: int, reported: Mapping[int, Digests]) -> list[int]:
     """The digest of each piece of one target, by what every source says of what it sends."""
     totals = np.zeros(len(plan.targets), np.uint64)
-    for source, digests in said.items():
+    for source, digests in reported.items():
         np.add.at(totals, plan.want[_of(plan, source)], digests)
     found: list[int] = totals[plan.targets.process == target].tolist()
     return found

@@ -1,4 +1,4 @@
-"""What the direct path's coordinator (direct.py) knows: members, groups, offers and the tasks of their ranks."""
+"""State of the direct path: members, groups, offers and the tasks of their ranks."""
 
 from collections import deque
 from collections.abc import Hashable
@@ -44,7 +44,7 @@ class Task(NamedTuple):
     act: Act
     group: str
     link: Link | None = None
-    sent: Pieces[int] | None = None  # of DIGEST, where the rank has not been told yet
+    sent: Pieces[int] | None = None  # of DIGEST, the first one of a group
 
 
 class Planned(NamedTuple):
@@ -57,26 +57,26 @@ class Planned(NamedTuple):
 class Group:
     id: str
     server: str
-    key: Hashable  # processes and memories of all that it was planned for
+    key: Hashable  # processes and memories of all members
     members: tuple[Member, ...]  # in the group's order, senders first
     senders: int
     planned: Planned
-    install: str = ""  # that workers start now
+    install: str = ""  # of the workers' current start
     started: set[int] = field(default_factory=set)  # workers
     finished: set[Member] = field(default_factory=set)
-    linked: set[Member] = field(default_factory=set)  # who was given a link
+    linked: set[Member] = field(default_factory=set)  # members that have a link
     received: int = 0  # bytes, by workers
     granted: str = ""  # the install whose turn it is or was
     began: float = 0.0
     error: str = ""
     keys: dict[str, bytes] = field(default_factory=dict)
-    said_of: int = 0  # the version that ranks were asked about last
-    said: dict[int, Digests] = field(default_factory=dict)  # by rank
-    told: bool = False  # ranks know of which boxes
+    reported_of: int = 0  # version of the last DIGEST tasks
+    reported: dict[int, Digests] = field(default_factory=dict)  # by rank
+    has_sent: bool = False  # ranks have the boxes of their DIGEST tasks
 
     @property
     def ranks(self) -> frozenset[Member]:
-        """Those that send."""
+        """Members that send."""
         return frozenset(self.members[: self.senders])
 
     def link(self, member: Member) -> Link:
@@ -88,7 +88,7 @@ class Group:
 
 @dataclass
 class Offer:
-    """`ranks`: those that hold the version, each with its queue of tasks."""
+    """Version that ranks of a publisher have in memory. `ranks` has each with its declared memory and its queue of tasks."""
 
     model: str
     number: int
@@ -100,16 +100,16 @@ class Offer:
     turns: deque[Group] = field(default_factory=deque)
     running: dict[str, Group] = field(default_factory=dict)
     ready_at: float | None = None
-    served: set[str] = field(default_factory=set)  # servers that have all of it, proven
+    served: set[str] = field(default_factory=set)  # servers that have installed it
     ended: bool = False
-    look_at: float = 0.0  # when to look next whether it is over
+    look_at: float = 0.0  # time of the next look whether it is over
 
     @property
     def complete(self) -> bool:
         return len(self.ranks) == self.world_size
 
     def has_room(self, group: Group) -> bool:
-        """None of its ranks sends at the moment."""
+        """Return whether none of a group's ranks sends at the moment."""
         return all(group.ranks.isdisjoint(other.ranks) for other in self.running.values())
 
     def tell(self, group: Group, act: Act, *, link: bool = False) -> None:
@@ -120,13 +120,13 @@ class Offer:
         self.changed.notify()
 
     def ask(self, group: Group) -> None:
-        """For the digests of what each rank sends."""
+        """Queue a DIGEST task for each rank of a group."""
         for member in group.members[: group.senders]:
-            sent = None if group.told else sent_by(group.planned.plan, member.rank)
+            sent = None if group.has_sent else sent_by(group.planned.plan, member.rank)
             there = self.ranks.get(member.rank)
             if there is not None and there[0] == member:
                 there[2].append(Task(Act.DIGEST, group.id, sent=sent))
-        group.told = True
+        group.has_sent = True
         self.changed.notify()
 
     def end(self) -> None:

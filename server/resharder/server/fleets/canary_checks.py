@@ -1,11 +1,11 @@
-"""Commands that a canary waits for: the daemon's configuration names them, their exit codes decide.
+"""Checks: commands of the daemon's configuration whose exit codes decide about canaries.
 
     checks = Checks({"answers": ["/opt/checks/answers.sh", "--quick"]}, timeout=600)
     checks.start("answers", "fleets/policy/7", environment("policy", 7, 12, 11, ["10.0.0.1:8000"]), done)
 
-A command runs without a shell, in a process group of its own that ends with it, with RESHARDER_* of `environment` and the
-daemon's PATH and HOME alone. What ran when the daemon ended is not remembered: whoever still waits for it starts it again, and
-after a SIGKILL its orphan may run beside it.
+A command runs without a shell, in its own process group, which ends with it. Its environment is
+RESHARDER_* of `environment` and the daemon's PATH and HOME. A restarted daemon repeats a check that is
+still due; after a SIGKILL, the orphan may run at the same time.
 """
 
 import os
@@ -17,17 +17,18 @@ from typing import IO
 
 import structlog
 from resharder.server.infra.medium import medium_error
+from resharder.server.state.fleet import Fleet
 
-_KEPT_BYTES = 16 << 10  # of the end of the output
+_TAIL_BYTES = 16 << 10  # of the end of the output
 _LINES, _LONGEST = 5, 1000  # of it in the message
 _log = structlog.get_logger("resharder.checks")
 
 Done = Callable[[bool, str], None]
-"""Whether the command ended with 0, and a sentence with the last lines of its output."""
+"""Function of whether the command exited with 0, and a message with the last lines of its output."""
 
 
 class Checks:
-    """Thread-safe. `timeout`: seconds until a command is killed, with all of its group."""
+    """Thread-safe. `timeout` is the time in seconds after which a command and its group are killed."""
 
     def __init__(self, commands: Mapping[str, Sequence[str]], timeout: float) -> None:
         self._commands, self._timeout = dict(commands), timeout
@@ -35,9 +36,20 @@ class Checks:
         self._runs: dict[str, _Run] = {}
         self._closed = False
 
+    def start_for(self, fleet: Fleet, addresses: Sequence[str], done: Done) -> None:
+        """Start the check of the canaries of a fleet's current move, at most once for each move.
+
+        Args:
+            fleet: Fleet with a move.
+            addresses: The canaries' addresses, host:port.
+            done: Called with the result, as in `start`.
+        """
+        if (move := fleet.move) is not None:
+            variables = environment(fleet.name, move.id, move.to, move.back_to, addresses)
+            self.start(move.strategy.check, f"{fleet.name}/{move.id}", variables, done)
+
     def start(self, name: str, key: str, environment: Mapping[str, str], done: Done) -> None:
-        """Once for each key, however often it is called. `done` is called in a thread of its own, and not for what was cancelled,
-        unless it ended in that very moment."""
+        """Start a command, at most once for each key. `done` is called on another thread, unless the command is cancelled."""
         with self._lock:
             if self._closed or key in self._runs:
                 return
@@ -46,14 +58,14 @@ class Checks:
         threading.Thread(target=self._follow, args=(run, key, done), name=f"check-{name}", daemon=True).start()
 
     def cancel(self, key: str) -> None:
-        """Kills it, if it runs. Its key may be used again."""
+        """Kill the command of a key, if it runs. The key may be used again."""
         with self._lock:
             run = self._runs.pop(key, None)
         if run is not None:
             run.cancel()
 
     def close(self) -> None:
-        """Kills what runs, and starts nothing more."""
+        """Kill all commands, and start no others."""
         with self._lock:
             self._closed = True
             keys = list(self._runs)
@@ -70,13 +82,13 @@ class Checks:
             done(ok, message)
         except OSError as error:
             _log.error("check_not_kept", check=run.name, key=key, reason=str(medium_error(error)))
-            with self._lock:  # it is started again for as long as it is needed
+            with self._lock:  # it is started again while it is due
                 if self._runs.get(key) is run:
                     del self._runs[key]
 
 
 class _Run:
-    """One command: its process once `result` runs it, unless it was cancelled before."""
+    """One command. `result` runs it unless it is cancelled before."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], timeout: float) -> None:
         self.name, self._command, self._timeout = name, list(command), timeout
@@ -88,7 +100,7 @@ class _Run:
 
     def result(self) -> tuple[bool, str]:
         if not self._command:
-            return False, "the daemon's configuration has no such check any more"
+            return False, "the check is not in the daemon's configuration"
         try:
             process = self._start()
         except OSError as error:
@@ -98,17 +110,17 @@ class _Run:
         tail = _Tail(process.stdout)
         try:
             status = process.wait(self._timeout)
-            said = f"ended with {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"
+            end = f"ended with {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"
         except subprocess.TimeoutExpired:
-            status, said = 1, f"did not end within {self._timeout:g} s"
+            status, end = 1, f"did not end within {self._timeout:g} s"
         _kill(process)
         process.wait()
-        return status == 0, said + tail.lines()
+        return status == 0, end + tail.lines()
 
     def cancel(self) -> None:
         with self._lock:
             self._cancelled = True
-            if self._process is not None and self._process.poll() is None:  # else its number may be somebody else's
+            if self._process is not None and self._process.poll() is None:  # else its number may belong to another process
                 _kill(self._process)
 
     def _start(self) -> subprocess.Popen[bytes] | None:
@@ -127,28 +139,28 @@ class _Run:
 
 
 class _Tail:
-    """Reads what a process writes, all of it, and keeps the end."""
+    """Reader of all output of a process that retains its end."""
 
     def __init__(self, output: IO[bytes]) -> None:
-        self._output, self._kept = output, b""
+        self._output, self._end = output, b""
         self._thread = threading.Thread(target=self._read, name="check-output", daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
         with self._output as output:
-            while read := os.read(output.fileno(), _KEPT_BYTES):
-                self._kept = (self._kept + read)[-_KEPT_BYTES:]
+            while read := os.read(output.fileno(), _TAIL_BYTES):
+                self._end = (self._end + read)[-_TAIL_BYTES:]
 
     def lines(self) -> str:
-        """`: ` and the last lines, once the process has ended."""
-        self._thread.join(5)  # what left the process group may still hold the output open
-        lines = [line.strip() for line in self._kept.decode(errors="replace").splitlines() if line.strip()]
-        said = "\n".join(lines[-_LINES:])[-_LONGEST:]
-        return f": {said}" if said else ""
+        """Return `: ` and the last lines, after the process has ended."""
+        self._thread.join(5)  # a process that left the group may still have the output open
+        lines = [line.strip() for line in self._end.decode(errors="replace").splitlines() if line.strip()]
+        end = "\n".join(lines[-_LINES:])[-_LONGEST:]
+        return f": {end}" if end else ""
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The whole group, which outlives its first process."""
+    """Kill the process group, which outlives its first process."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):  # all have ended
@@ -156,7 +168,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def environment(fleet: str, move: int, version: int, from_version: int, servers: Sequence[str]) -> dict[str, str]:
-    """What a command is told. `servers`: the canaries' addresses, host:port."""
+    """Return the environment of a check. `servers` are the canaries' addresses, host:port."""
     return {
         "RESHARDER_FLEET": fleet,
         "RESHARDER_MOVE": str(move),

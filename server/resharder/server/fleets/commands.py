@@ -6,7 +6,9 @@ from dataclasses import replace
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
 from resharder.server.fleets import updates
-from resharder.server.fleets.fleets import Fleets, FleetView, Note
+from resharder.server.fleets.changes import FleetChanges
+from resharder.server.fleets.ports import Note, no_note
+from resharder.server.fleets.roster import FleetView
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound
 from resharder.server.state.fleet import Fleet, FleetStrategy, FleetStrategyKind, FleetTarget, FleetTargetKind, PauseMode, View
 from resharder.server.state.server import Power
@@ -17,11 +19,16 @@ _Act = Callable[[Fleet, View], Fleet]
 
 
 class Operations:
-    """`checks`: the names of the commands that canaries may wait for. `note` hears of every request that is not refused, before
-    anything follows from it."""
+    """Requests of operators.
 
-    def __init__(self, fleets: Fleets, checks: Collection[str] = (), note: Note = lambda *_, **__: None) -> None:
-        self._fleets, self._checks, self._note = fleets, checks, note
+    Args:
+        changes: Changes of fleets.
+        checks: Names of the commands that canaries can wait for.
+        note: Recorder of each granted request, before anything follows from it.
+    """
+
+    def __init__(self, changes: FleetChanges, checks: Collection[str] = (), note: Note = no_note) -> None:
+        self._changes, self._checks, self._note = changes, checks, note
 
     def _change(self, fleet: str, what: str, request: Message, act: _Act, model: str = "") -> FleetView:
         def noted(fleet: Fleet, view: View) -> Fleet:
@@ -30,10 +37,10 @@ class Operations:
             self._note("operator", f"fleets/{fleet.name}", what, getattr(request, "reason", "")[:1000], request=asked[:1000])
             return after
 
-        return self._fleets.change(fleet.removeprefix("fleets/"), noted, model)
+        return self._changes.change(fleet.removeprefix("fleets/"), noted, model)
 
     def update(self, request: operator_pb2.UpdateFleetRequest) -> FleetView:
-        """Raises InvalidArgument (UPDATE_MASK, WANT, MOTION, PAUSE_MODE, MAX_SKEW, SERVE_AHEAD, CHECK_UNKNOWN),
+        """Raises InvalidArgument (UPDATE_MASK, TARGET, STRATEGY, PAUSE_MODE, MAX_SKEW, SERVE_AHEAD, CHECK_UNKNOWN),
         FailedPrecondition (VERSION_NOT_READY, KV_FLEET, FLEET_MODEL), NotFound (FLEET_UNKNOWN, MODEL_UNKNOWN)."""
         message, fields = request.fleet, list(request.update_mask.paths)
         if unknown := set(fields) - set(_FIELDS):

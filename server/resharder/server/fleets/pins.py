@@ -1,4 +1,4 @@
-"""Who keeps which versions in the store from being dropped."""
+"""Pins of versions in the store, by holder."""
 
 from collections.abc import Collection
 from typing import Protocol
@@ -14,35 +14,36 @@ class Pinnable(Protocol):
     def release(self, name: str, number: int, holder: str) -> None: ...
 
 
-class Holds:
-    """Of holders by name, each with versions of a model. One thread at a time changes it; `of` may be asked by any."""
+class FleetPins:
+    """Versions that servers and fleets pin. Callers change it one at a time; any thread may call `of`."""
 
     def __init__(self, pins: Pinnable) -> None:
         self._pins = pins
-        self._held: dict[tuple[str, str], frozenset[int]] = {}
+        self._pinned: dict[tuple[str, str], frozenset[int]] = {}
 
     def of(self, holder: str, model: str) -> frozenset[int]:
-        return self._held.get((holder, model), frozenset())
+        """Return the numbers of the versions of a model that a holder has pinned."""
+        return self._pinned.get((holder, model), frozenset())
 
-    def hold(self, holder: str, model: str, numbers: Collection[int]) -> frozenset[int]:
-        """These too; those that are no longer READY are returned."""
+    def pin(self, holder: str, model: str, numbers: Collection[int]) -> frozenset[int]:
+        """Pin versions in addition to those that the holder has, and return the numbers that are no longer READY."""
         gone = set()
         for number in numbers:
             if number in self.of(holder, model):
                 continue
             try:
                 self._pins.pin(model, number, holder)
-                self._held[holder, model] = self.of(holder, model) | {number}
+                self._pinned[holder, model] = self.of(holder, model) | {number}
             except ResourceNotFound:
                 gone.add(number)
         return frozenset(gone)
 
     def release(self, holder: str, model: str, keep: frozenset[int] = frozenset()) -> None:
-        """All but those."""
-        held = self.of(holder, model)
-        if held & keep:
-            self._held[holder, model] = held & keep
+        """Release all versions of a model that a holder has pinned, except `keep`."""
+        pinned = self.of(holder, model)
+        if pinned & keep:
+            self._pinned[holder, model] = pinned & keep
         else:
-            self._held.pop((holder, model), None)
-        for number in held - keep:
+            self._pinned.pop((holder, model), None)
+        for number in pinned - keep:
             self._pins.release(model, number, holder)

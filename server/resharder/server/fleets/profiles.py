@@ -40,7 +40,7 @@ class Profiles:
         """
         deadline = self._clock() + wait_seconds
         with self._lock:  # a profile must not come before it is waited for
-            install, workers = self._fleets.reinstall(server)
+            install, workers = self._fleets.changes.reinstall(server)
             waiting = self._waiting[server, install] = _Waiting(set(range(workers)))
         try:
             left = workers
@@ -61,7 +61,7 @@ class Profiles:
 
     def _ended(self, server: str, install: str) -> bool:
         """Raises FailedPrecondition (NOT_SERVING) where it failed."""
-        known = self._fleets.server(server)
+        known = self._fleets.roster.server(server)
         if (ended := known.ended) is not None and ended.id == install and ended.state == InstallState.FAILED:
             raise FailedPrecondition("NOT_SERVING", f"the install that was to be profiled failed: {ended.error}")
         return known.install is None or known.install.id != install or not known.install.active

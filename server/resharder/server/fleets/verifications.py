@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from resharder.server.fleets.fleets import Fleets
+from resharder.server.fleets.roster import Roster
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.state.errors import DeadlineExceeded, FailedPrecondition
 from resharder.v1 import resources_pb2
@@ -16,8 +16,8 @@ _LOOK = 0.1  # seconds; between looks whether all have answered
 class Verifications:
     """Thread-safe."""
 
-    def __init__(self, fleets: Fleets, clock: Callable[[], float] = time.monotonic) -> None:
-        self._fleets, self._clock = fleets, clock
+    def __init__(self, roster: Roster, clock: Callable[[], float] = time.monotonic) -> None:
+        self._roster, self._clock = roster, clock
         self._lock = threading.Lock()
         self._requests: dict[str, str] = {}  # by server, the last one
 
@@ -29,7 +29,7 @@ class Verifications:
     def take(self, server: str, wait_seconds: float) -> Waiting[list[resources_pb2.Verification]]:
         """One of each worker, by rank, all made after this call. Raises NotFound (SERVER_UNKNOWN), FailedPrecondition
         (NOT_SERVING) where not all workers are there, DeadlineExceeded (NO_VERIFICATION)."""
-        known = self._fleets.server(server)
+        known = self._roster.server(server)
         if not known.complete or known.lost_at is not None:
             raise FailedPrecondition(
                 "NOT_SERVING",
@@ -40,8 +40,8 @@ class Verifications:
         with self._lock:
             self._requests[server] = request
         while True:
-            seen = self._fleets.changed.count
-            workers = [worker for _, worker in sorted(self._fleets.server(server).workers.items())]
+            seen = self._roster.changed.count
+            workers = [worker for _, worker in sorted(self._roster.server(server).workers.items())]
             found = [worker.verification for worker in workers if worker.verification is not None]
             answered = [one for one in found if one.request == request]
             if len(answered) == len(workers):
@@ -53,4 +53,4 @@ class Verifications:
                     "NO_VERIFICATION",
                     f"expected {len(workers)} workers of server {server} to verify in {wait_seconds:g} s, {len(answered)} have",
                 )
-            yield self._fleets.changed.pause(seen, _LOOK)
+            yield self._roster.changed.pause(seen, _LOOK)

@@ -49,12 +49,14 @@ Phase = Literal["registration", "upload", "verify", "commit"]
 
 
 class IngestObserver:
-    """Hears how long things took and how much came. Called with locks held, so it must not wait."""
+    """Observer of publishing. Methods are called with locks held and must not block."""
 
     def publish_phase(self, phase: Phase, model: str, seconds: float) -> None: ...
     def received(self, model: str, transport: str, size: int) -> None: ...
     def slot_sealed(self, transport: str, size: int, seconds: float) -> None: ...
     def rank_lost(self, model: str) -> None: ...
+    def version_ended(self, upload: Upload, record: VersionRecord) -> None:
+        """Called when a version is no longer UPLOADING."""
 
 
 class Intake:
@@ -63,8 +65,8 @@ class Intake:
     Locks are taken in this order: the fleets', `_lock`, the store's, that of news. Who only looks, renews a lease or waits for a
     version takes none of the first three. The fleets are asked while none of them is held.
 
-    `audience(record)` says (servers that serve this version or a newer one, servers that follow the model); the fleets set it.
-    `observer` hears of numbers, `ended` of every version that is UPLOADING no longer; the daemon sets both.
+    `audience(model, number)` counts the servers that serve this version or a newer one, and those that follow
+    the model.
     """
 
     def __init__(
@@ -76,11 +78,11 @@ class Intake:
         writer_patience: float = 10.0,
         threads: int = 2,
         clock: Callable[[], float] = time.monotonic,
+        audience: Callable[[str, int], tuple[int, int]] = lambda model, number: (0, 0),
     ) -> None:
         self.store, self.lease_seconds, self.chunk_bytes = store, lease_seconds, chunk_bytes
-        self.audience: Callable[[VersionRecord], tuple[int, int]] = lambda record: (0, 0)
-        self.ended: Callable[[Upload, VersionRecord], None] = lambda staged, record: None
-        self.observer = IngestObserver()
+        self._audience = audience
+        self._observers: list[IngestObserver] = []
         self._patience, self._clock = writer_patience, clock
         self._lock, self._changed = threading.RLock(), ChangeSignal()
         self._publishers: dict[str, PublisherRecord] = {}
@@ -90,6 +92,10 @@ class Intake:
         self._versions_changed, self._serving_changed = ChangeSignal(), ChangeSignal()
         self._threads = threads
         store.catalogue.subscribe(lambda record: self.wake())
+
+    def observe(self, observer: IngestObserver) -> None:
+        """Report everything that follows to an observer."""
+        self._observers.append(observer)
 
     def wake(self) -> None:
         """Lets everyone who waits for a version look again."""
@@ -220,7 +226,8 @@ class Intake:
                 self.store.epochs.reserve(publisher.model, publisher.epoch, layouts, publisher.files)
                 publisher.activate(assigned, boxes)
                 self._changed.notify()
-            self.observer.publish_phase("registration", publisher.model, self._clock() - publisher.created)
+            for observer in self._observers:
+                observer.publish_phase("registration", publisher.model, self._clock() - publisher.created)
             _log.info("publisher_active", model=publisher.model, epoch=publisher.epoch, tensors=len(publisher.specs))
         except Exception as error:
             known = _registration_error(error)
@@ -366,7 +373,8 @@ class Intake:
     def land(self, model: str, header: ChunkHeader, data: memoryview) -> None:
         staged = self.staged(model, header.version, header.epoch)
         staged.land(header, data)
-        self.observer.received(model, "grpc", len(data))
+        for observer in self._observers:
+            observer.received(model, "grpc", len(data))
         staged.publisher.seen[header.rank] = self._clock()
 
     def missing(self, model: str, number: int, epoch: int, rank: int) -> list[int]:
@@ -404,7 +412,8 @@ class Intake:
             self._observe_seal(staged, rank, mapped, now - staged.created)
         failpoint("seal.after-slot")
         if last:
-            self.observer.publish_phase("upload", model, now - staged.created)
+            for observer in self._observers:
+                observer.publish_phase("upload", model, now - staged.created)
             threading.Thread(target=self._commit, args=(staged,), name="commit").start()
         return self.store.catalogue.get(model, number)
 
@@ -412,14 +421,17 @@ class Intake:
         """What was written into mapped files is first heard of with the seal."""
         size, transport = staged.slot(rank).size_bytes, "shared-memory" if mapped else "grpc"
         if mapped:
-            self.observer.received(staged.record.model, transport, size)
-        self.observer.slot_sealed(transport, size, seconds)
+            for observer in self._observers:
+                observer.received(staged.record.model, transport, size)
+        for observer in self._observers:
+            observer.slot_sealed(transport, size, seconds)
 
     @contextmanager
     def _timed(self, phase: Phase, staged: Upload) -> Iterator[None]:
         with timed(staged.timings, phase):
             yield
-        self.observer.publish_phase(phase, staged.record.model, staged.timings[-1].seconds)
+        for observer in self._observers:
+            observer.publish_phase(phase, staged.record.model, staged.timings[-1].seconds)
 
     def _compare(self, record: VersionRecord, rank: int, digests: Sequence[int]) -> VersionRecord:
         if record.state not in (READY, RETIRED) or not record.slots:
@@ -458,7 +470,9 @@ class Intake:
             known = self._staged.pop((staged.record.model, staged.record.number), None)
             self._changed.notify()
         if known is not None:
-            self.ended(staged, self.store.catalogue.get(staged.record.model, staged.record.number))
+            record = self.store.catalogue.get(staged.record.model, staged.record.number)
+            for observer in self._observers:
+                observer.version_ended(staged, record)
 
     def _abort(self, staged: Upload, reason: str) -> VersionRecord:
         staged.close(aborted=True)
@@ -493,7 +507,7 @@ class Intake:
     def _settled(self, record: VersionRecord, serving: bool) -> bool:
         if record.state != READY or not serving:
             return record.state in (READY, ABORTED, RETIRED)
-        served, following = self.audience(record)
+        served, following = self._audience(record.model, record.number)
         return served >= following
 
     # Time
@@ -508,7 +522,8 @@ class Intake:
                 silent = now - max(staged.created, staged.publisher.seen.get(rank, 0.0))
                 if silent > self.lease_seconds:
                     reason = f"rank {rank} was silent for {silent:.1f} s, its lease is {self.lease_seconds} s"
-                    self.observer.rank_lost(staged.record.model)
+                    for observer in self._observers:
+                        observer.rank_lost(staged.record.model)
                     self._abort(staged, reason)
                     break
 

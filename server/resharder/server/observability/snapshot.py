@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from resharder.server.fleets.fleets import Fleets, FleetView, ServerView
+from resharder.server.fleets.roster import FleetView, Roster, ServerView
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.state.errors import ResourceNotFound
@@ -50,7 +50,7 @@ class Snapshot:
         return sum(view.server.serving == number for view in views)
 
 
-def take(intake: Intake, fleets: Fleets) -> Snapshot:
+def take(intake: Intake, roster: Roster) -> Snapshot:
     store = intake.store
     versions: dict[str, list[VersionRecord]] = {}
     for model in store.catalogue.models():
@@ -60,7 +60,7 @@ def take(intake: Intake, fleets: Fleets) -> Snapshot:
             continue
     staging = [record for records in versions.values() for record in records if record.state == UPLOADING]
     servers: dict[str, list[ServerView]] = {}
-    for server in fleets.servers():
+    for server in roster.servers():
         servers.setdefault(server.server.fleet, []).append(server)
     return Snapshot(
         time.time(),
@@ -69,7 +69,7 @@ def take(intake: Intake, fleets: Fleets) -> Snapshot:
         versions,
         {record.name: _slots(intake.progress(record)) for record in staging},
         [(publisher, intake.live_ranks(publisher)) for publisher in intake.publishers()],
-        fleets.fleets(),
+        roster.fleets(),
         servers,
     )
 

@@ -2,7 +2,7 @@
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.converters.wire.boxes import spec_to_proto
-from resharder.server.fleets.fleets import FleetView, ServerView
+from resharder.server.fleets.roster import FleetView, ServerView
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.fleet import FleetStrategy, Move
 from resharder.server.state.server import Attached, Install, OrderKind, Power, Reported, Worker, WorkerState

@@ -30,8 +30,8 @@ class DirectService:
         if "/publishers/" in member.owner:
             self._intake.publisher(member.owner, member.rank)
         else:
-            self._direct.check_worker(member)
-        self._direct.declare(member, request.fingerprint, layout_from_proto(request.layout, member.rank))
+            self._direct.links.check_worker(member)
+        self._direct.links.declare(member, request.fingerprint, layout_from_proto(request.layout, member.rank))
         return direct_pb2.DeclareMemoryResponse()
 
     def OfferVersion(self, request: direct_pb2.OfferVersionRequest, call: Call) -> Iterator[direct_pb2.DirectTask | Pause]:
@@ -41,12 +41,14 @@ class DirectService:
         if (record.model, record.epoch) != (publisher.model, publisher.epoch):
             raise InvalidArgument("RESOURCE_NAME", f"expected a version of {publisher.name}, got {record.name}")
         wait = seconds(request.wait_seconds)
-        offer = self._direct.offer(member, request.memory, model, number, publisher.world_size, wait)
+        offer = self._direct.offers.offer(member, request.memory, model, number, publisher.world_size, wait)
         try:
-            for task in self._direct.tasks(offer, member.rank, lambda: self._intake.store.catalogue.get(model, number).state):
+            for task in self._direct.offers.tasks(
+                offer, member.rank, lambda: self._intake.store.catalogue.get(model, number).state
+            ):
                 yield task if isinstance(task, Pause) else self._task(task)
         finally:
-            self._direct.leave(offer, member.rank)
+            self._direct.offers.leave(offer, member.rank)
 
     def _task(self, task: Task) -> direct_pb2.DirectTask:
         link = self._link(task.link) if task.link else None
@@ -55,38 +57,38 @@ class DirectService:
 
     def JoinTransfer(self, request: direct_pb2.JoinTransferRequest, call: Call) -> Waiting[Message]:
         model, number = parse_name(request.version, "versions")
-        link = yield from self._direct.join(
+        link = yield from self._direct.links.join(
             _member(request.member), request.memory, model, number, request.install, request.group
         )
         return self._link(link, known=request.group == link.group)
 
     def StartTransfer(self, request: direct_pb2.TransferRequest, call: Call) -> Waiting[Message]:
-        yield from self._direct.start(_member(request.member), request.group, request.install)
+        yield from self._direct.transfers.start(_member(request.member), request.group, request.install)
         return direct_pb2.StartTransferResponse()
 
     def FinishTransfer(self, request: direct_pb2.FinishTransferRequest, call: Call) -> Message:
         member = _member(request.member)
-        self._direct.finish(member, request.group, request.ok, request.error, request.seconds, request.size_bytes)
+        self._direct.transfers.finish(member, request.group, request.ok, request.error, request.size_bytes)
         return direct_pb2.FinishTransferResponse()
 
     def PutDigests(self, request: direct_pb2.PutDigestsRequest, call: Call) -> Message:
         _, number = parse_name(request.version, "versions")
-        self._direct.say(_member(request.member), request.group, number, request.digests)
+        self._direct.transfers.report(_member(request.member), request.group, number, request.digests)
         return direct_pb2.PutDigestsResponse()
 
     def GetDigests(self, request: direct_pb2.GetDigestsRequest, call: Call) -> Waiting[Message]:
         model, number = parse_name(request.version, "versions")
-        digests = yield from self._direct.digests(_member(request.member), request.group, number)
+        digests = yield from self._direct.transfers.digests(_member(request.member), request.group, number)
         return direct_pb2.ReportedDigests(
             digests=digests, fingerprint=self._intake.store.catalogue.get(model, number).ahead_fingerprint
         )
 
     def SetGroupKey(self, request: direct_pb2.SetGroupKeyRequest, call: Call) -> Message:
-        self._direct.set_key(request.group, request.key, request.value)
+        self._direct.keys.set(request.group, request.key, request.value)
         return direct_pb2.SetGroupKeyResponse()
 
     def GetGroupKey(self, request: direct_pb2.GetGroupKeyRequest, call: Call) -> Waiting[Message]:
-        value = yield from self._direct.key(request.group, request.key, seconds(request.wait_seconds))
+        value = yield from self._direct.keys.get(request.group, request.key, seconds(request.wait_seconds))
         return direct_pb2.GroupKey(value=value)
 
     def _link(self, link: Link, known: bool = False) -> direct_pb2.DirectLink:

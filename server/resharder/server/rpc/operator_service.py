@@ -61,12 +61,14 @@ class OperatorService:
         return self._views.version(self._store.catalogue.get(*parse_name(request.version, "versions")))
 
     def ListServers(self, request: operator_pb2.ListServersRequest, call: Call) -> Message:
-        views = [(view.server.id, view) for view in self._fleets.servers(request.fleet)]
+        views = [(view.server.id, view) for view in self._fleets.roster.servers(request.fleet)]
         page, token = page_of(views, request.page_size, request.page_token)
         return operator_pb2.ListServersResponse(servers=[server_to_proto(view) for view in page], next_page_token=token)
 
     def ListFleets(self, request: operator_pb2.ListFleetsRequest, call: Call) -> Message:
-        page, token = page_of([(view.fleet.name, view) for view in self._fleets.fleets()], request.page_size, request.page_token)
+        page, token = page_of(
+            [(view.fleet.name, view) for view in self._fleets.roster.fleets()], request.page_size, request.page_token
+        )
         return operator_pb2.ListFleetsResponse(fleets=[fleet_to_proto(view) for view in page], next_page_token=token)
 
     def ExportVersion(self, request: operator_pb2.ExportVersionRequest, call: Call) -> Iterator[Message]:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from resharder.server.fleets.fleets import Attachment, Fleets
+from resharder.server.fleets.attachments import Attachment
+from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.profiles import Profiles
 from resharder.server.fleets.verifications import Verifications
 from resharder.server.infra.change_signal import Pause, Waiting
@@ -35,7 +36,7 @@ class ServerService:
         self._digester = BoxDigester(store.reader, digest_threads)
 
     def ClaimServer(self, request: server_pb2.ClaimServerRequest, call: Call) -> Waiting[server_pb2.Claim]:
-        server = yield from self._fleets.claim(
+        server = yield from self._fleets.sessions.claim(
             request.server.removeprefix("servers/"),
             request.model.removeprefix("models/"),
             request.fleet,
@@ -49,7 +50,7 @@ class ServerService:
             fleet=server.fleet,
             boot_version=server.boot_version,
             store=store_access(self._store.folder),
-            lease_seconds=self._fleets.settings.lease,
+            lease_seconds=self._fleets.roster.settings.lease,
             attached=server.attached,
         )
 
@@ -57,7 +58,7 @@ class ServerService:
         return Attendance(self._fleets)
 
     def ReportWorker(self, request: server_pb2.ReportWorkerRequest, call: Call) -> resources_pb2.Server:
-        view = self._fleets.report_worker(request.server.removeprefix("servers/"), worker_from_proto(request.worker))
+        view = self._fleets.sessions.report_worker(request.server.removeprefix("servers/"), worker_from_proto(request.worker))
         answer = server_to_proto(view)
         answer.verify_request = self._verifications.requested(view.server.id)
         return answer
@@ -69,7 +70,7 @@ class ServerService:
     def GetManifest(self, request: server_pb2.GetManifestRequest, call: Call) -> server_pb2.Manifest:
         model, number = parse_name(request.version, "versions")
         manifest = self._store.reader.manifest(model, number)
-        version = version_to_proto(self._store, manifest.record, self._fleets.serving(model, number))
+        version = version_to_proto(self._store, manifest.record, self._fleets.roster.serving(model, number))
         return manifest_to_proto(version, manifest)
 
     def DigestBoxes(self, request: server_pb2.BoxesRequest, call: Call) -> server_pb2.BoxDigests:
@@ -81,7 +82,7 @@ class ServerService:
         yield from chunks(self._store.reader, boxes)
 
     def GetModel(self, request: server_pb2.GetModelRequest, call: Call) -> resources_pb2.Model:
-        name = request.model.removeprefix("models/") or self._fleets.only_model()
+        name = request.model.removeprefix("models/") or self._fleets.roster.only_model()
         files = self._store.reader.model_files(name)
         return resources_pb2.Model(
             name=name, files=[resources_pb2.ModelFile(path=path, content=content) for path, content in sorted(files.items())]
@@ -97,7 +98,7 @@ class Attendance:
 
     def receive(self, report: server_pb2.ControlReport) -> None:
         if self._attachment is None:
-            self._attachment = self._fleets.attach(report.server.removeprefix("servers/"), attached_from_proto(report))
+            self._attachment = self._fleets.sessions.attach(report.server.removeprefix("servers/"), attached_from_proto(report))
             if report.done:
                 self._attachment.report(report_from_proto(report))
             return
@@ -127,7 +128,7 @@ class Attendance:
             self._attachment.close()
 
     def _order_to_proto(self, server: str, order: Order) -> server_pb2.Order:
-        pause_mode, strict = self._fleets.policy(server)
+        pause_mode, strict = self._fleets.roster.policy(server)
         return server_pb2.Order(
             kind=order.kind.name,
             install=order.install,
@@ -135,7 +136,7 @@ class Attendance:
             pause_mode=resources_pb2.PauseMode.Value(pause_mode.name),
             strict_lease=strict,
             power=power_to_proto(order.power),
-            lease_seconds=self._fleets.settings.lease,
+            lease_seconds=self._fleets.roster.settings.lease,
             reason=order.reason,
             profile=order.profile,
             ahead_of=order.ahead_of,

@@ -38,7 +38,7 @@ class Views:
         )
 
     def version(self, record: VersionRecord, slots: bool = True) -> resources_pb2.Version:
-        message = version_to_proto(self.store, record, self.fleets.serving(record.model, record.number))
+        message = version_to_proto(self.store, record, self.fleets.roster.serving(record.model, record.number))
         message.trace = self._tracing.traceparent(record)
         if record.state == UPLOADING and self.store.folder.shared:
             message.folder = str(self.store.folder.path(record))

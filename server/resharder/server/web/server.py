@@ -1,4 +1,4 @@
-"""What a daemon shows of itself: its metrics, and over HTTP the status page and probes."""
+"""The daemon's HTTP side: metrics, status page and probes."""
 
 import importlib.metadata
 import ssl
@@ -20,7 +20,7 @@ _EVENTS = 15  # on the status page
 
 
 class Shown:
-    """Listens once it is made, unless `listen` is empty. `started`: the daemon takes calls. Raises OSError, ValueError."""
+    """HTTP server that listens when it is made, unless `listen` is empty. Raises OSError, ValueError."""
 
     def __init__(
         self,
@@ -33,11 +33,11 @@ class Shown:
     ) -> None:
         self._intake, self._fleets, self._events = intake, fleets, events
         self._since = time.time()
-        self.started = False
+        self._ready = False
         registry, self.observed = metrics.make(RELEASE)
         metrics.show(registry, self._look)
-        intake.observer = self.observed
-        fleets.observers.append(self.observed)
+        intake.observe(self.observed)
+        fleets.steering.observe(self.observed)
         events.listeners.append(self.observed.happened)
         self._listener: Listener | None = None
         self.listen = ""
@@ -49,18 +49,23 @@ class Shown:
             self._listener = Listener(app, host, port, tls)
             self.listen = f"{host}:{self._listener.port}"
 
+    def set_ready(self) -> None:
+        """Report from now on that the daemon accepts publishers."""
+        self._ready = True
+
     def close(self) -> None:
+        """Stop listening."""
         if self._listener is not None:
             self._listener.close()
 
     def _look(self) -> snapshot.Snapshot:
-        return snapshot.take(self._intake, self._fleets)
+        return snapshot.take(self._intake, self._fleets.roster)
 
     def _status(self) -> dict[str, Any]:
         return status(self._look(), self._events.last(_EVENTS), release=RELEASE, started=self._since, unready=self._unready())
 
     def _unready(self) -> str:
-        """Why publishers are not taken; empty where they are."""
-        if not self.started:
+        """Return why the daemon accepts no publishers; empty if it does."""
+        if not self._ready:
             return "the daemon starts"
         return "the daemon goes down" if self._intake.draining else ""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from resharder.server.fleets.fleets import FleetView, ServerView
+from resharder.server.fleets.roster import FleetView, ServerView
 from resharder.server.infra.event_log import Event
 from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.observability.snapshot import Snapshot

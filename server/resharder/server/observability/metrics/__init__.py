@@ -1,12 +1,12 @@
-"""What Prometheus gets: numbers that add up as things happen (observed.py), and how things stand when it asks (states.py).
+"""Metrics for Prometheus: counters of events (`counters.py`), and gauges computed at each scrape (`gauges.py`).
 
     registry, observed = metrics.make(release)
-    intake.observer = observed
-    fleets.observers.append(observed)
+    intake.observe(observed)
+    fleets.steering.observe(observed)
     metrics.show(registry, lambda: snapshot.take(intake, fleets))
     metrics.text(registry)
 
-Labels are models, fleets, transports, phases, states and reasons: few, and none is a version or a server.
+Labels are models, fleets, transports, phases, states and reasons, never versions or servers.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from resharder.server.observability.snapshot import Snapshot
 
 
 def make(release: str) -> tuple[CollectorRegistry, Observed]:
+    """Return a registry and the observer that counts into it."""
     registry = CollectorRegistry(auto_describe=True)
     ProcessCollector(registry=registry)
     Gauge("resharder_build_info", "The daemon's release; always 1", ["release"], registry=registry).labels(release).set(1)
@@ -26,11 +27,11 @@ def make(release: str) -> tuple[CollectorRegistry, Observed]:
 
 
 def show(registry: CollectorRegistry, look: Callable[[], Snapshot]) -> None:
-    """Has the states of a daemon collected whenever the registry is."""
+    """Add the gauges of a daemon's state to a registry."""
     registry.register(States(look))
 
 
 def text(registry: CollectorRegistry, accept: str = "") -> tuple[bytes, str]:
-    """The exposition and its content type, in the format that `accept` asks for."""
+    """Return the exposition and its content type, in the format of an `Accept` header."""
     encode, kind = choose_encoder(accept)
     return encode(registry), kind

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from resharder.server.direct.coordinator import Cause
-from resharder.server.fleets import fleets
+from resharder.server.direct.exchange import Cause
+from resharder.server.fleets.ports import FleetObserver
 from resharder.server.infra.event_log import Event
-from resharder.server.ingest import coordinator
+from resharder.server.ingest.coordinator import IngestObserver, Phase
 from resharder.server.state.fleet import Fleet
 from resharder.server.state.server import Install, InstallState, Server, Worker
 from resharder.server.state.timing import Timing
@@ -18,7 +18,7 @@ CONTROL_PHASES = ("pause", "reset", "resume")
 TRANSPORTS = ("grpc", "shared-memory", "direct")
 
 
-class Observed(coordinator.IngestObserver, fleets.FleetObserver):
+class Observed(IngestObserver, FleetObserver):
     """Observer of ingest and fleets that counts into a registry. Thread-safe; no method blocks."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -88,7 +88,7 @@ class Observed(coordinator.IngestObserver, fleets.FleetObserver):
 
     # Publishing
 
-    def publish_phase(self, phase: coordinator.Phase, model: str, seconds: float) -> None:
+    def publish_phase(self, phase: Phase, model: str, seconds: float) -> None:
         """Record the duration of one phase of a publish."""
         self._publish.labels(model, phase).observe(seconds)
 

@@ -1,12 +1,11 @@
-"""What becomes spans: versions that are UPLOADING no longer, workers that booted, installs that ended."""
+"""Collection of spans: publishes that ended, workers that booted, installs that ended."""
 
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from resharder.server.fleets import fleets as fleets_fleets
-from resharder.server.fleets.fleets import Fleets
-from resharder.server.ingest.coordinator import Intake
+from resharder.server.fleets.ports import FleetObserver
+from resharder.server.ingest.coordinator import IngestObserver
 from resharder.server.ingest.upload import Upload
 from resharder.server.observability.tracing.ids import Tracing
 from resharder.server.observability.tracing.spans import Span, boot_spans, control_spans, install_spans, version_spans
@@ -15,27 +14,26 @@ from resharder.server.state.version import VersionRecord
 from resharder.server.store.catalogue import Catalogue
 
 
-class Traced(fleets_fleets.FleetObserver):
-    """Made once; it is heard of only where there is something to send."""
+class Traced(FleetObserver, IngestObserver):
+    """Observer of ingest and fleets that adds spans to a trace exporter."""
 
-    def __init__(self, tracing: Tracing, catalogue: Catalogue, intake: Intake, fleets: Fleets) -> None:
+    def __init__(self, tracing: Tracing, catalogue: Catalogue) -> None:
         self._tracing, self._catalogue = tracing, catalogue
-        if tracing.on:
-            intake.ended = self._version_ended
-            fleets.observers.append(self)
 
-    def _version_ended(self, staged: Upload, record: VersionRecord) -> None:
+    def version_ended(self, upload: Upload, record: VersionRecord) -> None:
+        """Add the spans of a version's publish."""
         now = time.time()
-        self._tracing.add(lambda: record, lambda: version_spans(record, staged.deliveries, staged.timings, now))
+        self._tracing.add(lambda: record, lambda: version_spans(record, upload.deliveries, upload.timings, now))
 
     def server_stepped(self, before: Server, after: Server) -> None:
+        """Add the spans of an install that ended, or of a boot, between two states of a server."""
         ended, known = after.ended, before.ended
         if ended is not None and ended is not known:
-            said = len(known.timings) if known is not None and known.id == ended.id else None
-            if said is None:
+            reported = len(known.timings) if known is not None and known.id == ended.id else None
+            if reported is None:
                 self._add(after.model, ended.version, partial(install_spans, after, ended, time.time() - time.monotonic()))
             else:
-                self._add(after.model, ended.version, partial(control_spans, ended, ended.timings[said:]))
+                self._add(after.model, ended.version, partial(control_spans, ended, ended.timings[reported:]))
         if before.booting and after.boot_version:
             for worker in after.workers.values():
                 was = before.workers.get(worker.rank)

@@ -1,6 +1,6 @@
 """Servers that take a version over the direct path pause when their turn is near, and not before.
 
-The servers are those of test_fleet_moves.py: models that keep to the plugin's part, whose gates show what clients get.
+The servers are those of tests/support/simulated_fleet.py.
 """
 
 from collections.abc import Set
@@ -14,10 +14,10 @@ from resharder.server.state.fleet import FleetStrategyKind, View
 from resharder.server.state.server import Control, Install, InstallState, Order, OrderKind, Server, Settings, Worker, WorkerState
 from resharder.v1 import operator_pb2, resources_pb2
 
-from tests.server.test_fleet_moves import FLEET, NAMES, Moving
+from tests.support.simulated_fleet import FLEET, NAMES, FleetSimulation
 
 
-class Site(Moving):
+class Site(FleetSimulation):
     """Three servers on version 1, which are to take version 2 from trainers' memory."""
 
     def begin_move(self, kind: FleetStrategyKind = FleetStrategyKind.ALL_AT_ONCE) -> None:
@@ -44,11 +44,11 @@ class Site(Moving):
         self.obey(self.plants[name], self.order(name, OrderKind.APPLY), fails=False)
 
     def applying(self) -> set[str]:
-        servers = (view.server for view in self.fleets.servers())
+        servers = (view.server for view in self.fleets.roster.servers())
         return {server.id for server in servers if server.install and server.install.state == InstallState.APPLYING}
 
     def reason(self, name: str) -> str:
-        return {view.server.id: view.reason for view in self.fleets.servers()}[name]
+        return {view.server.id: view.reason for view in self.fleets.roster.servers()}[name]
 
 
 @pytest.fixture

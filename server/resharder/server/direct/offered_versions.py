@@ -1,0 +1,38 @@
+"""Versions that all ranks of a publisher have offered, for readers outside of the direct path."""
+
+from collections.abc import Callable, Collection
+
+_REMEMBERED = 4  # offered versions of a model
+
+
+class OfferedVersions:
+    """Readers take no lock: the tables are replaced, never changed. Writers hold the lock of the direct path."""
+
+    def __init__(self) -> None:
+        self._offered: dict[str, tuple[int, ...]] = {}
+        self._at_once: dict[str, int] = {}
+        self._callbacks: list[Callable[[], None]] = []
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        """Call `callback` after each change of `offered`. It must not block."""
+        self._callbacks.append(callback)
+
+    def offered(self, model: str) -> Collection[int]:
+        """Return the numbers of the last versions that every rank has offered, whatever their state is now."""
+        return self._offered.get(model, ())
+
+    def at_once(self, model: str) -> int:
+        """Return the number of servers to which the ranks can send at the same time; 1 before the first group."""
+        return self._at_once.get(model, 1)
+
+    def add(self, model: str, number: int) -> None:
+        """Add a version that every rank offers."""
+        numbers = self._offered.get(model, ())
+        if number not in numbers:
+            self._offered = self._offered | {model: (*numbers, number)[-_REMEMBERED:]}
+            for callback in self._callbacks:
+                callback()
+
+    def set_at_once(self, model: str, servers: int) -> None:
+        """Set the number of servers to which the ranks of a model can send at the same time."""
+        self._at_once = self._at_once | {model: servers}

@@ -1,0 +1,69 @@
+"""Versions of the store as of the last look at it: what the fleets' decisions go by."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from resharder.server.fleets.ports import DirectOffers, Versions
+from resharder.server.state.errors import InvalidArgument, ResourceNotFound
+from resharder.server.state.fleet import Fleet
+from resharder.server.state.server import Ahead
+from resharder.server.state.version import READY, UPLOADING
+
+
+class SeenVersions:
+    """READY and offered versions of each model.
+
+    `look` takes the store's lock and is called without the fleets' lock where possible: its result may be older than a pin.
+    """
+
+    def __init__(self, versions: Versions, offers: DirectOffers) -> None:
+        self._versions, self._offers = versions, offers
+        self._ready: dict[str, dict[int, str]] = {}
+        self._ahead: dict[str, dict[int, Ahead]] = {}
+
+    def look(self, model: str) -> dict[int, str]:
+        """Read a model's versions anew and return the fingerprints of READY ones by number."""
+        try:
+            records = self._versions.versions(model)
+        except ResourceNotFound:
+            records = []
+        offered = self._offers.offered(model)
+        found = {record.number: record.fingerprint for record in records if record.state == READY}
+        ahead = {r.number: Ahead(r.ahead_fingerprint, r.state == UPLOADING) for r in records if r.number in offered}
+        self._ready[model], self._ahead[model] = found, ahead
+        return found
+
+    def look_at_all(self) -> list[str]:
+        """Read the versions of every model anew and return the models."""
+        models = self.models()
+        for model in models:
+            self.look(model)
+        return models
+
+    def models(self) -> list[str]:
+        """Return the names of the models in the store."""
+        return self._versions.models()
+
+    def only_model(self) -> str:
+        """Return the name of the only model, or an empty name if there is none.
+
+        Raises:
+            InvalidArgument: MODEL_AMBIGUOUS, if there are several.
+        """
+        models = self.models()
+        if len(models) > 1:
+            raise InvalidArgument("MODEL_AMBIGUOUS", f"expected the name of one of the models {models}, got none")
+        return models[0] if models else ""
+
+    def ready(self, model: str) -> Mapping[int, str]:
+        """Return the fingerprints of READY versions by number, as of the last look."""
+        return self._ready.get(model, {})
+
+    def ahead(self, fleet: Fleet) -> dict[int, Ahead]:
+        """Return the offered versions of a fleet's model, marked as UPLOADING only for a fleet that serves ahead."""
+        ahead = self._ahead.get(fleet.model, {})
+        return ahead if fleet.serve_ahead else {number: replace(one, staging=False) for number, one in ahead.items()}
+
+    def at_once(self, model: str) -> int:
+        """Return the number of servers that can receive a version over the direct path at the same time."""
+        return self._offers.at_once(model)
