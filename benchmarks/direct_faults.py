@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.direct_system import CPU_JOBS, GPU_JOBS, PROMPT, Job, System, frozen
-from tests.support.operating import servers, wait_serving, wait_until
+from tests.support.observing import servers, wait_serving, wait_until
 
 SECONDS = {False: 8.0, True: 20.0}  # for members to meet, and for a transfer, on GPUs and on a CPU
 AWAKE, ASLEEP_1, ASLEEP_2 = resources_pb2.AWAKE, resources_pb2.ASLEEP_1, resources_pb2.ASLEEP_2

@@ -27,7 +27,7 @@ from benchmarks import vllm_reload
 from benchmarks.direct_system import CPU_JOBS, GPU_JOBS, Client, Job, System
 from benchmarks.rows import Row, add, read, show
 from benchmarks.stores import fast_store
-from tests.support.operating import servers
+from tests.support.observing import servers
 
 NAMES = {"staged": "staged", "direct": "direct", "ahead": "direct, ahead of READY,"}
 

@@ -21,7 +21,7 @@ from benchmarks import shapes
 from benchmarks.direct_layouts import DENSE, EXPERTS
 from demo.trainer_job import TrainerJob
 from tests.support.daemon import Daemon
-from tests.support.operating import servers, wait_serving, wait_until
+from tests.support.observing import servers, wait_serving, wait_until
 from tests.support.tiny_hf import save_tokenizer
 from tests.support.vllm_server import ServerFailed, VllmServer
 

@@ -20,7 +20,7 @@ from benchmarks.rows import Row
 from benchmarks.shapes import QWEN3_0_6B
 from benchmarks.stores import fast_store
 from tests.support.daemon import Daemon
-from tests.support.operating import wait_serving
+from tests.support.observing import wait_serving
 from tests.support.tiny_hf import save_tokenizer
 from tests.support.vllm_server import VllmServer
 from tests.support.weights import random_weights

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.direct_system import CPU_JOBS, GPU_JOBS, Client, System
 from tests.support.collector import Collector, Span
-from tests.support.operating import wait_serving, wait_until
+from tests.support.observing import wait_serving, wait_until
 
 PHASES = {
     "pause": "vLLM's pause: the step under way ends",

@@ -1,7 +1,8 @@
 """One daemon under the load of many: `python -m benchmarks.load [--minutes N] [--every SECONDS] [--ranks N] [--servers N] …`.
 
 Ranks of one job publish a small model over gRPC, all of them at once, a version every so many seconds; servers follow, as the
-wire sees them (tests/support/simulated.py). Meanwhile one process asks what ranks, operators and status pages ask all day, and
+wire sees them (tests/support/simulated_server.py).
+Meanwhile one process asks what ranks, operators and status pages ask all day, and
 takes the time of each call from its start to its answer. Once a minute: the slowest of these calls, how many versions were
 published, and what memory the daemon has of its own (versions are files, and not in it).
 
@@ -97,7 +98,7 @@ def _publish_as(endpoint: str, job: str, rank: int, world_size: int, every: floa
 
 
 def follow(endpoint: str, names: list[str], ended: Event) -> None:
-    from tests.support.simulated import SimulatedServer
+    from tests.support.simulated_server import SimulatedServer
 
     os.nice(_NICE)
     with ExitStack() as held:

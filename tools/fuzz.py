@@ -16,7 +16,7 @@ from random import Random
 
 from resharder.server.infra.filesystem import anonymous_bytes
 
-from tests.support.fuzzed import World, fuzzed
+from tests.support.fuzz_daemon import World, fuzzed
 
 BATCH = 500
 WARM_UP = 40  # batches, after which memory may not grow by more than

@@ -18,7 +18,7 @@ _COMPILED = ["resharder.converters.storage.digest"]  # by numba, which takes its
 with atheris.instrument_imports(include=["resharder.server", "resharder.converters"], exclude=_COMPILED):
     import resharder.server.main  # noqa: F401
 
-from tests.support.fuzzed import World, fuzzed  # noqa: E402
+from tests.support.fuzz_daemon import World, fuzzed  # noqa: E402
 from tests.support.fuzzing import Bytes  # noqa: E402
 
 CALLS = 4

@@ -13,8 +13,8 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.support.browser import NARROW, WIDE, browser, resize
 from tests.support.daemon import Daemon
+from tests.support.populated_daemon import scene
 from tests.support.ports import free_port
-from tests.support.scene import scene
 
 ROOT = Path(__file__).parents[1]
 

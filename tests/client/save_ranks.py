@@ -1,6 +1,6 @@
 """Four real Megatron ranks that save their model as training does: torch_dist, with an optimizer's states beside the weights.
 
-`python -m tests.support.world tests.client.save_ranks FOLDER` with FOLDER/cases.json and the checkpoint of each case in
+`python -m tests.support.forked_ranks tests.client.save_ranks FOLDER` with FOLDER/cases.json and the checkpoint of each case in
 FOLDER/FAMILY writes FOLDER/NAME/iter_0000005 and FOLDER/NAME/latest_checkpointed_iteration.txt.
 """
 

@@ -18,7 +18,7 @@ from resharder.server.store.store import Store
 from tests.client.models import CONFIG, connected, equal, publish_all, weights
 from tests.support.command import answer, resharder
 from tests.support.daemon import Daemon
-from tests.support.operating import wait_until
+from tests.support.observing import wait_until
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from resharder.client.operator.states import StrategyKind, TargetKind
 from tests.client.models import connected, equal, exported, publish_all, weights
 from tests.support.command import answer, resharder, running
 from tests.support.daemon import Daemon
-from tests.support.operating import wait_until
+from tests.support.observing import wait_until
 from tests.support.secure import Authority
-from tests.support.simulated import SimulatedServer
+from tests.support.simulated_server import SimulatedServer
 
 WAIT = ("--wait", "--timeout", 120)
 

@@ -11,7 +11,7 @@ from resharder.v1 import resources_pb2
 
 from tests.support.command import running
 from tests.support.fake_operator import FakeOperator
-from tests.support.operating import wait_until
+from tests.support.observing import wait_until
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from resharder.client.direct.base import DirectFailed
 from resharder.client.direct.links import TransferLinks
 
-from tests.support.operating import wait_until
+from tests.support.observing import wait_until
 
 CPU, BOUND = torch.device("cpu"), 10.0
 

@@ -18,7 +18,7 @@ from resharder.v1 import resources_pb2
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from tests.client.models import together
-from tests.support.operating import wait_until
+from tests.support.observing import wait_until
 
 Server, Power, VersionTarget = resources_pb2.Server, resources_pb2.Power, resources_pb2.VersionTarget
 SHORT, LONG = 0.5, 60.0

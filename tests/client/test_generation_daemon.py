@@ -14,8 +14,8 @@ from resharder.v1 import resources_pb2
 
 from tests.client.models import CONFIG
 from tests.support.daemon import Daemon
-from tests.support.operating import servers, versions, wait_serving
-from tests.support.simulated import SimulatedServer
+from tests.support.observing import servers, versions, wait_serving
+from tests.support.simulated_server import SimulatedServer
 
 Server, Power = resources_pb2.Server, resources_pb2.Power
 

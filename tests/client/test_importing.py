@@ -24,9 +24,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.client.models import equal, exported
 from tests.support.daemon import Daemon
-from tests.support.operating import wait_until
+from tests.support.forked_ranks import forked
+from tests.support.observing import wait_until
 from tests.support.weights import random_weights
-from tests.support.world import forked
 
 Tensors = dict[str, torch.Tensor]
 CASES: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from resharder.client.trainer.connect import connect
 from resharder.converters.errors import LayoutError
 
 from tests.support.daemon import Daemon
-from tests.support.operating import versions
+from tests.support.observing import versions
 from tests.support.tiny_hf import tiny_config
 
 CONFIG = tiny_config("qwen3", vocab_size=203)

@@ -19,7 +19,7 @@ from transformer_engine.pytorch.float8_tensor import Float8Tensor
 
 from tests.client.models import equal, exported
 from tests.support.daemon import Daemon
-from tests.support.operating import versions
+from tests.support.observing import versions
 from tests.support.tiny_hf import tiny_config
 from tests.support.weights import random_weights
 

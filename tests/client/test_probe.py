@@ -16,9 +16,9 @@ from resharder.v1 import resources_pb2
 from tests.client.models import connected, publish_all, weights
 from tests.support.command import Done, answer, resharder
 from tests.support.daemon import Daemon
-from tests.support.operating import wait_until
+from tests.support.observing import wait_until
 from tests.support.ports import free_port
-from tests.support.simulated import SimulatedServer
+from tests.support.simulated_server import SimulatedServer
 
 Server, Version, Fleet = resources_pb2.Server, resources_pb2.Version, resources_pb2.Fleet
 

@@ -39,7 +39,7 @@ from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
 from tests.client.models import CONFIG, connected, declared, equal, exported, parts, publish_all, spread, together, weights
 from tests.client.proxy import Proxy
 from tests.support.daemon import Daemon
-from tests.support.operating import versions, wait_until
+from tests.support.observing import versions, wait_until
 
 Change = Callable[[dict[str, tuple[str, tuple[int, ...]]]], dict[str, tuple[str, tuple[int, ...]]]]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.client.models import equal, exported, weights
 from tests.support.daemon import Daemon
-from tests.support.operating import versions, wait_until
+from tests.support.observing import versions, wait_until
 
 RANK = """
 import sys

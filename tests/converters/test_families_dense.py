@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.converters.test_megatron import Model, difference
-from tests.converters.test_megatron_layouts import assert_rebuilt, rebuild
 from tests.support import fakepg, tiny_hf
+from tests.support.megatron_logits import difference
 from tests.support.megatron_models import build_model
+from tests.support.megatron_rebuild import Model, assert_rebuilt, rebuild
 
 # isort: split
 from resharder.converters.architectures import architecture_of

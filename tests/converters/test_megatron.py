@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import fakepg, reference, tiny_hf
-from tests.support.megatron_models import Spec, build_model, fill_from_hf
+from tests.support import tiny_hf
+from tests.support.megatron_models import Spec
 
 # isort: split
 from resharder.converters import architectures
 from resharder.converters.architectures.table import Rows, Table, Weight
+
+from tests.support.megatron_logits import difference
 
 Checkpoint = dict[str, torch.Tensor]
 Model = tuple[dict[str, Any], Checkpoint]
@@ -38,16 +40,6 @@ def model_of(folder_of: Callable[..., Path]) -> Callable[..., Model]:
         tiny_hf.tiny_config(family, **changes),
         tiny_hf.load_checkpoint(folder_of(family, **changes)),
     )
-
-
-def difference(model: Model, folder: Path, spec: Spec, **overrides: Any) -> float:
-    """The largest difference of any logit between Megatron, filled through the layout, and transformers."""
-    config, checkpoint = model
-    tokens = torch.randint(0, config["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(5))
-    fakepg.enter(0, 1)
-    chunks = build_model(config, spec=spec, **overrides)
-    fill_from_hf(chunks, config, checkpoint, padding=float("nan"))
-    return reference.difference(chunks, config, folder, tokens)
 
 
 @pytest.mark.parametrize("spec", ["local", "te"])

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.support import fakepg, tiny_hf
+from tests.support.forked_ranks import forked
 from tests.support.megatron_ranks import FORWARD
-from tests.support.world import forked
 
 
 @pytest.fixture(scope="module")

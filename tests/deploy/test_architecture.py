@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 NAMED = re.compile(r"`((?:client|server|converters)/[\w/.]+)`")
 SOURCES = [path for side in ("client", "server", "converters") for path in (ROOT / side).rglob("*.py")]
-LINES, METHODS = 400, 20
+TESTS = [path for path in (ROOT / "tests").rglob("*.py") if "fake_te" not in path.parts]
+LINES, TEST_LINES, METHODS = 400, 600, 20
 TO_SPLIT = {
     f"server/resharder/server/{path}.py"
     for path in (
@@ -51,3 +52,12 @@ def test_files_and_classes_keep_to_their_bounds() -> None:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     big = {name for name, node in classes() if sum(isinstance(inner, functions) for inner in node.body) > METHODS}
     assert long | big == TO_SPLIT
+
+
+def test_test_files_keep_to_their_bound() -> None:
+    assert [str(path.relative_to(ROOT)) for path in TESTS if path.read_text().count("\n") > TEST_LINES] == []
+
+
+def test_no_test_module_imports_another() -> None:
+    imports = re.compile(r"^from tests(?!\.support)[.\w]*\.test_|^from tests(?!\.support)[.\w]+ import test_", re.MULTILINE)
+    assert [str(path.relative_to(ROOT)) for path in TESTS if imports.search(path.read_text())] == []

@@ -15,10 +15,10 @@ from resharder.client.errors import AccessDenied
 from tests.client.models import CONFIG, weights
 from tests.support.command import resharder
 from tests.support.daemon import Daemon
-from tests.support.operating import wait_serving
+from tests.support.observing import wait_serving
 from tests.support.ports import free_port
 from tests.support.secure import Authority
-from tests.support.simulated import SimulatedServer
+from tests.support.simulated_server import SimulatedServer
 
 CONFIGURATION = Path(__file__).parents[2] / "deploy" / "kubernetes" / "base" / "resharderd.yaml"
 TRAINER, FLEET, OPERATOR, PROMETHEUS = (

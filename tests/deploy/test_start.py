@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.e2e.test_tutorial import Session
 from tests.support.console_docs import difference, steps
 from tests.support.ports import free_port
+from tests.support.shell_session import Session
 
 PAGE = Path(__file__).parents[2] / "docs" / "start.md"
 

@@ -19,7 +19,7 @@ from resharder.v1 import resources_pb2
 from demo.trainer_job import TrainerJob
 from tests.support.daemon import Daemon
 from tests.support.metrics import read
-from tests.support.operating import SERVING, servers, versions, wait_serving, wait_until
+from tests.support.observing import SERVING, servers, versions, wait_serving, wait_until
 from tests.support.ports import free_port
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_server import VllmServer

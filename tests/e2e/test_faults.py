@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from resharder.client import Publisher, connect
+from resharder.client import Publisher
 
 from tests.support.daemon import Daemon
-from tests.support.operating import versions, wait_serving, wait_until
-from tests.support.tiny_hf import save_tokenizer, tiny_config
+from tests.support.observing import versions, wait_serving, wait_until
+from tests.support.single_rank_job import CONFIG, job
+from tests.support.tiny_hf import save_tokenizer
 from tests.support.vllm_server import Token, VllmServer
 from tests.support.weights import Reference, random_weights
 
-CONFIG = tiny_config("qwen3_tied")
 PROMPT = [5, 17, 42, 7, 300, 11]
 LEASE = 10.0  # longer than a busy machine keeps anybody from saying that it is alive
 
@@ -50,10 +50,6 @@ class System:
 
     def newest(self) -> Reference:
         return Reference(CONFIG, random_weights(CONFIG, self.steps[-1]))
-
-
-def job(daemon: Daemon, folder: Path, name: str) -> Publisher:
-    return connect(daemon.endpoint, model="policy", job=name, rank=0, world_size=1, config=CONFIG, tokenizer=folder)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +117,7 @@ def answer_across_an_install(system: System) -> tuple[int, torch.Tensor, torch.T
 
 INTERRUPTED = """
 import os, sys
-from tests.e2e.test_faults import CONFIG, job
+from tests.support.single_rank_job import CONFIG, job
 from tests.support.weights import random_weights
 class Endpoint: endpoint = sys.argv[1]
 def half():

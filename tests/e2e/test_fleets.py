@@ -22,9 +22,9 @@ from resharder.client.operator.waiting import went_well
 from resharder.v1 import resources_pb2
 
 from demo.trainer_job import TrainerJob
-from tests.support.asking import PROMPTS, Asked, Client, Judge, Turned, ask
+from tests.support.client_traffic import PROMPTS, Asked, Client, Judge, Turned, ask
 from tests.support.daemon import Daemon
-from tests.support.operating import servers, wait_serving, wait_until
+from tests.support.observing import servers, wait_serving, wait_until
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_server import Token, VllmServer
 from tests.support.weights import Reference, random_weights

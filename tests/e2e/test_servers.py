@@ -12,7 +12,7 @@ import torch
 from resharder.client import connect
 
 from tests.support.daemon import Daemon
-from tests.support.operating import export, wait_serving
+from tests.support.observing import export, wait_serving
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_engine import Engine
 from tests.support.vllm_server import Answer, VllmServer

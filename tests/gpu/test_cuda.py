@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from tests.support.daemon import Daemon
 from tests.support.moe_pieces import moe_pieces
-from tests.support.operating import export, wait_serving
+from tests.support.observing import export, wait_serving
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_server import VllmServer
 from tests.support.weights import random_weights

@@ -11,8 +11,8 @@ from resharder.client.trainer.offload import set_aside
 from resharder.client.trainer.saved_state import keep_rng
 
 from tests.support.daemon import Daemon
-from tests.support.operating import SERVING, servers, wait_serving
-from tests.support.simulated import SimulatedServer
+from tests.support.observing import SERVING, servers, wait_serving
+from tests.support.simulated_server import SimulatedServer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 MIB = 1 << 20

@@ -31,7 +31,7 @@ from resharder.server.store.store import Store
 from resharder.v1 import direct_pb2, operator_pb2, publisher_pb2, publisher_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
 
 from tests.support.daemon import Daemon
-from tests.support.operating import wait_until
+from tests.support.observing import wait_until
 from tests.support.publishing import Job, random_weights, reason_of, whole
 from tests.support.waits import settled
 

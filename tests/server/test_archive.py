@@ -33,11 +33,11 @@ from resharder.v1.operator_pb2_grpc import OperatorServiceStub
 from resharder.v1.server_pb2_grpc import ServerServiceStub
 from transformers import AutoModelForCausalLM
 
-from tests.server.test_store import FILES, LAYOUTS, SIZE, SPECS, claim, numbers, publish
 from tests.support.daemon import Daemon
-from tests.support.operating import wait_until
+from tests.support.observing import wait_until
 from tests.support.publishing import Job, read_folder, whole
 from tests.support.publishing import random_weights as made_up
+from tests.support.store_versions import FILES, LAYOUTS, SIZE, SPECS, claim, numbers, publish
 from tests.support.tiny_hf import tiny_config
 from tests.support.weights import random_weights
 
@@ -297,7 +297,7 @@ import sys
 from pathlib import Path
 from resharder.server.archive.archive import Archive
 from resharder.server.store.store import Store
-from tests.server.test_store import claim, publish
+from tests.support.store_versions import claim, publish
 store = Store(Path(sys.argv[1]), keep_count=2)
 archive = Archive(store, sys.argv[2], 1)
 if sys.argv[3] == "publish":

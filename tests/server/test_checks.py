@@ -10,7 +10,7 @@ import pytest
 from resharder.server.config import load
 from resharder.server.fleets.canary_checks import Checks, environment
 
-from tests.support.operating import wait_until
+from tests.support.observing import wait_until
 
 Ended = queue.SimpleQueue[tuple[bool, str]]
 

@@ -16,7 +16,7 @@ from resharder.server.direct.state import Act, Member, Task
 from resharder.server.infra.change_signal import Pause
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 
-from tests.support.operating import wait_until
+from tests.support.observing import wait_until
 from tests.support.waits import settled
 
 PUBLISHER = "models/policy/publishers/1"

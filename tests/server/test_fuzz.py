@@ -28,7 +28,7 @@ from resharder.server.state.errors import FailedPrecondition, ResourceExhausted
 from resharder.server.state.timing import timings_from_proto
 from resharder.v1 import direct_pb2, direct_pb2_grpc, operator_pb2, operator_pb2_grpc, publisher_pb2, resources_pb2, server_pb2
 
-from tests.support.fuzzed import MODELS, SPECS, World, fuzzed, started
+from tests.support.fuzz_daemon import MODELS, SPECS, World, fuzzed, started
 from tests.support.fuzzing import METHODS, UPLOAD, Bytes, chunk, requests
 from tests.support.publishing import Job, random_weights, read_folder, reason_of, whole
 from tests.support.waits import settled

@@ -14,7 +14,7 @@ import xxhash
 from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.geometry.chunking import cut_chunks
 from resharder.converters.geometry.layout import Range, TensorSpec, full_box
-from resharder.converters.storage.files import MappedFiles, lay_out, read_layout
+from resharder.converters.storage.files import MappedFiles, read_layout
 from resharder.converters.wire.chunk_frame import frame, unframe
 from resharder.server.config import Config
 from resharder.server.fleets.roster import Roster
@@ -22,13 +22,13 @@ from resharder.server.ingest.coordinator import Intake
 from resharder.server.ingest.packed_boxes import cut_slot, pack
 from resharder.server.main import Daemon as DaemonInProcess
 from resharder.server.state.server import Attached, OrderKind, Reported, Worker, WorkerState
-from resharder.server.state.version import VersionRecord
 from resharder.server.store.store import Store
 from resharder.v1 import operator_pb2, publisher_pb2, resources_pb2
 
 from tests.support.daemon import Daemon
-from tests.support.operating import wait_until
+from tests.support.observing import wait_until
 from tests.support.publishing import Held, Job, random_weights, read_folder, reason_of, whole
+from tests.support.store_versions import ready_version
 from tests.support.waits import settled
 
 SPECS = [TensorSpec("a", "BF16", (16, 64)), TensorSpec("b", "F32", (8,))]
@@ -375,10 +375,3 @@ def test_whoever_waits_for_serving_is_woken_by_the_last_server_and_asks_nobody_m
     assert asked == [(0, 1), (1, 1)]
     daemon.server.start()
     daemon.stop()
-
-
-def ready_version(store: Store) -> VersionRecord:
-    epoch, layouts = store.epochs.begin("policy", "job", 1).epoch, lay_out(SPECS)
-    store.epochs.reserve("policy", epoch, layouts, {"config.json": b"{}"})
-    record = store.lifecycle.begin("policy", epoch, 1, "job")
-    return store.lifecycle.commit(record, {spec.name: 0 for spec in SPECS}, ())

@@ -7,9 +7,9 @@ from resharder.client.operator import Operator
 from resharder.v1 import publisher_pb2
 
 from tests.support.daemon import Daemon
-from tests.support.operating import wait_serving
-from tests.support.scene import job, publish
-from tests.support.simulated import SimulatedServer
+from tests.support.observing import wait_serving
+from tests.support.populated_daemon import job, publish
+from tests.support.simulated_server import SimulatedServer
 
 CHUNK = 1024
 

@@ -21,8 +21,7 @@ from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store import lifecycle
 from resharder.server.store.store import Store
 
-from tests.server.test_intake import ready_version
-from tests.server.test_store import FILES, LAYOUTS, claim, numbers, publish, settle
+from tests.support.store_versions import FILES, LAYOUTS, claim, numbers, publish, ready_version, settle
 from tests.support.waits import settled
 
 PATIENCE = 60.0

@@ -35,11 +35,11 @@ from resharder.v1 import operator_pb2
 from resharder.v1.operator_pb2_grpc import OperatorServiceStub
 from structlog.testing import capture_logs
 
-from tests.server.test_store import claim, publish
 from tests.support.daemon import Daemon
 from tests.support.faults import Faults
-from tests.support.operating import wait_until
+from tests.support.observing import wait_until
 from tests.support.publishing import Job, reason_of, whole
+from tests.support.store_versions import claim, publish
 from tests.support.waits import settled
 
 SPECS = [TensorSpec("a", "BF16", (8, 16)), TensorSpec("b", "F32", (4,))]

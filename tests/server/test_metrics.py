@@ -41,10 +41,10 @@ from resharder.v1 import publisher_pb2, resources_pb2
 from tests.client.models import connected, publish_all, weights
 from tests.support.daemon import Daemon
 from tests.support.metrics import exposition, read
-from tests.support.operating import wait_until
+from tests.support.observing import wait_until
+from tests.support.populated_daemon import job, publish
 from tests.support.ports import free_port
-from tests.support.scene import job, publish
-from tests.support.simulated import SimulatedServer
+from tests.support.simulated_server import SimulatedServer
 from tests.support.waits import settled
 from tools.metrics_page import PAGE, page
 

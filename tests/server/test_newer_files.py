@@ -9,7 +9,7 @@ from resharder.server.state.version import ABORTED
 from resharder.server.store import manifest
 from resharder.server.store.store import Store
 
-from tests.server.test_store import claim, numbers, publish
+from tests.support.store_versions import claim, numbers, publish
 
 
 def test_versions_with_fields_that_this_release_does_not_know_are_kept(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from resharder.server.store import manifest
 from resharder.server.store.manifest import MANIFEST_FILE, BadManifest
 from resharder.server.store.store import Store
 
-from tests.server.test_store import numbers
+from tests.support.store_versions import numbers
 
 OLD = Path(__file__).with_name("format_1")
 FINGERPRINT = json.loads((OLD / MANIFEST_FILE).read_bytes())["fingerprint"]

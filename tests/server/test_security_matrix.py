@@ -18,7 +18,7 @@ from resharder.converters.wire.boxes import boxes_to_proto, spec_to_proto
 from resharder.server.rpc.methods import BY_PATH
 from resharder.v1 import direct_pb2, operator_pb2, publisher_pb2, resources_pb2, server_pb2
 
-from tests.support.operating import wait_until
+from tests.support.observing import wait_until
 from tests.support.publishing import Job, random_weights, reason_of, whole
 from tests.support.secure import PROBE, Authority, SecureDaemon
 

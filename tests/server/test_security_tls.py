@@ -31,7 +31,7 @@ from tests.support.command import resharder
 from tests.support.daemon import Daemon, free_port
 from tests.support.publishing import Job, random_weights, reason_of, whole
 from tests.support.secure import PROBE, Authority, SecureDaemon
-from tests.support.simulated import SimulatedServer
+from tests.support.simulated_server import SimulatedServer
 
 RELEASE = importlib.metadata.version("resharder")
 SPECS = [TensorSpec("a", "BF16", (64, 32))]

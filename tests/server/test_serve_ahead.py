@@ -10,7 +10,7 @@ from resharder.server.state.fleet import FleetStrategyKind, FleetTargetKind
 from resharder.server.state.server import Order, OrderKind, Worker
 from resharder.v1 import operator_pb2, resources_pb2
 
-from tests.support.simulated_fleet import FLEET, NAMES, AheadSimulation, SimulatedServer
+from tests.support.simulated_fleet import FLEET, NAMES, AheadSimulation, ServerModel
 
 
 class Site(AheadSimulation):
@@ -32,7 +32,7 @@ class Site(AheadSimulation):
         assert self.shows() == [number] * 3, self.reasons()
         return number
 
-    def until(self, name: str, kind: OrderKind) -> tuple[SimulatedServer, Order]:
+    def until(self, name: str, kind: OrderKind) -> tuple[ServerModel, Order]:
         """One server carries its orders out up to that of this kind, which is left to the test."""
         plant = self.plants[name]
         while True:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.converters.storage.digest import digest
-from resharder.converters.storage.files import MappedFiles, lay_out
+from resharder.converters.storage.files import lay_out
 from resharder.server.state.errors import (
     AlreadyExists,
     DataLoss,
@@ -25,30 +25,7 @@ from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store.retention import Retention, peak
 from resharder.server.store.store import Store
 
-SPECS = [TensorSpec("a", "BF16", (64, 64)), TensorSpec("b", "F32", (16,))]
-LAYOUTS = lay_out(SPECS)
-SIZE = sum(layout.size for layout in LAYOUTS)
-FILES = {"config.json": b"{}", "tokenizer.json": b"[]"}
-
-
-def claim(store: Store, job: str = "job", model: str = "policy") -> int:
-    epoch = store.epochs.begin(model, job, 1).epoch
-    store.epochs.reserve(model, epoch, LAYOUTS, FILES)
-    return epoch
-
-
-def publish(store: Store, epoch: int, step: int, model: str = "policy") -> VersionRecord:
-    record = store.lifecycle.begin(model, epoch, step, "job")
-    with MappedFiles(store.folder.path(record), LAYOUTS, writable=True) as files:
-        digests = {}
-        for spec in SPECS:
-            files.arrays[spec.name][...] = step + 1
-            digests[spec.name] = digest(files.arrays[spec.name], full_box(spec.shape), spec.shape)
-    return store.lifecycle.commit(record, digests, ((0, "00"),))
-
-
-def numbers(store: Store, state: str = READY) -> list[int]:
-    return [record.number for record in store.catalogue.versions("policy") if record.state == state]
+from tests.support.store_versions import FILES, LAYOUTS, SIZE, SPECS, claim, numbers, publish, settle
 
 
 def inodes(folder: Path) -> set[int]:
@@ -58,15 +35,6 @@ def inodes(folder: Path) -> set[int]:
 def edit(path: Path, old: bytes, new: bytes) -> None:
     assert old in path.read_bytes()
     path.write_bytes(path.read_bytes().replace(old, new))
-
-
-def settle(store: Store) -> None:
-    """Until nothing goes on behind the store."""
-    with store.catalogue.changed:
-        model = store.catalogue.model("policy")
-        assert store.catalogue.changed.wait_for(
-            lambda: not model.leaving and not (model.reservation and model.reservation.pending), 60
-        )
 
 
 def test_old_versions_go_and_held_ones_stay_until_released(store: Store) -> None:

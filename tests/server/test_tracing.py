@@ -17,9 +17,9 @@ from resharder.v1 import resources_pb2, server_pb2
 from tests.client.models import connected, parts, publish_all, spread, weights
 from tests.support.collector import Collector, Span
 from tests.support.daemon import Daemon
-from tests.support.operating import wait_serving, wait_until
+from tests.support.observing import wait_serving, wait_until
 from tests.support.ports import free_port
-from tests.support.simulated import SimulatedServer
+from tests.support.simulated_server import SimulatedServer
 
 Order, Worker = server_pb2.Order, resources_pb2.Worker
 _CONTROL = {Order.APPLY: ["pause", "reset"], Order.RESUME: ["resume"]}

@@ -9,9 +9,9 @@ from resharder.client.operator import Operator
 from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
 
 from tests.support.daemon import Daemon
-from tests.support.operating import servers, wait_serving, wait_until
-from tests.support.scene import job, publish
-from tests.support.simulated import SimulatedServer
+from tests.support.observing import servers, wait_serving, wait_until
+from tests.support.populated_daemon import job, publish
+from tests.support.simulated_server import SimulatedServer
 
 Worker, Server = resources_pb2.Worker, resources_pb2.Server
 

@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from tests.support.daemon import Daemon
-from tests.support.operating import wait_until
+from tests.support.observing import wait_until
+from tests.support.populated_daemon import job
 from tests.support.ports import free_port
-from tests.support.scene import job
 
 
 class Stand:

@@ -11,9 +11,8 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.server.test_web_page import text
-from tests.support.browser import browser, needs_browser
-from tests.support.operating import wait_until
+from tests.support.browser import browser, needs_browser, text
+from tests.support.observing import wait_until
 from tests.support.ports import free_port
 from tests.support.secure import Authority, SecureDaemon
 

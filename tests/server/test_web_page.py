@@ -9,13 +9,13 @@ import pytest
 from resharder.client.operator import Operator
 from resharder.v1 import publisher_pb2
 
-from tests.support.browser import NARROW, WIDE, browser, needs_browser, resize
+from tests.support.browser import NARROW, WIDE, browser, needs_browser, resize, text
 from tests.support.daemon import Daemon
-from tests.support.operating import wait_until
+from tests.support.observing import wait_until
+from tests.support.populated_daemon import job, publish, scene, upload_half
 from tests.support.ports import free_port
 from tests.support.publishing import Job
-from tests.support.scene import job, publish, scene, upload_half
-from tests.support.simulated import SimulatedServer
+from tests.support.simulated_server import SimulatedServer
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -40,13 +40,6 @@ def daemon() -> Iterator[Daemon]:
 def open_page(page: "Chrome", daemon: Daemon) -> None:
     page.get(f"http://{daemon.options['web_listen']}/")
     wait_until(lambda: text(page, "#link") == "live", "the page is drawn")
-
-
-def text(page: "Chrome", selector: str) -> str:
-    """What a person reads there; empty where there is nothing yet."""
-    return str(page.execute_script("return document.querySelector(arguments[0])?.innerText ?? ''", selector)).replace(
-        "\u00a0", " "
-    )
 
 
 def rows(page: "Chrome", fleet: str) -> dict[str, list[str]]:

@@ -59,3 +59,10 @@ def resize(page: "Chrome", size: tuple[int, int], *, dark: bool = False) -> None
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+
+
+def text(page: "Chrome", selector: str) -> str:
+    """What a person reads there; empty where there is nothing yet."""
+    return str(page.execute_script("return document.querySelector(arguments[0])?.innerText ?? ''", selector)).replace(
+        "\u00a0", " "
+    )

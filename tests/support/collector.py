@@ -15,7 +15,7 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from tests.support.operating import wait_until
+from tests.support.observing import wait_until
 
 
 @dataclass(frozen=True)

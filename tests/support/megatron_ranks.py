@@ -1,4 +1,6 @@
-"""What four real Megatron ranks compute (gloo, CPU). `python -m tests.support.world tests.support.megatron_ranks FOLDER`, with
+"""What four real Megatron ranks compute (gloo, CPU).
+
+`python -m tests.support.forked_ranks tests.support.megatron_ranks FOLDER`, with
 FOLDER holding a checkpoint per family, writes the findings of rank 0 to FOLDER/found.json.
 """
 

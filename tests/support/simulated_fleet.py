@@ -28,7 +28,7 @@ FLEET = "fleet"
 
 
 @dataclass
-class SimulatedServer:
+class ServerModel:
     """A vLLM server as it really is: `holds` is None while its one worker's weights are torn or dropped."""
 
     id: str
@@ -79,7 +79,7 @@ class FleetSimulation(RuleBasedStateMachine):
         self.now, self.nonces = 1000.0, 0
         self.wall, self.booted = 1.7e9, 0.0  # the wall clock; when the daemon's host came up, by `now`
         self.versions, self.files = SimulatedVersions(), SimulatedFiles()
-        self.plants: dict[str, SimulatedServer] = {}
+        self.plants: dict[str, ServerModel] = {}
         self.joins = False  # servers take what they stage over the direct path
         self.start_daemon()
 
@@ -141,7 +141,7 @@ class FleetSimulation(RuleBasedStateMachine):
         self.nonces += 1
         assert server.boot_version in self.versions.ready, "servers boot from READY versions"
         fingerprint = self.versions.ready[server.boot_version]
-        self.plants[name] = SimulatedServer(name, f"process{self.nonces}", server.boot_version, fingerprint)
+        self.plants[name] = ServerModel(name, f"process{self.nonces}", server.boot_version, fingerprint)
         self.connect(name)
 
     @rule(name=st.sampled_from(NAMES))
@@ -170,7 +170,7 @@ class FleetSimulation(RuleBasedStateMachine):
         plant.attachment = self.fleets.sessions.attach(name, attached)
         plant.attachment.orders = CheckedOrders(plant.attachment.orders, self.check_order)
 
-    def tell(self, plant: SimulatedServer) -> None:
+    def tell(self, plant: ServerModel) -> None:
         """The worker's own report."""
         if plant.cut:
             return
@@ -179,7 +179,7 @@ class FleetSimulation(RuleBasedStateMachine):
         holding = plant.state in (WorkerState.BOOTED, WorkerState.APPLIED)
         self.report(plant, plant.state, version, plant.install, plant.differs if holding else error)
 
-    def report(self, plant: SimulatedServer, state: WorkerState, version: int, install: str, error: str) -> None:
+    def report(self, plant: ServerModel, state: WorkerState, version: int, install: str, error: str) -> None:
         fingerprint = plant.held_as if plant.holds else ""
         worker = Worker(0, state, version, install, error, plant.nonce, fingerprint, memory="memory", direct=True)
         worker = replace(worker, joined=self.joins and bool(install))
@@ -219,7 +219,7 @@ class FleetSimulation(RuleBasedStateMachine):
         elif order.kind != OrderKind.LEAD:
             self.obey(plant, order, fails)
 
-    def obey(self, plant: SimulatedServer, order: Order, fails: bool) -> None:
+    def obey(self, plant: ServerModel, order: Order, fails: bool) -> None:
         ok, now = not fails, self.now
         match order.kind:
             case OrderKind.STAGE:
@@ -302,7 +302,7 @@ class FleetSimulation(RuleBasedStateMachine):
         late = [s.id for s in known if s.install and s.install.active and self.now - self.booted >= s.install.step_started + 20]
         assert len(set(taking) - set(late)) <= 2, f"two at a time pause for the direct path: {taking}, {late}"
 
-    def check_service(self, plant: SimulatedServer) -> None:
+    def check_service(self, plant: ServerModel) -> None:
         """A server that leaves service for an install: few enough are out of service for one."""
         move = self.fleet.moving
         rolling = self.kind == FleetStrategyKind.ROLLING and (move is None or move.strategy.kind == FleetStrategyKind.ROLLING)

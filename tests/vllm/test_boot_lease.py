@@ -16,8 +16,8 @@ from resharder.v1 import resources_pb2
 
 from tests.client.models import connected, publish_all, weights
 from tests.support.daemon import Daemon
-from tests.support.operating import wait_until
-from tests.support.simulated import SimulatedServer
+from tests.support.observing import wait_until
+from tests.support.simulated_server import SimulatedServer
 
 LEASE = 3.0
 Server = resources_pb2.Server

@@ -17,7 +17,7 @@ from resharder.client.inference.vllm.engine_core import passes_kv
 from resharder.client.inference.vllm.sleep import cannot_sleep
 
 from tests.support.daemon import Daemon
-from tests.support.operating import wait_serving
+from tests.support.observing import wait_serving
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_server import CPU_ENVIRONMENT
 from tests.support.weights import random_weights

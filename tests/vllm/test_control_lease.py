@@ -16,7 +16,7 @@ from resharder.client.inference.power import PowerState
 from resharder.client.rpc.channel import Channel
 from resharder.v1 import server_pb2, server_pb2_grpc
 
-from tests.support.operating import wait_until
+from tests.support.observing import wait_until
 from tests.support.ports import free_port
 
 LEASE, SHORT = 60.0, 1.0  # seconds: one that a busy machine does not cost, and one that ends while a test waits for it

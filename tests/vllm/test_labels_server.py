@@ -16,10 +16,10 @@ import torch
 from resharder.client.operator import Operator
 from resharder.client.operator.states import RequestHandling
 
-from tests.support.operating import servers, wait_serving, wait_until
+from tests.support.observing import servers, wait_serving, wait_until
+from tests.support.vllm_deployment import PROMPT, Deployment, deployment
 from tests.support.vllm_server import Response, VllmServer, completion
 from tests.support.weights import Reference, random_weights
-from tests.vllm.test_control_server import PROMPT, Deployment, deployment
 
 pytestmark = pytest.mark.compat
 RAW_MODE = Path(__file__).parents[1] / "support" / "raw_mode"

@@ -18,7 +18,7 @@ from resharder.v1 import resources_pb2
 
 from tests.support.command import resharder
 from tests.support.daemon import Daemon
-from tests.support.operating import servers, wait_serving, wait_until
+from tests.support.observing import servers, wait_serving, wait_until
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_server import VllmServer
 from tests.support.weights import random_weights

@@ -19,8 +19,8 @@ from resharder.v1 import resources_pb2, server_pb2
 from tests.client.models import connected, publish_all, weights
 from tests.support.command import answer, resharder
 from tests.support.daemon import Daemon
-from tests.support.operating import servers, wait_serving
-from tests.support.simulated import SimulatedServer
+from tests.support.observing import servers, wait_serving
+from tests.support.simulated_server import SimulatedServer
 
 Order, Profile, Worker = server_pb2.Order, resources_pb2.Profile, resources_pb2.Worker
 CPU = torch.device("cpu")

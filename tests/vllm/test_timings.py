@@ -8,11 +8,12 @@ from resharder.client.inference.control.orders import ControlOrder, Kind, Outcom
 from resharder.client.inference.vllm.host import VLLMHost
 from resharder.v1 import resources_pb2
 
+from tests.support.control_side import Side
 from tests.support.daemon import Daemon
-from tests.support.operating import servers, wait_until
-from tests.vllm.test_control import Side
-from tests.vllm.test_worker_reports import booted, own_page, publish  # noqa: F401  (a fixture)
+from tests.support.observing import servers, wait_until
+from tests.support.worker_agents import booted, publish
 
+pytestmark = pytest.mark.usefixtures("own_page")
 Worker = resources_pb2.Worker
 
 

@@ -2,33 +2,26 @@
 
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from resharder.client.errors import DaemonUnreachable, Refused, ResharderError, UsageError
-from resharder.client.inference.settings import PluginSettings
-from resharder.client.inference.version_page import VARIABLE, page
 from resharder.client.inference.vllm import boot_loader
 from resharder.client.inference.vllm.boot_loader import ResharderLoader
-from resharder.client.inference.vllm.host import VLLMHost
-from resharder.client.inference.worker.agent import Agent
-from resharder.client.inference.worker.install import Installed
 from resharder.client.inference.worker.model_part import MODEL
 from resharder.client.inference.worker.reporter import PROCESS, claim
-from resharder.client.inference.worker.source import get_manifest
 from resharder.client.inference.worker.staging import StagedInstall
-from resharder.client.versions.remote import VersionManifest
 from resharder.v1 import resources_pb2
 from vllm.config.load import LoadConfig
 
-from tests.client.models import connected, publish_all, weights
 from tests.support.daemon import Daemon
-from tests.support.operating import servers, wait_until
+from tests.support.observing import servers, wait_until
 from tests.support.ports import free_port
+from tests.support.worker_agents import agent_of, booted, publish
 
+pytestmark = pytest.mark.usefixtures("own_page")
 Worker = resources_pb2.Worker
 
 
@@ -36,38 +29,6 @@ Worker = resources_pb2.Worker
 def daemon() -> Iterator[Daemon]:
     with Daemon() as running:
         yield running
-
-
-@pytest.fixture(autouse=True)
-def own_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "page"))
-    page.cache_clear()
-
-
-def publish(daemon: Daemon, seed: int) -> str:
-    """A READY version's name."""
-    (publisher,) = connected(daemon.endpoint, 1, f"job{seed}")
-    (handle,) = publish_all([publisher], seed, weights(seed))
-    handle.wait_ready(60)
-    publisher.close()
-    return handle.name
-
-
-def agent_of(daemon: Daemon) -> Agent:
-    host = VLLMHost(SimpleNamespace(), torch.device("cpu"), 0)
-    return Agent(host, PluginSettings(daemon.endpoint, "s", "policy"))
-
-
-def booted(daemon: Daemon) -> tuple[Agent, VersionManifest]:
-    """A worker as it is after it has loaded version 1."""
-    agent, manifest = agent_of(daemon), get_manifest_of(daemon, publish(daemon, 1))
-    claim(agent.channel, agent.settings, boot=True, patience=60)
-    agent.booted(manifest, Installed(7, 0, 0.0), 0.5)
-    return agent, manifest
-
-
-def get_manifest_of(daemon: Daemon, version: str) -> VersionManifest:
-    return get_manifest(agent_of(daemon).channel, version)
 
 
 def heard(daemon: Daemon, holds: Callable[[Worker], bool], what: str) -> Worker:

@@ -153,6 +153,7 @@ class Events:
 
 
 def event_to_proto(event: Event) -> operator_pb2.Event:
+    """Convert an event to its message."""
     when = Timestamp()
     when.FromNanoseconds(int(event.time * 1e9))
     return operator_pb2.Event(

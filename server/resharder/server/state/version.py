@@ -29,6 +29,7 @@ class VersionRecord:
 
     @property
     def name(self) -> str:
+        """Resource name."""
         return f"models/{self.model}/versions/{self.number}"
 
     @property
@@ -38,7 +39,7 @@ class VersionRecord:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Self:
-        """Build a record from stored fields, ignoring those that a later release added.
+        """Build a record from stored fields, ignoring fields that a later release added.
 
         Raises TypeError if a required field is missing.
         """

@@ -1,1 +1,1 @@
-"""Versions as folders of safetensors files: layout, file pool, retention, manifests, digests."""
+"""Versions as folders of safetensors files: catalogue, life, capacity, pins, retention, manifests, digests."""

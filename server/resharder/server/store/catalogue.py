@@ -65,6 +65,7 @@ class Catalogue:
         return self._models.values()
 
     def find(self, name: str) -> StoredModel | None:
+        """Return the model, or None if it is unknown."""
         return self._models.get(name)
 
     def model(self, name: str) -> StoredModel:

@@ -26,6 +26,8 @@ _READ_BYTES = 4 << 20
 
 
 class TensorBox(NamedTuple):
+    """A box of a tensor."""
+
     spec: TensorSpec
     box: Box
 

@@ -1,4 +1,4 @@
-"""The folder of a store: its lock, the nonce that proves access to it, and where each version's files are."""
+"""The folder of a store: its lock, the nonce by which clients show that they can read it, and where each version's files are."""
 
 import fcntl
 import os

@@ -21,6 +21,7 @@ class History:
         self._journal = JournalFile(root / _FILE, max_late=_MAX_LATE, max_bytes=_MAX_BYTES)
 
     def add(self, record: VersionRecord) -> None:
+        """Append a record."""
         try:
             self._journal.append({name: value for name, value in asdict(record).items() if name != "slots"})
         except OSError as error:

@@ -14,6 +14,7 @@ class ManifestCache:
         self._manifests: OrderedDict[tuple[str, int], Manifest] = OrderedDict()
 
     def get(self, model: str, number: int) -> Manifest | None:
+        """Return a manifest, or None if it is not cached."""
         return self._manifests.get((model, number))
 
     def add(self, model: str, number: int, manifest: Manifest) -> None:

@@ -41,7 +41,7 @@ def write(model: Path, epoch: int, files: Mapping[str, bytes]) -> Path:
 
 
 def drop_unfinished(model: Path) -> None:
-    """Remove unfinished folders, and those that an earlier daemon replaced. Raises MediumRefused."""
+    """Remove unfinished folders, and older ones that an earlier daemon left behind. Raises MediumRefused."""
     for older in folders(model)[:-1]:
         shutil.rmtree(older, ignore_errors=True)
     for part in (model / "files").glob("*.part"):

@@ -62,6 +62,7 @@ class StoredModel:
     background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="store"))
 
     def put(self, *records: VersionRecord) -> None:
+        """Add records, or replace those of the same numbers."""
         self.records = self.records | {record.number: record for record in records}
 
     def of(self, state: str) -> list[VersionRecord]:

@@ -36,10 +36,10 @@ from resharder.v1 import (
     server_pb2_grpc,
 )
 
-from tests.support.door import Door, Refused, inside
 from tests.support.fuzzing import METHODS, UPLOAD, Names, requests
+from tests.support.in_process_daemon import Door, Refused, inside
 from tests.support.publishing import Held, Job, random_weights, read_folder
-from tests.support.simulated import SimulatedServer
+from tests.support.simulated_server import SimulatedServer
 
 SPECS = [TensorSpec("a", "BF16", (16, 64)), TensorSpec("b", "F32", (8,)), TensorSpec("c", "U8", ())]
 TOP, BOTTOM = (Range(0, 8), Range(0, 64)), (Range(8, 8), Range(0, 64))

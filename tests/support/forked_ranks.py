@@ -1,7 +1,8 @@
 """Four real ranks under torchrun's own agent, forked from one process that has imported their module and called nothing of it:
 torch, Megatron and transformers, imported four times, take longer than most ranks take for all the rest.
 
-`python -m tests.support.world MODULE ARGUMENT...` calls the module's `main` in each. They share the order of their sets, as ranks
+`python -m tests.support.forked_ranks MODULE ARGUMENT...` calls the module's `main` in each.
+They share the order of their sets, as ranks
 of a job do not: what sends and takes by turns is also tested under `tests.client.ranks.torchrun`.
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 def forked(module: str, *arguments: object) -> None:
     """Raises CalledProcessError where a rank fails; what it raised is on the standard error."""
     subprocess.run(
-        [sys.executable, "-m", "tests.support.world", module, *map(str, arguments)],
+        [sys.executable, "-m", "tests.support.forked_ranks", module, *map(str, arguments)],
         check=True,
         timeout=1000,
         env=os.environ | {"OMP_NUM_THREADS": "1"},

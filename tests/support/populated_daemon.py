@@ -10,9 +10,9 @@ from resharder.converters.geometry.layout import TensorSpec
 from resharder.v1 import resources_pb2
 
 from tests.support.daemon import Daemon
-from tests.support.operating import wait_until
+from tests.support.observing import wait_until
 from tests.support.publishing import Job, random_weights, whole
-from tests.support.simulated import SimulatedServer
+from tests.support.simulated_server import SimulatedServer
 
 MEASURED = {"stage_seconds": 0.412, "apply_seconds": 0.161, "needed_bytes": 3_100_000_000, "transport": "shared-memory"}
 

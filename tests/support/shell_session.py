@@ -1,0 +1,51 @@
+"""A shell that runs a page's commands."""
+
+import os
+import shlex
+import signal
+import subprocess
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.support.console_docs import Step
+
+_END = "--- it ended"
+
+
+class Session:
+    """One bash; commands that stay are ended with it. `output` is where they write."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], output: Path) -> None:
+        self._output = output
+        self._bash = subprocess.Popen(
+            ["bash", "--noprofile", "--norc"],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        os.killpg(self._bash.pid, signal.SIGKILL)
+        self._bash.communicate()
+
+    def run(self, step: Step) -> str:
+        """What it prints."""
+        assert self._bash.stdin is not None
+        assert self._bash.stdout is not None
+        away = f">>{shlex.quote(str(self._output))} 2>&1 &"
+        self._bash.stdin.write(f"{step.command[:-1] + away if step.stays else step.command}\necho; echo '{_END}'\n")
+        self._bash.stdin.flush()
+        lines = []
+        for line in self._bash.stdout:
+            if line.rstrip("\n") == _END:
+                return "".join(lines).removesuffix("\n")
+            lines.append(line)
+        raise RuntimeError(f"the session ended at line {step.line}: {step.command}")
