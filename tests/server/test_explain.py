@@ -1,7 +1,7 @@
 """What is said of a server, in words."""
 
 from resharder.server.fleets.explain import explain
-from resharder.server.fleets.reconciler import step
+from resharder.server.fleets.reconciler.step import step
 from resharder.server.state.server import (
     Attached,
     Claimed,

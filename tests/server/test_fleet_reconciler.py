@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from resharder.server.fleets.explain import explain, state_of
-from resharder.server.fleets.reconciler import step
+from resharder.server.fleets.reconciler.step import step
 from resharder.server.state.server import (
     Attached,
     Claimed,

@@ -1,6 +1,6 @@
 """What a server's state keeps of an install that ended, for metrics and traces, though the next one begins in the same step."""
 
-from resharder.server.fleets.reconciler import step
+from resharder.server.fleets.reconciler.step import step
 from resharder.server.state.server import (
     Attached,
     InstallState,

@@ -15,7 +15,7 @@ from resharder.converters.geometry.layout import Layout
 from resharder.converters.geometry.piece_arrays import pack
 from resharder.server.direct.coordinator import Direct
 from resharder.server.direct.state import Member
-from resharder.server.fleets.reconciler import step
+from resharder.server.fleets.reconciler.step import step
 from resharder.server.fleets.roster import FleetView, ServerView
 from resharder.server.observability import metrics, snapshot
 from resharder.server.observability.metrics.counters import Observed

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
-from resharder.server.fleets import updates
+from resharder.server.fleets import decisions
 from resharder.server.fleets.changes import FleetChanges
 from resharder.server.fleets.ports import Note, no_note
 from resharder.server.fleets.roster import FleetView
@@ -94,7 +94,7 @@ class Operations:
             if to >= at:
                 raise InvalidArgument("VERSION", f"expected a version before {at}, which the fleet wants now, got {to}")
             reason = request.reason[:1000] or f"rolled back to version {to}"
-            return updates.roll_back(fleet, to, view, reason, request.request_id)
+            return decisions.roll_back(fleet, to, view, reason, request.request_id)
 
         return self._change(request.fleet, "rollback", request, act)
 
@@ -106,7 +106,7 @@ class Operations:
             if request.move not in (0, now):
                 raise FailedPrecondition("NOTHING_TO_DECIDE", f"fleet {fleet.name} is at move {now}, not {request.move}")
             try:
-                return updates.decide(fleet, request.go_on, request.reason[:1000], view)
+                return decisions.decide(fleet, request.go_on, request.reason[:1000], view)
             except ValueError as error:
                 raise FailedPrecondition("NOTHING_TO_DECIDE", f"fleet {fleet.name}: {error}") from error
 
@@ -118,7 +118,7 @@ class Operations:
             names = [power.name for power in Power if power]
             raise InvalidArgument("POWER", f"expected a power of {names}, got {request.power}")
         power, servers = Power(request.power), _servers(request.server)
-        act = _of(servers, lambda fleet, _: updates.set_power(fleet, power, servers))
+        act = _of(servers, lambda fleet, _: decisions.set_power(fleet, power, servers))
         return self._change(request.fleet, "sleep" if power.asleep else "wake", request, act)
 
     def set_drained(self, request: operator_pb2.SetDrainedRequest) -> FleetView:
@@ -126,7 +126,7 @@ class Operations:
         servers = _servers(request.server)
 
         def act(fleet: Fleet, view: View) -> Fleet:
-            return updates.set_drained(fleet, request.drained, servers or fleet.members)
+            return decisions.set_drained(fleet, request.drained, servers or fleet.members)
 
         return self._change(request.fleet, "drain" if request.drained else "resume", request, _of(servers, act))
 

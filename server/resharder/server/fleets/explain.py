@@ -1,6 +1,6 @@
 """Why a server, or a fleet, is in the state it is in: one sentence for every state."""
 
-from resharder.server.fleets.reconciler import target, why_not_ahead
+from resharder.server.fleets.reconciler.installs import target, why_not_ahead
 from resharder.server.fleets.updates import wanted
 from resharder.server.state.fleet import Fleet, FleetTargetKind, Move, MoveState, View
 from resharder.server.state.server import InstallState, Power, Server, Settings, WorkerState

@@ -12,10 +12,12 @@ from functools import partial
 
 import structlog
 from resharder.server.fleets import updates
+from resharder.server.fleets.decisions import checked
+from resharder.server.fleets.goals import goals
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.fleets.pins import FleetPins
 from resharder.server.fleets.ports import FleetObserver, StartCheck
-from resharder.server.fleets.reconciler import step
+from resharder.server.fleets.reconciler.step import step
 from resharder.server.fleets.roster import Roster
 from resharder.server.fleets.seen_versions import SeenVersions
 from resharder.server.state.fleet import Fleet
@@ -93,7 +95,7 @@ class Steering:
             if after != fleet:
                 self.store(after)
                 continue
-            changed = [(id, goal) for id, goal in updates.goals(fleet, view).items() if goal != view.servers[id].goal]
+            changed = [(id, goal) for id, goal in goals(fleet, view).items() if goal != view.servers[id].goal]
             if not changed:
                 break
             for id, goal in changed[:1] if fleet.strict else changed:  # an open gate counts for the next server
@@ -110,7 +112,7 @@ class Steering:
         with self._roster.lock:
             fleet = self._roster.by_name.get(name)
             if fleet is not None:
-                self.store(updates.checked(fleet, move, passed, message, self._roster.see(fleet)))
+                self.store(checked(fleet, move, passed, message, self._roster.see(fleet)))
                 self.steer(name)
 
     def awaiting(self, model: str, number: int) -> frozenset[str]:

@@ -21,23 +21,19 @@ Durations are measured by the monotonic clock (`View.now`), as the reconciler's 
 labels moves and decides nothing.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
 
-from resharder.server.fleets.pause_admission import held_back
 from resharder.server.state.fleet import (
-    NOBODY,
     Fleet,
     FleetStrategy,
     FleetStrategyKind,
-    FleetTarget,
     FleetTargetKind,
     Move,
     MoveState,
-    PauseMode,
     View,
 )
-from resharder.server.state.server import Goal, InstallState, Power, Server
+from resharder.server.state.server import InstallState, Power, Server
 
 
 def wanted(fleet: Fleet, view: View) -> int:
@@ -133,30 +129,27 @@ def _gives_way(fleet: Fleet, move: Move, target: int, view: View) -> bool:
     return move.strategy.kind == FleetStrategyKind.ALL_AT_ONCE and not fleet.mixes(target, view.shown)
 
 
-# What servers are at
-
-
-def _present(fleet: Fleet, view: View) -> dict[str, Server]:
+def present_servers(fleet: Fleet, view: View) -> dict[str, Server]:
     """Servers that a move has to do with: attached, awake, and wanted so."""
     return {
         id: server
         for id, server in sorted(view.servers.items())
-        if _attached(server) and fleet.power_of(id) == Power.AWAKE and not server.power.asleep and id not in fleet.drained
+        if is_attached(server) and fleet.power_of(id) == Power.AWAKE and not server.power.asleep and id not in fleet.drained
     }
 
 
-def _attached(server: Server) -> bool:
+def is_attached(server: Server) -> bool:
     return server.lost_at is None and bool(server.controls)
 
 
 def _hopeless(server: Server, version: int, move: Move, view: View) -> str:
     """The error that a version failed with as often as it may; empty while there is hope. What failed before this move, or before
     an operator had it tried again, does not count: the server has not been told yet."""
-    failure = server.failures.get(version) if server.goal.retry == _tries(move) else None
+    failure = server.failures.get(version) if server.goal.retry == move_tries(move) else None
     return failure.error if failure is not None and failure.count >= view.settings.attempts else ""
 
 
-def _tries(move: Move) -> tuple[int, int]:
+def move_tries(move: Move) -> tuple[int, int]:
     return move.id, move.tries
 
 
@@ -166,9 +159,6 @@ def _lost_over(server: Server, version: int) -> bool:
     return server.lost_at is not None and install is not None and install.version == version and server.confirmed != version
 
 
-# Steps
-
-
 def _end(fleet: Fleet, move: Move, state: MoveState, view: View, reason: str = "") -> Fleet:
     settled = move.to if state == MoveState.DONE else move.back_to
     move = replace(move, state=state, ended=view.wall, seconds=view.now - move.began, reason=reason or move.reason)
@@ -176,16 +166,16 @@ def _end(fleet: Fleet, move: Move, state: MoveState, view: View, reason: str = "
 
 
 def _refuse(fleet: Fleet, version: int, reason: str, ready: Collection[int]) -> Fleet:
-    return replace(fleet, refused=_still_refused(fleet, ready) | {version: reason})
+    return replace(fleet, refused=still_refused(fleet, ready) | {version: reason})
 
 
-def _still_refused(fleet: Fleet, ready: Collection[int]) -> dict[int, str]:
+def still_refused(fleet: Fleet, ready: Collection[int]) -> dict[int, str]:
     """Without what is gone; what comes after all that is READY may come yet."""
     newest = max(ready, default=0)
     return {number: why for number, why in fleet.refused.items() if number in ready or number > newest}
 
 
-def _turn_back(fleet: Fleet, move: Move, view: View, reason: str) -> Fleet:
+def turn_back(fleet: Fleet, move: Move, view: View, reason: str) -> Fleet:
     if move.back_to not in view.ready:
         return replace(fleet, move=replace(move, state=MoveState.STOPPED, reason=f"{reason}; there is no version to go back to"))
     return replace(_refuse(fleet, move.to, reason, view.ready), move=replace(move, state=MoveState.BACK, reason=reason))
@@ -206,7 +196,7 @@ def _noted(move: Move, view: View) -> Move:
 
 def _moving(fleet: Fleet, move: Move, view: View) -> Fleet:
     rolling = move.strategy.kind != FleetStrategyKind.ALL_AT_ONCE
-    present = _present(fleet, view)
+    present = present_servers(fleet, view)
     noted = _noted(move, view)
     if rolling and noted != move:
         return replace(fleet, move=noted)
@@ -219,7 +209,7 @@ def _moving(fleet: Fleet, move: Move, view: View) -> Fleet:
 
 
 def _trying(fleet: Fleet, move: Move, view: View) -> Fleet:
-    present, count = _present(fleet, view), max(1, move.strategy.canaries)
+    present, count = present_servers(fleet, view), max(1, move.strategy.canaries)
     kept = [id for id in move.servers if id not in fleet.drained and fleet.power_of(id) == Power.AWAKE]
     more = [id for id, server in present.items() if server.opened and id not in kept]
     chosen = (*kept, *more[: max(0, count - len(kept))])
@@ -227,7 +217,7 @@ def _trying(fleet: Fleet, move: Move, view: View) -> Fleet:
         return replace(fleet, move=replace(move, servers=chosen))
     for id in chosen:
         if error := _canary_error(view.servers.get(id), move, view):
-            return _turn_back(fleet, move, view, f"canary {id}: {error}")
+            return turn_back(fleet, move, view, f"canary {id}: {error}")
     if not chosen or not all(id in present and present[id].serving == move.to for id in chosen):
         return fleet
     if move.state == MoveState.TRYING:
@@ -243,12 +233,12 @@ def _canary_error(server: Server | None, move: Move, view: View) -> str:
 
 
 def _staging(fleet: Fleet, move: Move, view: View) -> Fleet:
-    present = _present(fleet, view)
+    present = present_servers(fleet, view)
     for id, server in present.items():
         if error := _hopeless(server, move.to, move, view):
             reason = f"{id} could not stage it: {error}"
             return _end(_refuse(fleet, move.to, reason, view.ready), move, MoveState.FAILED, view, reason)
-    able = [server for server in present.values() if not _broken(server, move, view)]
+    able = [server for server in present.values() if not is_broken(server, move, view)]
     if any(server.shown for id, server in view.servers.items() if id not in present):
         return fleet  # it cannot be reached and may serve on until its lease ends
     if all(server.staged == move.to or server.agreed == move.to for server in able):
@@ -256,16 +246,16 @@ def _staging(fleet: Fleet, move: Move, view: View) -> Fleet:
     return fleet
 
 
-def _broken(server: Server, move: Move, view: View) -> bool:
+def is_broken(server: Server, move: Move, view: View) -> bool:
     """Out of service, and the version that the fleet comes from cannot mend it."""
     return not server.opened and bool(_hopeless(server, move.back_to, move, view))
 
 
 def _applying(fleet: Fleet, move: Move, view: View) -> Fleet:
-    present = {id: server for id, server in _present(fleet, view).items() if id in move.servers}
+    present = {id: server for id, server in present_servers(fleet, view).items() if id in move.servers}
     for id, server in present.items():
         if server.agreed != move.to and (error := _apply_error(server, move.to)):
-            return _turn_back(fleet, move, view, f"{id}: {error}")
+            return turn_back(fleet, move, view, f"{id}: {error}")
     if all(server.agreed == move.to for server in present.values()) and view.shown.keys() <= {move.to}:
         return _end(fleet, move, MoveState.DONE, view)
     return fleet
@@ -280,178 +270,8 @@ def _apply_error(server: Server, version: int) -> str:
 
 
 def _back(fleet: Fleet, move: Move, view: View) -> Fleet:
-    present = _present(fleet, view)
+    present = present_servers(fleet, view)
     stuck = {id for id, server in present.items() if _hopeless(server, move.back_to, move, view)}
     if all(server.serving == move.back_to or id in stuck for id, server in present.items()):
         return _end(fleet, move, MoveState.FAILED, view)
     return fleet
-
-
-# What servers are to do
-
-
-def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
-    """For every server of the view."""
-    found, move = {}, fleet.moving
-    turns = _turns(fleet, view)
-    together = move is not None and move.strategy.kind == FleetStrategyKind.ATOMIC
-    late = held_back(view) if fleet.pause_mode != PauseMode.WAIT and not together else frozenset()
-    for id, server in view.servers.items():
-        version, apply, why = _part(fleet, id, server, view, id in turns)
-        if apply and id in late:
-            apply, why = False, "it waits for its turn on the direct path"
-        found[id] = Goal(
-            version=version,
-            boot=boots(fleet, view),
-            apply=apply,
-            serves=_range(fleet, id, view),
-            open=id not in fleet.drained,
-            power=fleet.power_of(id),
-            strict=fleet.strict,
-            retry=_tries(fleet.move) if fleet.move else (0, 0),
-            why=why,
-        )
-    return found
-
-
-def boots(fleet: Fleet, view: View) -> int:
-    """The version that a server which starts now should have; 0: none is READY."""
-    move = fleet.moving
-    version = fleet.settled
-    if move is not None and move.state in (MoveState.MOVING, MoveState.APPLYING):
-        version = move.to
-    elif move is not None:
-        version = move.back_to
-    if version not in view.ready - fleet.refused.keys():
-        version = wanted(fleet, replace(view, ahead=frozenset()))
-    return version if version in view.ready or not fleet.serve_ahead else 0
-
-
-def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tuple[int, bool, str]:
-    """The version that a server is to hold, whether it may apply it, and why it has to wait where it has."""
-    move = fleet.moving
-    if move is None:
-        return (fleet.settled, True, "") if turn else (_in_service(fleet, id, view), True, "it waits for its turn")
-    install = server.install
-    stays = _in_service(fleet, id, view) or move.back_to or move.to
-    match move.state:
-        case MoveState.STAGING:
-            if _broken(server, move, view):
-                return move.to, True, ""
-            if not server.opened and server.agreed != move.back_to and move.back_to in view.ready - fleet.refused.keys():
-                return move.back_to, True, ""
-            return move.to, False, "all servers stage before any applies"
-        case MoveState.APPLYING:
-            return move.to, True, "no server serves it before all have applied it"
-        case MoveState.TRYING | MoveState.HOLDING:
-            return (move.to, True, "") if id in move.canaries else (stays, True, f"version {move.to} is tried first")
-        case MoveState.BACK:
-            return move.back_to, True, f"the fleet goes back: {move.reason}"
-        case MoveState.STOPPED:
-            return (move.to if id in move.servers else stays), True, f"the move stopped: {move.reason}"
-    if id in move.failed and move.strategy.kind != FleetStrategyKind.ALL_AT_ONCE:
-        return stays, True, f"version {move.to} failed here: {move.failed[id]}"
-    if move.strategy.kind == FleetStrategyKind.ALL_AT_ONCE and install is not None and install.active and not fleet.max_skew:
-        # One that is under way ends first: where versions come faster than installs, nobody would ever arrive.
-        keeps = install.version in view.usable and install.version not in fleet.refused and install.version > server.opened
-        if keeps and fleet.target.kind == FleetTargetKind.LATEST:
-            return install.version, True, ""
-    return (move.to, True, "") if turn else (stays, True, "it waits for its turn")
-
-
-def _turns(fleet: Fleet, view: View) -> set[str]:
-    """The servers that may move now: with `at_a_time`, those out of service anyway and as many more as it allows. Who is away is
-    told when it is back: what it would do on an older word is not counted."""
-    move = fleet.moving
-    strategy, version = (move.strategy, move.to) if move else (fleet.strategy, fleet.settled)
-    if strategy.kind in (FleetStrategyKind.ALL_AT_ONCE, FleetStrategyKind.ATOMIC):
-        return set(view.servers)
-    if view.settling:
-        return set()
-    present = _present(fleet, view)
-    installing = {id for id, server in present.items() if server.install is not None and server.install.active}
-    away = installing | {id for id, server in present.items() if not server.serving}
-    given_up = move.failed.keys() if move else set()
-    room = (strategy.at_a_time or len(view.servers)) - len(away - given_up)
-    behind = [id for id in present if _in_service(fleet, id, view) not in (0, version) and id not in installing]
-    # Who failed waits for its next try in service: others may go first.
-    waiting = sorted(behind, key=lambda id: (version in present[id].failures, present[id].serving, id))
-    return ({id for id in view.servers if _attached(view.servers[id])} - set(behind)) | set(waiting[: max(0, room)])
-
-
-def _in_service(fleet: Fleet, id: str, view: View) -> int:
-    """The version that it serves, or is about to; 0: none."""
-    server = view.servers[id]
-    low, high = _range(fleet, id, view) or (server.agreed, server.agreed)
-    return server.opened or (server.agreed if low <= server.agreed <= high else 0)
-
-
-def _range(fleet: Fleet, id: str, view: View) -> tuple[int, int] | None:
-    """The versions that this server may open its gate on now."""
-    move = fleet.moving
-    if move is not None and move.state == MoveState.APPLYING:
-        return NOBODY
-    if move is not None and move.strategy.kind == FleetStrategyKind.ATOMIC and move.state == MoveState.BACK:
-        return move.back_to, move.back_to
-    if fleet.strategy.kind == FleetStrategyKind.ATOMIC:
-        version = fleet.settled if move is None else move.to if move.state == MoveState.MOVING else move.back_to
-        return version, version
-    if not fleet.max_skew:
-        return None
-    goals = {fleet.settled, move.to if move is not None else fleet.settled}
-    others = [version for version, ids in view.shown.items() if ids - {id}]
-    low, high = min(goals) - fleet.max_skew, max(goals) + fleet.max_skew
-    return max([low, *(other - fleet.max_skew for other in others)]), min([high, *(other + fleet.max_skew for other in others)])
-
-
-# What operators say
-
-
-def set_power(fleet: Fleet, power: Power, servers: Iterable[str] = ()) -> Fleet:
-    """Of the named servers, or of all, those that come later too."""
-    named = tuple(servers)
-    if not named:
-        return replace(fleet, power=power, powers={})
-    return replace(fleet, powers={**fleet.powers, **dict.fromkeys(named, power)})
-
-
-def set_drained(fleet: Fleet, drained: bool, servers: Iterable[str]) -> Fleet:
-    names = frozenset(servers)
-    return replace(fleet, drained=fleet.drained | names if drained else fleet.drained - names)
-
-
-def roll_back(fleet: Fleet, to: int, view: View, reason: str, request: str) -> Fleet:
-    """Wants `to`; READY versions after it are refused, and a NUMBER that was wanted gives way to it."""
-    later = {version: reason for version in view.usable if version > to}
-    kept = {version: why for version, why in _still_refused(fleet, view.ready).items() if version != to}
-    target = fleet.target if fleet.target.kind == FleetTargetKind.LATEST else FleetTarget(FleetTargetKind.NUMBER, to)
-    return replace(fleet, target=target, refused=later | kept, rolled_back=request)
-
-
-def decide(fleet: Fleet, go_on: bool, reason: str, view: View) -> Fleet:
-    """An operator's word on the move that goes on. Raises ValueError where there is nothing to decide."""
-    move = fleet.moving
-    if move is None:
-        raise ValueError("expected a move that goes on, there is none")
-    if not go_on:
-        if move.state == MoveState.BACK:
-            return fleet
-        if move.back_to not in view.ready:
-            raise ValueError("there is no version to go back to")
-        return _turn_back(fleet, move, view, reason or "an operator sent it back")
-    match move.state:
-        case MoveState.STOPPED:
-            return replace(fleet, move=replace(move, state=MoveState.MOVING, failed={}, tries=move.tries + 1, reason=reason))
-        case MoveState.TRYING | MoveState.HOLDING:
-            return replace(fleet, move=replace(move, approved=True, reason=reason))
-    raise ValueError(f"a move that is {move.state.name} goes on by itself")
-
-
-def checked(fleet: Fleet, move: int, passed: bool, message: str, view: View) -> Fleet:
-    """How the check of a canary ended."""
-    found = fleet.moving
-    if found is None or found.id != move or not found.checking:
-        return fleet
-    if passed:
-        return replace(fleet, move=replace(found, checked=True))
-    return _turn_back(fleet, found, view, f"check {found.strategy.check}: {message}")

@@ -229,6 +229,10 @@ class Server:
     def newest(self) -> int:
         return max(self.ready, default=0)
 
+    def attempts(self, version: int) -> int:
+        """Return how often an install of a version has failed."""
+        return self.failures[version].count if version in self.failures else 0
+
     def serves(self, version: int) -> bool:
         """Whether a gate may be opened on it: READY, or UPLOADING where the fleet serves ahead."""
         return version in self.ready or self.is_ahead(version)

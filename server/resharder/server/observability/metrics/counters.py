@@ -178,8 +178,4 @@ def outcome(before: Server, after: Server, install: Install) -> Literal["committ
     """Return the outcome of an install that ended between two states of its server."""
     if install.state == InstallState.COMMITTED:
         return "committed"
-    return "failed" if _tries(after, install.version) > _tries(before, install.version) else "given_up"
-
-
-def _tries(server: Server, version: int) -> int:
-    return server.failures[version].count if version in server.failures else 0
+    return "failed" if after.attempts(install.version) > before.attempts(install.version) else "given_up"

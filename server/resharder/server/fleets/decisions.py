@@ -1,0 +1,64 @@
+"""Decisions of operators and checks about a fleet, as pure functions."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from resharder.server.fleets.updates import still_refused, turn_back
+from resharder.server.state.fleet import (
+    Fleet,
+    FleetTarget,
+    FleetTargetKind,
+    MoveState,
+    View,
+)
+from resharder.server.state.server import Power
+
+
+def set_power(fleet: Fleet, power: Power, servers: Iterable[str] = ()) -> Fleet:
+    """Of the named servers, or of all, those that come later too."""
+    named = tuple(servers)
+    if not named:
+        return replace(fleet, power=power, powers={})
+    return replace(fleet, powers={**fleet.powers, **dict.fromkeys(named, power)})
+
+
+def set_drained(fleet: Fleet, drained: bool, servers: Iterable[str]) -> Fleet:
+    names = frozenset(servers)
+    return replace(fleet, drained=fleet.drained | names if drained else fleet.drained - names)
+
+
+def roll_back(fleet: Fleet, to: int, view: View, reason: str, request: str) -> Fleet:
+    """Wants `to`; READY versions after it are refused, and a NUMBER that was wanted gives way to it."""
+    later = {version: reason for version in view.usable if version > to}
+    kept = {version: why for version, why in still_refused(fleet, view.ready).items() if version != to}
+    target = fleet.target if fleet.target.kind == FleetTargetKind.LATEST else FleetTarget(FleetTargetKind.NUMBER, to)
+    return replace(fleet, target=target, refused=later | kept, rolled_back=request)
+
+
+def decide(fleet: Fleet, go_on: bool, reason: str, view: View) -> Fleet:
+    """An operator's word on the move that goes on. Raises ValueError where there is nothing to decide."""
+    move = fleet.moving
+    if move is None:
+        raise ValueError("expected a move that goes on, there is none")
+    if not go_on:
+        if move.state == MoveState.BACK:
+            return fleet
+        if move.back_to not in view.ready:
+            raise ValueError("there is no version to go back to")
+        return turn_back(fleet, move, view, reason or "an operator sent it back")
+    match move.state:
+        case MoveState.STOPPED:
+            return replace(fleet, move=replace(move, state=MoveState.MOVING, failed={}, tries=move.tries + 1, reason=reason))
+        case MoveState.TRYING | MoveState.HOLDING:
+            return replace(fleet, move=replace(move, approved=True, reason=reason))
+    raise ValueError(f"a move that is {move.state.name} goes on by itself")
+
+
+def checked(fleet: Fleet, move: int, passed: bool, message: str, view: View) -> Fleet:
+    """How the check of a canary ended."""
+    found = fleet.moving
+    if found is None or found.id != move or not found.checking:
+        return fleet
+    if passed:
+        return replace(fleet, move=replace(found, checked=True))
+    return turn_back(fleet, found, view, f"check {found.strategy.check}: {message}")

@@ -1,0 +1,130 @@
+"""Goals: what each server of a fleet should do now."""
+
+from dataclasses import replace
+
+from resharder.server.fleets.pause_admission import held_back
+from resharder.server.fleets.updates import is_attached, is_broken, move_tries, present_servers, wanted
+from resharder.server.state.fleet import (
+    NOBODY,
+    Fleet,
+    FleetStrategyKind,
+    FleetTargetKind,
+    MoveState,
+    PauseMode,
+    View,
+)
+from resharder.server.state.server import Goal, Server
+
+
+def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
+    """For every server of the view."""
+    found, move = {}, fleet.moving
+    turns = _turns(fleet, view)
+    together = move is not None and move.strategy.kind == FleetStrategyKind.ATOMIC
+    late = held_back(view) if fleet.pause_mode != PauseMode.WAIT and not together else frozenset()
+    for id, server in view.servers.items():
+        version, apply, why = _part(fleet, id, server, view, id in turns)
+        if apply and id in late:
+            apply, why = False, "it waits for its turn on the direct path"
+        found[id] = Goal(
+            version=version,
+            boot=boots(fleet, view),
+            apply=apply,
+            serves=_range(fleet, id, view),
+            open=id not in fleet.drained,
+            power=fleet.power_of(id),
+            strict=fleet.strict,
+            retry=move_tries(fleet.move) if fleet.move else (0, 0),
+            why=why,
+        )
+    return found
+
+
+def boots(fleet: Fleet, view: View) -> int:
+    """The version that a server which starts now should have; 0: none is READY."""
+    move = fleet.moving
+    version = fleet.settled
+    if move is not None and move.state in (MoveState.MOVING, MoveState.APPLYING):
+        version = move.to
+    elif move is not None:
+        version = move.back_to
+    if version not in view.ready - fleet.refused.keys():
+        version = wanted(fleet, replace(view, ahead=frozenset()))
+    return version if version in view.ready or not fleet.serve_ahead else 0
+
+
+def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tuple[int, bool, str]:
+    """The version that a server is to hold, whether it may apply it, and why it has to wait where it has."""
+    move = fleet.moving
+    if move is None:
+        return (fleet.settled, True, "") if turn else (_in_service(fleet, id, view), True, "it waits for its turn")
+    install = server.install
+    stays = _in_service(fleet, id, view) or move.back_to or move.to
+    match move.state:
+        case MoveState.STAGING:
+            if is_broken(server, move, view):
+                return move.to, True, ""
+            if not server.opened and server.agreed != move.back_to and move.back_to in view.ready - fleet.refused.keys():
+                return move.back_to, True, ""
+            return move.to, False, "all servers stage before any applies"
+        case MoveState.APPLYING:
+            return move.to, True, "no server serves it before all have applied it"
+        case MoveState.TRYING | MoveState.HOLDING:
+            return (move.to, True, "") if id in move.canaries else (stays, True, f"version {move.to} is tried first")
+        case MoveState.BACK:
+            return move.back_to, True, f"the fleet goes back: {move.reason}"
+        case MoveState.STOPPED:
+            return (move.to if id in move.servers else stays), True, f"the move stopped: {move.reason}"
+    if id in move.failed and move.strategy.kind != FleetStrategyKind.ALL_AT_ONCE:
+        return stays, True, f"version {move.to} failed here: {move.failed[id]}"
+    if move.strategy.kind == FleetStrategyKind.ALL_AT_ONCE and install is not None and install.active and not fleet.max_skew:
+        # One that is under way ends first: where versions come faster than installs, nobody would ever arrive.
+        keeps = install.version in view.usable and install.version not in fleet.refused and install.version > server.opened
+        if keeps and fleet.target.kind == FleetTargetKind.LATEST:
+            return install.version, True, ""
+    return (move.to, True, "") if turn else (stays, True, "it waits for its turn")
+
+
+def _turns(fleet: Fleet, view: View) -> set[str]:
+    """The servers that may move now: with `at_a_time`, those out of service anyway and as many more as it allows. Who is away is
+    told when it is back: what it would do on an older word is not counted."""
+    move = fleet.moving
+    strategy, version = (move.strategy, move.to) if move else (fleet.strategy, fleet.settled)
+    if strategy.kind in (FleetStrategyKind.ALL_AT_ONCE, FleetStrategyKind.ATOMIC):
+        return set(view.servers)
+    if view.settling:
+        return set()
+    present = present_servers(fleet, view)
+    installing = {id for id, server in present.items() if server.install is not None and server.install.active}
+    away = installing | {id for id, server in present.items() if not server.serving}
+    given_up = move.failed.keys() if move else set()
+    room = (strategy.at_a_time or len(view.servers)) - len(away - given_up)
+    behind = [id for id in present if _in_service(fleet, id, view) not in (0, version) and id not in installing]
+    # Who failed waits for its next try in service: others may go first.
+    waiting = sorted(behind, key=lambda id: (version in present[id].failures, present[id].serving, id))
+    return ({id for id in view.servers if is_attached(view.servers[id])} - set(behind)) | set(waiting[: max(0, room)])
+
+
+def _in_service(fleet: Fleet, id: str, view: View) -> int:
+    """The version that it serves, or is about to; 0: none."""
+    server = view.servers[id]
+    low, high = _range(fleet, id, view) or (server.agreed, server.agreed)
+    return server.opened or (server.agreed if low <= server.agreed <= high else 0)
+
+
+def _range(fleet: Fleet, id: str, view: View) -> tuple[int, int] | None:
+    """The versions that this server may open its gate on now."""
+    move = fleet.moving
+    if move is not None and move.state == MoveState.APPLYING:
+        return NOBODY
+    if move is not None and move.strategy.kind == FleetStrategyKind.ATOMIC and move.state == MoveState.BACK:
+        return move.back_to, move.back_to
+    if fleet.strategy.kind == FleetStrategyKind.ATOMIC:
+        version = fleet.settled if move is None else move.to if move.state == MoveState.MOVING else move.back_to
+        return version, version
+    if not fleet.max_skew:
+        return None
+    goals = {fleet.settled, move.to if move is not None else fleet.settled}
+    others = [version for version, ids in view.shown.items() if ids - {id}]
+    low, high = min(goals) - fleet.max_skew, max(goals) + fleet.max_skew
+    return max([low, *(other - fleet.max_skew for other in others)]), min([high, *(other + fleet.max_skew for other in others)])

@@ -1,0 +1,181 @@
+"""Events of control sides: claims, attachments, reports, leadership."""
+
+from dataclasses import replace
+
+from resharder.server.fleets.reconciler.gate import close_gate, closed_because, hold_order, resume_order
+from resharder.server.fleets.reconciler.installs import all_ranks, end_install, fail, note_failure
+from resharder.server.fleets.reconciler.power import power_changed, power_order
+from resharder.server.state.server import (
+    Attached,
+    Claimed,
+    Control,
+    InstallState,
+    Order,
+    OrderKind,
+    Power,
+    Reported,
+    Server,
+    Settings,
+)
+
+
+def claimed(server: Server, event: Claimed, now: float) -> Server:
+    if not server.attached:
+        server = replace(server, seen=now, lost_at=None, renews=server.renews or event.renews)
+    if not event.boot or (server.boot_version in server.ready and (server.booting or server.controls)):
+        return server
+    if server.controls or (server.booting and not server.boot_version):
+        return replace(server, boot_version=server.boots)
+    # Booted before, and nobody is there: the same id starts again, with new processes.
+    return Server(
+        id=server.id,
+        model=server.model,
+        fleet=server.fleet,
+        life=server.life,
+        seen=now,
+        renews=event.renews,
+        ready=server.ready,
+        boot_version=server.boots,
+        gone=server.gone,
+        installs=server.installs,
+        goal=server.goal,
+        changes=server.changes,
+        term=server.term,
+    )
+
+
+def attached(server: Server, event: Attached, now: float, orders: list[Order]) -> Server:
+    control = Control(event.control, event.address, now, event.busy, event.in_flight, closing=bool(event.serving))
+    server = replace(server, lingers=event.serving or server.lingers)
+    leader = server.controls[0].nonce if server.controls else event.control
+    if any(c.nonce == event.control for c in server.controls):
+        controls = tuple(control if c.nonce == event.control else c for c in server.controls)
+    else:
+        controls = (*server.controls, control)
+    if event.world_size != server.world_size:
+        server = _resized(server, event.world_size, now, orders)
+    server = replace(server, controls=controls, seen=now, attached=True, lost_at=None, passes_kv=event.passes_kv)
+    server = _powered(server, event.control, event.power)
+    orders.append(Order(event.control, OrderKind.RENEWED))
+    if event.term > server.term:  # numbered by a daemon on another store: the engine refuses all below
+        server = replace(server, term=event.term)
+        if event.control != leader:
+            server = _lead(server, leader, orders)
+    return _greet(server, control, orders, leads=event.control == leader)
+
+
+def _lead(server: Server, leader: str, orders: list[Order]) -> Server:
+    """From here on the engine obeys no order of an earlier term."""
+    orders.append(Order(leader, OrderKind.LEAD))
+    return replace(server, term=server.term + 1)
+
+
+def _powered(server: Server, control: str, power: Power) -> Server:
+    """What the leader says of its engine, but for while it changes. Weights that were dropped are nobody's."""
+    if control != server.controls[0].nonce or not power or server.change is not None:
+        return server
+    dropped = power == Power.ASLEEP_2 and server.power != Power.ASLEEP_2
+    return replace(server, power=power, torn=all_ranks(server) if dropped else server.torn)
+
+
+def _resized(server: Server, world_size: int, now: float, orders: list[Order]) -> Server:
+    workers = {rank: worker for rank, worker in server.workers.items() if rank < world_size}
+    torn = frozenset(rank for rank in server.torn if rank < world_size)
+    if server.install is not None and server.install.active:
+        server = end_install(server, server.install, f"the server now has {world_size} workers", now)
+    return close_gate(replace(server, workers=workers, torn=torn, world_size=world_size), orders)
+
+
+def _greet(server: Server, control: Control, orders: list[Order], *, leads: bool) -> Server:
+    """Tells a control side what it is and where things stand."""
+    if leads:
+        server = _lead(server, control.nonce, orders)
+    if server.busy_elsewhere(control):
+        return server
+    install, change = server.install, server.change
+    if leads and change is not None and control.busy != change.id:
+        orders.append(power_order(server, control))
+    if server.opened:
+        if server.serves(server.opened):  # else it stays as it is: open or shut
+            orders.append(resume_order(server, control))
+    elif install is not None and install.state == InstallState.APPLYING:
+        if not leads:  # one that leads gets APPLY below, or is at it: it may have shut its gate over a failure by then
+            orders.append(hold_order(install, control))
+    elif server.torn:
+        orders.append(Order(control.nonce, OrderKind.CLOSE, reason="the last install went wrong half-way"))
+    elif (server.goal.strict or not server.goal.in_service) and not (server.lingers and server.goal.permits(server.lingers)):
+        orders.append(Order(control.nonce, OrderKind.CLOSE, reason=closed_because(server)))
+    if not leads or install is None or not install.active or control.busy == install.id:
+        return server
+    kind = OrderKind.STAGE if install.state == InstallState.STAGING else OrderKind.APPLY
+    order = Order(control.nonce, kind, install.id, install.version, profile=install.profiled, ahead_of=install.ahead_of)
+    orders.append(order)
+    return replace(server, install=replace(install, control_done=False))
+
+
+def reported(server: Server, event: Reported, now: float, settings: Settings, orders: list[Order]) -> Server:
+    control = next((c for c in server.controls if c.nonce == event.control), None)
+    if control is None:
+        return server
+    was_busy = server.busy_elsewhere(control)
+    idle = event.done is not None and event.install == control.busy
+    closed = event.done in (OrderKind.CLOSE, OrderKind.APPLY, OrderKind.SLEEP)
+    control = replace(
+        control,
+        seen=now,
+        busy="" if idle else control.busy,
+        in_flight=event.in_flight,
+        closing=control.closing and not closed,
+    )
+    controls = tuple(control if c.nonce == control.nonce else c for c in server.controls)
+    server = replace(server, controls=controls, seen=now)
+    server = replace(_powered(server, control.nonce, event.power), lingers=_lingering(server))
+    orders.append(Order(control.nonce, OrderKind.RENEWED))
+    leads = control.nonce == server.controls[0].nonce
+    if was_busy and idle:
+        return _greet(server, control, orders, leads=leads)
+    return _order_done(server, event, now, settings, orders) if leads and event.done is not None else server
+
+
+def _order_done(server: Server, event: Reported, now: float, settings: Settings, orders: list[Order]) -> Server:
+    """The leader said how an order went."""
+    install, change = server.install, server.change
+    if change is not None and event.install == change.id and event.done in (OrderKind.SLEEP, OrderKind.WAKE):
+        return power_changed(server, change, event, now, settings)
+    if event.done == OrderKind.RESUME and server.opened and event.install == server.opened_by:
+        if not event.ok:
+            # Workers are proven, but the engine would not go on: whatever state it is in, it is not one to serve from.
+            error = f"could not resume on version {server.opened}: {event.error}"
+            server = note_failure(server, server.opened, error, now, settings)
+            return close_gate(replace(server, torn=all_ranks(server)), orders)
+        return replace(_went_on(server, event), resumed=True)
+    if install is None or not install.active or event.install != install.id:
+        return server
+    install = replace(install, timings=event.timings)
+    if not event.ok and event.done in (OrderKind.STAGE, OrderKind.APPLY):
+        return fail(server, install, f"the control side could not {event.done.name.lower()} it: {event.error}", now, settings)
+    if event.done == OrderKind.APPLY and install.state == InstallState.APPLYING:
+        return replace(server, install=replace(install, control_done=True))
+    return server
+
+
+def _went_on(server: Server, event: Reported) -> Server:
+    """What its leader said of the pause, once; the next install may have begun by then."""
+    ended = server.ended
+    if server.resumed or ended is None or ended.id != event.install or ended.pause_seconds:
+        return server
+    ended = replace(ended, pause_seconds=event.pause_seconds, timings=(*ended.timings, *event.timings))
+    same = server.install is not None and server.install.id == ended.id
+    return replace(server, ended=ended, install=ended if same else server.install)
+
+
+def detach(server: Server, gone: set[str], orders: list[Order]) -> Server:
+    leader = server.controls[0].nonce if server.controls else ""
+    controls = tuple(control for control in server.controls if control.nonce not in gone)
+    server = replace(server, controls=controls)
+    server = replace(server, lingers=_lingering(server) if controls else server.lingers)
+    return _greet(server, controls[0], orders, leads=True) if controls and leader in gone else server
+
+
+def _lingering(server: Server) -> int:
+    return server.lingers if any(control.closing for control in server.controls) else 0

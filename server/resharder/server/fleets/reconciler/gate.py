@@ -1,0 +1,76 @@
+"""The gate: when it opens, and when it closes."""
+
+from dataclasses import replace
+from typing import Any
+
+from resharder.server.state.server import (
+    Control,
+    Install,
+    InstallState,
+    Order,
+    OrderKind,
+    Power,
+    Server,
+    Settings,
+)
+
+
+def closing(server: Server) -> dict[str, Any]:
+    """What becomes of the gate when control sides are told to close it."""
+    controls = tuple(replace(control, closing=True) for control in server.controls)
+    return {"opened": 0, "resumed": False, "lingers": server.opened or server.lingers, "controls": controls}
+
+
+def hold_order(install: Install, control: Control) -> Order:
+    """Requests wait for this install instead of being turned away."""
+    return Order(control.nonce, OrderKind.CLOSE, install.id, install.version, f"version {install.version} is being installed")
+
+
+def close_gate(server: Server, orders: list[Order]) -> Server:
+    """Closed, unless it is open on what every worker is proven to hold, awake and not to be drained."""
+    kept = server.agreed == server.opened and server.power == Power.AWAKE and server.change is None
+    if not server.opened or (kept and server.goal.in_service):
+        return server
+    return _close(server, closed_because(server) if kept else f"not every worker holds version {server.opened}", orders)
+
+
+def leave_aborted(server: Server, settings: Settings, orders: list[Order]) -> Server:
+    """What was served ahead of READY and became ABORTED is served on until its successor is staged, where one can be."""
+    lost = server.opened and not server.serves(server.opened) and server.wanted in server.ready
+    if not lost or server.attempts(server.wanted) < settings.attempts:
+        return server
+    return _close(server, f"version {server.opened} is not to be served any more, and no other could be installed", orders)
+
+
+def _close(server: Server, reason: str, orders: list[Order]) -> Server:
+    orders += [Order(control.nonce, OrderKind.CLOSE, reason=reason) for control in server.controls]
+    return replace(server, **closing(server))
+
+
+def closed_because(server: Server) -> str:
+    if server.goal.power != Power.AWAKE:
+        return "an operator put it to sleep"
+    return "drained for maintenance" if not server.goal.open else "its version is not confirmed yet"
+
+
+def open_gate(server: Server, orders: list[Order]) -> Server:
+    held = server.agreed
+    if server.opened or not server.serves(held) or server.differs or not server.goal.permits(held):
+        return server
+    if server.power not in (Power.AWAKE, Power.UNKNOWN) or server.change is not None:
+        return server
+    controls = tuple(replace(control, closing=False) for control in server.controls)
+    server = replace(server, opened=held, confirmed=held, resumed=False, controls=controls)
+    server = replace(server, opened_by=_opening(server))
+    orders += [resume_order(server, control) for control in server.controls if not server.busy_elsewhere(control)]
+    return server
+
+
+def _opening(server: Server) -> str:
+    install = server.install
+    fits = install is not None and install.state == InstallState.COMMITTED and install.version == server.opened
+    return install.id if install is not None and fits else f"{server.life}-0"
+
+
+def resume_order(server: Server, control: Control) -> Order:
+    return Order(control.nonce, OrderKind.RESUME, server.opened_by, server.opened)

@@ -1,0 +1,104 @@
+"""Reports of workers: which version each one has, and which is torn or altered."""
+
+from dataclasses import replace
+
+from resharder.server.fleets.reconciler.installs import end_install
+from resharder.server.state.server import (
+    Install,
+    InstallState,
+    Server,
+    Settings,
+    Worker,
+    WorkerState,
+)
+
+
+def worker_reported(server: Server, report: Worker, now: float, settings: Settings) -> Server:
+    if report.process in server.gone or (server.world_size and report.rank >= server.world_size):
+        return server
+    if not server.attached:
+        server = replace(server, seen=now, lost_at=None)
+    server = _worker_taken(server, report, now, settings)
+    kept = server.workers.get(report.rank)
+    if kept is None or kept.process != report.process:
+        return server
+    return _keep_worker(server, replace(kept, verification=report.verification))
+
+
+def _altered(server: Server, known: Worker, report: Worker) -> Server:
+    """Its memory is not what its version gives: it counts as torn. What it has staged by now stays staged."""
+    install = server.install
+    goes_on = install is not None and install.active and known.install == install.id
+    worker = replace(known, holds=0, held_as="", differs="") if goes_on else _holding(replace(report, ordered=known.ordered))
+    server = replace(server, torn=server.torn | {report.rank}, altered={**server.altered, report.rank: report.error})
+    return _keep_worker(server, worker)
+
+
+def _worker_taken(server: Server, report: Worker, now: float, settings: Settings) -> Server:
+    report = _judged(server, report)
+    known = server.workers.get(report.rank)
+    if known is None:
+        return _keep_worker(server, _holding(report))
+    if known.process != report.process:
+        altered = {rank: found for rank, found in server.altered.items() if rank != report.rank}
+        gone, torn = server.gone | {known.process}, server.torn - {report.rank}
+        server = replace(server, gone=gone, torn=torn, altered=altered, failures={})
+        if server.install is not None and server.install.active:
+            server = end_install(server, server.install, f"worker {report.rank} was replaced by another process", now)
+            server = replace(server, torn=server.torn - {report.rank})
+        return _keep_worker(server, _holding(report))
+    if report.altered:
+        return _altered(server, known, report)
+    install = server.install
+    if install is not None and report.install == install.id:
+        return _keep_worker(server, _merge(server, install, known, report))
+    if report.state == WorkerState.EMPTY and not report.error and (install is None or not install.active):
+        return _keep_worker(server, replace(report, ordered=known.ordered))  # whoever it was that dropped its weights
+    if not report.install.startswith(server.life) and not known.ordered:
+        return _keep_worker(server, _holding(report))
+    if _proven(report) == known.holds != 0:  # late, but for what it has found out of what it holds
+        return _keep_worker(server, replace(known, held_as=report.fingerprint, differs=report.error))
+    return server
+
+
+def _judged(server: Server, report: Worker) -> Worker:
+    """The report, or what it amounts to where it proves another version than the store's of that number."""
+    stored, ahead = server.ready.get(report.version), server.ahead.get(report.version)
+    if not _proven(report):
+        return report
+    if report.fingerprint == stored:
+        return replace(report, error="")
+    if ahead is not None and report.fingerprint == ahead.fingerprint:
+        return report
+    theirs = f"fingerprint {stored[:12]}" if stored is not None else "none READY"
+    error = f"it holds a version {report.version} of fingerprint {report.fingerprint[:12] or 'unknown'}, the store has {theirs}"
+    ordered = server.install is not None and server.install.active and report.install == server.install.id
+    return replace(report, state=WorkerState.FAILED if ordered else WorkerState.EMPTY, version=0, error=error)
+
+
+def _proven(report: Worker) -> int:
+    return report.version if report.state in (WorkerState.BOOTED, WorkerState.APPLIED) else 0
+
+
+def _holding(report: Worker) -> Worker:
+    """With what it proves."""
+    if not (version := _proven(report)):
+        return replace(report, holds=0, held_as="", differs="")
+    return replace(report, holds=version, held_as=report.fingerprint, differs=report.error)
+
+
+def _merge(server: Server, install: Install, known: Worker, report: Worker) -> Worker:
+    """A report on the current or last install, by a worker that is known."""
+    report = replace(report, ordered=known.ordered, holds=known.holds, held_as=known.held_as, differs=known.differs)
+    if report.state == WorkerState.APPLIED:
+        return _holding(report)
+    if report.state == WorkerState.FAILED:
+        written = report.rank in server.torn or install.state == InstallState.COMMITTED
+        return _holding(report) if written else report
+    if known.install == report.install and known.state in (WorkerState.APPLIED, WorkerState.FAILED):
+        return known  # STAGED came late
+    return report
+
+
+def _keep_worker(server: Server, worker: Worker) -> Server:
+    return replace(server, workers={**server.workers, worker.rank: worker})
