@@ -12,7 +12,7 @@ import resharder.server.state.errors as server
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from resharder.client import errors as client
-from resharder.server.ingest import coordinator
+from resharder.server.ingest.uploads import CLOSED
 from resharder.server.rpc import errors as rpc_errors
 
 ROOT = Path(__file__).parents[2]
@@ -54,8 +54,8 @@ def raised() -> set[tuple[str, str]]:
 def _said(argument: ast.expr) -> list[str]:
     if isinstance(argument, ast.Constant):
         return [argument.value]
-    assert ast.unparse(argument) == "_CLOSED[record.state]", f"not a reason that can be read here: {ast.unparse(argument)}"
-    return list(coordinator._CLOSED.values())
+    assert ast.unparse(argument) == "CLOSED[record.state]", f"not a reason that can be read here: {ast.unparse(argument)}"
+    return list(CLOSED.values())
 
 
 def test_the_documented_reasons_are_exactly_those_that_the_daemon_sends() -> None:

@@ -117,7 +117,7 @@ def test_a_later_job_ends_an_earlier_one(daemon: Daemon, transport: str) -> None
     (old,) = connected(daemon.endpoint, 1, "old", transport=transport)
     publish_all([old], 1, weights(1))[0].wait_ready(60)
     (new,) = connected(daemon.endpoint, 1, "new", transport=transport)
-    with pytest.raises(StaleEpoch, match=r"later job|epoch"):
+    with pytest.raises(StaleEpoch, match=r"newer job|epoch"):
         publish_all([old], 2, weights(2))
     handle = publish_all([new], 1, weights(3))[0]
     handle.wait_ready(60)

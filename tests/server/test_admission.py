@@ -239,10 +239,10 @@ def test_proofs_of_one_model_that_take_long_do_not_hold_up_anothers(tmp_path: Pa
         at_last.callback(ended.set)
         first, second = (sealed(intake, "noisy", shapes["noisy"], step) for step in (1, 2))
         calm = sealed(intake, "calm", shapes["calm"], 1)
-        assert settled(intake.wait, "calm", calm, 30, False).state == "READY"
+        assert settled(intake.waits.wait, "calm", calm, 30, False).state == "READY"
         assert [store.catalogue.get("noisy", number).state for number in (first, second)] == ["UPLOADING", "UPLOADING"]
         ended.set()
-        assert [settled(intake.wait, "noisy", number, 30, False).state for number in (first, second)] == ["READY", "READY"]
+        assert [settled(intake.waits.wait, "noisy", number, 30, False).state for number in (first, second)] == ["READY", "READY"]
 
 
 def test_files_of_models_that_take_long_to_lay_out_do_not_hold_up_anothers(
@@ -259,19 +259,19 @@ def test_files_of_models_that_take_long_to_lay_out_do_not_hold_up_anothers(
         intake = Intake(store)
         at_last.callback(ended.set)
         for model in noisy:
-            publisher, boxes = intake.create_publisher(model, "job", 1, {}), pack([(0, full_box(SPECS[0].shape), False)])
-            intake.register(publisher.name, 0, "same", SPECS[:1], boxes)
+            publisher, boxes = intake.publishers.create(model, "job", 1, {}), pack([(0, full_box(SPECS[0].shape), False)])
+            intake.publishers.register(publisher.name, 0, "same", SPECS[:1], boxes)
         calm = sealed(intake, "calm", (32, 32), 1)
-        assert settled(intake.wait, "calm", calm, 30, False).state == "READY"
+        assert settled(intake.waits.wait, "calm", calm, 30, False).state == "READY"
         assert not list((tmp_path / "store/models").glob("noisy*/pool/*/*.safetensors"))
 
 
 def sealed(intake: Intake, model: str, shape: tuple[int, ...], step: int) -> int:
     """A version of zeros, which new files hold already, as a rank in shared memory delivers it: its number."""
-    publisher = intake.create_publisher(model, "job", 1, {})
-    intake.register(publisher.name, 0, "same", [TensorSpec("a", "BF16", shape)], pack([(0, full_box(shape), False)]))
-    version = settled(intake.create_version, publisher.name, 0, step)
-    return intake.seal(model, version.number, version.epoch, 0, [0], mapped=True).number
+    publisher = intake.publishers.create(model, "job", 1, {})
+    intake.publishers.register(publisher.name, 0, "same", [TensorSpec("a", "BF16", shape)], pack([(0, full_box(shape), False)]))
+    version = settled(intake.steps.create, publisher.name, 0, step)
+    return intake.uploads.seal(model, version.number, version.epoch, 0, [0], mapped=True).number
 
 
 def anonymous_bytes(pid: int) -> int:

@@ -40,7 +40,7 @@ class Site:
         self.intake = Intake(self.store, lease_seconds=LEASE, clock=lambda: self.now)
 
     def stop(self) -> None:
-        self.intake.drain(0)
+        self.intake.steps.drain(0)
         self.store.close()
 
     def open(self) -> list[VersionRecord]:
@@ -56,7 +56,7 @@ class Site:
     def settle(self) -> None:
         """Until no proof is under way."""
         end = time.monotonic() + 60
-        while any(not staged.open_ranks() for staged in list(self.intake._staged.values())):
+        while any(not staged.open_ranks() for staged in list(self.intake.uploads._open.values())):
             assert time.monotonic() < end, "a proof has not ended"
             time.sleep(0.001)
 
@@ -78,15 +78,15 @@ class Rank:
         self.register()
 
     def register(self) -> None:
-        publisher = self.site.intake.create_publisher("policy", "job", RANKS, {})
+        publisher = self.site.intake.publishers.create("policy", "job", RANKS, {})
         self.name = publisher.name
         box = (Range(self.rank, 1), Range(0, 8))
         boxes = pack([(0, box, False)])
-        self.site.intake.register(self.name, self.rank, f"rank {self.rank}", SPECS, boxes, self.process)
+        self.site.intake.publishers.register(self.name, self.rank, f"rank {self.rank}", SPECS, boxes, self.process)
         self.attempts.registered(self.site.store.catalogue.newest_number("policy"))
 
     def begin(self, step: int) -> VersionRecord:
-        record = settled(self.site.intake.create_version, self.name, self.rank, step, self.attempts.after(step))
+        record = settled(self.site.intake.steps.create, self.name, self.rank, step, self.attempts.after(step))
         self.attempts.begun(step, record.number)
         self.given.add(record.number)
         self.begun = record if record.state == "UPLOADING" else None
@@ -94,14 +94,14 @@ class Rank:
 
     def seal(self, record: VersionRecord) -> VersionRecord:
         """The files hold zeros, and so does the rank."""
-        return self.site.intake.seal("policy", record.number, record.epoch, self.rank, [0], mapped=True)
+        return self.site.intake.uploads.seal("policy", record.number, record.epoch, self.rank, [0], mapped=True)
 
     def publish(self, step: int) -> VersionRecord:
         record = self.begin(step)
         return self.seal(record) if record.state == "UPLOADING" else record
 
     def renew(self) -> None:
-        self.site.intake.publisher(self.name, self.rank)
+        self.site.intake.publishers.get(self.name, self.rank)
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def stall(site: Site, ranks: list[Rank], silent: int) -> None:
         for rank in ranks:
             if rank.rank != silent:
                 rank.renew()
-        site.intake.expire()
+        site.intake.publishers.expire()
 
 
 def publish_all(site: Site, ranks: list[Rank], step: int) -> VersionRecord:
@@ -168,7 +168,7 @@ def test_an_answer_that_is_lost_is_the_same_when_the_rank_asks_again(site: Site,
     stall(site, ranks, silent=0)
     after = ranks[0].attempts.after(1)
     for _ in range(3):
-        assert settled(site.intake.create_version, ranks[0].name, 0, 1, after).number == first.number
+        assert settled(site.intake.steps.create, ranks[0].name, 0, 1, after).number == first.number
     assert site.open() == []
 
 
@@ -307,7 +307,7 @@ def test_a_restarted_rank_may_not_go_back_where_the_others_live_on(site: Site, r
     first = ranks[0].publish(5)
     site.now += 1
     ranks[1].renew()
-    site.intake.expire()
+    site.intake.publishers.expire()
     assert site.state(first.number) == "ABORTED"
     refused(lambda: ranks[0].publish(6), "VERSION_ABORTED")
     assert publish_all(site, ranks, 9).state == "READY"
@@ -336,7 +336,7 @@ def test_a_client_that_counts_no_attempts_opens_the_step_again_and_blocks_nobody
         ranks[1].publish(step)
         stall(site, ranks, silent=0)
         ranks[1].begin(step + 1)
-        refused(lambda step=step: settled(site.intake.create_version, ranks[0].name, 0, step), "VERSION_ABORTED")  # type: ignore[misc]
+        refused(lambda step=step: settled(site.intake.steps.create, ranks[0].name, 0, step), "VERSION_ABORTED")  # type: ignore[misc]
     assert publish_all(site, ranks, 9).state == "READY"
 
 
@@ -461,7 +461,7 @@ class Schedule(RuleBasedStateMachine):
         for rank in self.ranks:
             if rank.rank not in self.stalled:
                 rank.renew()
-        self.site.intake.expire()
+        self.site.intake.publishers.expire()
 
     @invariant()
     def no_version_stays_that_cannot_be_completed(self) -> None:
@@ -469,7 +469,7 @@ class Schedule(RuleBasedStateMachine):
             return
         self.tick()
         assert len(self.site.open()) <= 2
-        for staged in list(self.site.intake._staged.values()):
+        for staged in list(self.site.intake.uploads._open.values()):
             for number in staged.open_ranks():
                 silent = self.site.now - max(staged.created, staged.publisher.seen.get(number, 0.0))
                 assert silent <= LEASE, f"{staged.record.name} waits for rank {number}, which is silent for {silent} s"

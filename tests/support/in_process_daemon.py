@@ -23,7 +23,7 @@ from resharder.server.direct import exchange, links, offers, transfers
 from resharder.server.fleets import profiles
 from resharder.server.infra import event_log
 from resharder.server.infra.change_signal import Pause
-from resharder.server.ingest import coordinator as ingest_coordinator
+from resharder.server.ingest import steps, version_waits
 from resharder.server.main import Daemon
 from resharder.server.rpc.dispatch import Dispatcher
 from resharder.server.rpc.server import RpcServer
@@ -184,7 +184,7 @@ def inside(**options: Any) -> Iterator[tuple[Daemon, Door]]:
         await wait(dispatcher, Pause(pause.signal, pause.seen, min(pause.seconds, 0.005)))
 
     with ExitStack() as held:
-        for module in (event_log, ingest_coordinator, profiles):
+        for module in (event_log, profiles, steps, version_waits):
             held.enter_context(patch.object(module, "_LOOK", 0.005))
         for module in (links, offers, transfers):
             held.enter_context(patch.object(module, "LOOK", 0.005))

@@ -64,7 +64,7 @@ class _ServingSignal(FleetObserver):
         self._intake = intake
 
     def serving_changed(self) -> None:
-        self._intake.wake_for_serving()
+        self._intake.waits.serving_changed()
 
 
 class Daemon:
@@ -209,7 +209,7 @@ class Daemon:
         while not self._ended.wait(min(1.0, self.config.lease_seconds / 4)):
             descriptors.look()
             try:
-                self.intake.expire()
+                self.intake.publishers.expire()
             except Exception as error:
                 _log.error("leases_failed", exc_info=error)
 
@@ -217,7 +217,7 @@ class Daemon:
         """Lets versions that are arriving finish, within the bound; then everything ends."""
         _log.info("daemon_drains", seconds=self.config.drain_seconds)
         self.server.drain()
-        self.intake.drain(self.config.drain_seconds)
+        self.intake.steps.drain(self.config.drain_seconds)
         self._ended.set()
         self.checks.close()
         self.fleets.close()

@@ -89,7 +89,7 @@ class PublisherRecord:
     def check_usable(self) -> None:
         """Raises what the publisher was rejected with, or FailedPrecondition (STALE_EPOCH)."""
         if self.state == FENCED:
-            raise FailedPrecondition("STALE_EPOCH", f"{self.name}: a later job took {self.model!r} over")
+            raise FailedPrecondition("STALE_EPOCH", f"{self.name}: a newer job has claimed {self.model!r}")
         if self.error is not None:
             raise type(self.error)(self.error.reason, str(self.error))
 

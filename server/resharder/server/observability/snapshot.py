@@ -67,8 +67,8 @@ def take(intake: Intake, roster: Roster) -> Snapshot:
         store.catalogue.used_bytes(),
         store.capacity.limit_bytes,
         versions,
-        {record.name: _slots(intake.progress(record)) for record in staging},
-        [(publisher, intake.live_ranks(publisher)) for publisher in intake.publishers()],
+        {record.name: _slots(intake.uploads.progress(record)) for record in staging},
+        [(publisher, intake.publishers.live_ranks(publisher)) for publisher in intake.publishers.all()],
         roster.fleets(),
         servers,
     )

@@ -7,7 +7,8 @@ from resharder.converters.wire.direct import copies_to_proto, layout_from_proto,
 from resharder.server.direct.coordinator import Direct
 from resharder.server.direct.state import Act, Link, Member, Task
 from resharder.server.infra.change_signal import Pause, Waiting
-from resharder.server.ingest.coordinator import Intake, parse_name
+from resharder.server.ingest.coordinator import Intake
+from resharder.server.ingest.shared import parse_name
 from resharder.server.rpc.dispatch import Call
 from resharder.server.rpc.views import seconds
 from resharder.server.state.errors import InvalidArgument
@@ -28,7 +29,7 @@ class DirectService:
     def DeclareMemory(self, request: direct_pb2.DeclareMemoryRequest, call: Call) -> Message:
         member = _member(request.member)
         if "/publishers/" in member.owner:
-            self._intake.publisher(member.owner, member.rank)
+            self._intake.publishers.get(member.owner, member.rank)
         else:
             self._direct.links.check_worker(member)
         self._direct.links.declare(member, request.fingerprint, layout_from_proto(request.layout, member.rank))
@@ -36,7 +37,7 @@ class DirectService:
 
     def OfferVersion(self, request: direct_pb2.OfferVersionRequest, call: Call) -> Iterator[direct_pb2.DirectTask | Pause]:
         member, (model, number) = _member(request.member), parse_name(request.version, "versions")
-        publisher = self._intake.publisher(member.owner, member.rank)
+        publisher = self._intake.publishers.get(member.owner, member.rank)
         record = self._intake.store.catalogue.get(model, number)
         if (record.model, record.epoch) != (publisher.model, publisher.epoch):
             raise InvalidArgument("RESOURCE_NAME", f"expected a version of {publisher.name}, got {record.name}")

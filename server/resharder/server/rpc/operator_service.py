@@ -12,7 +12,7 @@ from resharder.server.fleets.profiles import Profiles
 from resharder.server.fleets.verifications import Verifications
 from resharder.server.infra.change_signal import Pause, Waiting
 from resharder.server.infra.event_log import Events, event_to_proto
-from resharder.server.ingest.coordinator import parse_name
+from resharder.server.ingest.shared import parse_name
 from resharder.server.rpc.convert import fleet_to_proto, server_to_proto, store_access, timestamp
 from resharder.server.rpc.dispatch import Call
 from resharder.server.rpc.views import Views, page_of, seconds
@@ -47,7 +47,7 @@ class OperatorService:
             answer.store.CopyFrom(access)
         answer.store_used_bytes = self._store.catalogue.used_bytes()
         answer.models.extend(self._store.catalogue.models())
-        answer.publishers.extend(self._views.publisher(publisher) for publisher in self._intake.publishers())
+        answer.publishers.extend(self._views.publisher(publisher) for publisher in self._intake.publishers.all())
         return answer
 
     def ListVersions(self, request: operator_pb2.ListVersionsRequest, call: Call) -> Message:

@@ -7,8 +7,9 @@ from google.protobuf.message import Message
 from resharder.converters.wire.boxes import spec_from_proto
 from resharder.converters.wire.chunk_frame import unframe
 from resharder.server.infra.change_signal import Waiting
-from resharder.server.ingest.coordinator import Intake, parse_name
+from resharder.server.ingest.coordinator import Intake
 from resharder.server.ingest.packed_boxes import read_boxes
+from resharder.server.ingest.shared import parse_name
 from resharder.server.observability.tracing.ids import traceparent_of
 from resharder.server.rpc.dispatch import Call
 from resharder.server.rpc.views import Views, seconds
@@ -24,7 +25,7 @@ class PublisherService:
 
     def CreatePublisher(self, request: publisher_pb2.CreatePublisherRequest, call: Call) -> Message:
         files = {file.path: file.content for file in request.model.files}
-        return self._views.publisher(self._intake.create_publisher(request.model.name, request.job, request.world_size, files))
+        return self._views.publisher(self._intake.publishers.create(request.model.name, request.job, request.world_size, files))
 
     def RegisterSlot(self, request: publisher_pb2.RegisterSlotRequest, call: Call) -> Message:
         specs = [spec_from_proto(spec) for spec in request.tensors]
@@ -33,21 +34,23 @@ class PublisherService:
         boxes, process = read_boxes(request.boxes, specs), request.process[:128]
         request.ClearField("process")  # the same tensors and boxes are the same registration
         fingerprint = str(blake3(request.SerializeToString(deterministic=True)).hexdigest())
-        return self._views.publisher(self._intake.register(request.publisher, request.rank, fingerprint, specs, boxes, process))
+        return self._views.publisher(
+            self._intake.publishers.register(request.publisher, request.rank, fingerprint, specs, boxes, process)
+        )
 
     def GetAssignment(self, request: publisher_pb2.GetAssignmentRequest, call: Call) -> Waiting[Message]:
         wait = seconds(request.wait_seconds)
-        publisher, boxes = yield from self._intake.assignment(request.publisher, request.rank, wait)
+        publisher, boxes = yield from self._intake.publishers.assignment(request.publisher, request.rank, wait)
         return publisher_pb2.Assignment(
-            publisher=self._views.publisher(publisher), boxes=boxes, chunk_bytes=self._intake.chunk_bytes
+            publisher=self._views.publisher(publisher), boxes=boxes, chunk_bytes=self._intake.steps.chunk_bytes
         )
 
     def RenewLease(self, request: publisher_pb2.RenewLeaseRequest, call: Call) -> Message:
-        return self._views.publisher(self._intake.publisher(request.publisher, request.rank))
+        return self._views.publisher(self._intake.publishers.get(request.publisher, request.rank))
 
     def CreateVersion(self, request: publisher_pb2.CreateVersionRequest, call: Call) -> Waiting[Message]:
         after = request.after if request.HasField("after") else None
-        record = yield from self._intake.create_version(request.publisher, request.rank, request.step, after)
+        record = yield from self._intake.steps.create(request.publisher, request.rank, request.step, after)
         if request.withheld:
             self._withhold(record.model, record.number)
         return self._views.version(record)
@@ -57,21 +60,21 @@ class PublisherService:
 
     def ListMissingChunks(self, request: publisher_pb2.SlotRequest, call: Call) -> Message:
         model, number = parse_name(request.version, "versions")
-        return publisher_pb2.MissingChunks(indices=self._intake.missing(model, number, request.epoch, request.rank))
+        return publisher_pb2.MissingChunks(indices=self._intake.uploads.missing(model, number, request.epoch, request.rank))
 
     def SealSlot(self, request: publisher_pb2.SealSlotRequest, call: Call) -> Message:
         model, number = parse_name(request.version, "versions")
         timings, trace = timings_from_proto(request.timings), traceparent_of(call.metadata)
         said = (request.rank, request.digests, request.mapped, timings, trace)
-        return self._views.version(self._intake.seal(model, number, request.epoch, *said))
+        return self._views.version(self._intake.uploads.seal(model, number, request.epoch, *said))
 
     def AbortVersion(self, request: publisher_pb2.AbortVersionRequest, call: Call) -> Message:
         model, number = parse_name(request.version, "versions")
-        return self._views.version(self._intake.abort(model, number, request.epoch, request.reason[:1000]))
+        return self._views.version(self._intake.uploads.abort(model, number, request.epoch, request.reason[:1000]))
 
     def WaitVersion(self, request: publisher_pb2.WaitVersionRequest, call: Call) -> Waiting[Message]:
         model, number = parse_name(request.version, "versions")
-        record = yield from self._intake.wait(model, number, seconds(request.wait_seconds), request.serving)
+        record = yield from self._intake.waits.wait(model, number, seconds(request.wait_seconds), request.serving)
         return self._views.version(record)
 
 
@@ -90,7 +93,7 @@ class ChunkStream:
         self._model = self._model or named
         if not self._model or (named and named != self._model):
             raise InvalidArgument("CHUNK", f"expected one model's name in the first chunk of a stream, got {named!r}")
-        self._intake.land(self._model, header, data)
+        self._intake.uploads.land(self._model, header, data)
         self._chunks, self._size = self._chunks + 1, self._size + len(data)
 
     def end(self) -> Message:

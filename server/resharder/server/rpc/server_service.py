@@ -7,7 +7,7 @@ from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.profiles import Profiles
 from resharder.server.fleets.verifications import Verifications
 from resharder.server.infra.change_signal import Pause, Waiting
-from resharder.server.ingest.coordinator import parse_name
+from resharder.server.ingest.shared import parse_name
 from resharder.server.rpc.box_reads import BoxDigester, check_boxes, chunks
 from resharder.server.rpc.convert import (
     attached_from_proto,

@@ -32,8 +32,8 @@ class Views:
             reason=f"{publisher.error.reason}: {publisher.error}" if publisher.error else "",
             registered_slots=len(publisher.registered),
             store=store_access(self.store.folder),
-            lease_seconds=self.intake.lease_seconds,
-            live_ranks=self.intake.live_ranks(publisher),
+            lease_seconds=self.intake.publishers.lease_seconds,
+            live_ranks=self.intake.publishers.live_ranks(publisher),
             newest_version=self.store.catalogue.newest_number(publisher.model),
         )
 
@@ -43,7 +43,7 @@ class Views:
         if record.state == UPLOADING and self.store.folder.shared:
             message.folder = str(self.store.folder.path(record))
         if slots and record.state == UPLOADING:
-            for rank, sealed, size, received in self.intake.progress(record):
+            for rank, sealed, size, received in self.intake.uploads.progress(record):
                 state = resources_pb2.Slot.SEALED if sealed else resources_pb2.Slot.OPEN
                 message.slots.add(rank=rank, state=state, size_bytes=size, received_bytes=received)
         return message

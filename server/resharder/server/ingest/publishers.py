@@ -1,0 +1,222 @@
+"""Publishers: claims of a model by jobs, registration of their ranks' slots, leases."""
+
+from collections.abc import Mapping, Sequence
+
+import structlog
+from resharder.converters.geometry.layout import ITEM_SIZES, TensorSpec
+from resharder.converters.storage.digest import compile_for
+from resharder.converters.storage.files import lay_out
+from resharder.server.infra.change_signal import Waiting
+from resharder.server.infra.medium import MEDIUM, medium_error
+from resharder.server.ingest.packed_boxes import PackedBoxes
+from resharder.server.ingest.publisher import ACTIVE, FENCED, MAX_WORLD, REGISTERING, PublisherRecord, check_files
+from resharder.server.ingest.shared import IngestShared, parse_name
+from resharder.server.ingest.uploads import Uploads
+from resharder.server.state.errors import (
+    AlreadyExists,
+    DaemonError,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceNotFound,
+)
+from resharder.server.store.model_state import check_model_name
+
+_log = structlog.get_logger("resharder.intake")
+_OVER = "a newer job has claimed the model"
+
+
+class Publishers:
+    """Thread-safe. `lease_seconds` is the duration of a rank's lease."""
+
+    def __init__(self, shared: IngestShared, uploads: Uploads, lease_seconds: float) -> None:
+        self._shared, self._uploads, self._store = shared, uploads, shared.store
+        self.lease_seconds = lease_seconds
+        self._by_model: dict[str, PublisherRecord] = {}
+
+    def create(self, model: str, job: str, world_size: int, files: Mapping[str, bytes]) -> PublisherRecord:
+        """Return the publisher of a job; create it and fence earlier ones if it is new.
+
+        Args:
+            model: Name of the model.
+            job: Id of the job.
+            world_size: Ranks of the job.
+            files: Contents of config.json and tokenizer files by path; from one rank at least.
+
+        Raises:
+            InvalidArgument: MODEL_NAME, MODEL_FILE, JOB, WORLD_SIZE.
+            AlreadyExists: WORLD_SIZE.
+            FailedPrecondition: STALE_EPOCH.
+            Unavailable: DRAINING.
+        """
+        check_model_name(model)
+        check_files(files)
+        if not job or len(job) > 256:
+            raise InvalidArgument("JOB", f"expected a job of 1 to 256 characters, got {len(job)}")
+        if not 1 <= world_size <= MAX_WORLD:
+            raise InvalidArgument("WORLD_SIZE", f"expected 1 to {MAX_WORLD} ranks, got {world_size}")
+        with self._shared.lock:
+            self._shared.check_not_draining()
+            publisher = self._by_model.get(model)
+            if publisher is None or publisher.job != job:
+                publisher = self._claim(model, job, world_size)
+            if publisher.world_size != world_size:
+                raise AlreadyExists(
+                    "WORLD_SIZE", f"{publisher.name}: job {job!r} has {publisher.world_size} ranks, this call has {world_size}"
+                )
+            if publisher.state == REGISTERING and files and not publisher.files:
+                publisher.files = dict(files)
+            return publisher
+
+    def _claim(self, model: str, job: str, world_size: int) -> PublisherRecord:
+        before = self._store.epochs.claim(model)
+        if before is None or before.job != job:
+            stale = self._store.epochs.of_job(model, job)
+            if stale is not None:
+                raise FailedPrecondition("STALE_EPOCH", f"job {job!r} had epoch {stale} of {model!r}: {_OVER}")
+            before = self._store.epochs.begin(model, job, world_size)
+            self._fence(model)
+            _log.info("publisher_created", model=model, job=job, epoch=before.epoch, world_size=world_size)
+        publisher = PublisherRecord(model, before.job, before.epoch, before.world_size, created=self._shared.clock())
+        self._by_model = self._by_model | {model: publisher}
+        return publisher
+
+    def _fence(self, model: str) -> None:
+        earlier = self._by_model.get(model)
+        if earlier is None:
+            return
+        earlier.state = FENCED
+        _log.info("publisher_fenced", model=model, job=earlier.job, epoch=earlier.epoch, reason=_OVER)
+        self._uploads.abort_model(model, _OVER)
+        self._shared.changed.notify()
+
+    def get(self, name: str, rank: int | None = None) -> PublisherRecord:
+        """Return a publisher by name, and renew the lease of `rank`.
+
+        Raises:
+            FailedPrecondition: STALE_EPOCH.
+            ResourceNotFound: PUBLISHER_UNKNOWN.
+        """
+        model, epoch = parse_name(name, "publishers")
+        publisher = self._by_model.get(model)
+        claim = self._store.epochs.claim(model)
+        if claim is not None and epoch < claim.epoch:
+            raise FailedPrecondition("STALE_EPOCH", f"{model}: epoch {epoch} is over, job {claim.job!r} has epoch {claim.epoch}")
+        if publisher is None or publisher.epoch != epoch:
+            raise ResourceNotFound(
+                "PUBLISHER_UNKNOWN", f"models/{model}/publishers/{epoch} is unknown: create and register it again"
+            )
+        if rank is not None:
+            publisher.check_rank(rank)
+            publisher.seen[rank] = self._shared.clock()
+        return publisher
+
+    def all(self) -> list[PublisherRecord]:
+        """Return the newest publisher of each model."""
+        return list(self._by_model.values())
+
+    def live_ranks(self, publisher: PublisherRecord) -> int:
+        """Return the number of ranks within their lease."""
+        now = self._shared.clock()
+        return sum(now - seen <= self.lease_seconds for seen in list(publisher.seen.values()))
+
+    def register(
+        self, name: str, rank: int, fingerprint: str, specs: Sequence[TensorSpec], boxes: PackedBoxes, process: str = ""
+    ) -> PublisherRecord:
+        """Register one rank's slot. The last rank's call checks all slots and reserves space.
+
+        Args:
+            name: Name of the publisher.
+            rank: The rank.
+            fingerprint: Fingerprint of the request: the same one again changes nothing.
+            specs: Tensors of which the rank has boxes.
+            boxes: The rank's boxes, replicas included, by position in `specs`.
+            process: Nonce of the rank's process. A new one aborts versions that the former process has begun and not sealed.
+        """
+        self._replace(name, rank, process)
+        with self._shared.lock:
+            publisher = self.get(name, rank)
+            publisher.check_usable()
+            try:
+                if not publisher.is_registered(rank, fingerprint):
+                    publisher.add_slot(rank, fingerprint, specs, boxes)
+            except FailedPrecondition as error:
+                publisher.reject(error)
+                raise
+            finally:
+                self._shared.changed.notify()
+            if not publisher.is_complete:
+                return publisher
+            publisher.activating, publisher.stalled = True, None
+        self._activate(publisher)
+        return publisher
+
+    def _replace(self, name: str, rank: int, process: str) -> None:
+        with self._shared.lock:
+            publisher = self.get(name, rank)
+            if not publisher.is_replaced(rank, process, self._shared.clock()):
+                return
+        self._uploads.abort_left(publisher, rank)
+
+    def _activate(self, publisher: PublisherRecord) -> None:
+        """Check the slots and reserve space, without the lock, since this takes long for large models.
+
+        If a medium fails, every rank gets the error, and the next rank that registers tries again.
+        """
+        try:
+            self._store.capacity.check_size(sum(spec.size for spec in publisher.specs))
+            assigned, boxes = publisher.check_and_assign()
+            layouts = lay_out(publisher.specs)
+            compile_for(ITEM_SIZES[spec.dtype] for spec in publisher.specs)  # here rather than in the first verification
+            with self._shared.lock:
+                publisher.check_usable()
+                self._store.epochs.reserve(publisher.model, publisher.epoch, layouts, publisher.files)
+                publisher.activate(assigned, boxes)
+                self._shared.changed.notify()
+            for observer in self._shared.observers:
+                observer.publish_phase("registration", publisher.model, self._shared.clock() - publisher.created)
+            _log.info("publisher_active", model=publisher.model, epoch=publisher.epoch, tensors=len(publisher.specs))
+        except Exception as error:
+            known = _registration_error(error)
+            with self._shared.lock:
+                publisher.activating = False
+                if known.reason in MEDIUM:
+                    publisher.stalled = known
+                elif publisher.state == REGISTERING:
+                    publisher.reject(known)
+                self._shared.changed.notify()
+            _log.warning("publisher_rejected", model=publisher.model, epoch=publisher.epoch, reason=str(error))
+            raise known from error
+
+    def assignment(self, name: str, rank: int, wait_seconds: float) -> Waiting[tuple[PublisherRecord, list[int]]]:
+        """Return the publisher and the positions of the boxes that a rank sends, after all ranks have registered.
+
+        Raises:
+            DeadlineExceeded: NOT_REGISTERED, with the missing ranks, after `wait_seconds`.
+        """
+        deadline = self._shared.clock() + wait_seconds
+        while True:
+            seen = self._shared.changed.count
+            publisher = self.get(name, rank)
+            publisher.check_usable()
+            if publisher.state == ACTIVE:
+                return publisher, publisher.assigned[rank]
+            if publisher.stalled is not None:
+                raise type(publisher.stalled)(publisher.stalled.reason, str(publisher.stalled))
+            left = deadline - self._shared.clock()
+            if left <= 0:
+                missing = [r for r in range(publisher.world_size) if r not in publisher.registered]
+                raise DeadlineExceeded("NOT_REGISTERED", f"{name}: {len(missing)} ranks have not registered: {missing[:8]}")
+            yield self._shared.changed.pause(seen, min(left, 1.0))
+
+    def expire(self) -> None:
+        """Abort the versions of ranks that are at a later step, or silent for longer than the lease. Called periodically."""
+        for publisher in self.all():
+            self._uploads.abort_overtaken(publisher)
+        self._uploads.expire(self.lease_seconds)
+
+
+def _registration_error(error: Exception) -> DaemonError:
+    if isinstance(error, DaemonError):
+        return error
+    return medium_error(error) if isinstance(error, OSError) else FailedPrecondition("REGISTRATION_FAILED", repr(error))

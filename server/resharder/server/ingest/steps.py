@@ -1,0 +1,135 @@
+"""Versions by step: which version a rank's step is, and when a new one begins."""
+
+import structlog
+from resharder.server.infra.change_signal import Waiting
+from resharder.server.ingest.publisher import ACTIVE, PublisherRecord
+from resharder.server.ingest.publishers import Publishers
+from resharder.server.ingest.shared import IngestShared
+from resharder.server.ingest.upload import Upload
+from resharder.server.ingest.uploads import Uploads
+from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from resharder.server.state.version import ABORTED, UPLOADING, VersionRecord
+
+MAX_UPLOADING = 2
+"""UPLOADING versions of a model."""
+_LOOK = 2.0  # seconds between looks of a waiting call
+_OPENING = 20.0  # seconds that a rank waits while another rank's call begins the same version
+_log = structlog.get_logger("resharder.intake")
+
+
+class Steps:
+    """Thread-safe. `chunk_bytes` is the size of the chunks that ranks send."""
+
+    def __init__(self, shared: IngestShared, publishers: Publishers, uploads: Uploads, chunk_bytes: int) -> None:
+        self._shared, self._store = shared, shared.store
+        self._publishers, self._uploads, self.chunk_bytes = publishers, uploads, chunk_bytes
+        self._creating: set[tuple[str, int, int]] = set()
+
+    def create(self, name: str, rank: int, step: int, after: int | None = None) -> Waiting[VersionRecord]:
+        """Return the version of (epoch, step), and begin it if there is none.
+
+        Args:
+            name: Name of the publisher.
+            rank: The rank.
+            step: The step.
+            after: Newest version of the step that the rank has begun before; None: all. A later aborted version is the
+                answer, so that a rank never delivers into another version than the one it began.
+
+        Raises:
+            InvalidArgument: STEP.
+            FailedPrecondition: VERSION_ABORTED, if another rank is at a later step.
+            ResourceExhausted: TOO_MANY_UPLOADING, NO_ROOM.
+        """
+        if step < 0:
+            raise InvalidArgument("STEP", f"expected a step of 0 or more, got {step}")
+        self._start(name, rank, step)
+        shared = self._shared
+        deadline = shared.clock() + _OPENING
+        while True:
+            seen = shared.changed.count
+            with shared.lock:
+                publisher = self._publishers.get(name, rank)
+                publisher.check_active()
+                key = (publisher.model, publisher.epoch, step)
+                if key not in self._creating:  # else another rank's call begins it
+                    known = self._version_of(*key, after)
+                    if known is not None:
+                        if upload := self._uploads.find(known.model, known.number):
+                            upload.begun[rank] = publisher.processes.get(rank, "")
+                        return known
+                    self._check_may_open(publisher, rank, step)
+                    self._creating.add(key)
+                    break
+            if (left := deadline - shared.clock()) <= 0:
+                raise ResourceExhausted(
+                    "TOO_MANY_UPLOADING", f"{publisher.model}: step {step} is being created for another rank: try again"
+                )
+            yield shared.changed.pause(seen, min(left, _LOOK))
+        try:
+            return self._begin(publisher, rank, step)
+        finally:
+            with shared.lock:
+                self._creating.discard(key)
+                shared.changed.notify()
+
+    def _start(self, name: str, rank: int, step: int) -> None:
+        """Record that a rank is at `step`, and abort earlier versions whose slots it has not sealed."""
+        with self._shared.lock:
+            publisher = self._publishers.get(name, rank)
+            publisher.check_active()
+            publisher.started[rank] = step
+        self._uploads.abort_left(publisher, rank, step)
+        self._uploads.abort_overtaken(publisher, [rank])
+
+    def _check_may_open(self, publisher: PublisherRecord, rank: int, step: int) -> None:
+        self._shared.check_not_draining()
+        late = publisher.overtaken(step, (other for other in publisher.senders() if other != rank))
+        if late:
+            raise FailedPrecondition("VERSION_ABORTED", f"{publisher.model}: expected no earlier step than other ranks': {late}")
+        others = [upload.record for upload in self._uploads.of_model(publisher.model)]
+        coming = sum(1 for model, *_ in self._creating if model == publisher.model)
+        if len(others) + coming >= MAX_UPLOADING:
+            steps = ", ".join(f"{r.name} (step {r.step})" for r in others)
+            raise ResourceExhausted(
+                "TOO_MANY_UPLOADING", f"{publisher.model}: {MAX_UPLOADING} versions are UPLOADING already: {steps}"
+            )
+
+    def _begin(self, publisher: PublisherRecord, rank: int, step: int) -> VersionRecord:
+        store, shared = self._store, self._shared
+        record = store.lifecycle.begin(publisher.model, publisher.epoch, step, publisher.job)
+        with shared.lock:
+            if publisher.state != ACTIVE:
+                store.lifecycle.abort(record.model, record.number, "a newer job has claimed the model")
+                publisher.check_usable()
+            folder, layouts = store.folder.path(record), store.lifecycle.layouts(record)
+            upload = Upload(
+                record,
+                publisher,
+                folder,
+                layouts,
+                chunk_bytes=self.chunk_bytes,
+                shared=store.folder.shared,
+                now=shared.clock(),
+            )
+            upload.begun[rank] = publisher.processes.get(rank, "")
+            self._uploads.add(upload)
+        _log.info("version_created", version=record.name, step=step, epoch=record.epoch)
+        self._uploads.abort_overtaken(publisher)  # a rank may have moved on while the store freed space
+        return store.catalogue.get(record.model, record.number)
+
+    def _version_of(self, model: str, epoch: int, step: int, after: int | None) -> VersionRecord | None:
+        """Return a complete version first, then an aborted one after `after`, then an UPLOADING one."""
+        same = [r for r in self._store.catalogue.versions(model) if (r.epoch, r.step) == (epoch, step)]
+        live = [r for r in same if r.state != ABORTED]
+        if live and live[-1].state != UPLOADING:
+            return live[-1]
+        unknown = [r for r in same if r.state == ABORTED and after is not None and r.number > after]
+        return next(reversed(unknown or live), None)
+
+    def drain(self, seconds: float) -> None:
+        """Refuse new versions and wait until open ones end, for at most `seconds`."""
+        shared = self._shared
+        shared.draining = True
+        deadline = shared.clock() + seconds
+        while (self._uploads.any() or self._creating) and (left := deadline - shared.clock()) > 0:
+            shared.changed.wait(shared.changed.count, min(left, 0.1))

@@ -1,0 +1,247 @@
+"""UPLOADING versions: their slots, the commit after the last seal, and aborts."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import structlog
+from resharder.converters.wire.chunk_frame import ChunkHeader
+from resharder.server.infra.failpoints import failpoint
+from resharder.server.infra.medium import medium_error
+from resharder.server.ingest.publisher import FENCED, PublisherRecord
+from resharder.server.ingest.shared import IngestShared, Phase
+from resharder.server.ingest.upload import ProofFailed, Upload, hash_digests
+from resharder.server.state.errors import AlreadyExists, DaemonError, FailedPrecondition, Reason
+from resharder.server.state.timing import Timing, timed
+from resharder.server.state.version import ABORTED, READY, RETIRED, UPLOADING, VersionRecord
+
+CLOSED: dict[str, Reason] = {
+    UPLOADING: "VERSION_CLOSED", READY: "VERSION_READY", RETIRED: "VERSION_RETIRED", ABORTED: "VERSION_ABORTED",
+}  # fmt: skip
+"""Reason to refuse an upload, by the state of its version."""
+_log = structlog.get_logger("resharder.intake")
+
+
+class Uploads:
+    """Thread-safe.
+
+    Args:
+        shared: State that the parts of ingest share.
+        threads: Threads of a verification.
+        writer_patience: Seconds to wait for the last writer to close a version's files.
+    """
+
+    def __init__(self, shared: IngestShared, threads: int, writer_patience: float) -> None:
+        self._shared, self._store = shared, shared.store
+        self._threads, self._patience = threads, writer_patience
+        self._open: dict[tuple[str, int], Upload] = {}
+
+    def add(self, upload: Upload) -> None:
+        """Add a version that a rank has begun. Callers hold the shared lock."""
+        self._open[upload.record.model, upload.record.number] = upload
+
+    def find(self, model: str, number: int) -> Upload | None:
+        """Return the upload of an UPLOADING version."""
+        return self._open.get((model, number))
+
+    def of_model(self, model: str) -> list[Upload]:
+        """Return the uploads of a model."""
+        return [upload for upload in list(self._open.values()) if upload.record.model == model]
+
+    def any(self) -> bool:
+        """Return whether a version is UPLOADING."""
+        return bool(self._open)
+
+    def get(self, model: str, number: int, epoch: int) -> Upload:
+        """Return the upload of an UPLOADING version for a call of `epoch`.
+
+        Raises:
+            FailedPrecondition: STALE_EPOCH, or the reason of the version's state.
+            ResourceNotFound: VERSION_UNKNOWN.
+        """
+        upload = self._open.get((model, number))
+        if upload is None or upload.publisher.state == FENCED or upload.record.epoch != epoch:
+            record = self._store.catalogue.get(model, number)
+            self._shared.check_epoch(record, epoch)
+            raise _not_uploading(record)
+        return upload
+
+    def land(self, model: str, header: ChunkHeader, data: memoryview) -> None:
+        """Put a chunk in place, and renew the lease of its rank."""
+        upload = self.get(model, header.version, header.epoch)
+        upload.land(header, data)
+        for observer in self._shared.observers:
+            observer.received(model, "grpc", len(data))
+        upload.publisher.seen[header.rank] = self._shared.clock()
+
+    def missing(self, model: str, number: int, epoch: int, rank: int) -> list[int]:
+        """Return the indices of a rank's chunks that have not arrived; none if the version is READY."""
+        record = self._store.catalogue.get(model, number)
+        self._shared.check_epoch(record, epoch)
+        if record.state in (READY, RETIRED):
+            return []
+        upload = self.get(model, number, epoch)
+        missing = upload.missing(rank)
+        upload.publisher.seen[rank] = self._shared.clock()
+        return missing
+
+    def seal(
+        self,
+        model: str,
+        number: int,
+        epoch: int,
+        rank: int,
+        digests: Sequence[int],
+        mapped: bool,
+        timings: tuple[Timing, ...] = (),
+        trace: str = "",
+    ) -> VersionRecord:
+        """Declare a rank's slot complete. The last seal starts verification and commit on another thread.
+
+        Args:
+            model: Model of the version.
+            number: Number of the version.
+            epoch: Epoch of the caller.
+            rank: The rank.
+            digests: Digests of the boxes that the rank sends, in order.
+            mapped: Whether the rank wrote into mapped files rather than sending chunks.
+            timings: Durations of the rank's phases.
+            trace: The caller's W3C traceparent.
+        """
+        record = self._store.catalogue.get(model, number)
+        self._shared.check_epoch(record, epoch)
+        upload = self._open.get((model, number))
+        if upload is None or record.state != UPLOADING:
+            return _compare(self._store.catalogue.get(model, number), rank, digests)
+        fresh = rank in upload.open_ranks()
+        last = upload.seal(rank, digests, mapped, timings, trace)
+        upload.publisher.seen[rank] = now = self._shared.clock()
+        if fresh:
+            self._observe_seal(upload, rank, mapped, now - upload.created)
+        failpoint("seal.after-slot")
+        if last:
+            for observer in self._shared.observers:
+                observer.publish_phase("upload", model, now - upload.created)
+            threading.Thread(target=self._commit, args=(upload,), name="commit").start()
+        return self._store.catalogue.get(model, number)
+
+    def _observe_seal(self, upload: Upload, rank: int, mapped: bool, seconds: float) -> None:
+        """Report a sealed slot; bytes written into mapped files count with the seal."""
+        size, transport = upload.slot(rank).size_bytes, "shared-memory" if mapped else "grpc"
+        for observer in self._shared.observers:
+            if mapped:
+                observer.received(upload.record.model, transport, size)
+            observer.slot_sealed(transport, size, seconds)
+
+    @contextmanager
+    def _timed(self, phase: Phase, upload: Upload) -> Iterator[None]:
+        with timed(upload.timings, phase):
+            yield
+        for observer in self._shared.observers:
+            observer.publish_phase(phase, upload.record.model, upload.timings[-1].seconds)
+
+    def _commit(self, upload: Upload) -> None:
+        record = upload.record
+        try:
+            failpoint("commit.before-proof")
+            with self._timed("verify", upload):
+                digests = upload.prove(self._threads, self._patience)
+            failpoint("commit.after-proof")
+            with self._timed("commit", upload):
+                self._store.lifecycle.commit(record, digests, upload.slot_digests())
+        except ProofFailed as error:
+            self._store.lifecycle.abort(record.model, record.number, str(error))
+        except (DaemonError, OSError) as error:
+            known = error if isinstance(error, DaemonError) else medium_error(error)
+            if self._store.catalogue.get(record.model, record.number).state != ABORTED:  # else its files were removed
+                _log.error("commit_failed", version=record.name, reason=known.reason, error=str(known))
+                self._store.lifecycle.abort(record.model, record.number, f"the commit failed: {known.reason}: {known}")
+        except Exception as error:
+            if self._store.catalogue.get(record.model, record.number).state != ABORTED:
+                _log.error("commit_failed", version=record.name, exc_info=error)
+                self._store.lifecycle.abort(record.model, record.number, f"the commit failed: {error!r}")
+        finally:
+            self._forget(upload)
+
+    def _forget(self, upload: Upload) -> None:
+        with self._shared.lock:
+            known = self._open.pop((upload.record.model, upload.record.number), None)
+            self._shared.changed.notify()
+        if known is not None:
+            record = self._store.catalogue.get(upload.record.model, upload.record.number)
+            for observer in self._shared.observers:
+                observer.version_ended(upload, record)
+
+    def _abort(self, upload: Upload, reason: str) -> VersionRecord:
+        upload.close(aborted=True)
+        done = self._store.lifecycle.abort(upload.record.model, upload.record.number, reason)
+        self._forget(upload)
+        return done
+
+    def abort(self, model: str, number: int, epoch: int, reason: str) -> VersionRecord:
+        """Abort a version if it is UPLOADING, and return it."""
+        record = self._store.catalogue.get(model, number)
+        self._shared.check_epoch(record, epoch)
+        upload = self._open.get((model, number))
+        return self._abort(upload, reason or "aborted by its publisher") if upload else record
+
+    def abort_model(self, model: str, reason: str) -> None:
+        """Abort all UPLOADING versions of a model."""
+        for upload in self.of_model(model):
+            self._abort(upload, reason)
+
+    def abort_left(self, publisher: PublisherRecord, rank: int, step: int | None = None) -> None:
+        """Abort versions that a former process of a rank has begun and not sealed.
+
+        Args:
+            publisher: The publisher.
+            rank: The rank.
+            step: Step that the rank starts now. A slot that the former process sealed for it or a later step counts as left.
+        """
+        process = publisher.processes.get(rank, "")
+        with self._shared.lock:
+            left = [u for u in self._open.values() if u.publisher is publisher and u.is_left(rank, process, step)]
+        for upload in left:
+            self._abort(upload, f"the process of rank {rank} was replaced by another")
+
+    def abort_overtaken(self, publisher: PublisherRecord, ranks: Sequence[int] | None = None) -> None:
+        """Abort versions that wait for one of `ranks`, or of all, that has started a later step."""
+        with self._shared.lock:
+            ours = [upload for upload in self._open.values() if upload.publisher is publisher]
+            late = [(upload, publisher.overtaken(upload.record.step, upload.open_ranks(ranks))) for upload in ours]
+        for upload, reason in late:
+            if reason:
+                self._abort(upload, reason)
+
+    def expire(self, lease_seconds: float) -> None:
+        """Abort the versions of ranks that are silent for longer than their lease."""
+        now = self._shared.clock()
+        for upload in list(self._open.values()):
+            for rank in upload.open_ranks():
+                silent = now - max(upload.created, upload.publisher.seen.get(rank, 0.0))
+                if silent > lease_seconds:
+                    for observer in self._shared.observers:
+                        observer.rank_lost(upload.record.model)
+                    self._abort(upload, f"rank {rank} was silent for {silent:.1f} s, its lease is {lease_seconds} s")
+                    break
+
+    def progress(self, record: VersionRecord) -> list[tuple[int, bool, int, int]]:
+        """Return (rank, sealed, bytes, received bytes) of every slot; nothing unless the version is UPLOADING."""
+        upload = self._open.get((record.model, record.number))
+        return upload.progress() if upload else []
+
+
+def _compare(record: VersionRecord, rank: int, digests: Sequence[int]) -> VersionRecord:
+    """Return a complete version if it has these digests of a rank's slot."""
+    if record.state not in (READY, RETIRED) or not record.slots:
+        raise _not_uploading(record)
+    if dict(record.slots).get(rank) != hash_digests(digests):
+        raise AlreadyExists(
+            "SLOT_DIFFERS", f"{record.name} (step {record.step}) is {record.state} with other bytes of rank {rank}"
+        )
+    return record
+
+
+def _not_uploading(record: VersionRecord) -> FailedPrecondition:
+    why = f": {record.reason}" if record.reason else ""
+    return FailedPrecondition(CLOSED[record.state], f"{record.name} is {record.state}{why}")
