@@ -4,9 +4,7 @@ from tools.prose import check, incomplete, pages, sources, undocumented
 
 TO_REWRITE = {
     "client/resharder/client",
-    "server/resharder/server",
     "converters/resharder/converters",
-    "docs",
 }
 """Folders whose prose breaks the rules so far. The set only shrinks."""
 UNDOCUMENTED, INCOMPLETE = 562, 92

@@ -362,7 +362,7 @@ def test_a_daemon_on_an_empty_host_serves_what_the_archive_has(tmp_path: Path) -
 
 
 def test_a_url_that_nobody_knows_and_a_daemon_without_an_archive_are_told_what_is_missing(store: Store) -> None:
-    with pytest.raises(FailedPrecondition, match="expected a folder or a URL that fsspec knows"):
+    with pytest.raises(FailedPrecondition, match="expected a folder or an fsspec URL"):
         Archive(store, "nothing://there")
     with pytest.raises(FailedPrecondition, match="archive_url"):
         needed(None)

@@ -135,7 +135,7 @@ def test_a_version_whose_job_is_fenced_while_its_files_are_written_never_begins(
 ) -> None:
     epoch, later = claim(store), []
     in_between(monkeypatch, lambda: later.append(claim(store, "later")))
-    with pytest.raises(FailedPrecondition, match=f"epoch {epoch} has no room, the newest epoch is {epoch + 1}"):
+    with pytest.raises(FailedPrecondition, match=f"epoch {epoch} has no reserved capacity, the newest epoch is {epoch + 1}"):
         store.lifecycle.begin("policy", epoch, 0, "job")
     assert store.catalogue.versions("policy") == []
     settle(store)

@@ -229,7 +229,7 @@ def test_a_seal_that_comes_while_the_version_is_being_aborted_is_told_so(
 
     monkeypatch.setattr(site.store.lifecycle, "abort", slow)
     ranks[0].begin(2)
-    assert said == [f"{record.name} takes no more bytes: it is aborted"]
+    assert said == [f"{record.name} accepts no bytes: it is aborted"]
 
 
 def test_a_restarted_job_gets_the_places_of_its_former_processes_back(site: Site, ranks: list[Rank]) -> None:

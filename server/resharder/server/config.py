@@ -1,4 +1,4 @@
-"""The daemon's options: flags before environment (RESHARDERD_*) before a YAML file before what stands here."""
+"""Options of the daemon: flags, then the environment (RESHARDERD_*), then a YAML file, then the defaults here."""
 
 import os
 import shlex
@@ -23,7 +23,7 @@ class Config(BaseSettings):
     caller_calls: int = Field(1024, ge=1, description="calls that wait or carry much that one caller may have open")
     web_listen: str = Field("127.0.0.1:7678", description="host:port of the status page, metrics and probes; empty: none")
     store: Path = Field(DEFAULT_STORE, description="folder of the versions, in shared memory or on disk")
-    store_limit_bytes: int = Field(0, ge=0, description="bytes the versions may take; 0: 80 % of the room there")
+    store_limit_bytes: int = Field(0, ge=0, description="bound on the bytes of versions; 0: 80 % of the free space")
     keep_count: int = Field(3, ge=1, description="READY versions kept of each model")
     keep_bytes: int = Field(0, ge=0, description="bytes of READY versions kept of each model; 0: no bound")
     shared_memory: bool = Field(True, description="whether clients on this host may map the store; false: all goes over gRPC")
@@ -50,7 +50,7 @@ class Config(BaseSettings):
     @field_validator("checks", mode="before")
     @classmethod
     def _split(cls, checks: object) -> object:
-        """A command may be one line, as for a shell without expansions."""
+        """Split a command that is given as one line, as a shell does without expansions."""
         if isinstance(checks, dict):
             return {name: shlex.split(command) if isinstance(command, str) else command for name, command in checks.items()}
         return checks
@@ -60,14 +60,14 @@ class Config(BaseSettings):
         open_ = [listen for listen in (self.listen, self.web_listen) if listen and not is_loopback(listen)]
         if open_ and self.security is None and not self.insecure:
             raise ValueError(
-                f"expected a loopback address without security, got {open_[0]}: anybody who reaches it could change and read "
+                f"expected a loopback address without security, got {open_[0]}: every client could change and read "
                 "every model. Set security, or insecure to trust that network"
             )
         return self
 
 
 def load(file: Path | None, flags: dict[str, Any]) -> Config:
-    """Raises pydantic.ValidationError, which names the option, and FileNotFoundError."""
+    """Load the options. Raises pydantic.ValidationError, which names the option, and FileNotFoundError."""
     if file is not None and not file.is_file():
         raise FileNotFoundError(f"no configuration file {file}")
 

@@ -1,4 +1,4 @@
-"""Logs to standard error, one event a line: each change of a state once, with its reason, as the journal has it."""
+"""Logs on standard error, one event per line: each change of a state once, with its reason, as in the journal."""
 
 import logging
 import sys
@@ -12,7 +12,7 @@ _log = structlog.get_logger("resharder.events")
 
 
 def configure_logs(form: str, level: str) -> None:
-    """`form` is console or json."""
+    """Configure logging. `form` is console or json."""
     last: Any = (
         structlog.processors.JSONRenderer() if form == "json" else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     )

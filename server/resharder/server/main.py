@@ -1,4 +1,4 @@
-"""`resharderd`, the daemon's command. With no option it listens on the loopback and keeps versions in shared memory."""
+"""`resharderd`, the daemon's command. By default it listens on the loopback interface and stores versions in shared memory."""
 
 import gc
 import signal
@@ -58,7 +58,7 @@ _log = structlog.get_logger("resharder.main")
 
 
 class _ServingSignal(FleetObserver):
-    """Wakes calls that wait until a version is served."""
+    """Observer that wakes calls that wait until a version is served."""
 
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
@@ -144,7 +144,7 @@ class Daemon:
             ("grpc.so_reuseport", 0),  # else two daemons share one port
             ("grpc.max_receive_message_length", config.max_message_bytes),
             ("grpc.max_send_message_length", -1),
-            # What gRPC reads ahead of each upload: its own guess grew to 600 MiB on a busy host.
+            # Read-ahead for each upload: gRPC's own estimate grew to 600 MiB on a busy host.
             ("grpc.http2.bdp_probe", 0),
             ("grpc.http2.lookahead_bytes", 8 << 20),
             ("grpc.keepalive_permit_without_calls", 1),
@@ -214,7 +214,7 @@ class Daemon:
                 _log.error("leases_failed", exc_info=error)
 
     def stop(self) -> None:
-        """Lets versions that are arriving finish, within the bound; then everything ends."""
+        """Wait for UPLOADING versions to finish, within the bound, then end everything."""
         _log.info("daemon_drains", seconds=self.config.drain_seconds)
         self.server.drain()
         self.intake.steps.drain(self.config.drain_seconds)
@@ -240,31 +240,35 @@ def run(
     listen: Annotated[str | None, typer.Option(help="host:port")] = None,
     web_listen: Annotated[str | None, typer.Option(help="host:port of the status page, metrics and probes; empty: none")] = None,
     store: Annotated[Path | None, typer.Option(help="folder of the versions, in shared memory or on disk")] = None,
-    store_limit_bytes: Annotated[int | None, typer.Option(help="bytes the versions may take; 0: 80 % of the room there")] = None,
-    keep_count: Annotated[int | None, typer.Option(help="READY versions kept of each model")] = None,
-    keep_bytes: Annotated[int | None, typer.Option(help="bytes of READY versions kept of each model; 0: no bound")] = None,
+    store_limit_bytes: Annotated[
+        int | None, typer.Option(help="bound on the bytes of versions; 0: 80 % of the free space")
+    ] = None,
+    keep_count: Annotated[int | None, typer.Option(help="READY versions retained of each model")] = None,
+    keep_bytes: Annotated[int | None, typer.Option(help="bytes of READY versions retained of each model; 0: no bound")] = None,
     shared_memory: Annotated[bool | None, typer.Option(help="whether clients on this host may map the store")] = None,
-    lease_seconds: Annotated[float | None, typer.Option(help="how long a rank or server may be silent")] = None,
-    insecure: Annotated[bool | None, typer.Option(help="listen beyond the loopback without security")] = None,
-    caller_rate: Annotated[float | None, typer.Option(help="calls that one caller may begin in a second; 0: no bound")] = None,
-    caller_calls: Annotated[int | None, typer.Option(help="long calls that one caller may have open")] = None,
+    lease_seconds: Annotated[float | None, typer.Option(help="duration of leases")] = None,
+    insecure: Annotated[bool | None, typer.Option(help="listen beyond the loopback interface without security")] = None,
+    caller_rate: Annotated[float | None, typer.Option(help="calls per second of one caller; 0: no bound")] = None,
+    caller_calls: Annotated[int | None, typer.Option(help="open long calls of one caller")] = None,
     chunk_bytes: Annotated[int | None, typer.Option(help="largest chunk")] = None,
     max_message_bytes: Annotated[int | None, typer.Option(help="largest message")] = None,
-    threads: Annotated[int | None, typer.Option(help="control sides attached at once, and calls that wait")] = None,
-    transfers: Annotated[int | None, typer.Option(help="uploads at once, downloads, and calls that compute")] = None,
-    digest_threads: Annotated[int | None, typer.Option(help="threads that digest a version")] = None,
-    direct_staging_bytes: Annotated[int | None, typer.Option(help="of memory that the direct path takes of each GPU")] = None,
-    direct_seconds: Annotated[float | None, typer.Option(help="how long one transfer of the direct path may take")] = None,
-    drain_seconds: Annotated[float | None, typer.Option(help="how long arriving versions may take after SIGTERM")] = None,
+    threads: Annotated[int | None, typer.Option(help="attached control sides, and waiting calls of each method")] = None,
+    transfers: Annotated[int | None, typer.Option(help="concurrent uploads, downloads, and computing calls")] = None,
+    digest_threads: Annotated[int | None, typer.Option(help="threads for digests")] = None,
+    direct_staging_bytes: Annotated[int | None, typer.Option(help="GPU memory for the direct path")] = None,
+    direct_seconds: Annotated[float | None, typer.Option(help="bound on a transfer of the direct path")] = None,
+    drain_seconds: Annotated[float | None, typer.Option(help="time for uploads to finish after SIGTERM")] = None,
     pause_mode: Annotated[str | None, typer.Option(help="keep, wait or abort")] = None,
-    archive_url: Annotated[str | None, typer.Option(help="folder or fsspec URL that versions are archived in")] = None,
-    archive_every: Annotated[int | None, typer.Option(help="every how many versions one is archived; 0: on command")] = None,
-    archive_restore: Annotated[bool | None, typer.Option(help="fetch the newest archived version where there is none")] = None,
-    check_seconds: Annotated[float | None, typer.Option(help="how long a check may take")] = None,
+    archive_url: Annotated[str | None, typer.Option(help="folder or fsspec URL of the archive")] = None,
+    archive_every: Annotated[int | None, typer.Option(help="archive every n-th version; 0: on command")] = None,
+    archive_restore: Annotated[
+        bool | None, typer.Option(help="restore the newest archived version of models without one")
+    ] = None,
+    check_seconds: Annotated[float | None, typer.Option(help="bound on a check")] = None,
     log_format: Annotated[str | None, typer.Option(help="console or json")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error")] = None,
 ) -> None:
-    """Holds versions of models and brings vLLM servers to them. Every option is also RESHARDERD_NAME in the environment."""
+    """Store versions of models and install them on vLLM servers. Every option is also RESHARDERD_NAME in the environment."""
     flags: dict[str, Any] = {name: value for name, value in locals().items() if value is not None and name != "config"}
     try:
         loaded = load(config, flags)
@@ -275,9 +279,9 @@ def run(
 
 
 def serve(config: Config) -> None:
-    """Until SIGTERM or SIGINT."""
+    """Run a daemon until SIGTERM or SIGINT."""
     raise_malloc_thresholds()
-    gc.freeze()  # a version of many tensors makes so many objects at once that a sixth of the time went into collections
+    gc.freeze()  # a version of many tensors creates so many objects that a sixth of the time went into collections
     gc.set_threshold(100_000, 50, 100)
     configure_logs(config.log_format, config.log_level)
     ended = threading.Event()
@@ -294,7 +298,7 @@ def serve(config: Config) -> None:
     except OSError as error:
         sys.exit(f"resharderd: {medium_error(error)}")
     daemon.start()
-    while not ended.wait(1.0):  # without a timeout a signal that the kernel gives to another thread would never be seen
+    while not ended.wait(1.0):  # with a timeout, so that a signal delivered to another thread is noticed
         pass
     daemon.stop()
 

@@ -1,1 +1,1 @@
-"""Versions on a folder or fsspec URL: written behind the daemon, verified on the way back."""
+"""Versions in a folder or fsspec URL: written in the background, verified when restored."""

@@ -1,7 +1,7 @@
-"""Versions kept outside of the store, in a folder or on any URL that fsspec knows: every Nth one, or on command; and back.
+"""Archive of versions in a folder or fsspec URL: every n-th one, or on command; and restoration.
 
-One thread writes behind the daemon, the newest version first. A version waits for its turn only until a newer one of its model
-does, and lets go when the store needs its room, so a slow archive never holds up a publish.
+One thread writes in the background, the newest version first. A version waits until a newer one of its model does, and gives way
+if the store needs its space, so a slow archive never delays a publish.
 """
 
 import secrets
@@ -22,7 +22,7 @@ from resharder.server.store.store import Store
 
 _HOLDER = "archive"
 _TRIES = 5
-_PATIENCE = 30.0  # seconds that a daemon waits for its archive before it starts without having looked
+_PATIENCE = 30.0  # seconds that a starting daemon waits for its archive
 _log = structlog.get_logger("resharder.archive")
 
 
@@ -59,8 +59,8 @@ class Archive:
         self._changed = threading.Condition()
         self._waiting: dict[str, VersionRecord] = {}
         self._writing: VersionRecord | None = None
-        self._newest: dict[str, int] = {}  # archived number of each model
-        self._one = threading.Lock()  # writes at a time
+        self._newest: dict[str, int] = {}  # newest archived number of each model
+        self._one = threading.Lock()  # one write at a time
         self._thread: threading.Thread | None = None
 
     @property
@@ -68,8 +68,11 @@ class Archive:
         return self._checkpoints.url
 
     def start(self, restore: bool = True) -> None:
-        """Returns when the archive was looked at, so that numbers and epochs there do not come again, or has not answered for
-        a while. `restore`: models that the store has no READY version of then get their newest one, behind the caller."""
+        """Read the archive, so that its numbers and epochs are not reused, and return after that or after a bounded time.
+
+        Args:
+            restore: Restore the newest version of each model without a READY version, in the background.
+        """
         self.store.catalogue.subscribe(self._on_version)
         self._thread = threading.Thread(target=self._run, args=(restore,), name="archive", daemon=True)
         self._thread.start()
@@ -77,20 +80,23 @@ class Archive:
             _log.error("archive_not_seen", url=self.url, seconds=_PATIENCE)
 
     def close(self) -> None:
-        """Gives up what is being written or restored."""
+        """Stop writing and restoring."""
         self._closed.set()
         with self._changed:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(30)
 
-    # What operators ask
+    # Calls of operators
 
     def archive_now(self, model: str, number: int) -> Archived:
-        """Returns when the version is in the archive and every file was read back; a damaged one is written anew.
+        """Archive a version and return after every file was read back. A damaged copy is written again.
 
-        Raises NotFound (MODEL_UNKNOWN, VERSION_UNKNOWN, VERSION_GONE), AlreadyExists (VERSION_DIFFERS), DataLoss (CHECKSUM),
-        Unavailable (ARCHIVE_FAILED).
+        Raises:
+            ResourceNotFound: MODEL_UNKNOWN, VERSION_UNKNOWN, VERSION_GONE.
+            AlreadyExists: VERSION_DIFFERS.
+            DataLoss: CHECKSUM.
+            Unavailable: ARCHIVE_FAILED.
         """
         holder = f"{_HOLDER}-{secrets.token_hex(4)}"
         record = self.store.pins.pin(model, number, holder, yielding=True)
@@ -100,16 +106,17 @@ class Archive:
             self.store.pins.release(model, number, holder)
 
     def archived(self, model: str = "") -> list[Archived]:
-        """The complete versions of one model or of all, newest first. Raises InvalidArgument (MODEL_NAME), Unavailable
-        (ARCHIVE_FAILED)."""
+        """Return the complete versions of one model or of all, newest first. Raises InvalidArgument
+        (MODEL_NAME), Unavailable (ARCHIVE_FAILED).
+        """
         models = [check_model_name(model)] if model else self._checkpoints.models()
         found = (self._checkpoints.find(name, number) for name in models for number in self._checkpoints.numbers(name))
         return [archived for archived in found if archived is not None]
 
     def restore(self, model: str, number: int) -> VersionRecord:
-        """The version, READY again in the store under its own number, all of it proven.
+        """Restore a version, READY under its own number and verified.
 
-        Raises NotFound (NOT_ARCHIVED), DataLoss (CHECKSUM), Unavailable (ARCHIVE_FAILED), and what `Adopter.adopt` raises.
+        Raises ResourceNotFound (NOT_ARCHIVED), DataLoss (CHECKSUM), Unavailable (ARCHIVE_FAILED), and errors of `Adopter.adopt`.
         """
         archived = self._checkpoints.find(model, number)
         if archived is None:
@@ -119,7 +126,7 @@ class Archive:
         self._report(record.name, "restored", f"from {archived.url}")
         return record
 
-    # What goes on behind
+    # Background work
 
     def _run(self, restore: bool) -> None:
         while not self._looked.is_set():
@@ -136,7 +143,9 @@ class Archive:
             self._work(record)
 
     def _look(self, restore: bool) -> list[str]:
-        """The models to restore. Tells the store which numbers and epochs are taken, those of incomplete versions too."""
+        """Return the models to restore, after reserving the numbers and epochs of all archived
+        versions, incomplete ones included.
+        """
         missing = []
         for model in self._checkpoints.models():
             numbers = self._checkpoints.numbers(model)
@@ -152,7 +161,7 @@ class Archive:
         return missing
 
     def _bring_back(self, model: str) -> None:
-        """The newest version that is whole, unless a trainer was quicker."""
+        """Restore the newest complete version of a model, unless a trainer has published meanwhile."""
         try:
             for number in self._checkpoints.numbers(model):
                 if self.store.catalogue.newest(model) is not None or self._closed.is_set():
@@ -174,7 +183,7 @@ class Archive:
                 return
             try:
                 self.store.pins.pin(record.model, record.number, _HOLDER, yielding=True)
-            except ResourceNotFound:  # gone already
+            except ResourceNotFound:  # retired already
                 return
             overtaken = self._waiting.get(record.model)
             self._waiting[record.model] = record
@@ -193,7 +202,7 @@ class Archive:
         return len(later) >= self.every
 
     def _next(self) -> VersionRecord | None:
-        """The one that has waited longest; None at the end."""
+        """Return the version that has waited longest; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._waiting) or self._closed.is_set())
             if self._closed.is_set():
@@ -212,7 +221,7 @@ class Archive:
             self.store.pins.release(record.model, record.number, _HOLDER)
 
     def _again(self, act: Callable[[], object], overtaken: Callable[[], bool] = lambda: False) -> None:
-        """Tries again what the archive or the store's medium fails at."""
+        """Repeat an operation while the archive or the store's medium fails."""
         for number in range(_TRIES):
             try:
                 act()
@@ -228,7 +237,7 @@ class Archive:
             self._report(name, "failed", f"{what}: {error}")
 
     def _keep(self, record: VersionRecord, *, sure: bool) -> Archived:
-        """The version in the archive, written unless it is there; `sure`: and is what was written."""
+        """Return a version's copy in the archive, written if it is missing; with `sure`, verified as well."""
         with self._one:
             there = self._checkpoints.find(record.model, record.number)
             if there is not None and there.fingerprint != record.fingerprint:
@@ -248,7 +257,7 @@ class Archive:
 
 
 def needed(archive: Archive | None) -> Archive:
-    """Raises FailedPrecondition (NO_ARCHIVE)."""
+    """Return the archive. Raises FailedPrecondition (NO_ARCHIVE) if the daemon has none."""
     if archive is None:
         raise FailedPrecondition("NO_ARCHIVE", "this daemon has no archive: start it with archive_url")
     return archive

@@ -1,10 +1,10 @@
-"""Complete versions as checkpoint folders on a URL: written and read back, found, fetched.
+"""Complete versions as checkpoint folders at a URL: written and read back, found, fetched.
 
-    <url>/<model>/<number>/    every file of the version, resharder.json among them
+    <url>/<model>/<number>/    every file of the version, resharder.json included
                                archived.json: their sizes and hashes
 
-Object stores have no rename: a folder counts once archived.json is in it, which is written when every file was read back and was
-what was sent. Nothing is ever deleted, but for the archived.json of a folder that is written anew.
+Object stores have no rename: a folder counts once it has archived.json, which is written after every file was read back and
+compared. Nothing is deleted except the archived.json of a folder that is written again.
 """
 
 import json
@@ -30,7 +30,7 @@ from resharder.server.store.model_state import MODEL_NAME
 
 MARKER = "archived.json"
 _FORMAT = 1
-_AT_ONCE = 2  # files; each takes some chunks of memory
+_AT_ONCE = 2  # files at a time; each takes some chunks of memory
 _log = structlog.get_logger("resharder.archive")
 Found = TypeVar("Found")
 
@@ -58,7 +58,7 @@ class Archived(NamedTuple):
 
 
 class Checkpoints:
-    """On `remote`. Everything raises Unavailable: ARCHIVE_FAILED, and DRAINING once `closed` is set."""
+    """Checkpoints on `remote`. All methods raise Unavailable: ARCHIVE_FAILED, and DRAINING after `closed` is set."""
 
     def __init__(self, remote: Remote, closed: threading.Event) -> None:
         self._remote, self._closed = remote, closed
@@ -71,12 +71,12 @@ class Checkpoints:
         return [name for name in self._remote.names() if MODEL_NAME.fullmatch(name) and self.numbers(name)]
 
     def numbers(self, model: str) -> list[int]:
-        """Of the model's folders, newest first, complete or not."""
+        """Return the numbers of a model's folders, newest first, complete or not."""
         names = self._remote.names(model)
         return sorted((int(name) for name in names if name.isascii() and name.isdigit() and len(name) >= 8), reverse=True)
 
     def find(self, model: str, number: int) -> Archived | None:
-        """None where there is no folder that counts."""
+        """Return an archived version, or None without a complete folder."""
         place = _place(model, number)
         content = self._remote.content(f"{place}/{MARKER}")
         if content is None:
@@ -89,8 +89,9 @@ class Checkpoints:
         return archived if (archived.model, archived.number) == (model, number) else None
 
     def write(self, record: VersionRecord, folder: Path, names: Sequence[str]) -> Archived:
-        """Puts the files there, reads them back, and then makes them count. Raises NotFound (VERSION_GONE) where the store gives
-        the version up meanwhile, DataLoss (CHECKSUM)."""
+        """Write all files, read them back, then write archived.json. Raises ResourceNotFound
+        (VERSION_GONE) if the version retires meanwhile, DataLoss (CHECKSUM).
+        """
         place = _place(record.model, record.number)
         url, marker = f"{self.url}/{place}", f"{place}/{MARKER}"
         if self._remote.content(marker) is not None:
@@ -109,13 +110,13 @@ class Checkpoints:
         return archived
 
     def damaged(self, archived: Archived) -> list[str]:
-        """The files that are not what was written."""
+        """Return the files that differ from those written."""
         place, names = _place(archived.model, archived.number), list(archived.files)
         found = self._each(lambda name: self._read_back(f"{place}/{name}"), names)
         return [name for name, file in zip(names, found, strict=True) if file != archived.files[name]]
 
     def fetch(self, archived: Archived, folder: Path) -> None:
-        """Every file into `folder`. Raises DataLoss (CHECKSUM), OSError where it cannot be written."""
+        """Write every file into `folder`. Raises DataLoss (CHECKSUM), OSError."""
         place = _place(archived.model, archived.number)
         self._each(lambda name: self._fetch(f"{place}/{name}", archived.files[name], folder / name), list(archived.files))
 
@@ -125,11 +126,11 @@ class Checkpoints:
         return counted.file()
 
     def _read(self, source: Path) -> Iterator[bytes]:
-        """Once it is open, a file's bytes stay as they are, whatever becomes of the version."""
+        """Yield the chunks of a version's file, whose bytes remain while it is open, even if the version retires."""
         try:
             file = source.open("rb", buffering=0)
         except FileNotFoundError:
-            raise ResourceNotFound("VERSION_GONE", f"{source}: the store needed the room of this version") from None
+            raise ResourceNotFound("VERSION_GONE", f"{source}: the store needed the space of this version") from None
         except OSError as error:
             raise medium_error(error) from error
         with file:
@@ -173,7 +174,7 @@ class Checkpoints:
 
 
 class _Counted:
-    """Chunks that go by, and the size and hash of those that have."""
+    """Iterator over chunks that counts their size and hashes them."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks, self._hash, self._size = chunks, xxhash.xxh3_128(), 0
@@ -198,7 +199,7 @@ def _write_new(path: Path, size: int, chunks: Iterator[bytes]) -> None:
         descriptor, at = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), 0
         try:
             if size:
-                os.posix_fallocate(descriptor, 0, size)  # all or nothing, before time is spent
+                os.posix_fallocate(descriptor, 0, size)  # check all before any copy
             for chunk in chunks:
                 write_at(descriptor, chunk, at)
                 at += len(chunk)
@@ -224,7 +225,7 @@ def _encode(archived: Archived) -> bytes:
 
 
 def _decode(content: bytes, url: str) -> Archived:
-    """Raises ValueError, KeyError, TypeError or AttributeError for what `_encode` did not write."""
+    """Decode archived.json. Raises ValueError, KeyError, TypeError or AttributeError for other content."""
     said = json.loads(content)
     if said.pop("blake3") != _blake3(said) or said["format"] != _FORMAT:
         raise ValueError(f"expected format {_FORMAT} and the hash of the rest, found format {said.get('format')!r}")

@@ -1,4 +1,4 @@
-"""Files on a URL that fsspec knows, in chunks: a folder, memory, an object store by its plugin."""
+"""Files at a fsspec URL, in chunks: a folder, memory, or an object store by its plugin."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,13 +9,13 @@ from resharder.server.infra.filesystem import sync
 from resharder.server.state.errors import DaemonError, FailedPrecondition, Unavailable
 
 CHUNK = 4 << 20
-_PART = 8 << 20  # of an upload to an object store; they take 10,000 of them for one file
+_PART = 8 << 20  # of an upload to an object store, which allows 10,000 for a file
 
 
 class Remote:
-    """What is under `url`; paths are relative to it. Everything raises Unavailable (ARCHIVE_FAILED).
+    """Files under `url`; paths are relative to it. All methods raise Unavailable (ARCHIVE_FAILED).
 
-    The constructor raises FailedPrecondition (NO_ARCHIVE) where fsspec or the URL's plugin is not installed, or the URL is none.
+    The constructor raises FailedPrecondition (NO_ARCHIVE) without fsspec or the URL's plugin, or for an invalid URL.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
@@ -29,15 +29,13 @@ class Remote:
                 "NO_ARCHIVE", f"expected fsspec and its plugin for {url}: {error}; pip install 'resharder[archive]'"
             ) from error
         except ValueError as error:
-            raise FailedPrecondition(
-                "NO_ARCHIVE", f"expected a folder or a URL that fsspec knows, got {url!r}: {error}"
-            ) from error
+            raise FailedPrecondition("NO_ARCHIVE", f"expected a folder or an fsspec URL, got {url!r}: {error}") from error
         self._root: str = root.rstrip("/")
         self._local = isinstance(self._files, LocalFileSystem)
         self.url: str = self._files.unstrip_protocol(self._root)
 
     def names(self, folder: str = "") -> list[str]:
-        """What is in a folder; nothing where it does not exist."""
+        """Return the names in a folder; nothing if it does not exist."""
         with self._failures(folder):
             self._files.invalidate_cache()
             try:
@@ -47,7 +45,7 @@ class Remote:
             return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
 
     def content(self, path: str) -> bytes | None:
-        """Of a small file; None where there is none."""
+        """Return the content of a small file; None if it does not exist."""
         with self._failures(path):
             try:
                 found: bytes = self._files.cat_file(self._at(path))
@@ -56,7 +54,7 @@ class Remote:
             return found
 
     def size(self, path: str) -> int | None:
-        """None where there is no such file."""
+        """Return the size of a file; None if it does not exist."""
         with self._failures(path):
             try:
                 return int(self._files.size(self._at(path)))
@@ -69,7 +67,7 @@ class Remote:
                 yield chunk
 
     def write(self, path: str, chunks: Iterable[bytes]) -> None:
-        """The whole file, its folder made; on a disk durably."""
+        """Write a whole file and create its folder; durably on a disk."""
         with self._failures(path):
             place = self._at(path)
             folder = place.rsplit("/", 1)[0]
@@ -90,7 +88,7 @@ class Remote:
 
     @contextmanager
     def _failures(self, path: str) -> Iterator[None]:
-        """Plugins raise exceptions of their own; those of the daemon, from what feeds a write, go through."""
+        """Convert the exceptions of plugins; the daemon's own, from the source of a write, pass."""
         try:
             yield
         except DaemonError:

@@ -1,6 +1,6 @@
-"""What ranks say of the boxes that they send, and what that comes to for each worker: the proof of what is served ahead of READY.
+"""Digests of workers' boxes, derived from the digests that ranks report.
 
-Digests add up over boxes (converters/storage/digest.py), and a plan fills every element of a worker's box once.
+Digests are additive over boxes (`converters/storage/digest.py`), and a plan fills every element of a worker's box once.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ Digests = npt.NDArray[np.uint64]
 
 
 def sent_by(plan: Plan[Any, Any], source: int) -> Pieces[Any]:
-    """All that the process of this number sends, where it lies in its memory, in the plan's order."""
+    """Return the pieces that a process sends, at their places in its memory, in the plan's order."""
     which, sources = _of(plan, source), plan.sources
     have = plan.have[which]
     offsets, strides = plan.source_views
@@ -38,7 +38,7 @@ def sent_count(plan: Plan[Any, Any], source: int) -> int:
 
 
 def held_by(plan: Plan[Any, Any], target: int, reported: Mapping[int, Digests]) -> list[int]:
-    """The digest of each piece of one target, by what every source says of what it sends."""
+    """Return the digest of each piece of one target, from the reported digests of every source."""
     totals = np.zeros(len(plan.targets), np.uint64)
     for source, digests in reported.items():
         np.add.at(totals, plan.want[_of(plan, source)], digests)

@@ -1,4 +1,4 @@
-"""What ranks and workers have declared that they hold, each in its process's memory, and the plans between them."""
+"""Declared memories of ranks and workers, and the plans between them."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ from resharder.server.state.errors import FailedPrecondition
 
 _log = structlog.get_logger("resharder.direct")
 _PLANS = 8
-Side = Mapping[int, tuple[Member, str]]  # members by rank, and the fingerprint of what each holds
+Side = Mapping[int, tuple[Member, str]]  # members by rank, each with the fingerprint of its layout
 
 
 class _Memory(NamedTuple):
@@ -25,7 +25,7 @@ class _Memory(NamedTuple):
 
 
 class Memories:
-    """Thread-safe; whoever holds its lock asks for no other."""
+    """Thread-safe. No other lock is taken under its lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,7 +33,7 @@ class Memories:
         self._plans: OrderedDict[tuple[Hashable, int], Planned] = OrderedDict()  # by sides, and part of the replicas
 
     def declare(self, member: Member, fingerprint: str, pieces: Pieces[int]) -> None:
-        """Of a model only the newest publisher's count."""
+        """Replace a member's declared layout. Of a model, only the newest publisher's layouts remain."""
         model, is_rank, _ = member.owner.partition("/publishers/")
         with self._lock:
             if is_rank:
@@ -50,7 +50,7 @@ class Memories:
             self._known = {key: memory for key, memory in self._known.items() if key[0] not in owners}
 
     def check(self, member: Member, fingerprint: str) -> None:
-        """Raises FailedPrecondition (MEMORY_UNKNOWN) where it has not declared just that."""
+        """Raise FailedPrecondition (MEMORY_UNKNOWN) unless a member has declared this layout."""
         with self._lock:
             self._find(member, fingerprint)
 
@@ -61,9 +61,18 @@ class Memories:
         return known.pieces
 
     def plan(self, ranks: Side, workers: Side, number: int) -> Planned:
-        """For server `number` of those that the ranks send to. Known for the last few of what was asked. Raises LayoutError,
-        ValueError where the staging memory does not suffice, FailedPrecondition (MEMORY_UNKNOWN): a later publisher's memory may
-        have taken the place of this one's."""
+        """Return the plan for a server, from a cache of the last few.
+
+        Args:
+            ranks: Ranks of the publisher with their memories.
+            workers: Workers of the server with their memories.
+            number: Number of the server among the servers that the ranks send to.
+
+        Raises:
+            LayoutError: the layouts do not fit.
+            ValueError: the staging memory does not suffice.
+            FailedPrecondition: MEMORY_UNKNOWN, if a newer publisher has replaced a memory.
+        """
         members = tuple(tuple(sorted((rank, memory) for rank, (_, memory) in side.items())) for side in (ranks, workers))
         with self._lock:
             for (known, of), planned in self._plans.items():

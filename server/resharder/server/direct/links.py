@@ -128,7 +128,7 @@ class Links:
             return self._group(offer, server, key, planned, ranks, workers).link(member)
 
     def _number(self, server: str, model: str) -> int:
-        """Return a server's number among those that follow a model, by which they divide its publisher's replicas."""
+        """Return a server's number among the servers that follow a model, by which they divide its publisher's replicas."""
         known = self._numbers.get(server)
         if known is None or known[0] != model:
             taken = {number for other, number in self._numbers.values() if other == model}

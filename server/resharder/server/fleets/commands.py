@@ -1,4 +1,4 @@
-"""What operators may ask of fleets: reads the request, says what is wrong with it, and has `Fleets` keep and begin the rest."""
+"""Operators' requests about fleets: validation, and the change that each one makes."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -40,8 +40,13 @@ class Operations:
         return self._changes.change(fleet.removeprefix("fleets/"), noted, model)
 
     def update(self, request: operator_pb2.UpdateFleetRequest) -> FleetView:
-        """Raises InvalidArgument (UPDATE_MASK, TARGET, STRATEGY, PAUSE_MODE, MAX_SKEW, SERVE_AHEAD, CHECK_UNKNOWN),
-        FailedPrecondition (VERSION_NOT_READY, KV_FLEET, FLEET_MODEL), NotFound (FLEET_UNKNOWN, MODEL_UNKNOWN)."""
+        """Set the fields of a fleet that the mask names.
+
+        Raises:
+            InvalidArgument: UPDATE_MASK, TARGET, STRATEGY, PAUSE_MODE, MAX_SKEW, SERVE_AHEAD, CHECK_UNKNOWN.
+            FailedPrecondition: VERSION_NOT_READY, KV_FLEET, FLEET_MODEL.
+            ResourceNotFound: FLEET_UNKNOWN, MODEL_UNKNOWN.
+        """
         message, fields = request.fleet, list(request.update_mask.paths)
         if unknown := set(fields) - set(_FIELDS):
             raise InvalidArgument("UPDATE_MASK", f"expected fields of {list(_FIELDS)}, got {sorted(unknown)}")
@@ -71,7 +76,7 @@ class Operations:
             _check_ahead(fleet)
             return fleet
 
-        # Of the fleet only what the mask names: the rest may be anything, even what is no JSON.
+        # Only the fields that the mask names: others may have any value, even one that JSON cannot represent.
         asked = operator_pb2.UpdateFleetRequest(
             fleet=resources_pb2.Fleet(name=message.name, model=message.model),
             update_mask=request.update_mask,
@@ -81,7 +86,13 @@ class Operations:
         return self._change(message.name, "update", asked, act, model)
 
     def roll_back(self, request: operator_pb2.RollBackFleetRequest) -> FleetView:
-        """Raises FailedPrecondition (VERSION_NOT_READY, NO_EARLIER), InvalidArgument (VERSION), NotFound (FLEET_UNKNOWN)."""
+        """Return a fleet to an earlier version.
+
+        Raises:
+            FailedPrecondition: VERSION_NOT_READY, NO_EARLIER.
+            InvalidArgument: VERSION.
+            ResourceNotFound: FLEET_UNKNOWN.
+        """
 
         def act(fleet: Fleet, view: View) -> Fleet:
             if request.request_id and request.request_id == fleet.rolled_back:
@@ -92,14 +103,16 @@ class Operations:
                 raise FailedPrecondition("NO_EARLIER", f"no READY version is before {at}; there are {sorted(view.ready)}")
             _check_ready(to, view)
             if to >= at:
-                raise InvalidArgument("VERSION", f"expected a version before {at}, which the fleet wants now, got {to}")
+                raise InvalidArgument("VERSION", f"expected a version before {at}, the fleet's target, got {to}")
             reason = request.reason[:1000] or f"rolled back to version {to}"
             return decisions.roll_back(fleet, to, view, reason, request.request_id)
 
         return self._change(request.fleet, "rollback", request, act)
 
     def decide(self, request: operator_pb2.DecideMoveRequest) -> FleetView:
-        """Raises FailedPrecondition (NOTHING_TO_DECIDE), NotFound (FLEET_UNKNOWN)."""
+        """Complete or undo the current move. Raises FailedPrecondition (NOTHING_TO_DECIDE),
+        ResourceNotFound (FLEET_UNKNOWN).
+        """
 
         def act(fleet: Fleet, view: View) -> Fleet:
             now = fleet.move.id if fleet.move else 0
@@ -113,7 +126,9 @@ class Operations:
         return self._change(request.fleet, "approve" if request.go_on else "back", request, act)
 
     def set_power(self, request: operator_pb2.SetPowerRequest) -> FleetView:
-        """Raises InvalidArgument (POWER), NotFound (FLEET_UNKNOWN, SERVER_UNKNOWN)."""
+        """Put servers to sleep or wake them. Raises InvalidArgument (POWER), ResourceNotFound
+        (FLEET_UNKNOWN, SERVER_UNKNOWN).
+        """
         if int(request.power) not in set(Power) - {Power.UNKNOWN}:
             names = [power.name for power in Power if power]
             raise InvalidArgument("POWER", f"expected a power of {names}, got {request.power}")
@@ -122,7 +137,7 @@ class Operations:
         return self._change(request.fleet, "sleep" if power.asleep else "wake", request, act)
 
     def set_drained(self, request: operator_pb2.SetDrainedRequest) -> FleetView:
-        """Raises NotFound (FLEET_UNKNOWN, SERVER_UNKNOWN)."""
+        """Drain servers or resume them. Raises ResourceNotFound (FLEET_UNKNOWN, SERVER_UNKNOWN)."""
         servers = _servers(request.server)
 
         def act(fleet: Fleet, view: View) -> Fleet:
@@ -132,7 +147,7 @@ class Operations:
 
 
 def read_target(message: resources_pb2.VersionTarget) -> FleetTarget:
-    """Raises InvalidArgument (TARGET)."""
+    """Return a target. Raises InvalidArgument (TARGET)."""
     if int(message.kind) not in set(FleetTargetKind):
         raise InvalidArgument("TARGET", f"expected a target of {[kind.name for kind in FleetTargetKind]}, got {message.kind}")
     target = FleetTarget(FleetTargetKind(message.kind), message.version, message.every_seconds)
@@ -146,7 +161,7 @@ def read_target(message: resources_pb2.VersionTarget) -> FleetTarget:
 
 
 def read_strategy(message: resources_pb2.UpdateStrategy, checks: Collection[str]) -> FleetStrategy:
-    """Raises InvalidArgument (STRATEGY, CHECK_UNKNOWN)."""
+    """Return an update strategy. Raises InvalidArgument (STRATEGY, CHECK_UNKNOWN)."""
     if int(message.kind) not in set(FleetStrategyKind):
         raise InvalidArgument(
             "STRATEGY", f"expected a strategy of {[kind.name for kind in FleetStrategyKind]}, got {message.kind}"
@@ -187,10 +202,12 @@ def _set_target(fleet: Fleet, target: FleetTarget, view: View) -> Fleet:
     refused = dict(fleet.refused)
     if target.kind == FleetTargetKind.NUMBER:
         _check_ready(target.version, view)
-        refused.pop(target.version, None)  # an operator names it: it is not taken by itself
+        refused.pop(target.version, None)  # an operator permits it again by naming it
     fleet = replace(fleet, target=target, refused=refused)
     if fleet.move is not None and not fleet.move.active:
-        fleet = replace(fleet, move=replace(fleet.move, tries=fleet.move.tries + 1))  # servers that gave up try again
+        fleet = replace(
+            fleet, move=replace(fleet.move, tries=fleet.move.tries + 1)
+        )  # servers that have used all attempts try again
     return fleet
 
 
@@ -219,10 +236,10 @@ def _check_kv(fleet: Fleet, strategy: FleetStrategy, view: View) -> None:
 
 
 def _of(servers: tuple[str, ...], act: _Act) -> _Act:
-    """`act`, where the servers are the fleet's."""
+    """Return `act` with a check that the servers belong to the fleet."""
 
     def checked(fleet: Fleet, view: View) -> Fleet:
-        there = sorted(fleet.members | view.servers.keys())  # after a restart of the daemon some may be on their way back
+        there = sorted(fleet.members | view.servers.keys())  # after a restart of the daemon, servers may still return
         if missing := [id for id in servers if id not in there]:
             raise ResourceNotFound("SERVER_UNKNOWN", f"server {missing[0]!r} is not of fleet {fleet.name}; there are {there}")
         return act(fleet, view)

@@ -15,7 +15,7 @@ from resharder.server.state.server import Power
 
 
 def set_power(fleet: Fleet, power: Power, servers: Iterable[str] = ()) -> Fleet:
-    """Of the named servers, or of all, those that come later too."""
+    """Set the power state of the named servers, or of all, including later ones."""
     named = tuple(servers)
     if not named:
         return replace(fleet, power=power, powers={})
@@ -28,7 +28,7 @@ def set_drained(fleet: Fleet, drained: bool, servers: Iterable[str]) -> Fleet:
 
 
 def roll_back(fleet: Fleet, to: int, view: View, reason: str, request: str) -> Fleet:
-    """Wants `to`; READY versions after it are refused, and a NUMBER that was wanted gives way to it."""
+    """Set the target to `to`, and refuse READY versions after it. A target of another number is replaced."""
     later = {version: reason for version in view.usable if version > to}
     kept = {version: why for version, why in still_refused(fleet, view.ready).items() if version != to}
     target = fleet.target if fleet.target.kind == FleetTargetKind.LATEST else FleetTarget(FleetTargetKind.NUMBER, to)
@@ -36,7 +36,7 @@ def roll_back(fleet: Fleet, to: int, view: View, reason: str, request: str) -> F
 
 
 def decide(fleet: Fleet, go_on: bool, reason: str, view: View) -> Fleet:
-    """An operator's word on the move that goes on. Raises ValueError where there is nothing to decide."""
+    """Apply an operator's decision about the current move. Raises ValueError if it needs none."""
     move = fleet.moving
     if move is None:
         raise ValueError("expected a move that goes on, there is none")
@@ -55,7 +55,7 @@ def decide(fleet: Fleet, go_on: bool, reason: str, view: View) -> Fleet:
 
 
 def checked(fleet: Fleet, move: int, passed: bool, message: str, view: View) -> Fleet:
-    """How the check of a canary ended."""
+    """Record the result of a canary's check."""
     found = fleet.moving
     if found is None or found.id != move or not found.checking:
         return fleet

@@ -1,4 +1,4 @@
-"""Why a server, or a fleet, is in the state it is in: one sentence for every state."""
+"""Reason of the state of a server or fleet: one sentence for every state."""
 
 from resharder.server.fleets.reconciler.installs import target, why_not_ahead
 from resharder.server.fleets.updates import wanted
@@ -15,7 +15,7 @@ _GOING = {
 
 
 def state_of(server: Server) -> int:
-    """The value of `Server.State`."""
+    """Return the value of `Server.State`."""
     install = server.install
     if server.lost_at is not None:
         return resources_pb2.Server.LOST
@@ -46,9 +46,9 @@ def _goes_to_sleep(server: Server) -> bool:
 
 
 def explain(server: Server, now: float, settings: Settings) -> str:
-    """Why it is in `state_of(server)`, and what it waits for."""
+    """Return why a server is in `state_of(server)`, and what it waits for."""
     if server.lost_at is not None:
-        booting = "nobody has renewed its claim" if server.renews else "no control side attached"
+        booting = "its claim was not renewed" if server.renews else "no control side attached"
         who = "its control side has been silent" if server.attached else booting
         return f"{who} for {now - server.seen:.0f} s"
     if not server.controls and server.attached:
@@ -80,7 +80,7 @@ def _serving(server: Server) -> str:
 
 
 def _way(server: Server) -> str:
-    """What has become of a version that is served ahead."""
+    """Return the state of a version that is served ahead, as part of a sentence."""
     if server.differs:
         return f", and the store's copy differs: {server.differs}"
     if server.opened in server.ready:
@@ -89,7 +89,7 @@ def _way(server: Server) -> str:
 
 
 def _stranger(server: Server) -> str:
-    """The first worker that holds a version of another store."""
+    """Return the first worker that has a version of another store, as part of a sentence."""
     workers = sorted(server.workers.items())
     errors = [
         f"worker {rank}: {worker.error}; " for rank, worker in workers if worker.state == WorkerState.EMPTY and worker.error
@@ -113,7 +113,7 @@ def _doing(server: Server, now: float, settings: Settings) -> str:
     if server.change_failed is not None and now < server.change_failed.retry_at:
         return f"{server.change_failed.error}; tries again in {server.change_failed.retry_at - now:.0f} s"
     if server.power.asleep and server.goal.power.asleep:
-        return "sleeps as wanted" + (f"; version {server.wanted} is installed at wake" if target(server, settings) else "")
+        return "asleep by order" + (f"; version {server.wanted} is installed at wake" if target(server, settings) else "")
     if server.staged and not server.goal.apply:
         return f"version {server.staged} is staged; {server.goal.why}"
     if install is not None and install.active:
@@ -138,14 +138,14 @@ def _idle(server: Server, now: float, settings: Settings) -> str:
         return "it is the newest"
     version = target(server, settings)
     if server.opened and not version and not server.failures:
-        return server.goal.why or "it is the one that the fleet wants"
+        return server.goal.why or "it is the fleet's target"
     if version and version in server.failures:
         return f"{_last_failure(server)}; tries again in {max(0.0, server.failures[version].retry_at - now):.0f} s"
     if server.failures:
         return f"{_last_failure(server)}; waits for a newer version"
     if version:
         return f"version {version} is next"
-    return server.goal.why or (f"holds version {server.agreed}" if server.agreed else "no version is wanted")
+    return server.goal.why or (f"holds version {server.agreed}" if server.agreed else "the fleet has no target")
 
 
 def _last_failure(server: Server) -> str:
@@ -159,7 +159,7 @@ def _few(ranks: list[int]) -> str:
 
 
 def explain_fleet(fleet: Fleet, view: View) -> str:
-    """Why the fleet is at the version where it is."""
+    """Return why a fleet is at its version."""
     move = fleet.moving
     if view.settling:
         return "the daemon has just started; it waits for its servers to come back"
@@ -168,10 +168,10 @@ def explain_fleet(fleet: Fleet, view: View) -> str:
     refused = "".join(f"; version {version} is refused: {why}" for version, why in sorted(fleet.refused.items()))
     match fleet.target.kind:
         case FleetTargetKind.NONE:
-            return f"wants no other version than {fleet.settled}" if fleet.settled else "wants no version"
+            return f"stays at version {fleet.settled}" if fleet.settled else "has no version to serve"
         case FleetTargetKind.NUMBER if fleet.target.version != fleet.settled:
             why = "is refused" if fleet.target.version in fleet.refused else "is not READY"
-            return f"wants version {fleet.target.version}, which {why}{refused}"
+            return f"its target is version {fleet.target.version}, which {why}{refused}"
         case FleetTargetKind.NUMBER:
             return f"pinned to version {fleet.target.version}{refused}"
     if not view.ready:
@@ -182,7 +182,7 @@ def explain_fleet(fleet: Fleet, view: View) -> str:
     if newest not in fleet.refused and newest != fleet.settled and wanted(fleet, view) == fleet.settled:
         left = fleet.rest_left(view.now)
         return f"version {newest} is READY and due in {left:.0f} s: at most one move in {fleet.target.every_seconds:g} s{refused}"
-    return f"at the version it wants{refused}"
+    return f"at its target version{refused}"
 
 
 def _explain_move(move: Move, view: View) -> str:

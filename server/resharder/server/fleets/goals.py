@@ -17,7 +17,7 @@ from resharder.server.state.server import Goal, Server
 
 
 def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
-    """For every server of the view."""
+    """Return the goal of every server of the view."""
     found, move = {}, fleet.moving
     turns = _turns(fleet, view)
     together = move is not None and move.strategy.kind == FleetStrategyKind.ATOMIC
@@ -41,7 +41,7 @@ def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
 
 
 def boots(fleet: Fleet, view: View) -> int:
-    """The version that a server which starts now should have; 0: none is READY."""
+    """Return the version for a server that starts now; 0: none is READY."""
     move = fleet.moving
     version = fleet.settled
     if move is not None and move.state in (MoveState.MOVING, MoveState.APPLYING):
@@ -54,7 +54,7 @@ def boots(fleet: Fleet, view: View) -> int:
 
 
 def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tuple[int, bool, str]:
-    """The version that a server is to hold, whether it may apply it, and why it has to wait where it has."""
+    """Return the version for a server, whether it may apply it, and the reason if it has to wait."""
     move = fleet.moving
     if move is None:
         return (fleet.settled, True, "") if turn else (_in_service(fleet, id, view), True, "it waits for its turn")
@@ -78,7 +78,7 @@ def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tupl
     if id in move.failed and move.strategy.kind != FleetStrategyKind.ALL_AT_ONCE:
         return stays, True, f"version {move.to} failed here: {move.failed[id]}"
     if move.strategy.kind == FleetStrategyKind.ALL_AT_ONCE and install is not None and install.active and not fleet.max_skew:
-        # One that is under way ends first: where versions come faster than installs, nobody would ever arrive.
+        # An install in progress ends first: if versions arrive faster than installs, no server would ever arrive.
         keeps = install.version in view.usable and install.version not in fleet.refused and install.version > server.opened
         if keeps and fleet.target.kind == FleetTargetKind.LATEST:
             return install.version, True, ""
@@ -86,8 +86,9 @@ def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tupl
 
 
 def _turns(fleet: Fleet, view: View) -> set[str]:
-    """The servers that may move now: with `at_a_time`, those out of service anyway and as many more as it allows. Who is away is
-    told when it is back: what it would do on an older word is not counted."""
+    """Return the servers that may move now: with `at_a_time`, those out of service and as many more as
+    it allows. A server that is away gets its goal when it returns.
+    """
     move = fleet.moving
     strategy, version = (move.strategy, move.to) if move else (fleet.strategy, fleet.settled)
     if strategy.kind in (FleetStrategyKind.ALL_AT_ONCE, FleetStrategyKind.ATOMIC):
@@ -100,20 +101,20 @@ def _turns(fleet: Fleet, view: View) -> set[str]:
     given_up = move.failed.keys() if move else set()
     room = (strategy.at_a_time or len(view.servers)) - len(away - given_up)
     behind = [id for id in present if _in_service(fleet, id, view) not in (0, version) and id not in installing]
-    # Who failed waits for its next try in service: others may go first.
+    # A failed server waits for its retry in service: others may go first.
     waiting = sorted(behind, key=lambda id: (version in present[id].failures, present[id].serving, id))
     return ({id for id in view.servers if is_attached(view.servers[id])} - set(behind)) | set(waiting[: max(0, room)])
 
 
 def _in_service(fleet: Fleet, id: str, view: View) -> int:
-    """The version that it serves, or is about to; 0: none."""
+    """Return the version that a server serves, or is about to serve; 0: none."""
     server = view.servers[id]
     low, high = _range(fleet, id, view) or (server.agreed, server.agreed)
     return server.opened or (server.agreed if low <= server.agreed <= high else 0)
 
 
 def _range(fleet: Fleet, id: str, view: View) -> tuple[int, int] | None:
-    """The versions that this server may open its gate on now."""
+    """Return the range of versions on which a server may open its gate now."""
     move = fleet.moving
     if move is not None and move.state == MoveState.APPLYING:
         return NOBODY

@@ -1,10 +1,10 @@
-"""Which servers of a fleet serve on, staged, until their turn on the direct path is near: a pure function of what they are at.
+"""Servers of a fleet that stay in service, staged, until their turn on the direct path is near: a pure function of their states.
 
-A rank sends to one server at a time (direct.py). One that paused with all the others would stand still through every transfer
-before its own. So no more than two of a fleet pause for it, or two for each that ranks can send to at the same time: one takes
-the version, another is ready when the first has it.
+A rank sends to one server at a time. A server that paused together with all others would wait through every transfer
+before its own. At most two servers pause for each that ranks can send to at the same time: one receives the
+version, another is ready when the first has it.
 
-Fleets whose servers first answer what they have begun to (PauseMode.WAIT) pause all together: that may take minutes.
+Servers that finish requests before they pause (PauseMode.WAIT) pause together, since that may take minutes.
 """
 
 from collections.abc import Set
@@ -12,13 +12,12 @@ from collections.abc import Set
 from resharder.server.state.fleet import View
 from resharder.server.state.server import InstallState, Server
 
-_PAUSED = 2  # for each that ranks can send to
-_PATIENCE = 20.0  # seconds: whoever is paused for longer is not waited for
+_PAUSED = 2  # servers for each that ranks can send to
+_PATIENCE = 20.0  # seconds of a pause after which others do not wait for a server
 
 
 def held_back(view: View) -> Set[str]:
-    """Servers that are not to pause yet. Where there is no room, who stages is one: how it gets the version shows when it has
-    staged."""
+    """Return the servers that must not pause yet. Without capacity, this includes servers that still stage."""
     joined = {id for id, server in view.servers.items() if server.joined}
     if not joined:
         return frozenset()

@@ -1,8 +1,8 @@
-"""What is kept of fleets over restarts: a small JSON file for each, on its medium before anybody is told.
+"""Durable state of fleets: a small JSON file for each, written before a change takes effect.
 
-In memory, the durations of a move are measured from readings of the monotonic clock, which mean nothing to another process. In
-the file those fields hold how long ago that was when the file was written. Time between the last write and the next start does
-not count, and no clock of the host is trusted over it.
+In memory, the durations of a move are measured from readings of the monotonic clock, which have no meaning in another process.
+In the file, those fields are ages at the time of the write. Time between the last write and the next start does
+not count, and the wall clock is not used.
 """
 
 import json
@@ -18,7 +18,7 @@ from resharder.server.infra.filesystem import make_folder, touching, write_file
 from resharder.server.state.fleet import Fleet
 
 _NAMES = {"target": "want", "strategy": "motion"}
-"""Names of fields by which the file of a fleet has them."""
+"""Names of fields in the file, where they differ."""
 
 _fleet = TypeAdapter(Fleet)
 _log = structlog.get_logger("resharder.fleet")
@@ -29,7 +29,11 @@ class FleetFiles:
         self._folder = make_folder(folder)
 
     def load(self, now: float) -> dict[str, Fleet]:
-        """`now` is a reading of the monotonic clock. A file that cannot be read is left where it is, said, and counts as none."""
+        """Return all fleets by name. An unreadable file is logged and skipped.
+
+        Args:
+            now: Reading of the monotonic clock.
+        """
         found = {}
         for path in sorted(self._folder.glob("*.json")):
             try:
@@ -41,8 +45,9 @@ class FleetFiles:
         return found
 
     def next_start(self) -> int:
-        """How often a daemon has started on this store, this time included; on its medium when this returns. Counts from 1 again
-        where the file holds no number. Raises OSError."""
+        """Return how often a daemon has started on this store, including this start, durably. Restarts
+        from 1 if the file has no number. Raises OSError.
+        """
         path = self._folder / "starts"
         before = path.read_bytes().strip() if path.exists() else b"0"
         if not before.isdigit():
@@ -53,14 +58,14 @@ class FleetFiles:
         return count
 
     def save(self, fleet: Fleet, now: float) -> None:
-        """Raises OSError; the file has what it had then, as far as the medium lets it."""
+        """Write a fleet's file. Raises OSError, after restoring the previous file if possible."""
         path = self._folder / f"{fleet.name}.json"
         with touching(path, "reading"):
             before = path.read_bytes() if path.exists() else None
         try:
             write_file(path, stored(fleet, now))
         except OSError:
-            with suppress(OSError):  # the new content may stand there, where its folder's fsync is what failed
+            with suppress(OSError):  # the new content may be there if the folder's fsync failed
                 path.unlink() if before is None else write_file(path, before)
             raise
 
@@ -70,15 +75,12 @@ def stored(fleet: Fleet, now: float) -> bytes:
 
 
 def restored(content: bytes, now: float) -> Fleet:
-    """A file that has no such ages, of a release that kept times of day, gives 0: what it waited for begins anew.
-
-    Raises ValidationError.
-    """
+    """Return the fleet of a file. Files of releases without ages give ages of 0. Raises ValidationError."""
     return _turned(_fleet.validate_json(_with_names(content, {stored: name for name, stored in _NAMES.items()})), now)
 
 
 def _turned(fleet: Fleet, now: float) -> Fleet:
-    """Ages for readings of the clock, and readings for ages."""
+    """Return the fleet with ages for readings of the clock, and readings for ages."""
     move = fleet.move
     return fleet if move is None else replace(fleet, move=replace(move, began=now - move.began, held=now - move.held))
 

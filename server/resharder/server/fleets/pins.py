@@ -26,7 +26,7 @@ class FleetPins:
         return self._pinned.get((holder, model), frozenset())
 
     def pin(self, holder: str, model: str, numbers: Collection[int]) -> frozenset[int]:
-        """Pin versions in addition to those that the holder has, and return the numbers that are no longer READY."""
+        """Pin versions in addition to earlier ones, and return the numbers that are no longer READY."""
         gone = set()
         for number in numbers:
             if number in self.of(holder, model):

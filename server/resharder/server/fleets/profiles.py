@@ -1,4 +1,4 @@
-"""Profiles on their way from workers to the operator who asked: kept while he waits, and nowhere else."""
+"""Profiles of installs on their way from workers to a waiting operator; they are not stored."""
 
 import threading
 import time
@@ -12,13 +12,13 @@ from resharder.server.state.errors import DeadlineExceeded, FailedPrecondition, 
 from resharder.server.state.server import InstallState
 from resharder.v1 import resources_pb2
 
-MAX_BYTES = 64 << 20  # of one worker's
-_LOOK = 0.1  # seconds; between looks whether the install has ended and the operator is still there
+MAX_BYTES = 64 << 20  # of one worker's profile
+_LOOK = 0.1  # seconds between looks whether the install has ended and the operator is connected
 
 
 @dataclass
 class _Waiting:
-    """`missing`: ranks whose profile has not come."""
+    """Request that waits. `missing` has the ranks without a profile yet."""
 
     missing: set[int]
     arrived: deque[resources_pb2.Profile] = field(default_factory=deque)
@@ -26,7 +26,7 @@ class _Waiting:
 
 
 class Profiles:
-    """Thread-safe. `_lock` comes before the fleets'."""
+    """Thread-safe. `_lock` comes before the roster's."""
 
     def __init__(self, fleets: Fleets, clock: Callable[[], float] = time.monotonic) -> None:
         self._fleets, self._clock = fleets, clock
@@ -34,12 +34,15 @@ class Profiles:
         self._waiting: dict[tuple[str, str], _Waiting] = {}  # by server and install
 
     def take(self, server: str, wait_seconds: float) -> Iterator[resources_pb2.Profile | Pause]:
-        """Has the server install what it serves once more, and yields what its workers say of it; ends when the install has.
+        """Let a server repeat its install, and yield its workers' profiles until the install ends.
 
-        Raises NotFound (SERVER_UNKNOWN), FailedPrecondition (NOT_SERVING), DeadlineExceeded (NO_PROFILE).
+        Raises:
+            ResourceNotFound: SERVER_UNKNOWN.
+            FailedPrecondition: NOT_SERVING.
+            DeadlineExceeded: NO_PROFILE.
         """
         deadline = self._clock() + wait_seconds
-        with self._lock:  # a profile must not come before it is waited for
+        with self._lock:  # before a profile can arrive
             install, workers = self._fleets.changes.reinstall(server)
             waiting = self._waiting[server, install] = _Waiting(set(range(workers)))
         try:
@@ -52,7 +55,7 @@ class Profiles:
                 if left:
                     self._ended(server, install)
                 if self._clock() > deadline:
-                    missing = f"{left} workers of server {server} have not said how they spent {install}"
+                    missing = f"{left} workers of server {server} have not reported a profile of {install}"
                     raise DeadlineExceeded("NO_PROFILE", missing if left else f"server {server} has not ended {install}")
                 yield waiting.changed.pause(seen, _LOOK)
         finally:
@@ -60,14 +63,14 @@ class Profiles:
                 del self._waiting[server, install]
 
     def _ended(self, server: str, install: str) -> bool:
-        """Raises FailedPrecondition (NOT_SERVING) where it failed."""
+        """Return whether the install has ended. Raises FailedPrecondition (NOT_SERVING) if it failed."""
         known = self._fleets.roster.server(server)
         if (ended := known.ended) is not None and ended.id == install and ended.state == InstallState.FAILED:
             raise FailedPrecondition("NOT_SERVING", f"the install that was to be profiled failed: {ended.error}")
         return known.install is None or known.install.id != install or not known.install.active
 
     def put(self, server: str, profile: resources_pb2.Profile) -> None:
-        """Lets go of one that nobody waits for. Raises InvalidArgument (PROFILE)."""
+        """Take a worker's profile, and drop it if no request waits for it. Raises InvalidArgument (PROFILE)."""
         if len(profile.trace) + len(profile.table) > MAX_BYTES:
             raise InvalidArgument("PROFILE", f"expected a profile of at most {MAX_BYTES} bytes, got {profile.ByteSize()}")
         with self._lock:

@@ -1,24 +1,23 @@
-"""How a fleet gets to the version it should serve: pure functions of the fleet, its servers and the time.
+"""Progress of a fleet to its target: pure functions of the fleet, its servers and the time.
 
-`advance(fleet, ...)` gives the fleet after what happened; `goals(fleet, ...)` what each server is to do now. Between them and the
-servers' reconcilers nothing else is remembered: a fleet, which is written down whenever it changes, and what servers report.
+`advance` returns the fleet after one step of its move; `goals.goals` what each server should do. A fleet, which is stored
+whenever it changes, and the servers' reports are the whole state.
 
-    ALL_AT_ONCE   MOVING -> DONE                    a newer version takes the move over at once
+    ALL_AT_ONCE   MOVING -> DONE                    a newer version replaces the target of the move
     ROLLING       MOVING -> DONE | STOPPED          at most `at_a_time` servers out of service for it
-    CANARY        TRYING -> HOLDING -> MOVING ...   a canary that fails, a check or an operator: BACK -> FAILED
+    CANARY        TRYING -> HOLDING -> MOVING ...   a failed canary or check, or an operator: BACK -> FAILED
     ATOMIC        STAGING -> APPLYING -> DONE       a failure in STAGING: FAILED; in APPLYING: BACK -> FAILED
 
-A version that failed so is refused: LATEST does not take it again by itself, as little as one that was rolled back. A skew bound
-is kept by which version a gate may be opened on; a jump that is wider than the bound is made atomically. Nobody waits for lost
-servers: where versions must not mix (atomic fleets, skew bounds) leases are strict, so that a server that cannot be reached has
-shut its gate by the time it is called lost.
+A failed version is refused: LATEST skips it, like one that was rolled back. The versions on which gates may open enforce
+a skew bound; a jump beyond the bound is atomic. Moves do not wait for lost
+servers: where versions must not mix (atomic fleets, skew bounds), leases are strict, so that an unreachable server has
+closed its gate by the time it is LOST.
 
-A fleet that serves ahead takes versions that are not READY yet, once every rank offers them (`View.ahead`); each server falls
-back by itself (reconciler.py). What becomes ABORTED then is a version that is gone: the fleet goes back to the newest READY one.
-Nobody boots from a version that is not READY, is pinned to one or goes back to one.
+A fleet that serves ahead takes versions before READY, once every rank offers them (`View.ahead`); each server falls
+back by itself (`reconciler`). A version that becomes ABORTED is gone: the fleet returns to the newest READY one.
+Servers boot from, are pinned to and return to READY versions only.
 
-Durations are measured by the monotonic clock (`View.now`), as the reconciler's are. The wall clock may jump at any time: it
-labels moves and decides nothing.
+Durations are measured by the monotonic clock (`View.now`). The wall clock may jump at any time; it only labels moves.
 """
 
 from collections.abc import Collection
@@ -37,7 +36,7 @@ from resharder.server.state.server import InstallState, Power, Server
 
 
 def wanted(fleet: Fleet, view: View) -> int:
-    """What `fleet.target` comes to now; 0: no version is READY."""
+    """Return the version that `fleet.target` selects now; 0: no version is READY."""
     move = fleet.moving
     current = move.to if move else fleet.settled
     match fleet.target.kind:
@@ -52,13 +51,13 @@ def wanted(fleet: Fleet, view: View) -> int:
 
 
 def _instead(gone: int, fleet: Fleet, view: View) -> int:
-    """Of a version that was served ahead and is not to be READY: the one before it, or what there is."""
+    """Return the version before one that was served ahead and will not be READY, or the newest READY one."""
     ready = view.ready - fleet.refused.keys()
     return max((number for number in ready if number < gone), default=max(ready, default=gone)) if gone else gone
 
 
 def advance(fleet: Fleet, view: View) -> Fleet:
-    """The fleet after one step of its move, or itself. To be called until nothing changes."""
+    """Return the fleet after one step of its move, or the fleet itself. Call until nothing changes."""
     if (move := fleet.moving) is not None and _taken_back(fleet, move, view):
         return replace(fleet, move=replace(move, state=MoveState.BACK, reason=fleet.refused[move.to]))
     if view.settling and (fleet.strict or fleet.strategy.kind != FleetStrategyKind.ALL_AT_ONCE):
@@ -74,7 +73,7 @@ def advance(fleet: Fleet, view: View) -> Fleet:
         return replace(fleet, move=replace(move, state=MoveState.BACK, reason=reason))
     single = move.state in (MoveState.TRYING, MoveState.HOLDING, MoveState.MOVING)
     if single and fleet.mixes(move.to, view.shown) and move.to not in fleet.refused:
-        return _begin(fleet, move.to, view)  # servers came back with versions that it is too far from
+        return _begin(fleet, move.to, view)  # servers returned with versions beyond the skew bound
     match move.state:
         case MoveState.STAGING:
             return _staging(fleet, move, view)
@@ -103,7 +102,7 @@ def _begin(fleet: Fleet, to: int, view: View) -> Fleet:
     elif not back_to:
         strategy = FleetStrategy(FleetStrategyKind.ALL_AT_ONCE)
     elif strategy.kind == FleetStrategyKind.CANARY and fleet.settled in fleet.refused and to < fleet.settled:
-        strategy = replace(strategy, kind=FleetStrategyKind.ROLLING)  # back to what has been tried
+        strategy = replace(strategy, kind=FleetStrategyKind.ROLLING)  # back to a tried version
     states = {FleetStrategyKind.CANARY: MoveState.TRYING, FleetStrategyKind.ATOMIC: MoveState.STAGING}
     number = fleet.move.id + 1 if fleet.move else 1
     move = Move(number, states.get(strategy.kind, MoveState.MOVING), back_to, to, strategy, view.wall, reason, began=view.now)
@@ -111,15 +110,16 @@ def _begin(fleet: Fleet, to: int, view: View) -> Fleet:
 
 
 def _taken_back(fleet: Fleet, move: Move, view: View) -> bool:
-    """Its version was refused meanwhile, and servers must not take it up even while others are still coming back. Where the one
-    before it was refused too, they go straight to the wanted one, if they can."""
+    """Return whether the move goes back because its version was refused meanwhile. If the version
+    before it was refused as well, servers go straight to the target if they can.
+    """
     if move.state == MoveState.BACK or move.to not in fleet.refused or move.back_to not in view.ready:
         return False
     return move.back_to not in fleet.refused or move.state == MoveState.APPLYING or view.settling
 
 
 def _gives_way(fleet: Fleet, move: Move, target: int, view: View) -> bool:
-    """Whether another version may take the move over before it has ended."""
+    """Return whether another version may replace the target of a move."""
     if move.state in (MoveState.APPLYING, MoveState.BACK):
         return False
     if move.to in fleet.refused or move.to not in view.usable or fleet.target.kind == FleetTargetKind.NUMBER:
@@ -130,7 +130,7 @@ def _gives_way(fleet: Fleet, move: Move, target: int, view: View) -> bool:
 
 
 def present_servers(fleet: Fleet, view: View) -> dict[str, Server]:
-    """Servers that a move has to do with: attached, awake, and wanted so."""
+    """Return the servers that a move concerns: attached, and awake by order."""
     return {
         id: server
         for id, server in sorted(view.servers.items())
@@ -143,8 +143,9 @@ def is_attached(server: Server) -> bool:
 
 
 def _hopeless(server: Server, version: int, move: Move, view: View) -> str:
-    """The error that a version failed with as often as it may; empty while there is hope. What failed before this move, or before
-    an operator had it tried again, does not count: the server has not been told yet."""
+    """Return the error of a version that has used all its attempts on a server; empty otherwise.
+    Failures before this move, or before an operator's retry, do not count.
+    """
     failure = server.failures.get(version) if server.goal.retry == move_tries(move) else None
     return failure.error if failure is not None and failure.count >= view.settings.attempts else ""
 
@@ -154,7 +155,7 @@ def move_tries(move: Move) -> tuple[int, int]:
 
 
 def _lost_over(server: Server, version: int) -> bool:
-    """Its lease ended while it installed this version."""
+    """Return whether a server's lease expired while it installed a version."""
     install = server.install
     return server.lost_at is not None and install is not None and install.version == version and server.confirmed != version
 
@@ -170,7 +171,7 @@ def _refuse(fleet: Fleet, version: int, reason: str, ready: Collection[int]) -> 
 
 
 def still_refused(fleet: Fleet, ready: Collection[int]) -> dict[int, str]:
-    """Without what is gone; what comes after all that is READY may come yet."""
+    """Return the refused versions that still exist, and those above the newest READY one."""
     newest = max(ready, default=0)
     return {number: why for number, why in fleet.refused.items() if number in ready or number > newest}
 
@@ -182,7 +183,7 @@ def turn_back(fleet: Fleet, move: Move, view: View, reason: str) -> Fleet:
 
 
 def _noted(move: Move, view: View) -> Move:
-    """With the servers that arrived or failed since."""
+    """Return the move with the servers that arrived or failed since."""
     there = {id for id, server in view.servers.items() if server.serving == move.to}
     failed = {id: error for id, error in move.failed.items() if id not in there}
     for id in view.servers.keys() - there - failed.keys():
@@ -240,14 +241,14 @@ def _staging(fleet: Fleet, move: Move, view: View) -> Fleet:
             return _end(_refuse(fleet, move.to, reason, view.ready), move, MoveState.FAILED, view, reason)
     able = [server for server in present.values() if not is_broken(server, move, view)]
     if any(server.shown for id, server in view.servers.items() if id not in present):
-        return fleet  # it cannot be reached and may serve on until its lease ends
+        return fleet  # it is unreachable and may serve until its lease expires
     if all(server.staged == move.to or server.agreed == move.to for server in able):
         return replace(fleet, move=replace(move, state=MoveState.APPLYING, servers=tuple(present)))
     return fleet
 
 
 def is_broken(server: Server, move: Move, view: View) -> bool:
-    """Out of service, and the version that the fleet comes from cannot mend it."""
+    """Return whether a server is out of service and its previous version cannot be installed."""
     return not server.opened and bool(_hopeless(server, move.back_to, move, view))
 
 
@@ -262,7 +263,7 @@ def _applying(fleet: Fleet, move: Move, view: View) -> Fleet:
 
 
 def _apply_error(server: Server, version: int) -> str:
-    """Of a server that had staged it. Its install may have given way to one that mends it by now."""
+    """Return the error of a server that had staged the version. Its install may have been replaced by now."""
     install, failure = server.install, server.failures.get(version)
     if install is not None and install.version == version:
         return install.error if install.state == InstallState.FAILED else ""

@@ -1,4 +1,4 @@
-"""Requests to verify what a server's workers hold: made by operators, carried to workers by the answers to their reports."""
+"""Requests to verify workers' memory: made by operators, carried to workers by the answers to their reports."""
 
 import secrets
 import threading
@@ -10,7 +10,7 @@ from resharder.server.infra.change_signal import Waiting
 from resharder.server.state.errors import DeadlineExceeded, FailedPrecondition
 from resharder.v1 import resources_pb2
 
-_LOOK = 0.1  # seconds; between looks whether all have answered
+_LOOK = 0.1  # seconds between looks whether all have answered
 
 
 class Verifications:
@@ -19,16 +19,21 @@ class Verifications:
     def __init__(self, roster: Roster, clock: Callable[[], float] = time.monotonic) -> None:
         self._roster, self._clock = roster, clock
         self._lock = threading.Lock()
-        self._requests: dict[str, str] = {}  # by server, the last one
+        self._requests: dict[str, str] = {}  # the last one by server
 
     def requested(self, server: str) -> str:
-        """Empty where none has been."""
+        """Return the id of a server's last request, or an empty string."""
         with self._lock:
             return self._requests.get(server, "")
 
     def take(self, server: str, wait_seconds: float) -> Waiting[list[resources_pb2.Verification]]:
-        """One of each worker, by rank, all made after this call. Raises NotFound (SERVER_UNKNOWN), FailedPrecondition
-        (NOT_SERVING) where not all workers are there, DeadlineExceeded (NO_VERIFICATION)."""
+        """Return a verification of each worker, by rank, made after this call.
+
+        Raises:
+            ResourceNotFound: SERVER_UNKNOWN.
+            FailedPrecondition: NOT_SERVING, if workers are missing.
+            DeadlineExceeded: NO_VERIFICATION.
+        """
         known = self._roster.server(server)
         if not known.complete or known.lost_at is not None:
             raise FailedPrecondition(

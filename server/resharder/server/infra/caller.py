@@ -1,4 +1,4 @@
-"""Who makes the call that this thread answers, where there is security: set anew for each call, before anything else sees it."""
+"""Caller of the call on the current thread, with security: set for each call before any other code runs."""
 
 from contextvars import ContextVar
 

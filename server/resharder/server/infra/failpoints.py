@@ -1,4 +1,4 @@
-"""Named points where tests let the daemon die: RESHARDERD_FAILPOINT=commit.before-rename@2, the second time it gets there."""
+"""Named points at which tests end the daemon: RESHARDERD_FAILPOINT=commit.before-rename@2, the second time it is reached."""
 
 import itertools
 import os
@@ -8,6 +8,6 @@ _passed = itertools.count(1)
 
 
 def failpoint(name: str) -> None:
-    """Ends the process as SIGKILL would, with status 77, where this is the point asked for."""
+    """End the process as SIGKILL would, with status 77, if this is the configured point."""
     if name == _NAME and next(_passed) == int(_TIME or 1):
         os._exit(77)

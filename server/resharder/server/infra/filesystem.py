@@ -1,4 +1,4 @@
-"""The few things only the kernel and the C library know: who has a file open, how freed memory goes back, durable writes."""
+"""Operations of the kernel and the C library: open files of other processes, return of freed memory, durable writes."""
 
 import ctypes
 import errno
@@ -14,7 +14,7 @@ _ZEROS = bytes(4 << 20)
 
 
 class MediumRefused(OSError):
-    """A file operation that failed: its errno, the file, the operation, and how many bytes it needs (0: not known)."""
+    """Failed file operation: errno, file, operation, and the bytes that it needs (0: unknown)."""
 
     def __init__(self, error: OSError, path: Path, doing: str, needed: int) -> None:
         super().__init__(error.errno, error.strerror or str(error), str(path))
@@ -23,7 +23,7 @@ class MediumRefused(OSError):
 
 @contextmanager
 def touching(path: Path, doing: str, needed: int = 0) -> Iterator[None]:
-    """Raises MediumRefused for an OSError that comes out of it."""
+    """Convert an OSError of the block to MediumRefused."""
     try:
         yield
     except MediumRefused:
@@ -33,8 +33,9 @@ def touching(path: Path, doing: str, needed: int = 0) -> Iterator[None]:
 
 
 def raise_malloc_thresholds() -> None:
-    """Messages of about 1 MiB come from the heap again and again instead of from fresh pages: 2.0 -> 3.0 GB/s received. Of heaps
-    there are two, not eight a core: each keeps what was freed (320 -> 190 MiB after 200 uploads at once).
+    """Let messages of about 1 MiB reuse the heap instead of fresh pages: 2.0 -> 3.0 GB/s received. Use
+    two heaps rather than eight per core, because each retains freed memory (320 -> 190 MiB after
+    200 concurrent uploads).
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -46,12 +47,12 @@ def raise_malloc_thresholds() -> None:
 
 
 def unused_elsewhere(path: Path) -> bool:
-    """Whether nobody, this process included, has the file open or mapped."""
+    """Return whether no process, this one included, has the file open or mapped."""
     return _leasable(path, fcntl.F_WRLCK)
 
 
 def unwritten_elsewhere(path: Path) -> bool:
-    """Whether nobody, this process included, has the file open or mapped for writing."""
+    """Return whether no process, this one included, has the file open or mapped for writing."""
     return _leasable(path, fcntl.F_RDLCK)
 
 
@@ -59,7 +60,7 @@ def _leasable(path: Path, kind: int) -> bool:
     with touching(path, "opening"):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # An open by somebody else while the lease is held sends a signal, by default SIGIO, which kills.
+        # An open by another process while the lease is held sends a signal, by default SIGIO, which kills.
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, kind)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
@@ -73,7 +74,7 @@ def _leasable(path: Path, kind: int) -> bool:
 
 
 def anonymous_bytes() -> int:
-    """Anonymous memory of this process: what is not files, shared memory included."""
+    """Return the anonymous memory of this process in bytes: without files and shared memory."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10
@@ -81,7 +82,7 @@ def anonymous_bytes() -> int:
 
 
 def make_folder(path: Path) -> Path:
-    """The folder, made where it is missing; it and parents that are made with it are the owner's alone."""
+    """Create a folder if it is missing; it and created parents are accessible to the owner only."""
     with touching(path, "making the folder"):
         if not path.is_dir():
             make_folder(path.parent)
@@ -90,8 +91,9 @@ def make_folder(path: Path) -> Path:
 
 
 def write_zeros(path: Path, header: bytes, size: int) -> None:
-    """A file of `size` bytes that starts with `header`, every page there, so that a write to its mapping raises no
-    SIGBUS on a full medium. Raises MediumRefused (ENOSPC) where there is no room."""
+    """Create a file of `size` bytes that starts with `header`, with every page allocated, so that a
+    write to its mapping raises no SIGBUS on a full medium. Raises MediumRefused (ENOSPC).
+    """
     with touching(path, "laying out", size):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -104,7 +106,7 @@ def write_zeros(path: Path, header: bytes, size: int) -> None:
 
 
 def write_at(descriptor: int, content: bytes | memoryview, at: int) -> None:
-    """All of it, in as many writes as the kernel takes."""
+    """Write all bytes, in as many writes as the kernel needs."""
     left = memoryview(content)
     while left:
         done = os.pwrite(descriptor, left, at)
@@ -112,8 +114,10 @@ def write_at(descriptor: int, content: bytes | memoryview, at: int) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """The whole file, on its medium, under its name only when complete. Raises MediumRefused: the file is as it was then, but for
-    a failed fsync of its folder, after which the file has its new content and may lose it with the power."""
+    """Write a whole file durably; it appears under its name when it is complete. Raises MediumRefused:
+    the file is as before, except after a failed fsync of its folder, when it has its new content
+    and may lose it with the power.
+    """
     part = path.with_name(path.name + ".part")
     try:
         with touching(path, "writing", len(content)):
@@ -137,7 +141,7 @@ def move(source: Path, target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """fsync of a file or folder."""
+    """Sync a file or folder."""
     with touching(path, "syncing"):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -1,4 +1,4 @@
-"""Refusals of a medium: failed file operations as errors that name the operation, the file and the errno."""
+"""Failed file operations as errors that name the operation, the file and the errno."""
 
 import errno
 import os
@@ -11,18 +11,18 @@ from resharder.server.infra.filesystem import MediumRefused
 from resharder.server.state.errors import DaemonError, Reason, ResourceExhausted, Unavailable
 
 MEDIUM: frozenset[Reason] = frozenset(("NO_DESCRIPTORS", "STORE_FAILED", "STORE_FULL"))
-"""Reasons that pass when the medium works again: the same call may succeed then."""
+"""Reasons of failures that end when the medium works again: the same call may then succeed."""
 _FULL, _DESCRIPTORS = (errno.ENOSPC, errno.EDQUOT), (errno.EMFILE, errno.ENFILE)
 _REFUSALS = (*_FULL, *_DESCRIPTORS, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT)
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether a medium, and not the daemon, caused `error`."""
+    """Return whether a medium, rather than the daemon, caused `error`."""
     return isinstance(error, MediumRefused) or (isinstance(error, OSError) and error.errno in _REFUSALS)
 
 
 def medium_error(error: OSError) -> DaemonError:
-    """The refusal that says which file operation failed, on which file, and how."""
+    """Return the error for a failed file operation."""
     name = errno.errorcode.get(error.errno or 0, type(error).__name__)
     doing, path = getattr(error, "doing", "using"), error.filename or "a file"
     what = f"{doing} {path}: {name} ({error.strerror or error})"
@@ -31,12 +31,12 @@ def medium_error(error: OSError) -> DaemonError:
         return ResourceExhausted("NO_DESCRIPTORS", f"{what}; the limit is {limit} descriptors: raise it (ulimit -n)")
     if error.errno in _FULL:
         needed, free = getattr(error, "needed", 0) or "some", _free(str(path))
-        return ResourceExhausted("STORE_FULL", f"{what}; needed: {needed} bytes, free: {free}; make room on this medium")
+        return ResourceExhausted("STORE_FULL", f"{what}; needed: {needed} bytes, free: {free}; free space on this medium")
     return Unavailable("STORE_FAILED", f"{what}; try again once this medium works")
 
 
 def _free(path: str) -> str:
-    """Bytes that are free where `path` is or was to be made."""
+    """Return the free bytes at the location of `path`."""
     for folder in (Path(path), *Path(path).parents):
         try:
             found = os.statvfs(folder)
@@ -48,7 +48,7 @@ def _free(path: str) -> str:
 
 @contextmanager
 def medium_errors() -> Iterator[None]:
-    """Raises STORE_FAILED, STORE_FULL or NO_DESCRIPTORS for an OSError that comes out of it; a decorator as well."""
+    """Convert an OSError of the block to STORE_FAILED, STORE_FULL or NO_DESCRIPTORS; a decorator as well."""
     try:
         yield
     except OSError as error:

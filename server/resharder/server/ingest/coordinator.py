@@ -34,7 +34,7 @@ class Intake:
         threads: Threads of a verification.
         clock: Monotonic clock in seconds.
         audience: Function of a model and a version's number that counts the servers that serve this version or a newer one,
-            and those that follow the model.
+            and all that follow the model.
     """
 
     def __init__(

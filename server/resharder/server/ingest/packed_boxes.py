@@ -1,4 +1,4 @@
-"""What ranks hold and send, in arrays: a thousand ranks have a million boxes, and Python objects would be hundreds of MiB."""
+"""Boxes of ranks in arrays: a thousand ranks have a million boxes, which take hundreds of MiB as Python objects."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ class PackedBoxes:
         return tuple(Range(*row) for row in self.ranges[first : int(self.ends[i])].tolist())
 
     def renumber(self, numbers: Sequence[int]) -> "PackedBoxes":
-        """The same boxes, tensor `i` being called `numbers[i]`."""
+        """Return the same boxes with `numbers[i]` for tensor `i`."""
         return replace(self, tensors=np.array(numbers, np.uint32)[self.tensors])
 
     def take(self, positions: Sequence[int]) -> "PackedBoxes":
@@ -40,7 +40,7 @@ class PackedBoxes:
 
 
 def pack(boxes: Iterator[tuple[int, Box, bool]]) -> PackedBoxes:
-    """From (number of the tensor, box, replica)."""
+    """Pack (number of the tensor, box, replica)."""
     tensors: list[int] = []
     replicas: list[bool] = []
     ends: list[int] = []
@@ -57,7 +57,7 @@ def pack(boxes: Iterator[tuple[int, Box, bool]]) -> PackedBoxes:
 
 
 def read_boxes(messages: Sequence[resources_pb2.TensorBox], specs: Sequence[TensorSpec]) -> PackedBoxes:
-    """`messages` speak of `specs`. Raises LayoutError for what lies outside."""
+    """Return the boxes of `messages`, which refer to `specs`. Raises LayoutError for a box outside of its tensor."""
 
     def read() -> Iterator[tuple[int, Box, bool]]:
         for message in messages:
@@ -78,7 +78,7 @@ def read_boxes(messages: Sequence[resources_pb2.TensorBox], specs: Sequence[Tens
 
 @dataclass(frozen=True)
 class Slot:
-    """What one rank sends, and how it is cut: chunk `i` begins with part `first_part[i]` of box `first_box[i]`."""
+    """Boxes that one rank sends, and their chunks: chunk `i` begins with part `first_part[i]` of box `first_box[i]`."""
 
     boxes: PackedBoxes
     item_sizes: npt.NDArray[np.uint8]
@@ -93,7 +93,7 @@ class Slot:
         return len(self.sizes)
 
     def parts(self, chunk: int) -> list[Part]:
-        """The parts of one chunk, as `cut.cut_chunks` has them for the whole slot."""
+        """Return the parts of one chunk, as `chunking.cut_chunks` gives them for the whole slot."""
         found, size = [], 0
         position, part = int(self.first_box[chunk]), int(self.first_part[chunk])
         while size < self.sizes[chunk]:
@@ -109,12 +109,12 @@ class Slot:
 
 @lru_cache(maxsize=64)
 def _cut(box: Box, item_size: int, chunk_bytes: int) -> tuple[Box, ...]:
-    """The parts of one box, in order."""
+    """Return the parts of one box, in order."""
     return tuple(part.box for chunk in cut_chunks([box], [item_size], chunk_bytes) for part in chunk)
 
 
 def cut_slot(boxes: PackedBoxes, specs: Sequence[TensorSpec], chunk_bytes: int) -> Slot:
-    """As `cut.cut_chunks`, remembering where chunks begin instead of every part."""
+    """Cut a slot as `chunking.cut_chunks` does, storing where chunks begin instead of every part."""
     item_sizes = np.array([ITEM_SIZES[specs[int(t)].dtype] for t in boxes.tensors], np.uint8)
     first_box: list[int] = []
     first_part: list[int] = []

@@ -1,4 +1,4 @@
-"""One job's claim in memory: what its ranks hold, whether that tiles the model, and who sends what."""
+"""One job's claim in memory: its ranks' boxes, whether they tile the model, and which rank sends which box."""
 
 import json
 import math
@@ -25,7 +25,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def check_files(files: Mapping[str, bytes]) -> None:
-    """Raises InvalidArgument (MODEL_FILE) for a name that is a path or one of the store's own, and for too much."""
+    """Raise InvalidArgument (MODEL_FILE) for a path, a name of the store's own files, or too much content."""
     if len(files) > MAX_FILES:
         raise InvalidArgument("MODEL_FILE", f"expected at most {MAX_FILES} files of a model, got {len(files)}")
     for name, content in files.items():
@@ -37,7 +37,7 @@ def check_files(files: Mapping[str, bytes]) -> None:
 
 
 def _check_counts(config: object) -> None:
-    """Raises LayoutError for more layers and experts than any model has: the names of their tensors would take all memory."""
+    """Raise LayoutError for more layers and experts than any model has, whose tensors' names would exhaust memory."""
     counts = {"layers": 1, "experts": 1}
     parts = [config]
     while parts:
@@ -53,16 +53,16 @@ def _check_counts(config: object) -> None:
 
 @dataclass
 class PublisherRecord:
-    """Guarded by the intake's lock. REGISTERING -> ACTIVE or REJECTED; FENCED from any."""
+    """State of a publisher, guarded by ingest's lock. REGISTERING -> ACTIVE or REJECTED; FENCED from any state."""
 
     model: str
     job: str
     epoch: int
     world_size: int
-    created: float = 0.0  # by the intake's clock
+    created: float = 0.0  # by ingest's clock
     state: str = REGISTERING
     error: DaemonError | None = None
-    stalled: DaemonError | None = None  # why the last activation failed, where the next one may not
+    stalled: DaemonError | None = None  # error of the last activation, if the next one may succeed
     activating: bool = False
     files: dict[str, bytes] = field(default_factory=dict)  # until ACTIVE
     registered: dict[int, str] = field(default_factory=dict)  # rank -> fingerprint of its registration
@@ -70,11 +70,11 @@ class PublisherRecord:
     numbers: dict[str, int] = field(default_factory=dict)
     held: dict[int, PackedBoxes] = field(default_factory=dict)  # until ACTIVE
     assigned: dict[int, list[int]] = field(default_factory=dict)
-    boxes: dict[int, PackedBoxes] = field(default_factory=dict)  # what each rank sends
-    seen: dict[int, float] = field(default_factory=dict)  # rank -> when it last called
-    processes: dict[int, str] = field(default_factory=dict)  # rank -> the nonce of its process
-    started: dict[int, int] = field(default_factory=dict)  # rank -> the last step that its process has started
-    replaced: float = -math.inf  # when a rank last registered from a new process
+    boxes: dict[int, PackedBoxes] = field(default_factory=dict)  # boxes that each rank sends
+    seen: dict[int, float] = field(default_factory=dict)  # rank -> time of its last call
+    processes: dict[int, str] = field(default_factory=dict)  # rank -> nonce of its process
+    started: dict[int, int] = field(default_factory=dict)  # rank -> last step that its process has started
+    replaced: float = -math.inf  # time of the last registration from a new process
     _slots: dict[int, Slot] = field(default_factory=dict)
     _cutting: threading.Lock = field(default_factory=threading.Lock)
 
@@ -87,7 +87,7 @@ class PublisherRecord:
             raise InvalidArgument("RANK", f"{self.name}: expected a rank below {self.world_size}, got {rank}")
 
     def check_usable(self) -> None:
-        """Raises what the publisher was rejected with, or FailedPrecondition (STALE_EPOCH)."""
+        """Raise the error of a rejected publisher, or FailedPrecondition (STALE_EPOCH) of a fenced one."""
         if self.state == FENCED:
             raise FailedPrecondition("STALE_EPOCH", f"{self.name}: a newer job has claimed {self.model!r}")
         if self.error is not None:
@@ -101,14 +101,16 @@ class PublisherRecord:
             )
 
     def add_slot(self, rank: int, fingerprint: str, specs: Sequence[TensorSpec], boxes: PackedBoxes) -> bool:
-        """Whether all ranks have registered now. Raises FailedPrecondition (TENSOR_MISMATCH), with nothing changed."""
+        """Add a rank's slot and return whether all ranks have registered. Raises FailedPrecondition
+        (TENSOR_MISMATCH), with nothing changed.
+        """
         for spec in specs:
             number = self.numbers.get(spec.name)
             if number is not None and self.specs[number] != spec:
                 have = self.specs[number]
                 raise FailedPrecondition(
                     "TENSOR_MISMATCH",
-                    f"{spec.name}: expected {have.dtype} {list(have.shape)} as another rank says, "
+                    f"{spec.name}: expected {have.dtype} {list(have.shape)} as another rank has, "
                     f"rank {rank} has {spec.dtype} {list(spec.shape)}",
                 )
         self.held[rank] = boxes.renumber([self._number(spec) for spec in specs])
@@ -123,7 +125,7 @@ class PublisherRecord:
 
     @property
     def is_complete(self) -> bool:
-        """Every rank has registered, and nothing activates the publisher yet or again."""
+        """Whether every rank has registered and no activation is in progress or done."""
         return self.state == REGISTERING and len(self.registered) == self.world_size and not self.activating
 
     def is_registered(self, rank: int, fingerprint: str) -> bool:
@@ -132,7 +134,7 @@ class PublisherRecord:
         return rank in self.registered
 
     def is_replaced(self, rank: int, process: str, now: float) -> bool:
-        """Whether the rank registers from another process than before. An empty `process` is no information."""
+        """Return whether a rank registers from another process than before. An empty `process` changes nothing."""
         former = self.processes.get(rank)
         if not process or process == former:
             return False
@@ -144,10 +146,10 @@ class PublisherRecord:
         return True
 
     def overtaken(self, step: int, ranks: Iterable[int]) -> str:
-        """Why one of `ranks` delivers nothing more of `step`: it has started a later one. Empty where none has.
+        """Return why one of `ranks` will not deliver `step`: it has started a later one. Empty otherwise.
 
-        A job that restarts may go back to an earlier step: ranks that have been silent since a process was replaced do not
-        count, their processes may be gone as well.
+        A restarted job may return to an earlier step: ranks that are silent since a process was replaced do not
+        count, because their processes may be gone as well.
         """
         for rank in ranks:
             started = self.started.get(rank, step)
@@ -156,11 +158,11 @@ class PublisherRecord:
         return ""
 
     def senders(self) -> list[int]:
-        """Ranks that have something to send."""
+        """Return the ranks that send boxes."""
         return [rank for rank, boxes in self.boxes.items() if len(boxes)]
 
     def check_and_assign(self) -> tuple[dict[int, list[int]], dict[int, PackedBoxes]]:
-        """(positions, boxes) that each rank sends. Raises FailedPrecondition where the slots are not the model exactly."""
+        """Return (positions, boxes) that each rank sends. Raises FailedPrecondition unless the slots tile the model."""
         try:
             self._check_names()
             held = self._held_by_tensor()
@@ -180,7 +182,7 @@ class PublisherRecord:
             _check_counts(config)
             expected = expected_shapes(config)
         except (KeyError, UnsupportedModel):
-            return  # no config, or no table for its architecture: what the ranks say is taken
+            return  # no config, or no table for its architecture: the ranks' names are accepted
         except (ValueError, TypeError, AttributeError) as error:
             raise LayoutError(f"config.json: {error!r}") from error
         wrong = [
@@ -198,7 +200,7 @@ class PublisherRecord:
 
     def _held_by_tensor(self) -> dict[str, list[Held]]:
         held: dict[str, list[Held]] = defaultdict(list)
-        same: dict[Box, Box] = {}  # ranks hold the same boxes over and over
+        same: dict[Box, Box] = {}  # ranks have the same boxes many times
         for rank, boxes in sorted(self.held.items()):
             for position in range(len(boxes)):
                 box = boxes.box(position)
@@ -215,7 +217,7 @@ class PublisherRecord:
         self.held, self.files = {}, {}
 
     def slot(self, rank: int, chunk_bytes: int) -> Slot:
-        """What the rank sends, cut into chunks at first use."""
+        """Return the chunks of a rank's slot, cut at first use."""
         with self._cutting:
             if rank not in self._slots:
                 self._slots[rank] = cut_slot(self.boxes[rank], self.specs, chunk_bytes)

@@ -1,4 +1,4 @@
-"""An UPLOADING version: the chunks that arrived, the slots that are sealed, and the proof before it becomes READY.
+"""An UPLOADING version: received chunks, sealed slots, and verification before READY.
 
 open --all slots sealed--> committing --digests agree--> READY
   \\--aborted, fenced, a rank silent or at a later step--\\--they differ--> ABORTED
@@ -29,7 +29,7 @@ from resharder.server.store.digests import digest_tensors
 
 @dataclass(frozen=True)
 class SlotDelivery:
-    """What a rank said when it sealed its slot. `trace`: W3C traceparent of what the trainer was at, or empty."""
+    """Report of a rank with its seal. `trace` is the W3C traceparent of the trainer's span, or empty."""
 
     timings: tuple[Timing, ...]
     transport: str
@@ -53,9 +53,9 @@ class Upload:
     ) -> None:
         self.record, self.publisher, self.folder, self.created = record, publisher, folder, now
         self.deliveries: dict[int, SlotDelivery] = {}
-        self.timings: list[Timing] = []  # of what the daemon did itself
-        self.begun: dict[int, str] = {}  # rank -> its process that was given the version; guarded by the intake's lock
-        self._shared = shared  # whether others may have mapped the files
+        self.timings: list[Timing] = []  # of the daemon's own phases
+        self.begun: dict[int, str] = {}  # rank -> its process that was given the version; guarded by the ingest's lock
+        self._shared = shared  # whether other processes may have mapped the files
         self._files, self._chunk_bytes = files, chunk_bytes
         self._lock = threading.Condition()
         self._maps: MappedFiles | None = None
@@ -68,7 +68,7 @@ class Upload:
         return self.publisher.slot(rank, self._chunk_bytes)
 
     def land(self, header: ChunkHeader, data: memoryview) -> None:
-        """Puts a chunk in its place. Everything is checked before a byte changes; a chunk that came before is fine."""
+        """Put a chunk in its place. All checks precede the first write; a repeated chunk is accepted."""
         self.publisher.check_rank(header.rank)
         slot = self.slot(header.rank)
         if header.index >= slot.chunks:
@@ -96,7 +96,7 @@ class Upload:
             self._bitmap(header.rank)[header.index] = True
 
     def _enter(self, rank: int) -> MappedFiles | None:
-        """The writable files, or None where the slot is sealed: its bytes are there already."""
+        """Return the writable files, or None if the slot is sealed."""
         with self._lock:
             self._check_open()
             if rank in self._sealed:
@@ -117,9 +117,9 @@ class Upload:
 
     def _check_open(self) -> None:
         if self._aborted:
-            raise FailedPrecondition("VERSION_ABORTED", f"{self.record.name} takes no more bytes: it is aborted")
+            raise FailedPrecondition("VERSION_ABORTED", f"{self.record.name} accepts no bytes: it is aborted")
         if self._closed:
-            raise FailedPrecondition("VERSION_CLOSED", f"{self.record.name} takes no more bytes: it is complete")
+            raise FailedPrecondition("VERSION_CLOSED", f"{self.record.name} accepts no bytes: it is complete")
 
     def _bitmap(self, rank: int) -> npt.NDArray[np.bool_]:
         if rank not in self._received:
@@ -127,13 +127,15 @@ class Upload:
         return self._received[rank]
 
     def missing(self, rank: int) -> list[int]:
-        """Numbers of the rank's chunks that have not arrived; none once it is sealed."""
+        """Return the indices of a rank's chunks that have not arrived; none after its seal."""
         self.publisher.check_rank(rank)
         with self._lock:
             return [] if rank in self._sealed else [int(i) for i in np.flatnonzero(~self._bitmap(rank))]
 
     def seal(self, rank: int, digests: Sequence[int], mapped: bool, timings: tuple[Timing, ...] = (), trace: str = "") -> bool:
-        """Whether this was the last open slot. Raises FailedPrecondition (MISSING_CHUNKS), AlreadyExists (SLOT_DIFFERS)."""
+        """Seal a slot and return whether it was the last open one. Raises FailedPrecondition
+        (MISSING_CHUNKS), AlreadyExists (SLOT_DIFFERS).
+        """
         self.publisher.check_rank(rank)
         boxes = len(self.publisher.boxes[rank])
         if len(digests) != boxes:
@@ -160,21 +162,22 @@ class Upload:
             return True
 
     def open_ranks(self, among: Iterable[int] | None = None) -> list[int]:
-        """Ranks that have not sealed their slots, of `among` or of all."""
+        """Return the ranks that have not sealed their slots, of `among` or of all."""
         with self._lock:
             asked = range(self.publisher.world_size) if among is None else among
             return [rank for rank in asked if rank not in self._sealed]
 
     def is_left(self, rank: int, process: str, step: int | None = None) -> bool:
-        """Whether a former process of the rank has begun the version and left it incomplete: without the rank's part, or with
-        one of another time, as the rank is back at `step`."""
+        """Return whether a former process of the rank has begun the version and left it incomplete:
+        without the rank's slot, or with a stale one, because the rank is back at `step`.
+        """
         if self.begun.get(rank, process) == process:
             return False
         back = step is not None and self.record.step >= step
         return bool(self.open_ranks(None if back else [rank]))
 
     def progress(self) -> list[tuple[int, bool, int, int]]:
-        """(rank, sealed, bytes, bytes received) of every slot."""
+        """Return (rank, sealed, bytes, received bytes) of every slot."""
         with self._lock:
             sealed, arrived = set(self._sealed), {rank: bits.copy() for rank, bits in self._received.items()}
         found = []
@@ -185,7 +188,7 @@ class Upload:
         return found
 
     def close(self, *, aborted: bool = False) -> None:
-        """No byte changes from here on, and the daemon's own writable maps are gone."""
+        """Refuse further writes, and unmap the daemon's own writable maps."""
         with self._lock:
             self._closed, self._aborted = True, self._aborted or aborted
             self._lock.wait_for(lambda: self._landing == 0)
@@ -197,7 +200,9 @@ class Upload:
         return tuple((rank, hash_digests(values)) for rank, values in sorted(self._sealed.items()))
 
     def prove(self, threads: int, patience: float) -> dict[str, int]:
-        """The digest of every tensor, from the files, once nobody can write them. Raises ProofFailed, OSError."""
+        """Return the digest of every tensor in the files, after the last writer has closed them.
+        Raises ProofFailed, OSError.
+        """
         self.close()
         with touching(self.folder, "proving"):
             return self._prove(threads, patience)
@@ -206,7 +211,7 @@ class Upload:
         paths = [self.folder / file.path for file in self._files]
         if self._shared and not _wait(lambda: all(unwritten_elsewhere(path) for path in paths), patience):
             busy = [path.name for path in paths if not unwritten_elsewhere(path)]
-            raise ProofFailed(f"somebody still has files open for writing after {patience} s: {', '.join(busy[:4])}")
+            raise ProofFailed(f"a process still has files open for writing after {patience} s: {', '.join(busy[:4])}")
         for file in self._files:
             with (self.folder / file.path).open("rb") as opened:
                 if opened.read(len(file.header)) != file.header:
@@ -221,7 +226,7 @@ class Upload:
         return found
 
     def _said(self) -> dict[str, int]:
-        """The sum of the ranks' digests of each tensor."""
+        """Return the sum of the ranks' digests of each tensor."""
         totals = np.zeros(len(self.publisher.specs), np.uint64)
         for rank, digests in self._sealed.items():
             np.add.at(totals, self.publisher.boxes[rank].tensors, digests)
@@ -229,7 +234,7 @@ class Upload:
 
 
 class ProofFailed(Exception):
-    """The version cannot become READY; the message says why, with the tensors' names."""
+    """The version cannot become READY. The message names the tensors."""
 
 
 def _digests(values: Sequence[int]) -> npt.NDArray[np.uint64]:
@@ -237,7 +242,7 @@ def _digests(values: Sequence[int]) -> npt.NDArray[np.uint64]:
 
 
 def hash_digests(values: Sequence[int] | npt.NDArray[np.uint64]) -> str:
-    """blake3 of a slot's digests, hexadecimal."""
+    """Return the BLAKE3 of a slot's digests, hexadecimal."""
     return str(blake3(np.asarray(values, "<u8").tobytes()).hexdigest())
 
 
@@ -251,7 +256,7 @@ def _wait(done: Callable[[], bool], patience: float) -> bool:
 
 
 def _put(array: Array, box: Box, data: memoryview) -> None:
-    """One strided copy. Rows that are contiguous are copied as bytes: what arrives need not be aligned."""
+    """Copy a box with strides. Contiguous rows are copied as bytes, since received data need not be aligned."""
     if not box:
         array, box = array.reshape(1), full_box((1,))
     target = array[box_index(box)]

@@ -15,7 +15,7 @@ class VersionWaits:
     Args:
         shared: State that the parts of ingest share.
         audience: Function of a model and a version's number that counts the servers that serve this version or a newer one,
-            and those that follow the model.
+            and all that follow the model.
     """
 
     def __init__(self, shared: IngestShared, audience: Callable[[str, int], tuple[int, int]]) -> None:

@@ -1,4 +1,4 @@
-"""The daemon at one moment, for those who only look: metrics and the status page."""
+"""State of the daemon at one moment, for metrics and the status page."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ from resharder.server.state.version import READY, RETIRED, UPLOADING, VersionRec
 
 
 class Lag(NamedTuple):
-    """How far a fleet is behind the version that it wants. `since`: when it fell behind, in seconds since 1970; 0: it is not."""
+    """Lag of a fleet behind its target. `since`: time at which it began, in seconds since 1970; 0: no lag."""
 
     versions: int
     since: float
 
 
 class Slots(NamedTuple):
-    """How far an UPLOADING version has come."""
+    """Progress of an UPLOADING version."""
 
     sealed: int
     slots: int
@@ -30,14 +30,14 @@ class Slots(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Versions of each model, oldest first. What each part says is consistent in itself, not with the others."""
+    """Versions of each model, oldest first. Each part is consistent in itself, not with the others."""
 
     time: float
     store_used: int
     store_limit: int
     versions: Mapping[str, Sequence[VersionRecord]]
     arriving: Mapping[str, Slots]  # by the version's name
-    publishers: Sequence[tuple[PublisherRecord, int]]  # with its ranks that were heard of within the lease
+    publishers: Sequence[tuple[PublisherRecord, int]]  # with its ranks within their lease
     fleets: Sequence[FleetView]
     servers: Mapping[str, Sequence[ServerView]]  # by fleet
 
@@ -45,7 +45,7 @@ class Snapshot:
         return lag(view, self.servers.get(view.fleet.name, ()), self.versions.get(view.fleet.model, ()))
 
     def serving(self, model: str, number: int) -> int:
-        """How many servers serve this version."""
+        """Return the number of servers that serve this version."""
         views = [view for group in self.servers.values() for view in group if view.server.model == model]
         return sum(view.server.serving == number for view in views)
 
@@ -84,10 +84,12 @@ def _slots(progress: Sequence[tuple[int, bool, int, int]]) -> Slots:
 
 
 def lag(view: FleetView, servers: Sequence[ServerView], versions: Sequence[VersionRecord]) -> Lag:
-    """Of the server that is furthest from the wanted version, among those that are to be in service and have served one.
+    """Return the lag of the server that is furthest from the target.
 
-    Where the fleet goes forward, it is behind since the first version that it misses became READY; where it goes back, since that
-    was wanted.
+        Only servers that should be in service and have served a version count.
+
+    A fleet that moves forward lags since the first version that it lacks became READY; one that goes back lags since
+    that became its target.
     """
     live = [view.server for view in servers if view.server.lost_at is None and view.server.goal.in_service]
     held = [server.serving or server.confirmed for server in live if server.serving or server.confirmed]

@@ -1,7 +1,7 @@
-"""Keeps models apart: what one model's calls take, of places and of threads, leaves room for another's.
+"""Fair shares of places and threads for models.
 
-Both follow one rule: a lane (a model, or a caller whose calls name none) may take another place or thread as long as it holds
-fewer than are free. One lane alone gets half, the next half of the rest, and as calls end their shares become equal, with as much
+Both follow one rule: a lane (a model, or a caller whose calls name none) may take another place or thread while it has
+fewer than are free. One lane alone gets half, the next half of the rest, and as calls end, shares become equal, with as much
 left for a newcomer. A call without a place is refused at once (TOO_MANY_CALLS); a step without a thread is queued in its lane.
 """
 
@@ -46,7 +46,7 @@ class Places:
 
 
 class FairPool:
-    """A bounded pool of threads, shared by lanes. Thread-safe."""
+    """Bounded pool of threads with fair shares. Thread-safe."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._threads = threads
@@ -54,7 +54,7 @@ class FairPool:
         self._lock = threading.Lock()
         self._ended = False
         self._running: Counter[str] = Counter()
-        self._queues: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # in the order of their turns
+        self._queues: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # in the order of their queues
 
     def submit(self, lane: str, step: Callable[[], T]) -> Future[T]:
         """Run `step` when the lane has a thread. The future of a pool that was shut down is cancelled."""
@@ -83,7 +83,7 @@ class FairPool:
             queue = self._queues.pop(lane)
             future, step = queue.popleft()
             if queue:
-                self._queues[lane] = queue  # behind the other lanes
+                self._queues[lane] = queue  # after other queues
             if future.set_running_or_notify_cancel():
                 self._running[lane] += 1
                 self._pool.submit(self._run, lane, future, step)

@@ -1,4 +1,4 @@
-"""Boxes of a READY version: checked, proven by their digests, sent as chunks."""
+"""Boxes of a READY version: checked, digested, sent as chunks."""
 
 import hashlib
 import threading
@@ -29,7 +29,7 @@ _CACHED_REQUESTS = 256
 
 @dataclass(frozen=True)
 class CheckedBoxes:
-    """A request that has been checked against its version."""
+    """Request that has been checked against its version."""
 
     manifest: Manifest
     boxes: tuple[TensorBox, ...]
@@ -37,7 +37,7 @@ class CheckedBoxes:
 
 
 def check_boxes(request: server_pb2.BoxesRequest, manifest: Manifest) -> CheckedBoxes:
-    """Raises InvalidArgument (CHUNK_BYTES, UNKNOWN_TENSOR, BOX, TOO_MANY_BOXES)."""
+    """Check a request for boxes. Raises InvalidArgument (CHUNK_BYTES, UNKNOWN_TENSOR, BOX, TOO_MANY_BOXES)."""
     version = manifest.record.name
     chunk_bytes = request.chunk_bytes or CHUNK_BYTES
     if not _MIN_CHUNK_BYTES <= chunk_bytes <= _MAX_CHUNK_BYTES:
@@ -53,7 +53,7 @@ def check_boxes(request: server_pb2.BoxesRequest, manifest: Manifest) -> Checked
         box = _inside(spec, message, i)
         boxes.append(TensorBox(spec, box))
         total += box_size(box) * ITEM_SIZES[spec.dtype]
-        if total > 2 * manifest.record.size_bytes:  # before more of them take memory
+        if total > 2 * manifest.record.size_bytes:  # before more of them are read
             raise InvalidArgument(
                 "TOO_MANY_BOXES", f"{len(boxes)} of the boxes have {total} bytes, {version} has {manifest.record.size_bytes}"
             )
@@ -83,8 +83,9 @@ def _inside(spec: TensorSpec, message: resources_pb2.TensorBox, i: int) -> Box:
 
 
 class BoxDigester:
-    """Digests of boxes as the store holds them. Workers of a fleet ask for the same ones, so answers are kept for a while. Those
-    who ask at the same time share the threads."""
+    """Digests of boxes in the store. Workers of a fleet request the same boxes, so answers are cached
+    for a while. Concurrent requests share the threads.
+    """
 
     def __init__(self, reader: VersionReader, threads: int) -> None:
         self._reader, self._threads = reader, threads
@@ -92,9 +93,9 @@ class BoxDigester:
         self._known: OrderedDict[tuple[str, bytes], Array] = OrderedDict()
 
     def digests(self, boxes: CheckedBoxes) -> list[int]:
-        """In the order of the boxes."""
+        """Return digests in the order of the boxes."""
         record = boxes.manifest.record
-        # The fingerprint, because numbers start again with a new store.
+        # by fingerprint, because numbers restart with a new store
         key = (record.fingerprint, hashlib.sha256(repr([(b.spec.name, b.box) for b in boxes.boxes]).encode()).digest())
         with self._lock:
             known = self._known.get(key)
@@ -132,7 +133,7 @@ class BoxDigester:
 
 
 def chunks(reader: VersionReader, boxes: CheckedBoxes) -> Iterator[bytes]:
-    """The wire bytes of each Chunk; the version is held until the last one, or until the generator is closed."""
+    """Yield the wire bytes of each Chunk. The version is pinned until the last one, or until the generator is closed."""
     record = boxes.manifest.record
     sizes = [ITEM_SIZES[spec.dtype] for spec, _ in boxes.boxes]
     parts = cut_chunks([box for _, box in boxes.boxes], sizes, boxes.chunk_bytes)
@@ -143,7 +144,7 @@ def chunks(reader: VersionReader, boxes: CheckedBoxes) -> Iterator[bytes]:
 
 
 def _chunk(arrays: Mapping[str, Array], boxes: CheckedBoxes, parts: Sequence[Part], header: ChunkHeader, model: str) -> bytes:
-    """In a function of its own: no array may be left when the files are closed."""
+    """Return one chunk. A function of its own, so that no array remains when the files are closed."""
     pieces = [
         np.ascontiguousarray(arrays[boxes.boxes[position].spec.name][box_index(box)]).reshape(-1).view(np.uint8)
         for position, box in parts

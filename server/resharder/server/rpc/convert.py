@@ -1,4 +1,4 @@
-"""Versions, servers, fleets and workers as messages, and back."""
+"""Conversion of versions, servers, fleets and workers to messages and back."""
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.converters.wire.boxes import spec_to_proto
@@ -15,7 +15,7 @@ from resharder.v1 import resources_pb2, server_pb2
 
 
 def version_to_proto(store: Store, record: VersionRecord, counts: tuple[int, int] = (0, 0)) -> resources_pb2.Version:
-    """`counts` are the servers that serve it and those that follow its model."""
+    """Convert a version. `counts` are the servers that serve it and those of its model."""
     return resources_pb2.Version(
         name=record.name,
         model=record.model,
@@ -38,7 +38,7 @@ def version_to_proto(store: Store, record: VersionRecord, counts: tuple[int, int
 
 
 def store_access(folder: StoreFolder) -> resources_pb2.StoreAccess | None:
-    """None where clients may not map the store."""
+    """Return the access of clients that may map the store; None for others."""
     return resources_pb2.StoreAccess(nonce_file=str(folder.nonce_file), nonce=folder.nonce) if folder.shared else None
 
 
@@ -61,7 +61,7 @@ def timestamp(seconds: float) -> Timestamp:
 
 
 def worker_from_proto(message: resources_pb2.Worker) -> Worker:
-    """Raises InvalidArgument (WORKER) for a state that is none."""
+    """Convert a worker's report. Raises InvalidArgument (WORKER) for an unknown state."""
     try:
         state = WorkerState(message.state)
     except ValueError:
@@ -94,7 +94,7 @@ def worker_from_proto(message: resources_pb2.Worker) -> Worker:
 
 
 def _verification(message: resources_pb2.Worker) -> resources_pb2.Verification | None:
-    """Bounded, and of the rank that reports it."""
+    """Convert a verification of a rank, with bounded lists."""
     if not message.HasField("verification"):
         return None
     given = message.verification
@@ -128,7 +128,7 @@ def worker_to_proto(worker: Worker) -> resources_pb2.Worker:
 
 
 def attached_from_proto(message: server_pb2.ControlReport) -> Attached:
-    """Raises InvalidArgument (POWER) for a power that is none."""
+    """Convert a first report. Raises InvalidArgument (POWER) for an unknown power state."""
     return Attached(
         message.control,
         message.world_size,
@@ -148,7 +148,7 @@ def power_to_proto(power: Power) -> resources_pb2.Power:
 
 
 def power_from_proto(power: int) -> Power:
-    """Raises InvalidArgument (POWER)."""
+    """Convert a power state. Raises InvalidArgument (POWER)."""
     try:
         return Power(power)
     except ValueError:
@@ -156,7 +156,7 @@ def power_from_proto(power: int) -> Power:
 
 
 def report_from_proto(message: server_pb2.ControlReport) -> Reported:
-    """Raises InvalidArgument (ORDER, POWER) for an order or a power that is none."""
+    """Convert a report. Raises InvalidArgument (ORDER, POWER)."""
     try:
         done = OrderKind(message.done) if message.done else None
     except ValueError:
@@ -203,7 +203,7 @@ def server_to_proto(view: ServerView) -> resources_pb2.Server:
 
 
 def _install_to_proto(install: Install, workers: list[Worker], to_wall: float) -> resources_pb2.Install:
-    """Stage and apply take as long as they took the slowest worker."""
+    """Convert an install. Stage and apply are those of the slowest worker."""
     return resources_pb2.Install(
         id=install.id,
         version=install.version,

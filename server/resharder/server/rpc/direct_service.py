@@ -1,4 +1,4 @@
-"""DirectService: what members of the direct path call. Reads the request, calls the coordinator, writes the answer."""
+"""DirectService: calls of ranks and workers on the direct path."""
 
 from collections.abc import Iterator
 
@@ -106,7 +106,7 @@ class DirectService:
 
 
 def _member(message: direct_pb2.Member) -> Member:
-    """Raises InvalidArgument (WORKER)."""
+    """Convert a member. Raises InvalidArgument (WORKER)."""
     owned = message.owner.startswith("servers/") or "/publishers/" in message.owner
     if not owned or not message.process or message.rank < 0 or len(message.process) > 128:
         raise InvalidArgument("WORKER", f"expected a publisher or server, a rank and a process, got {message}")

@@ -1,13 +1,13 @@
-"""What stands around every RPC: one wrapper for all methods, between gRPC's event loop and the services.
+"""Wrapper of all RPC methods, between gRPC's event loop and the services.
 
-Before a service sees a call: its protocol revision, its caller and the caller's roles, the size of its message, what it is about,
-and its place (admission.py). Services are synchronous and run on a bounded pool, a step at a time:
+Before a service gets a call, the wrapper checks its protocol revision, caller, role, message size and resource,
+and takes a place (`admission.py`). Services are synchronous and run on a bounded pool, a step at a time:
 
     unary                  def X(request, call) -> Message | Waiting[Message]
     server stream          def X(request, call) -> Generator[Message | Pause]
     client stream          def X(call) -> Session
 
-A call that waits (a `Pause`), or whose peer is slow, occupies no thread. What a service raises becomes a status (errors.py).
+A call that waits (a `Pause`), or whose peer is slow, occupies no thread. Exceptions of a service become a status (`errors.py`).
 """
 
 import asyncio
@@ -37,11 +37,11 @@ C = TypeVar("C", bound="CallerIdentity")
 THREADS, RENEWAL_THREADS = 60, 4
 _INLINE_BYTES = 16 << 10  # parsed on the event loop; larger messages on the pool
 _CHECK_AGAIN_SECONDS = 1.0  # a stream ends when its caller loses its role
-_RENEWALS = "renewals"  # their lane, in a pool of their own
+_RENEWALS = "renewals"  # lane in a pool of their own
 
 
 class CallerIdentity(Protocol):
-    """`name`: for limits and the log. `secured`: whether an identity is behind it."""
+    """Caller of a call. `name` is used for limits and the log. `secured`: its identity is verified."""
 
     @property
     def name(self) -> str: ...
@@ -50,7 +50,7 @@ class CallerIdentity(Protocol):
 
 
 class Guard(Protocol[C]):
-    """Who may call, and how much. Every method may raise a DaemonError."""
+    """Checks of callers. Every method may raise a DaemonError."""
 
     def caller(self, context: grpc.ServicerContext) -> C: ...
     def admit(self, method: Method, context: grpc.ServicerContext) -> C: ...
@@ -64,23 +64,23 @@ class Guard(Protocol[C]):
 
 @dataclass(frozen=True)
 class Call:
-    """The part of a call that services read. `metadata`: the request's headers."""
+    """Part of a call that services read. `metadata` has the request's headers."""
 
     metadata: Sequence[tuple[str, str | bytes]] = ()
 
 
 class Session(Protocol):
-    """The service's side of a client stream; its methods are called one at a time, `responses` aside."""
+    """Service's side of a client stream. Methods are called one at a time, except `responses`."""
 
     def receive(self, message: Any) -> None: ...
     def end(self) -> Any:
-        """The requests have ended: the answer of a unary call; None for a stream."""
+        """Return the answer after the last request; None for a stream."""
 
     def responses(self) -> Generator[Any, None, None]:
-        """The answers of a stream: messages and pauses."""
+        """Yield the answers of a stream: messages and pauses."""
 
     def close(self) -> None:
-        """The call is over, however it ended."""
+        """End the session, whatever the end of the call."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,15 @@ class _Done(Generic[T]):
 
 
 class Dispatcher:
-    """`waits` and `transfers`: places of each method of these costs. `model_of`: the model that a server follows, or empty.
-    `refused`: called with the reason of every refusal."""
+    """Factory of gRPC handlers.
+
+    Args:
+        guard: Checks of callers.
+        model_of: Function that returns the model of a server, or an empty name.
+        refused: Called with the reason of every refusal.
+        waits: Places of each waiting method.
+        transfers: Places of each heavy method.
+    """
 
     def __init__(
         self,
@@ -113,7 +120,7 @@ class Dispatcher:
         self._renewals.shutdown()
 
     def handler(self, path: str, behavior: Any, parse: Any, serialize: Any, shape: tuple[bool, bool]) -> grpc.RpcMethodHandler:
-        """The handler of a service's method; `shape`: whether requests and responses are streams."""
+        """Return the handler of a service's method. `shape`: whether requests and responses are streams."""
         entry = _Entry(self, BY_PATH[path], behavior, parse, serialize or bytes)
         match shape:
             case (False, False):
@@ -125,7 +132,7 @@ class Dispatcher:
         return grpc.stream_stream_rpc_method_handler(entry.converse)
 
     def native(self, path: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """The handler of an asynchronous service of gRPC's own, behind the same checks."""
+        """Return the handler of an asynchronous service of gRPC, behind the same checks."""
         entry = _Entry(self, BY_PATH[path], None, None, None)
         shape = ("stream" if handler.request_streaming else "unary") + "_" + ("stream" if handler.response_streaming else "unary")
         wrapped = entry.around(getattr(handler, shape))
@@ -155,8 +162,7 @@ class Dispatcher:
                     return
 
     def lane(self, method: Method, caller: CallerIdentity, context: grpc.ServicerContext, request: Any) -> str:
-        """The model that the request names. A caller is the lane of what names no model, or may name any; where there is no
-        security, a connection is a caller."""
+        """Return the lane of a call: the model that it names, else its caller, which without security is a connection."""
         named = "" if caller.secured and hasattr(request, "subject") else self._named(request)
         return named or (caller.name if caller.secured else context.peer())
 
@@ -176,7 +182,7 @@ class Dispatcher:
 
 
 class _Entry:
-    """One method's four shapes of calls. Requests come as bytes, and are parsed once their caller may send them."""
+    """One method in its four shapes. Requests are bytes until their caller is admitted."""
 
     def __init__(self, dispatcher: Dispatcher, method: Method, behavior: Any, parse: Any, serialize: Any) -> None:
         self._d, self._method, self._behavior = dispatcher, method, behavior
@@ -227,7 +233,7 @@ class _Entry:
             await self._answer(drive, await drive.step(lambda: self._behavior(message, call)), context)
 
     async def _answer(self, drive: "_Drive", generator: Generator[Any, None, None], context: Any) -> None:
-        """Write the generator's answers. The next one is made once gRPC has taken the one before."""
+        """Write the generator's answers. The next one is computed after gRPC has taken the previous one."""
 
         async def each(item: Any) -> None:
             await (self._d.wait(item) if isinstance(item, Pause) else context.write(item))
@@ -283,7 +289,7 @@ class _Entry:
 
     @asynccontextmanager
     async def _admitted(self, context: Any) -> AsyncIterator[tuple[Any, ExitStack]]:
-        """The caller, and what the call holds. Ends the call with the status of whatever is raised inside."""
+        """Admit a caller and hold its place while the context lasts. Ends the call with the status of any exception inside."""
         with ExitStack() as held:
             try:
                 if self._method.service.startswith(OURS):
@@ -309,7 +315,7 @@ class _Entry:
     async def _messages(
         self, caller: Any, context: Any, requests: AsyncIterator[bytes], drive: "_Drive", held: ExitStack
     ) -> AsyncIterator[Any]:
-        """A stream is about what its first message names; until that has come, it is in its caller's lane."""
+        """Yield the messages of a stream. Its first message names its resource; until then, its caller is its lane."""
         resource, checked = None, 0.0
         waiting = held.enter_context(ExitStack())
         if (place := self._d.place(self._method, caller.name if caller.secured else context.peer())) is not None:
@@ -326,7 +332,7 @@ class _Entry:
             yield message
 
     async def _parsed(self, caller: Any, context: Any, request: bytes) -> Any:
-        """Raises ResourceExhausted (MESSAGE_TOO_LARGE), InvalidArgument (MESSAGE)."""
+        """Parse a request. Raises ResourceExhausted (MESSAGE_TOO_LARGE), InvalidArgument (MESSAGE)."""
         self._d.guard.check_size(self._method, len(request))
         if self._parse is None:
             return request
@@ -340,7 +346,7 @@ class _Entry:
 
 
 class _Drive:
-    """Runs the steps of one call on the pool, one after the other."""
+    """Driver of one call's steps on the pool, one after the other."""
 
     def __init__(self, dispatcher: Dispatcher, method: Method, lane: str) -> None:
         self._d, self._method, self.lane = dispatcher, method, lane
@@ -382,7 +388,7 @@ class _Drive:
 
 
 def model_of_request(request: Any) -> str:
-    """The model that a request names, by itself or in a resource's name; empty where it names none."""
+    """Return the model that a request names, directly or in a resource's name; empty if none."""
     names = [getattr(request, field, "") for field in ("version", "publisher", "subject")]
     for name in names:
         if isinstance(name, str) and "models/" in name:
@@ -392,7 +398,7 @@ def model_of_request(request: Any) -> str:
 
 
 def model_of_chunk(message: bytes) -> str:
-    """The model that a chunk's frame names; empty for bytes that are no chunk, which the service refuses."""
+    """Return the model in a chunk's frame; empty for invalid frames, which the service refuses."""
     try:
         return unframe(message)[2]
     except ValueError:

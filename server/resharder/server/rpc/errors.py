@@ -1,4 +1,4 @@
-"""The one place where an exception becomes a gRPC status."""
+"""Conversion of exceptions to gRPC statuses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +12,14 @@ from resharder.server.infra.medium import is_refusal, medium_error
 from resharder.server.state.errors import DaemonError
 
 DOMAIN = "resharder"
-_MESSAGE_CHARACTERS = 2000  # some HTTP/2 peers bound headers to 8 KiB, and the message travels in two of them
+_MESSAGE_CHARACTERS = 2000  # some HTTP/2 peers bound headers to 8 KiB, and the message is in two of them
 _log = structlog.get_logger("resharder.rpc")
 
 
 async def abort(context: Any, error: Exception, refused: Callable[[str], None]) -> None:
-    """End the call with the status of `error`, an ErrorInfo in its details, and call `refused(reason)`. Always raises."""
+    """End the call with the status of `error`, with an ErrorInfo in its details, after calling
+    `refused(reason)`. Always raises.
+    """
     reason: str
     if isinstance(error, OSError) and is_refusal(error):
         error = medium_error(error)

@@ -1,4 +1,4 @@
-"""All RPC methods in one table: who may call, about which resource, at what cost."""
+"""Table of all RPC methods: roles, resource and cost."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -12,7 +12,7 @@ class Role(Enum):
 
 
 class About(Enum):
-    """What a role must cover to permit a call."""
+    """Resource that a role must cover to permit a call."""
 
     NOTHING = auto()  # having the role is enough
     MODEL = auto()  # the model, or for a server a fleet that follows it
@@ -21,7 +21,7 @@ class About(Enum):
 
 
 class Cost(Enum):
-    """What a call occupies. `places` of a `WAIT` and a `TRANSFER` are configured (`threads`, `transfers`)."""
+    """Resources that a call occupies. Places of `WAIT` and `TRANSFER` are configured (`threads`, `transfers`)."""
 
     SHORT = auto()
     RENEWAL = auto()  # renews a lease: runs on threads of its own
@@ -35,7 +35,7 @@ class Cost(Enum):
 
 @dataclass(frozen=True)
 class Method:
-    """`who`: empty for every caller. `large`: requests are bounded by the daemon's `max_message_bytes` instead of 1 MiB."""
+    """RPC method. An empty `who` permits every caller. A `large` request may have `max_message_bytes` instead of 1 MiB."""
 
     service: str
     name: str
@@ -104,7 +104,7 @@ METHODS = (
     Method(_D, "FinishTransfer", _MEMBER, About.FLEET),
     Method(_D, "PutDigests", _MEMBER, About.FLEET, large=True),
     Method(_D, "GetDigests", _MEMBER, About.FLEET, Cost.WAIT),
-    # A group's id is a secret that the daemon hands to its members alone.
+    # A group's id is a secret that the daemon sends to its members only.
     Method(_D, "SetGroupKey", _MEMBER, About.NOTHING, large=True),
     Method(_D, "GetGroupKey", _MEMBER, About.NOTHING, Cost.WAIT, large=True),
     Method(_HEALTH, "Check", _EVERY_CALLER, About.NOTHING, Cost.RENEWAL),

@@ -1,4 +1,4 @@
-"""OperatorService: read the request, call the store, the fleets or the archive, build the answer."""
+"""OperatorService: calls of operators."""
 
 import secrets
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ class OperatorService:
 
     def ListVersions(self, request: operator_pb2.ListVersionsRequest, call: Call) -> Message:
         models = [request.model] if request.model else self._store.catalogue.models()
-        # The newest first: what is asked for most, and stable while versions come.
+        # newest first: the most common request, and stable while versions arrive
         records = [record for model in models for record in reversed(self._store.catalogue.versions(model))]
         page, token = page_of([(r.name, r) for r in records], request.page_size, request.page_token)
         return operator_pb2.ListVersionsResponse(versions=[self._views.version(r) for r in page], next_page_token=token)
@@ -140,7 +140,7 @@ def _archived(archived: Archived) -> operator_pb2.ArchivedVersion:
 
 
 def _export(store: Store, record: VersionRecord) -> Iterator[Message]:
-    """Files in the order of their names, the manifest last; an empty file is one empty part."""
+    """Yield files in the order of their names, the manifest last; an empty file is one empty part."""
     manifest = store.reader.manifest(record.model, record.number)
     names = sorted([*manifest.other_files, *(file.path for file in manifest.files)])
     for name in [*names, MANIFEST_FILE]:

@@ -1,4 +1,4 @@
-"""The check whether a client speaks a revision of the protocol that this daemon speaks."""
+"""Check of a client's protocol revision."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from resharder.v1.revision import OLDEST, REVISION, named
 
 
 def refusal(metadata: tuple[tuple[str, str | bytes], ...]) -> str:
-    """Why calls with this metadata are refused; empty for those that may pass, and for clients that are not Resharder's."""
+    """Return why calls with this metadata are refused; empty for supported revisions and for other clients."""
     agent = next((value for key, value in metadata if key == "user-agent"), "")
     client = named(agent if isinstance(agent, str) else "")
     if client is None or OLDEST <= client[1] <= REVISION:
@@ -19,6 +19,6 @@ def refusal(metadata: tuple[tuple[str, str | bytes], ...]) -> str:
 
 
 def check_revision(metadata: Iterable[tuple[str, str | bytes]]) -> None:
-    """Raises FailedPrecondition (PROTOCOL) for a client of a revision that this daemon does not speak."""
+    """Check a client's revision. Raises FailedPrecondition (PROTOCOL)."""
     if why := refusal(tuple(metadata)):
         raise FailedPrecondition("PROTOCOL", why)

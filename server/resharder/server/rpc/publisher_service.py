@@ -1,4 +1,4 @@
-"""PublisherService: read the request, call the intake, build the answer."""
+"""PublisherService: calls of trainer ranks."""
 
 from collections.abc import Callable, Iterator
 
@@ -20,7 +20,9 @@ from resharder.v1 import publisher_pb2
 
 class PublisherService:
     def __init__(self, intake: Intake, views: Views, withhold: Callable[[str, int], None]) -> None:
-        """`withhold` is told the model and number of versions that no rank offers for the direct path."""
+        """Create the service. `withhold` is called with the model and number of versions that no rank
+        offers for the direct path.
+        """
         self._intake, self._views, self._withhold = intake, views, withhold
 
     def CreatePublisher(self, request: publisher_pb2.CreatePublisherRequest, call: Call) -> Message:
@@ -79,7 +81,7 @@ class PublisherService:
 
 
 class ChunkStream:
-    """One stream of chunks, which come as they are, without a message around them."""
+    """One stream of chunks, which arrive as bytes without a message around them."""
 
     def __init__(self, intake: Intake) -> None:
         self._intake = intake

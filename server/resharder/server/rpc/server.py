@@ -1,4 +1,4 @@
-"""The gRPC server: `grpc.aio` on an event loop in a thread of its own."""
+"""The gRPC server: `grpc.aio` on an event loop in its own thread."""
 
 import asyncio
 import threading

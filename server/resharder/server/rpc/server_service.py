@@ -1,4 +1,4 @@
-"""ServerService: what vLLM servers call. Validates, calls the fleets and the store, and answers."""
+"""ServerService: calls of vLLM servers."""
 
 from collections.abc import Iterator
 
@@ -25,7 +25,7 @@ from resharder.server.state.server import Order
 from resharder.server.store.store import Store
 from resharder.v1 import resources_pb2, server_pb2
 
-_ORDERS_SECONDS = 60.0  # a new order signals; this bounds a wait nevertheless
+_ORDERS_SECONDS = 60.0  # bound on a wait, although a new order signals
 
 
 class ServerService:
@@ -90,7 +90,7 @@ class ServerService:
 
 
 class Attendance:
-    """A control side's stream: reports come in, orders go out."""
+    """A control side's stream of reports and orders."""
 
     def __init__(self, fleets: Fleets) -> None:
         self._fleets = fleets

@@ -1,4 +1,4 @@
-"""Publishers and versions as messages, and what requests of several services have in common."""
+"""Publishers and versions as messages, and fields that requests of several services share."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -50,20 +50,20 @@ class Views:
 
 
 def seconds(wanted: float) -> float:
-    """Raises InvalidArgument (WAIT_SECONDS); NaN too."""
+    """Check a number of seconds. Raises InvalidArgument (WAIT_SECONDS), for NaN too."""
     if not 0 <= wanted <= _MAX_WAIT:
         raise InvalidArgument("WAIT_SECONDS", f"expected wait_seconds of 0 to {_MAX_WAIT:.0f}, got {wanted}")
     return wanted
 
 
 def page_of(items: Sequence[tuple[str, Any]], size: int, token: str) -> tuple[list[Any], str]:
-    """The items that follow the one named `token`, and the next token. Raises InvalidArgument (PAGE_TOKEN)."""
+    """Return the items after the one named `token`, and the next token. Raises InvalidArgument (PAGE_TOKEN)."""
     if size < 0:
         raise InvalidArgument("PAGE_SIZE", f"expected a page size of 0 or more, got {size}")
     size = min(size or 100, 1000)
     names = [name for name, _ in items]
     if token and token not in names:
-        raise InvalidArgument("PAGE_TOKEN", f"page token {token[:200]!r} is none of this list any more: start again")
+        raise InvalidArgument("PAGE_TOKEN", f"page token {token[:200]!r} is not in this list: start again")
     first = names.index(token) + 1 if token else 0
     chosen = items[first : first + size]
     return [item for _, item in chosen], chosen[-1][0] if first + size < len(items) else ""

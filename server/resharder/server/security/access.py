@@ -1,4 +1,4 @@
-"""Who calls, whether they may, and how much: what stands in front of every call and of the web page."""
+"""Identity, permission and limits of callers, for every RPC and the status page."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,16 @@ from resharder.server.state.errors import DaemonError, PermissionDenied, Resourc
 
 SMALL_BYTES = 1 << 20
 READ = BY_PATH["/resharder.v1.ServerService/GetManifest"]
-LOOK = BY_PATH["/resharder.v1.OperatorService/ListEvents"]  # the status page shows what this call does
-_SAY_AGAIN = 60.0  # seconds between two lines of the log about the same refusal
+LOOK = BY_PATH["/resharder.v1.OperatorService/ListEvents"]  # the call whose answer the status page shows
+_SAY_AGAIN = 60.0  # seconds between log lines about equal refusals
 _log = structlog.get_logger("resharder.security")
 
 
 @dataclass(frozen=True)
 class Caller:
-    """`name`: for limits and the log. `grants`: None where there is no security, and everything is allowed."""
+    """Identified caller. `name` is used for limits and the log. `grants` is None without security,
+    when every call is permitted.
+    """
 
     name: str
     grants: tuple[Grant, ...] | None = None
@@ -52,7 +54,7 @@ class Access:
                 self._tokens = Watched([tokens], lambda: read_tokens(tokens))
 
     def caller(self, context: grpc.ServicerContext) -> Caller:
-        """Raises Unauthenticated."""
+        """Identify a caller. Raises Unauthenticated."""
         peer = context.peer()
         if self._roles is None:
             return Caller(peer)
@@ -64,14 +66,14 @@ class Access:
         if token := identities.bearer(headers):
             name = self._tokens.value.get(hash_of(token)) if self._tokens else None
             if name is None:
-                raise Unauthenticated("TOKEN_UNKNOWN", "expected a token that the daemon knows, got another one")
+                raise Unauthenticated("TOKEN_UNKNOWN", "expected a token of the daemon's list, got another one")
             names = [f"token:{name}", *names]
         if not names:
             raise Unauthenticated("NO_IDENTITY", "expected a client certificate or a token (authorization: Bearer …), got none")
         return Caller(f"{names[0]}@{host}", self._roles.of(names))
 
     def admit(self, method: Method, context: grpc.ServicerContext) -> Caller:
-        """The caller, if some role of it has this call. Raises Unauthenticated, PermissionDenied, ResourceExhausted."""
+        """Return the caller if a role of it permits this call. Raises Unauthenticated, PermissionDenied, ResourceExhausted."""
         caller = self.caller(context) if method.who else Caller(context.peer())
         self._limits.begin(caller.name, method.cost is Cost.RENEWAL)
         if caller.grants is not None and (refusal := rules.lacks_role(caller.grants, method)):
@@ -79,13 +81,13 @@ class Access:
         return caller
 
     def check_size(self, method: Method, size: int) -> None:
-        """Raises ResourceExhausted (MESSAGE_TOO_LARGE)."""
+        """Check the size of a request. Raises ResourceExhausted (MESSAGE_TOO_LARGE)."""
         most = self._most if method.large else min(self._most, SMALL_BYTES)
         if size > most:
             raise ResourceExhausted("MESSAGE_TOO_LARGE", f"expected a {method.name} request of at most {most} bytes, got {size}")
 
     def judge(self, caller: Caller, method: Method, request: Any) -> Resource:
-        """What the request is about. Raises PermissionDenied, and NotFound for a server that is not known."""
+        """Return the resource of a request that the caller may make. Raises PermissionDenied, ResourceNotFound."""
         if caller.grants is None:
             return Resource()
         resource = resource_of(method, request, self._world)
@@ -93,12 +95,12 @@ class Access:
         return resource
 
     def decide(self, caller: Caller, method: Method, resource: Resource) -> None:
-        """Raises PermissionDenied."""
+        """Check that the caller may make a call about a resource. Raises PermissionDenied."""
         if caller.grants is not None and (refusal := rules.decide(caller.grants, method, resource)):
             raise _not_allowed(caller, method, refusal)
 
     def open(self, caller: Caller) -> AbstractContextManager[None]:
-        """Held while a long call lasts. Raises ResourceExhausted."""
+        """Count a long call while the context lasts. Raises ResourceExhausted."""
         return self._limits.open(caller.name)
 
     def redact(self, caller: Caller, answer: Any) -> None:
@@ -112,7 +114,7 @@ class Access:
         redact(answer, any(grant.role is Role.VIEWER for grant in grants), reads)
 
     def viewer(self, headers: Sequence[str], certificate: Mapping[str, Any] | None, host: str) -> Caller:
-        """Somebody who looks at the daemon by HTTP: the `Authorization` headers and `SSLSocket.getpeercert()`.
+        """Identify an HTTP client by its `Authorization` headers and `SSLSocket.getpeercert()`.
 
         Raises Unauthenticated, PermissionDenied, ResourceExhausted.
         """
@@ -123,7 +125,7 @@ class Access:
         return caller
 
     def note(self, method: str, peer: str, error: DaemonError) -> None:
-        """Says in the log that a call was refused; of many that are alike, one in a while."""
+        """Log a refused call, at most once in a while for equal refusals."""
         now, key = time.monotonic(), (method, peer.rpartition(":")[0])
         if now - self._said.get(key, -_SAY_AGAIN) < _SAY_AGAIN:
             return
@@ -143,7 +145,7 @@ def watched_pems(security: Security) -> Watched[Pems]:
 
 
 def add_port(server: grpc.Server, listen: str, security: Security | None) -> int:
-    """Raises RuntimeError where it cannot listen, and SecurityFilesError."""
+    """Add a port to a gRPC server. Raises RuntimeError if it cannot listen, SecurityFilesError."""
     if security is None:
         return int(server.add_insecure_port(listen))
     return int(server.add_secure_port(listen, server_credentials(watched_pems(security))))

@@ -1,6 +1,6 @@
 """The daemon's certificate, its clients' authorities and the tokens: files that are read again when they change.
 
-What cannot be read, or does not fit together (a key that was not yet replaced), is said once and changes nothing.
+Files that cannot be read, or do not fit together (as a key that is not replaced yet), are logged once and ignored.
 """
 
 import hashlib
@@ -20,11 +20,11 @@ _log = structlog.get_logger("resharder.security")
 
 
 class SecurityFilesError(Exception):
-    """A certificate, key or list of tokens that cannot be used."""
+    """A certificate, key or list of tokens cannot be used."""
 
 
 class Watched(Generic[Value]):
-    """Thread-safe. `value` of the files as they are now, or as they last were good. Raises SecurityFilesError when it is made."""
+    """Value of files, as of their last valid content. Thread-safe. The constructor raises SecurityFilesError."""
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], Value]) -> None:
         self._paths, self._read = paths, read
@@ -63,11 +63,11 @@ class Pems(NamedTuple):
 
 
 def read_pems(certificate: Path, key: Path, client_ca: Path | None) -> Pems:
-    """Raises OSError, or ValueError for what is no certificate or for a key that is another's."""
+    """Return the contents of PEM files. Raises OSError, ValueError for an invalid certificate or a key that does not match."""
     found = Pems(certificate.read_bytes(), key.read_bytes(), client_ca.read_bytes() if client_ca else None)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(certificate, key, password="")  # never asked for on a terminal
+        context.load_cert_chain(certificate, key, password="")  # never prompt on a terminal
         if client_ca is not None:
             context.load_verify_locations(client_ca)
     except (ssl.SSLError, OSError) as error:
@@ -78,7 +78,9 @@ def read_pems(certificate: Path, key: Path, client_ca: Path | None) -> Pems:
 
 
 def server_credentials(pems: Watched[Pems]) -> grpc.ServerCredentials:
-    """Every handshake has the files as they are by then. With `client_ca` nobody connects without a certificate of it."""
+    """Return credentials whose every handshake uses the files' current content. With `client_ca`,
+    clients need a certificate.
+    """
     current = pems.value
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -97,12 +99,12 @@ def _configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
 
 
 def hash_of(token: str) -> str:
-    """Tokens are long and random, so one pass is enough."""
+    """Return the hash of a token. Tokens are long and random, so one pass is enough."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def read_tokens(path: Path) -> dict[str, str]:
-    """{hash: name} of lines `NAME sha256:HEX`; `#` begins a comment. Raises OSError, ValueError."""
+    """Return {hash: name} of lines `NAME sha256:HEX`; `#` begins a comment. Raises OSError, ValueError."""
     tokens = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         said = line.partition("#")[0].strip()

@@ -1,4 +1,4 @@
-"""The names by which a caller is known: `dns:…`, `uri:…`, `email:…`, `ip:…`, `cn:…` of its certificate, `token:…`."""
+"""Names of a caller: `dns:…`, `uri:…`, `email:…`, `ip:…`, `cn:…` of its certificate, `token:…`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,13 +15,13 @@ def identity(kind: str, name: str) -> str:
 
 
 def of_grpc(properties: Mapping[str, Sequence[bytes]]) -> tuple[str, ...]:
-    """Of `ServicerContext.auth_context()`, which holds the names of verified certificates only."""
+    """Return the names in `ServicerContext.auth_context()`, which come from verified certificates only."""
     found = [(kind, value) for kind, key in _OF_GRPC.items() for value in properties.get(key, ())]
     return tuple(identity(kind, value.decode(errors="replace")) for kind, value in found)
 
 
 def of_ssl(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Of `SSLSocket.getpeercert()`."""
+    """Return the names in `SSLSocket.getpeercert()`."""
     found = certificate or {}
     names = [(_OF_SSL[kind], name) for kind, name in found.get("subjectAltName", ()) if kind in _OF_SSL]
     common = [("cn", value) for part in found.get("subject", ()) for key, value in part if key == "commonName"]
@@ -29,7 +29,7 @@ def of_ssl(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 
 def bearer(headers: Iterable[str]) -> str:
-    """The token of `authorization` headers; empty for none. Raises Unauthenticated (TOKEN_UNKNOWN)."""
+    """Return the token of `authorization` headers, or an empty string. Raises Unauthenticated (TOKEN_UNKNOWN)."""
     found = list(headers)
     if not found:
         return ""

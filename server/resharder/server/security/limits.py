@@ -1,4 +1,4 @@
-"""What one caller may take of the daemon: calls begun in a time, and calls open at once."""
+"""Bounds of one caller: rate of calls, and open calls."""
 
 import threading
 import time
@@ -13,19 +13,23 @@ _MOST_CALLERS = 4096
 
 
 class Limits:
-    """Thread-safe. `rate`: calls begun in a second, with bursts of ten times as many; 0: no bound. `calls`: open at once.
+    """Thread-safe.
 
-    A caller's renewals are counted by themselves, so that its flood of other calls does not cost it its lease.
+    A caller's renewals are counted apart, so that its flood of other calls does not cost it its lease.
+
+    Args:
+        rate: Calls per second, with bursts of ten times as many; 0: no bound.
+        calls: Open calls.
     """
 
     def __init__(self, rate: float, calls: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate, self._calls, self._clock = rate, calls, clock
         self._lock = threading.Lock()
-        self._left: dict[tuple[str, bool], tuple[float, float]] = {}  # calls left, and when that was
+        self._left: dict[tuple[str, bool], tuple[float, float]] = {}  # calls left, and the time of that count
         self._open: Counter[str] = Counter()
 
     def begin(self, caller: str, renewal: bool = False) -> None:
-        """Raises ResourceExhausted (TOO_FAST)."""
+        """Count a call. Raises ResourceExhausted (TOO_FAST)."""
         if not self._rate:
             return
         now, most = self._clock(), max(1.0, self._rate * BURST_SECONDS)
@@ -39,12 +43,12 @@ class Limits:
                 self._forget(now, most)
 
     def _forget(self, now: float, most: float) -> None:
-        """Those that have all their calls back."""
+        """Remove callers whose allowance is full again."""
         self._left = {key: (left, then) for key, (left, then) in self._left.items() if left + (now - then) * self._rate < most}
 
     @contextmanager
     def open(self, caller: str) -> Iterator[None]:
-        """Raises ResourceExhausted (TOO_MANY_CALLS)."""
+        """Count a long call while the context lasts. Raises ResourceExhausted (TOO_MANY_CALLS)."""
         with self._lock:
             if self._open[caller] >= self._calls:
                 raise ResourceExhausted("TOO_MANY_CALLS", f"{caller} has {self._calls} calls open, which is as many as it may")

@@ -1,5 +1,6 @@
-"""What an answer keeps to itself: where weights lie, from those who may not read them, and other models, from those who are no
-viewers. The messages are the answers' own, and changed in place."""
+"""Redaction of answers: the location of weights for callers that may not read them, and other models
+for callers without a viewer's role. Messages are changed in place.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from resharder.v1 import operator_pb2, resources_pb2
 
 Reads = Callable[[str], bool]
-"""Whether the caller may read versions of this model."""
+"""Function of a model that returns whether the caller may read its versions."""
 
 
 def redact(answer: Any, looks: bool, reads: Reads) -> None:
@@ -43,7 +44,7 @@ def _redact_daemon(daemon: operator_pb2.Daemon, looks: bool, reads: Reads) -> No
 
 
 def _keep(messages: Any, reads: Reads) -> None:
-    """Those of models that may be read."""
+    """Remove items of models that the caller may not read."""
     kept = [message for message in messages if reads(message.model)]
     del messages[:]
     messages.extend(kept)

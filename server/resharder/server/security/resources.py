@@ -1,4 +1,4 @@
-"""Which model or fleets a request is about, read as the services themselves read it."""
+"""The model or fleets that a request concerns, read as the services read it."""
 
 from dataclasses import replace
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from resharder.server.state.errors import ResourceNotFound
 
 
 class World(Protocol):
-    """What has to be known of fleets."""
+    """Fleets and servers, as far as access depends on them."""
 
     def only_model(self) -> str: ...
     def following(self) -> dict[str, str]: ...
@@ -18,7 +18,7 @@ class World(Protocol):
 
 
 def resource_of(method: Method, request: Any, world: World) -> Resource:
-    """Raises what the service would raise for a server that is not known, or for no model where there are several."""
+    """Return the resource of a request. Raises the errors of the service for an unknown server or an ambiguous model."""
     name = method.name
     if method.about in (About.NOTHING, About.EVERYTHING):
         return Resource()
@@ -49,12 +49,14 @@ def model(name: str, world: World) -> Resource:
 
 
 def _default(name: str, world: World) -> dict[str, str]:
-    """A model's default fleet has its name, and is there before any server."""
+    """Return a model's default fleet, which has its name and exists before any server."""
     return {} if name in world.following() else {name: name}
 
 
 def _claim(request: Any, world: World) -> Resource:
-    """A fleet that is neither there nor the model's default one would follow whatever the server names: an operator makes it."""
+    """Return the resource of a claim. A fleet that neither exists nor is the model's default one is
+    created by operators only.
+    """
     wanted = request.model.removeprefix("models/") or world.only_model()
     fleet = request.fleet or wanted
     there = world.following() | _default(wanted, world)
@@ -76,7 +78,7 @@ def _member(request: Any, world: World) -> Resource:
     owner, version = request.member.owner, _model_in(getattr(request, "version", ""))
     if not owner.startswith("servers/"):
         named = _model_in(owner)
-        return replace(model(named if version in ("", named) else "", world), fleets=())  # servers do not speak for ranks
+        return replace(model(named if version in ("", named) else "", world), fleets=())  # servers do not act for ranks
     found = _server(owner, world)
     if version and world.following().get(found.fleets[0]) != version:
         return Resource(f"models/{version}")
@@ -90,6 +92,6 @@ def _fleet(name: str, world: World) -> Resource:
 
 
 def _model_in(name: str) -> str:
-    """Of models/{model}/…; empty for other names, which the services refuse."""
+    """Return the model in models/{model}/…; empty for other names, which the services refuse."""
     parts = name.split("/")
     return parts[1] if len(parts) == 4 and parts[0] == "models" else ""

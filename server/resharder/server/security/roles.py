@@ -1,4 +1,4 @@
-"""The table of the configuration: which names have which roles.
+"""The configuration's table of names and roles.
 
     roles:
       dns:trainer.rl.example:      [publisher:policy]        # a model
@@ -7,8 +7,8 @@
       token:bob:                   [operator:canaries]       # of one fleet
       token:prometheus:            [viewer]
 
-In a name `*` stands for anything but `.` and `/`, alone for anything; in models and fleets for anything. A caller has the roles
-of every row that one of its names matches.
+In a name, `*` matches anything except `.` and `/`, alone anything; in models and fleets anything. A caller has the roles
+of every row that matches one of its names.
 """
 
 import re
@@ -24,7 +24,7 @@ _OF = re.compile(r"[A-Za-z0-9*][A-Za-z0-9*._-]{0,63}")
 
 @dataclass(frozen=True)
 class Grant:
-    """`of`: a pattern of models (publisher) or fleets (server, operator)."""
+    """Role on a pattern of models (publisher) or fleets (server, operator)."""
 
     role: Role
     of: str = ALL
@@ -44,7 +44,7 @@ class Row:
 
 class Roles:
     def __init__(self, table: Mapping[str, Sequence[str]]) -> None:
-        """Raises ValueError, which names the row."""
+        """Parse the table. Raises ValueError, which names the row."""
         self._rows = [
             Row(_names(who), tuple(grant for role in roles for grant in _grants(who, role))) for who, roles in table.items()
         ]
@@ -64,7 +64,7 @@ def _names(who: str) -> re.Pattern[str]:
 
 
 def _grants(who: str, said: str) -> tuple[Grant, ...]:
-    """Operators are viewers too."""
+    """Return the grants of a role. An operator is a viewer as well."""
     name, colon, of = said.partition(":")
     if name not in {role.value for role in Role}:
         raise ValueError(f"{who}: expected a role of {', '.join(role.value for role in Role)}, got {said!r}")

@@ -1,4 +1,4 @@
-"""Whether a caller may make a call, by its roles and the table of methods."""
+"""Decision whether a caller may make a call, from its roles and the table of methods."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from resharder.server.security.roles import ALL, Grant
 
 @dataclass(frozen=True)
 class Resource:
-    """What a request is about. `fleets`: those that it speaks for, or that follow `model`; none for a fleet that is not there."""
+    """Resource of a request. `fleets` are its own, or those of `model`; none for a fleet that does not exist."""
 
     name: str = ""
     model: str = ""
@@ -17,14 +17,14 @@ class Resource:
 
 
 def lacks_role(grants: Collection[Grant], method: Method) -> str:
-    """Why a caller may not make this call, whatever it is about; empty where it may."""
+    """Return why a caller may not make a call on any resource; empty if it may."""
     if not method.who or any(grant.role in method.who for grant in grants):
         return ""
     return f"expected a role of {_said(role.value for role in method.who)}, got {_said(map(str, grants))}"
 
 
 def decide(grants: Collection[Grant], method: Method, resource: Resource) -> str:
-    """Why a caller with these roles may not make this call about this resource; empty where it may."""
+    """Return why a caller with these roles may not make a call about a resource; empty if it may."""
     if refusal := lacks_role(grants, method):
         return refusal
     having = [grant for grant in grants if grant.role in method.who]

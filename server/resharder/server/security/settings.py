@@ -1,4 +1,4 @@
-"""`security` in the daemon's configuration."""
+"""Settings under `security` in the daemon's configuration."""
 
 from pathlib import Path
 
@@ -24,5 +24,5 @@ class Security(BaseModel):
     @model_validator(mode="after")
     def _identified(self) -> "Security":
         if self.client_ca is None and self.tokens is None:
-            raise ValueError("expected client_ca, tokens or both: else nobody could say who they are")
+            raise ValueError("expected client_ca, tokens or both: otherwise no caller can be identified")
         return self

@@ -1,5 +1,6 @@
-"""The status page's port: the same certificates, and viewers alone. A token may also come as the password of basic
-authentication, which browsers ask for."""
+"""Access to the status page's port: the same certificates, viewers only. A token may also be the
+password of basic authentication, which browsers prompt for.
+"""
 
 import base64
 import binascii
@@ -19,7 +20,7 @@ _ASK = ("WWW-Authenticate", 'Basic realm="resharder: the token as password"')
 
 
 def access_check(access: Access) -> AccessCheck:
-    """The check of the status page's port: viewers are admitted."""
+    """Return the check of the status page's port, which admits viewers."""
 
     def check(request: Request) -> Response | None:
         try:
@@ -34,22 +35,23 @@ def access_check(access: Access) -> AccessCheck:
 
 
 def tls_context(security: Security) -> ssl.SSLContext:
-    """Every handshake has the files as they are by then. Certificates of clients are verified, and not asked of everybody: probes
-    have none. Raises SecurityFilesError."""
+    """Return a TLS context whose every handshake uses the files' current content. Client certificates
+    are verified but optional: probes have none. Raises SecurityFilesError.
+    """
     files = [path for path in (security.certificate, security.key, security.client_ca) if path is not None]
-    watched_pems(security)  # its message names the files
+    watched_pems(security)  # the error names the files
     made = Watched(files, lambda: _context(security))
 
     def choose(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         connection.context = made.value
 
     front = _context(security)
-    front.sni_callback = choose  # called without a name, too
+    front.sni_callback = choose  # also called without a name
     return front
 
 
 def _context(security: Security) -> ssl.SSLContext:
-    """Raises OSError (ssl.SSLError)."""
+    """Return a TLS context. Raises OSError (ssl.SSLError)."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(security.certificate, security.key, password="")
     if security.client_ca is not None:

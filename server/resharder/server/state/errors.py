@@ -1,16 +1,16 @@
-"""Errors that the daemon answers calls with; rpc/errors.py turns them into gRPC statuses.
+"""Errors of calls; `rpc/errors.py` converts them to gRPC statuses.
 
 DaemonError
-├── InvalidArgument      what came is malformed, whatever the state
+├── InvalidArgument      malformed request, in any state
 ├── NotFound
-├── AlreadyExists        the same key with other content
-├── FailedPrecondition   right call, wrong time: fenced epoch, missing chunks, layouts that do not tile
-├── ResourceExhausted    no room, a full medium, no descriptors, too many versions UPLOADING or calls
-├── DataLoss             bytes that are not the bytes that were sent
-├── Unavailable          not now: no version yet, draining, a medium that fails
-├── DeadlineExceeded     waited as long as asked
-├── Unauthenticated      nobody that the daemon knows
-└── PermissionDenied     somebody who may not
+├── AlreadyExists        same key, other content
+├── FailedPrecondition   not possible in this state: fenced epoch, missing chunks, layouts that do not tile
+├── ResourceExhausted    no capacity: store, medium, descriptors, UPLOADING versions, calls
+├── DataLoss             received bytes differ from those sent
+├── Unavailable          try again: no version yet, draining, failing medium
+├── DeadlineExceeded     not done within the requested time
+├── Unauthenticated      unknown caller
+└── PermissionDenied     no role for the call
 """
 
 from typing import Literal
@@ -36,7 +36,7 @@ Reason = Literal[
 
 
 class DaemonError(Exception):
-    """The message says what was expected and what came; `reason` is its stable name."""
+    """Refusal of a call. The message states what was expected and what came; `reason` is a stable name."""
 
     code = grpc.StatusCode.INTERNAL
 

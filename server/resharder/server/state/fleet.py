@@ -1,4 +1,4 @@
-"""What the daemon knows of a fleet: what it wants, how it moves, the move that it is at. What becomes of it, `moves.py` says."""
+"""State of a fleet: target, update strategy, current move. `fleets/updates.py` changes it."""
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from functools import cached_property
 from resharder.server.state.server import Power, Server, Settings
 from resharder.v1 import resources_pb2
 
-NOBODY = (1, 0)  # the range of versions that permits none
+NOBODY = (1, 0)  # range of versions that permits none
 
 
 class FleetTargetKind(IntEnum):
@@ -51,7 +51,7 @@ class FleetTarget:
 
 @dataclass(frozen=True)
 class FleetStrategy:
-    """Counts of 0 mean all for `at_a_time`, one for the others."""
+    """Update strategy. Counts of 0 mean all for `at_a_time`, one for the others."""
 
     kind: FleetStrategyKind = FleetStrategyKind.ALL_AT_ONCE
     at_a_time: int = 0
@@ -64,27 +64,27 @@ class FleetStrategy:
 
 @dataclass(frozen=True)
 class Move:
-    """`started` and `ended` are in seconds since 1970, for people: no decision of the daemon depends on them."""
+    """Move of a fleet to a version. `started` and `ended` are in seconds since 1970 and only for display."""
 
     id: int
     state: MoveState
-    back_to: int  # 0: nothing was served before
+    back_to: int  # 0: none
     to: int
     strategy: FleetStrategy
     started: float
     reason: str = ""
-    servers: tuple[str, ...] = ()  # the canaries, then all that arrived
+    servers: tuple[str, ...] = ()  # canaries first, then all that have moved
     failed: Mapping[str, str] = field(default_factory=dict)
-    began: float = 0.0  # by the monotonic clock, like `held`: durations are measured from these
-    held: float = 0.0  # when it became HOLDING
+    began: float = 0.0  # by the monotonic clock, like `held`; durations are measured from these
+    held: float = 0.0  # time of the change to HOLDING
     approved: bool = False
     checked: bool = False
-    tries: int = 0  # how often an operator had it tried again
+    tries: int = 0  # how often an operator approved a retry
     ended: float = 0.0
-    seconds: float = 0.0  # from its beginning to its end
+    seconds: float = 0.0  # duration of the move
 
     def hold_left(self, now: float) -> float:
-        """Seconds until the hold of its canaries is over; 0 where none is running."""
+        """Return the seconds until the canaries' hold time ends; 0 if none runs."""
         return max(0.0, self.held + self.strategy.hold_seconds - now) if self.state == MoveState.HOLDING else 0.0
 
     @property
@@ -97,13 +97,13 @@ class Move:
 
     @property
     def checking(self) -> bool:
-        """Its check has to run, or is running."""
+        """Whether its check is due or running."""
         return self.state == MoveState.HOLDING and bool(self.strategy.check) and not self.checked
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """All that is kept of a fleet over restarts."""
+    """Durable state of a fleet."""
 
     name: str
     model: str
@@ -111,12 +111,12 @@ class Fleet:
     target: FleetTarget = FleetTarget()
     strategy: FleetStrategy = FleetStrategy()
     max_skew: int = 0
-    serve_ahead: bool = False  # of ALL_AT_ONCE without a skew bound alone
-    settled: int = 0  # the version that it moved to last
+    serve_ahead: bool = False  # for ALL_AT_ONCE without a skew bound
+    settled: int = 0  # version of the last move that ended
     move: Move | None = None
     refused: Mapping[int, str] = field(default_factory=dict)
     power: Power = Power.AWAKE
-    powers: Mapping[str, Power] = field(default_factory=dict)  # of servers for which it was set apart
+    powers: Mapping[str, Power] = field(default_factory=dict)  # of servers with a setting of their own
     drained: frozenset[str] = frozenset()
     members: frozenset[str] = frozenset()
     rolled_back: str = ""  # request id of the last rollback
@@ -127,23 +127,23 @@ class Fleet:
 
     @property
     def strict(self) -> bool:
-        """Versions must not mix beyond a bound, so gates do not outlive leases."""
+        """Whether versions must not mix beyond a bound, so that gates close when leases expire."""
         return self.max_skew > 0 or self.strategy.kind == FleetStrategyKind.ATOMIC
 
     def mixes(self, version: int, shown: Iterable[int]) -> bool:
-        """Whether to serve this version beside those that are shown breaks what the fleet promises."""
+        """Return whether serving this version beside others breaks the skew bound."""
         bound = 0 if self.strategy.kind == FleetStrategyKind.ATOMIC else self.max_skew
         return self.strict and any(abs(version - other) > bound for other in shown)
 
     def rest_left(self, now: float) -> float:
-        """Seconds until `target.every_seconds` permit the next move; 0 where nothing is to be waited for."""
+        """Return the seconds until `target.every_seconds` permits the next move."""
         return max(0.0, self.move.began + self.target.every_seconds - now) if self.move is not None else 0.0
 
     def power_of(self, server: str) -> Power:
         return self.powers.get(server, self.power)
 
     def needs(self) -> frozenset[int]:
-        """The versions that must not go away for the fleet's sake."""
+        """Return the versions that the fleet needs."""
         move = self.moving
         if move is None:
             versions = {self.settled}
@@ -155,9 +155,9 @@ class Fleet:
 
 @dataclass(frozen=True)
 class View:
-    """What moves go by. `now` is the monotonic clock's, as in installs; `wall` only labels moves.
+    """Inputs of decisions about a fleet besides its own state. `now` is monotonic; `wall` only labels moves.
 
-    `settling`: servers that the fleet had before the daemon started may still come back.
+    `settling`: servers that the fleet had before a restart of the daemon may still return.
     """
 
     servers: Mapping[str, Server]
@@ -165,7 +165,7 @@ class View:
     now: float
     settings: Settings
     settling: bool = False
-    ahead: Set[int] = frozenset()  # UPLOADING, and offered by every rank to a fleet that serves ahead
+    ahead: Set[int] = frozenset()  # UPLOADING, offered by every rank, for a fleet that serves ahead
     wall: float = 0.0  # seconds since 1970
     at_once: int = 1  # servers that ranks can send to at the same time
 
@@ -175,7 +175,7 @@ class View:
 
     @cached_property
     def shown(self) -> dict[int, set[str]]:
-        """Every version that clients may get, and who may serve it."""
+        """Every version that clients may get, with the servers that may serve it."""
         found: dict[int, set[str]] = {}
         for id, server in self.servers.items():
             for version in server.shown:

@@ -1,4 +1,4 @@
-"""What the daemon knows of one server, what can happen to it, and the orders that it gets: what `reconciler.step` is about."""
+"""State of one server, the events that change it, and the orders that it gets: data of `reconciler.step`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -49,11 +49,11 @@ class InstallState(IntEnum):
 
 @dataclass(frozen=True)
 class Settings:
-    """All in seconds but `attempts`, the tries that one version gets."""
+    """Durations in seconds, and the number of attempts at one version."""
 
     lease: float = 15.0
-    grace: float = 15.0  # from LOST until its versions are let go
-    boot: float = 1800.0  # from a claim that nobody renews until a control side attaches
+    grace: float = 15.0  # from LOST until its versions are unpinned
+    boot: float = 1800.0  # from a claim without renewal until a control side attaches
     install_step: float = 600.0  # for all workers to stage, and again to apply
     attempts: int = 3
     first_retry: float = 2.0  # doubles with each failure
@@ -62,7 +62,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Worker:
-    """What a worker said last."""
+    """Last report of a worker."""
 
     rank: int
     state: WorkerState
@@ -70,73 +70,73 @@ class Worker:
     install: str = ""
     error: str = ""
     process: str = ""
-    fingerprint: str = ""  # of the version it holds
+    fingerprint: str = ""  # of its version
     needed_bytes: int = 0
     boxed_bytes: int = 0
     verified_tensors: int = 0
     transport: str = ""
     stage_seconds: float = 0.0
     apply_seconds: float = 0.0
-    memory: str = ""  # fingerprint of the layout that the direct path can write to
-    direct: bool = False  # that layout has everything that it needs
-    joined: bool = False  # it takes part in a transfer of the direct path for `install`
+    memory: str = ""  # fingerprint of its declared layout on the direct path
+    direct: bool = False  # the declared layout covers all that it needs
+    joined: bool = False  # takes part in a transfer of the direct path for `install`
     timings: tuple[Timing, ...] = ()
-    verification: resources_pb2.Verification | None = None  # its last one
-    altered: bool = False  # FAILED, since that one found other contents in its memory than its version gives
-    # What the daemon makes of it.
-    holds: int = 0  # the version its parameters are proven to hold; 0: unknown
-    held_as: str = ""  # the fingerprint that they were proven by
-    differs: str = ""  # from the store's copy, by what it found when that was READY
-    ordered: bool = False  # this daemon has ordered this process to apply something
+    verification: resources_pb2.Verification | None = None  # the last one
+    altered: bool = False  # FAILED after a verification found a difference
+    # Derived by the daemon.
+    holds: int = 0  # version that its parameters are verified to have; 0: unknown
+    held_as: str = ""  # fingerprint of that version
+    differs: str = ""  # difference from the store's copy, found when the version became READY
+    ordered: bool = False  # this daemon has ordered this process to apply
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """A version that every rank offered before it was READY; `fingerprint` is what workers hold it by until then."""
+    """Version that every rank offered before READY. `fingerprint` identifies it in workers' reports until then."""
 
     fingerprint: str
-    staging: bool  # it is UPLOADING still, and the fleet serves ahead
+    staging: bool  # the version is UPLOADING, and the fleet serves ahead
 
 
 @dataclass(frozen=True)
 class Control:
-    """One API server; `busy` is an install, or a change of power, that it was at when it attached."""
+    """One API server. `busy` is the install, or change of power, that was in progress when it attached."""
 
     nonce: str
     address: str
     seen: float
     busy: str = ""
-    in_flight: int = 0  # requests that it is answering
-    closing: bool = False  # it was told to close, and has not said that it did
+    in_flight: int = 0  # requests in flight
+    closing: bool = False  # ordered to close its gate, without an answer yet
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What the fleet wants of a server; `why` is a part of a sentence."""
+    """Intended state of a server. `why` is part of a sentence."""
 
-    version: int | None = None  # None: the newest READY one; 0: what it has
+    version: int | None = None  # None: the newest READY one; 0: no change
     boot: int | None = None  # for processes that start; None: the newest READY one; 0: none
     apply: bool = True  # False: stay staged
-    serves: tuple[int, int] | None = None  # the lowest and highest version that the gate may be opened on; None: any
+    serves: tuple[int, int] | None = None  # lowest and highest version on which the gate may open; None: any
     open: bool = True  # False: drained
     power: Power = Power.AWAKE
-    strict: bool = False  # gates shut when leases end
-    retry: tuple[int, int] = (0, 0)  # when it changes, failures are forgotten
+    strict: bool = False  # gates close when leases expire
+    retry: tuple[int, int] = (0, 0)  # a change clears all failures
     why: str = ""
 
     @property
     def in_service(self) -> bool:
-        """Neither drained nor asleep."""
+        """Whether the server is neither drained nor asleep."""
         return self.open and self.power == Power.AWAKE
 
     def permits(self, version: int) -> bool:
-        """Whether the gate may be opened on it."""
+        """Return whether the gate may open on a version."""
         return self.in_service and (self.serves is None or self.serves[0] <= version <= self.serves[1])
 
 
 @dataclass(frozen=True)
 class Change:
-    """An order to sleep or to wake that was given and not answered."""
+    """Order to sleep or wake without an answer yet."""
 
     id: str
     power: Power
@@ -155,8 +155,8 @@ class Install:
     control_done: bool = False
     pause_seconds: float = 0.0
     timings: tuple[Timing, ...] = ()  # the leader's
-    profiled: bool = False  # workers are to profile it
-    ahead_of: int = 0  # the READY version that workers keep at hand, where this one was not when the install began
+    profiled: bool = False  # workers profile it
+    ahead_of: int = 0  # READY version to fall back on, for a version that was not READY when the install began
 
     @property
     def active(self) -> bool:
@@ -165,7 +165,7 @@ class Install:
 
 @dataclass(frozen=True)
 class Failure:
-    """How often a version failed here, how it did last, and when it may be tried again."""
+    """Failures of a version on this server: count, last error, time of the next attempt."""
 
     count: int
     error: str
@@ -177,52 +177,50 @@ class Server:
     id: str
     model: str
     fleet: str
-    life: str  # a nonce of the daemon's lifetime, the start of every install id
-    seen: float  # the last word of a control side, or of anyone before one attached
-    ready: Mapping[int, str] = field(default_factory=dict)  # READY versions of the model, with their fingerprints
-    ahead: Mapping[int, Ahead] = field(default_factory=dict)  # READY by now or not
+    life: str  # nonce of the daemon's lifetime, prefix of every install id
+    seen: float  # last report of a control side, or of any process before one attached
+    ready: Mapping[int, str] = field(default_factory=dict)  # READY versions of the model with their fingerprints
+    ahead: Mapping[int, Ahead] = field(default_factory=dict)  # READY or not
     boot_version: int = 0
     booting: bool = True  # not all workers have reported
-    attached: bool = False  # a control side has been there in this boot
+    attached: bool = False  # a control side has attached in this boot
     renews: bool = False  # its claims are renewed until then
     world_size: int = 0
     controls: tuple[Control, ...] = ()  # the first one leads
     workers: Mapping[int, Worker] = field(default_factory=dict)
     gone: frozenset[str] = frozenset()  # processes that others have replaced
-    confirmed: int = 0  # the last version that every worker proved
-    opened: int = 0  # the version that control sides were told to serve; 0: closed
-    opened_by: str = ""  # under which id they were told: that of the install, or of none
-    resumed: bool = False  # the leader has said that it does
-    torn: frozenset[int] = frozenset()  # ranks that may hold a mix
-    altered: Mapping[int, str] = field(
-        default_factory=dict
-    )  # of those, ranks that found it by a verification, and what they found
+    confirmed: int = 0  # last version that every worker verified
+    opened: int = 0  # version on which control sides were ordered to open; 0: closed
+    opened_by: str = ""  # id of that order: the install's, or a new one
+    resumed: bool = False  # the leader has confirmed it
+    torn: frozenset[int] = frozenset()  # ranks that may have a mix
+    altered: Mapping[int, str] = field(default_factory=dict)  # of `torn`, ranks in which a verification found a difference
     install: Install | None = None  # the current or the last one
     ended: Install | None = None  # the last one that ended
     installs: int = 0
     failures: Mapping[int, Failure] = field(default_factory=dict)
     lost_at: float | None = None
     goal: Goal = Goal()
-    power: Power = Power.AWAKE  # as the leader said last
+    power: Power = Power.AWAKE  # as last reported by the leader
     change: Change | None = None
     changes: int = 0  # orders about power so far
     term: int = 0  # of its leadership; each LEAD begins a higher one
     change_failed: Failure | None = None
-    lingers: int = 0  # the version that clients may still get though the gate was ordered to close
+    lingers: int = 0  # version that clients may still get after the gate was ordered to close
     passes_kv: bool = False
 
     def lease(self, settings: Settings) -> float:
-        """Seconds that it may be silent before it is LOST."""
+        """Return the seconds of silence after which the server is LOST."""
         return settings.lease if self.attached or self.renews else settings.boot
 
     @property
     def wanted(self) -> int:
-        """The version that it should hold; 0: what it has."""
+        """Version that the server should have; 0: no change."""
         return self.newest if self.goal.version is None else self.goal.version
 
     @property
     def boots(self) -> int:
-        """The version that its processes should start from; 0: none."""
+        """Version that its processes should boot from; 0: none."""
         return self.newest if self.goal.boot is None else self.goal.boot
 
     @property
@@ -234,7 +232,7 @@ class Server:
         return self.failures[version].count if version in self.failures else 0
 
     def serves(self, version: int) -> bool:
-        """Whether a gate may be opened on it: READY, or UPLOADING where the fleet serves ahead."""
+        """Return whether a gate may open on a version: READY, or UPLOADING if the fleet serves ahead."""
         return version in self.ready or self.is_ahead(version)
 
     def is_ahead(self, version: int) -> bool:
@@ -242,38 +240,38 @@ class Server:
 
     @property
     def unproven(self) -> bool:
-        """What some worker holds has not been found in the store."""
+        """Whether a worker has a version that is not verified against the store."""
         return any(worker.holds and worker.held_as != self.ready.get(worker.holds) for worker in self.workers.values())
 
     @property
     def differs(self) -> str:
-        """How what it holds differs from the store's copy; empty where nobody has found that."""
+        """Difference between a worker's memory and the store's copy; empty if none was found."""
         return next((worker.differs for _, worker in sorted(self.workers.items()) if worker.differs), "")
 
     @property
     def complete(self) -> bool:
-        """Every worker has reported."""
+        """Whether every worker has reported."""
         return self.world_size > 0 and all(rank in self.workers for rank in range(self.world_size))
 
     @property
     def agreed(self) -> int:
-        """The version that every worker is proven to hold; 0 where there is none."""
+        """Version that every worker has verified; 0: none."""
         held = {worker.holds for worker in self.workers.values()}
         return held.pop() if self.complete and not self.torn and len(held) == 1 else 0
 
     @property
     def serving(self) -> int:
-        """The version that clients get; 0 while none."""
+        """Version that clients get; 0: none."""
         return self.opened if self.resumed and self.lost_at is None else 0
 
     @property
     def shown(self) -> frozenset[int]:
-        """Every version that clients may get, by what has been ordered and answered."""
+        """Every version that clients may get, by the orders and answers so far."""
         return frozenset({self.opened, self.lingers} - {0})
 
     @property
     def staged(self) -> int:
-        """The version that every worker has staged; 0: none."""
+        """Version that every worker has staged; 0: none."""
         install = self.install
         if install is None or install.state != InstallState.STAGING:
             return 0
@@ -282,20 +280,20 @@ class Server:
 
     @property
     def joined(self) -> bool:
-        """Its install, which goes on, comes over the direct path, or some of it."""
+        """Whether the current install uses the direct path."""
         install = self.install
         if install is None or not install.active:
             return False
         return any(worker.joined and worker.install == install.id for worker in self.workers.values())
 
     def busy_elsewhere(self, control: Control) -> bool:
-        """It is still at an order that is not the server's current one."""
+        """Return whether a control side is busy with an order that is not the current one."""
         current = {self.install.id} if self.install is not None and self.install.active else set()
         return bool(control.busy) and control.busy not in current | ({self.change.id} if self.change else set())
 
 
 def in_use(server: Server, now: float, settings: Settings) -> frozenset[int]:
-    """The versions that must not go away for this server's sake."""
+    """Return the versions that this server needs."""
     if server.lost_at is not None and now >= server.lost_at + settings.grace:
         return frozenset()
     versions = {server.confirmed, server.opened, *(worker.holds for worker in server.workers.values())}
@@ -308,10 +306,10 @@ def in_use(server: Server, now: float, settings: Settings) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Claimed:
-    """A process asks who it is; with `boot` also which version to load. A READY version is there by then."""
+    """Claim of a process, with `boot` for a version to load. A READY version exists by then."""
 
     boot: bool
-    renews: bool = False  # the claim lasts for a lease, and is made again before that ends
+    renews: bool = False  # the claim is repeated within every lease
 
 
 @dataclass(frozen=True)
@@ -323,13 +321,13 @@ class Attached:
     power: Power = Power.UNKNOWN
     in_flight: int = 0
     passes_kv: bool = False
-    serving: int = 0  # the version that its gate is open on, by an earlier word
-    term: int = 0  # the highest that it has seen
+    serving: int = 0  # version on which its gate is open, by an earlier order
+    term: int = 0  # highest term that it has seen
 
 
 @dataclass(frozen=True)
 class Reported:
-    """A control side's renewal, with how an order went if `done` is set."""
+    """Renewal by a control side, with the result of an order if `done` is set."""
 
     control: str
     install: str = ""
@@ -370,7 +368,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Reinstalled:
-    """An operator wants what is served to be installed once more, and profiled; ignored by a server that is at anything else."""
+    """Request to repeat the current install under a profiler. Ignored by a server that is busy."""
 
 
 Event = Claimed | Attached | Reported | Detached | WorkerReported | VersionsChanged | Ticked | Wanted | Reinstalled
@@ -386,4 +384,4 @@ class Order:
     power: Power = Power.UNKNOWN
     profile: bool = False
     ahead_of: int = 0
-    term: int = 0  # filled in by the fleets when it is sent
+    term: int = 0  # set by the fleets when the order is sent

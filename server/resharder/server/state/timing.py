@@ -1,4 +1,4 @@
-"""What ranks, control sides and workers measure of their work and say in their reports, each by its own clock."""
+"""Durations that ranks, control sides and workers measure and report, each by its own clock."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,12 +11,12 @@ from resharder.v1 import resources_pb2
 
 _MOST = 32  # of one report
 _LONGEST_NAME = 64
-_LAST = 1 << 33  # seconds since 1970: what is later is no time, and its nanoseconds would not fit in a span
+_LAST = 1 << 33  # seconds since 1970; nanoseconds of a later time do not fit in a span
 
 
 @dataclass(frozen=True)
 class Timing:
-    """`start` in seconds since 1970."""
+    """Duration of a phase. `start` is in seconds since 1970."""
 
     phase: str
     start: float
@@ -29,7 +29,7 @@ class Timing:
 
 @contextmanager
 def timed(timings: list[Timing], phase: str) -> Iterator[None]:
-    """Adds how long the block took, however it ends."""
+    """Append the duration of a block, however it ends."""
     start, began = time(), monotonic()
     try:
         yield
@@ -38,12 +38,12 @@ def timed(timings: list[Timing], phase: str) -> Iterator[None]:
 
 
 def timings_from_proto(messages: Sequence[resources_pb2.Timing]) -> tuple[Timing, ...]:
-    """Those that are possible: nobody is refused because of a clock."""
+    """Return the possible durations of a report. Impossible ones are dropped rather than refused."""
     return tuple(timing for timing in map(_from_proto, messages[:_MOST]) if timing is not None)
 
 
 def possible(seconds: float) -> float:
-    """How long something took, as it was said; 0 for what is no such time, as no clock measures it and no JSON can say it."""
+    """Return a reported duration in seconds, or 0 if it is negative, infinite or NaN."""
     return seconds if isfinite(seconds) and 0 <= seconds < _LAST else 0.0
 
 

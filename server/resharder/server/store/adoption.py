@@ -102,7 +102,7 @@ class Adopter:
         while not self._capacity.fits(model, size):
             if not self._retirer.free_capacity(retired):
                 raise ResourceExhausted(
-                    "NO_ROOM", f"{model.name}: no room for a version of {size} bytes; {self._capacity.holdings()}"
+                    "NO_ROOM", f"{model.name}: no capacity for a version of {size} bytes; {self._capacity.holdings()}"
                 )
             self._catalogue.wait()
 

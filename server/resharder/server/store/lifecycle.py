@@ -84,7 +84,7 @@ class VersionLifecycle:
                 if failure is not None:
                     raise medium_error(failure)
                 if not self._retirer.free_capacity(retired):
-                    why = f"no room for another version of {reservation.size} bytes"
+                    why = f"no capacity for another version of {reservation.size} bytes"
                     raise ResourceExhausted("NO_ROOM", f"{model.name}: {why}; {self._capacity.holdings()}")
             elif not reservation.pending:
                 self._pool.make_set(model, reservation)

@@ -73,7 +73,9 @@ class StoredModel:
         """Return the reservation of the epoch. Raises FailedPrecondition (STALE_EPOCH) if a later one has replaced it."""
         found = self.reservation
         if found is None or found.epoch != epoch:
-            raise FailedPrecondition("STALE_EPOCH", f"{self.name}: epoch {epoch} has no room, the newest epoch is {self.epoch}")
+            raise FailedPrecondition(
+                "STALE_EPOCH", f"{self.name}: epoch {epoch} has no reserved capacity, the newest epoch is {self.epoch}"
+            )
         return found
 
     def sets(self, reservation: Reservation) -> int:

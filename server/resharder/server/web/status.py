@@ -1,4 +1,4 @@
-"""What the status page shows, as plain data: made of a snapshot and of the journal."""
+"""Data of the status page, from a snapshot and the journal."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from resharder.server.state.server import Install, InstallState, Server, Worker,
 from resharder.server.state.version import UPLOADING, VersionRecord
 from resharder.v1 import resources_pb2
 
-_VERSIONS = 12  # of each model, the newest
+_VERSIONS = 12  # newest versions of each model
 
 
 def status(now: Snapshot, events: Sequence[Event], **daemon: object) -> dict[str, Any]:
-    """Times are in seconds since 1970, 0 where there is none."""
+    """Return the data. Times are in seconds since 1970, 0 for none."""
     publishers = {publisher.model: (publisher, live) for publisher, live in now.publishers}
     return {
         "time": now.time,
@@ -38,7 +38,7 @@ def status(now: Snapshot, events: Sequence[Event], **daemon: object) -> dict[str
 
 
 def _uploads(now: Snapshot) -> list[dict[str, Any]]:
-    """What ranks write into mapped files is first heard of with a slot's seal."""
+    """Return the progress of uploads. Bytes in mapped files count with their slot's seal."""
     found = []
     for records in now.versions.values():
         for record in (record for record in records if record.state == UPLOADING):
@@ -82,7 +82,7 @@ def _installs(now: Snapshot) -> list[dict[str, Any]]:
 
 
 def _done(server: Server, install: Install) -> int:
-    """The workers that are through with its current half."""
+    """Return the workers that have finished the current half of an install."""
     wanted = (WorkerState.STAGED, WorkerState.APPLIED) if install.state == InstallState.STAGING else (WorkerState.APPLIED,)
     return sum(worker.state in wanted for worker in _about(server, install))
 
@@ -157,7 +157,7 @@ def _server(view: ServerView) -> dict[str, Any]:
 
 
 def _install(server: Server, install: Install) -> dict[str, Any]:
-    """Stage and apply took as long as they took the slowest worker."""
+    """Return an install. Stage and apply are those of the slowest worker."""
     workers = _about(server, install)
     stage = max((worker.stage_seconds for worker in workers), default=0.0)
     size = sum(worker.needed_bytes for worker in workers)

@@ -26,7 +26,7 @@ def claimed(server: Server, event: Claimed, now: float) -> Server:
         return server
     if server.controls or (server.booting and not server.boot_version):
         return replace(server, boot_version=server.boots)
-    # Booted before, and nobody is there: the same id starts again, with new processes.
+    # A server that booted before and has no process left: the same id starts again.
     return Server(
         id=server.id,
         model=server.model,
@@ -57,7 +57,7 @@ def attached(server: Server, event: Attached, now: float, orders: list[Order]) -
     server = replace(server, controls=controls, seen=now, attached=True, lost_at=None, passes_kv=event.passes_kv)
     server = _powered(server, event.control, event.power)
     orders.append(Order(event.control, OrderKind.RENEWED))
-    if event.term > server.term:  # numbered by a daemon on another store: the engine refuses all below
+    if event.term > server.term:  # numbered by a daemon on another store: the engine refuses lower terms
         server = replace(server, term=event.term)
         if event.control != leader:
             server = _lead(server, leader, orders)
@@ -65,13 +65,13 @@ def attached(server: Server, event: Attached, now: float, orders: list[Order]) -
 
 
 def _lead(server: Server, leader: str, orders: list[Order]) -> Server:
-    """From here on the engine obeys no order of an earlier term."""
+    """Begin a new term; the engine refuses orders of earlier ones."""
     orders.append(Order(leader, OrderKind.LEAD))
     return replace(server, term=server.term + 1)
 
 
 def _powered(server: Server, control: str, power: Power) -> Server:
-    """What the leader says of its engine, but for while it changes. Weights that were dropped are nobody's."""
+    """Record the power state that the leader reports, except during a change. Dropped weights count as torn."""
     if control != server.controls[0].nonce or not power or server.change is not None:
         return server
     dropped = power == Power.ASLEEP_2 and server.power != Power.ASLEEP_2
@@ -87,7 +87,7 @@ def _resized(server: Server, world_size: int, now: float, orders: list[Order]) -
 
 
 def _greet(server: Server, control: Control, orders: list[Order], *, leads: bool) -> Server:
-    """Tells a control side what it is and where things stand."""
+    """Send a control side its role and the current orders."""
     if leads:
         server = _lead(server, control.nonce, orders)
     if server.busy_elsewhere(control):
@@ -96,10 +96,10 @@ def _greet(server: Server, control: Control, orders: list[Order], *, leads: bool
     if leads and change is not None and control.busy != change.id:
         orders.append(power_order(server, control))
     if server.opened:
-        if server.serves(server.opened):  # else it stays as it is: open or shut
+        if server.serves(server.opened):  # else its gate keeps its position
             orders.append(resume_order(server, control))
     elif install is not None and install.state == InstallState.APPLYING:
-        if not leads:  # one that leads gets APPLY below, or is at it: it may have shut its gate over a failure by then
+        if not leads:  # a leader gets APPLY below, or executes it: its gate may be closed after a failure
             orders.append(hold_order(install, control))
     elif server.torn:
         orders.append(Order(control.nonce, OrderKind.CLOSE, reason="the last install went wrong half-way"))
@@ -138,13 +138,13 @@ def reported(server: Server, event: Reported, now: float, settings: Settings, or
 
 
 def _order_done(server: Server, event: Reported, now: float, settings: Settings, orders: list[Order]) -> Server:
-    """The leader said how an order went."""
+    """Record the outcome of an order of the leader."""
     install, change = server.install, server.change
     if change is not None and event.install == change.id and event.done in (OrderKind.SLEEP, OrderKind.WAKE):
         return power_changed(server, change, event, now, settings)
     if event.done == OrderKind.RESUME and server.opened and event.install == server.opened_by:
         if not event.ok:
-            # Workers are proven, but the engine would not go on: whatever state it is in, it is not one to serve from.
+            # The workers are verified, but the engine does not resume: do not serve from it.
             error = f"could not resume on version {server.opened}: {event.error}"
             server = note_failure(server, server.opened, error, now, settings)
             return close_gate(replace(server, torn=all_ranks(server)), orders)
@@ -160,7 +160,7 @@ def _order_done(server: Server, event: Reported, now: float, settings: Settings,
 
 
 def _went_on(server: Server, event: Reported) -> Server:
-    """What its leader said of the pause, once; the next install may have begun by then."""
+    """Record the leader's timings of a pause, once; the next install may have begun by then."""
     ended = server.ended
     if server.resumed or ended is None or ended.id != event.install or ended.pause_seconds:
         return server

@@ -16,18 +16,18 @@ from resharder.server.state.server import (
 
 
 def closing(server: Server) -> dict[str, Any]:
-    """What becomes of the gate when control sides are told to close it."""
+    """Return the fields that change when control sides are ordered to close the gate."""
     controls = tuple(replace(control, closing=True) for control in server.controls)
     return {"opened": 0, "resumed": False, "lingers": server.opened or server.lingers, "controls": controls}
 
 
 def hold_order(install: Install, control: Control) -> Order:
-    """Requests wait for this install instead of being turned away."""
+    """Return the order to hold requests for an install rather than refuse them."""
     return Order(control.nonce, OrderKind.CLOSE, install.id, install.version, f"version {install.version} is being installed")
 
 
 def close_gate(server: Server, orders: list[Order]) -> Server:
-    """Closed, unless it is open on what every worker is proven to hold, awake and not to be drained."""
+    """Close the gate, unless it is open on a version that every worker has, awake and in service."""
     kept = server.agreed == server.opened and server.power == Power.AWAKE and server.change is None
     if not server.opened or (kept and server.goal.in_service):
         return server
@@ -35,11 +35,11 @@ def close_gate(server: Server, orders: list[Order]) -> Server:
 
 
 def leave_aborted(server: Server, settings: Settings, orders: list[Order]) -> Server:
-    """What was served ahead of READY and became ABORTED is served on until its successor is staged, where one can be."""
+    """Close the gate on an ABORTED version that was served ahead, if no successor can be installed."""
     lost = server.opened and not server.serves(server.opened) and server.wanted in server.ready
     if not lost or server.attempts(server.wanted) < settings.attempts:
         return server
-    return _close(server, f"version {server.opened} is not to be served any more, and no other could be installed", orders)
+    return _close(server, f"version {server.opened} will not be READY, and no other can be installed", orders)
 
 
 def _close(server: Server, reason: str, orders: list[Order]) -> Server:

@@ -21,13 +21,13 @@ def all_ranks(server: Server) -> frozenset[int]:
 
 
 def end_install(server: Server, install: Install, error: str, now: float) -> Server:
-    """Given up for a reason that says nothing about the version."""
+    """End an install for a reason that does not count against its version."""
     install = replace(install, state=InstallState.FAILED, error=error, ended=now)
     return replace(server, install=install, ended=install)
 
 
 def fail(server: Server, install: Install, error: str, now: float, settings: Settings) -> Server:
-    if install.profiled and install.state == InstallState.STAGING:  # nobody needed it, and nothing was touched
+    if install.profiled and install.state == InstallState.STAGING:  # an install for a profile: nothing was changed
         return end_install(server, install, error, now)
     return end_install(note_failure(server, install.version, error, now, settings), install, error, now)
 
@@ -89,7 +89,7 @@ def _commit(server: Server, install: Install, now: float) -> Server:
 
 
 def target(server: Server, settings: Settings) -> int:
-    """The version to install next, now or when its time for a retry has come; 0 where there is nothing to do, or no hope."""
+    """Return the version to install next, now or when its retry is due; 0: none."""
     held = 0 if server.differs else server.opened or server.agreed
     choices = [version for version in (server.wanted, 0 if held else server.confirmed) if version != held]
     able = [version for version in choices if version in server.ready or not why_not_ahead(server, version)]
@@ -99,7 +99,7 @@ def target(server: Server, settings: Settings) -> int:
 
 
 def why_not_ahead(server: Server, version: int) -> str:
-    """Why it has to wait until the version is READY; empty where it can install it now."""
+    """Return why a version cannot be installed before it is READY; empty if it can."""
     if not server.is_ahead(version):
         return "it is not READY"
     if version in server.failures:
@@ -131,7 +131,7 @@ def stage(server: Server, version: int, now: float, orders: list[Order], *, prof
 
 
 def is_at_rest(server: Server) -> bool:
-    """It serves what it should, and neither does nor waits for anything."""
+    """Return whether a server serves its target and neither does nor waits for anything else."""
     installs = server.install is not None and server.install.active
     busy = installs or server.change is not None or any(control.busy for control in server.controls)
     served = server.serving if server.serving == server.agreed == server.wanted else 0
@@ -139,7 +139,7 @@ def is_at_rest(server: Server) -> bool:
 
 
 def drop_unwanted(server: Server, now: float, orders: list[Order]) -> Server:
-    """A version that is being staged, and that the fleet wants no more, or not before the server wakes."""
+    """End the staging of a version that is no longer the target, or not before the server wakes."""
     install = server.install
     if install is None or install.state != InstallState.STAGING:
         return server
@@ -148,4 +148,4 @@ def drop_unwanted(server: Server, now: float, orders: list[Order]) -> Server:
     if wanted and server.serves(install.version) and not server.goal.power.asleep:
         return server
     orders.append(Order(server.controls[0].nonce, OrderKind.UNSTAGE, install.id, install.version))
-    return end_install(server, install, f"version {install.version} is not wanted any more", now)
+    return end_install(server, install, f"version {install.version} is no longer the target", now)

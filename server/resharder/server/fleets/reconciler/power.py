@@ -18,7 +18,7 @@ from resharder.server.state.server import (
 
 
 def change_power(server: Server, now: float, settings: Settings, orders: list[Order]) -> Server:
-    """The next order towards the power that the fleet wants, one at a time, with the gate closed and no install under way."""
+    """Order the next change of power, one at a time, with the gate closed and no install in progress."""
     if server.change is not None:
         if now <= server.change.began + settings.install_step:
             return server
@@ -51,10 +51,10 @@ def _next_power(server: Server, now: float, settings: Settings) -> Power | None:
 
 
 def power_order(server: Server, leader: Control) -> Order:
-    """Raises AssertionError where no change is under way."""
+    """Return the order of the current change of power."""
     assert server.change is not None
     kind = OrderKind.SLEEP if server.change.power.asleep else OrderKind.WAKE
-    return Order(leader.nonce, kind, server.change.id, power=server.change.power, reason="the fleet wants it so")
+    return Order(leader.nonce, kind, server.change.id, power=server.change.power, reason="the fleet's power state")
 
 
 def power_changed(server: Server, change: Change, event: Reported, now: float, settings: Settings) -> Server:

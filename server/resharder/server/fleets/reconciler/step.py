@@ -32,7 +32,7 @@ from resharder.server.state.server import (
 
 
 def step(server: Server, event: Event, now: float, settings: Settings) -> tuple[Server, tuple[Order, ...]]:
-    """The state after `event`, and the orders it leads to, to be sent in this order."""
+    """Return the state after `event`, and the orders to send, in order."""
     orders: list[Order] = []
     match event:
         case Claimed():
@@ -63,7 +63,7 @@ def step(server: Server, event: Event, now: float, settings: Settings) -> tuple[
 
 
 def _versions_changed(server: Server, event: VersionsChanged) -> Server:
-    """What failed ahead of READY says nothing about the store's copy."""
+    """Record new versions. A failure ahead of READY does not count against the store's copy."""
     fresh = event.ready.keys() & server.ahead.keys() - server.ready.keys()
     there = (event.ready.keys() | event.ahead.keys()) - fresh
     kept = {version: failure for version, failure in server.failures.items() if version in there}

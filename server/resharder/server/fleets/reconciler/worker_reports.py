@@ -26,7 +26,7 @@ def worker_reported(server: Server, report: Worker, now: float, settings: Settin
 
 
 def _altered(server: Server, known: Worker, report: Worker) -> Server:
-    """Its memory is not what its version gives: it counts as torn. What it has staged by now stays staged."""
+    """Mark a worker as torn after a verification found a difference. Its staged slices remain."""
     install = server.install
     goes_on = install is not None and install.active and known.install == install.id
     worker = replace(known, holds=0, held_as="", differs="") if goes_on else _holding(replace(report, ordered=known.ordered))
@@ -53,16 +53,18 @@ def _worker_taken(server: Server, report: Worker, now: float, settings: Settings
     if install is not None and report.install == install.id:
         return _keep_worker(server, _merge(server, install, known, report))
     if report.state == WorkerState.EMPTY and not report.error and (install is None or not install.active):
-        return _keep_worker(server, replace(report, ordered=known.ordered))  # whoever it was that dropped its weights
+        return _keep_worker(
+            server, replace(report, ordered=known.ordered)
+        )  # its weights were dropped, by an order or by another program
     if not report.install.startswith(server.life) and not known.ordered:
         return _keep_worker(server, _holding(report))
-    if _proven(report) == known.holds != 0:  # late, but for what it has found out of what it holds
+    if _proven(report) == known.holds != 0:  # a late report, but with a result of comparing its memory
         return _keep_worker(server, replace(known, held_as=report.fingerprint, differs=report.error))
     return server
 
 
 def _judged(server: Server, report: Worker) -> Worker:
-    """The report, or what it amounts to where it proves another version than the store's of that number."""
+    """Return the report, or its equivalent if the worker has another version than the store's of that number."""
     stored, ahead = server.ready.get(report.version), server.ahead.get(report.version)
     if not _proven(report):
         return report
@@ -81,14 +83,14 @@ def _proven(report: Worker) -> int:
 
 
 def _holding(report: Worker) -> Worker:
-    """With what it proves."""
+    """Return a report with the version that it verifies."""
     if not (version := _proven(report)):
         return replace(report, holds=0, held_as="", differs="")
     return replace(report, holds=version, held_as=report.fingerprint, differs=report.error)
 
 
 def _merge(server: Server, install: Install, known: Worker, report: Worker) -> Worker:
-    """A report on the current or last install, by a worker that is known."""
+    """Return the state of a known worker after its report on the current or last install."""
     report = replace(report, ordered=known.ordered, holds=known.holds, held_as=known.held_as, differs=known.differs)
     if report.state == WorkerState.APPLIED:
         return _holding(report)
@@ -96,7 +98,7 @@ def _merge(server: Server, install: Install, known: Worker, report: Worker) -> W
         written = report.rank in server.torn or install.state == InstallState.COMMITTED
         return _holding(report) if written else report
     if known.install == report.install and known.state in (WorkerState.APPLIED, WorkerState.FAILED):
-        return known  # STAGED came late
+        return known  # a late STAGED
     return report
 
 

@@ -1,4 +1,6 @@
-"""Spans to OpenTelemetry's SDK, which samples, batches and sends them as the OTEL_* environment says. Needs the extra `otel`."""
+"""Export of spans by OpenTelemetry's SDK, which samples, batches and sends them according to OTEL_*
+variables. Needs the extra `otel`.
+"""
 
 import importlib.metadata
 import logging
@@ -16,7 +18,7 @@ from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, StatusCode,
 from resharder.server.observability.tracing.spans import Span
 
 _log = structlog.get_logger("resharder.otlp")
-_QUEUE = 1 << 14  # spans; a server of some thousand workers ends its install all at once
+_QUEUE = 1 << 14  # spans; a server of several thousand workers ends its install at once
 
 
 class Exporter:
@@ -33,11 +35,11 @@ class Exporter:
         self._tracer = self._provider.get_tracer("resharder", release)
 
     def keeps(self, trace_id: int) -> bool:
-        """Whether the sampler wants the trace. It decides by the id, so always the same."""
+        """Return whether the sampler accepts the trace. It decides by the id, so the answer is always the same."""
         return self._provider.sampler.should_sample(None, trace_id, "version").decision == Decision.RECORD_AND_SAMPLE
 
     def add(self, span: Span, about: Mapping[str, str | int], trace_id: int, span_id: int, parent_id: int | None) -> None:
-        """`about`: attributes that all spans of the trace have."""
+        """Add spans. `about` has the attributes that all spans of the trace share. For one thread."""
         self._ids.next = trace_id, span_id
         context = Context()
         if parent_id is not None:
@@ -58,7 +60,7 @@ class Exporter:
 
 
 class _ToOurLog(logging.Handler):
-    """What the SDK has to say (a collector that is away), as an event among the daemon's."""
+    """Handler that turns the SDK's log records (an unreachable collector) into events of the daemon's log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         _log.log(record.levelno, "traces", reason=record.getMessage())
@@ -74,7 +76,7 @@ class _GivenIds(IdGenerator):
         return self.next[1]
 
     def is_trace_id_random(self) -> bool:
-        return True  # as good as: a hash
+        return True  # equivalent to a hash
 
 
 def _context(trace_id: int, span_id: int) -> SpanContext:
@@ -91,7 +93,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _otlp() -> SpanExporter:
-    """For the protocol that the environment names; gRPC where it names none."""
+    """Return the exporter for the protocol in the environment, by default gRPC."""
     named = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "grpc"
     if named == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter

@@ -1,10 +1,10 @@
-"""One OpenTelemetry trace for each version, from `publish` to its last install; sent where OTEL_EXPORTER_OTLP_ENDPOINT says.
+"""One OpenTelemetry trace for each version, from `publish` to its last install; exported if OTEL_EXPORTER_OTLP_ENDPOINT is set.
 
-The daemon alone makes spans, of what others measured and say in messages that they send anyway: no rank and no GPU worker has an
-exporter, a thread for it, or a way to a collector, and nothing is lost or doubled where workers are forked or killed.
+Only the daemon creates spans, from timings in messages that ranks and servers send anyway: no rank and no GPU worker has an
+exporter, a thread for it, or a connection to a collector, and no span is lost or doubled when workers are forked or killed.
 
-Ids are hashes of what they name, not random: the trace's of the version's record, which its manifest keeps, a span's of its path.
-So an install that comes days later, by a daemon that was started again, is in the trace of its publish, and a span that is sent
+Ids are hashes, not random: a trace's of the version's record, which its manifest contains, a span's of its path.
+An install that comes days later, from a restarted daemon, is therefore in the trace of its publish, and a span that is sent
 twice is one span.
 """
 
@@ -29,7 +29,7 @@ _log = structlog.get_logger("resharder.tracing")
 
 
 class Tracing:
-    """Thread-safe, and waits for nobody. Without an exporter it does nothing."""
+    """Thread-safe and non-blocking. Does nothing without an exporter."""
 
     def __init__(self) -> None:
         self._exporter = _exporter(os.environ)
@@ -40,18 +40,18 @@ class Tracing:
         return self._exporter is not None
 
     def traceparent(self, record: VersionRecord) -> str:
-        """Of the version's first span; empty where its trace is not kept."""
+        """Return the traceparent of a version's first span; empty if its trace is not recorded."""
         if self._exporter is None or not self._exporter.keeps(trace_id(record)):
             return ""
         return f"00-{trace_id(record):032x}-{span_id(record, ROOT):016x}-01"
 
     def add(self, version: Callable[[], VersionRecord], spans: Callable[[], Iterable[Span]]) -> None:
-        """Sends the spans of the version. Both are asked later, on a thread of its own."""
+        """Add the spans of a version. Both functions are called later, on the exporter's thread."""
         if self._thread is not None and self._exporter is not None:
             self._thread.submit(_add, self._exporter, version, spans)
 
     def close(self) -> None:
-        """Sends what is there, for some seconds at most."""
+        """Send pending spans, for a few seconds at most."""
         if self._thread is not None and self._exporter is not None:
             self._thread.shutdown()
             last = threading.Thread(target=self._exporter.close, name="tracing-end", daemon=True)
@@ -76,7 +76,7 @@ def _add(exporter: "Exporter", version: Callable[[], VersionRecord], spans: Call
 
 
 def trace_id(record: VersionRecord) -> int:
-    """Numbers start again with a new store, and so may jobs: the time does not."""
+    """Return the trace id of a version. Numbers restart with a new store, and jobs may as well; the time differs."""
     return _hashed(f"{record.name} {record.epoch} {record.create_time!r} {record.job}", 16)
 
 
@@ -89,7 +89,7 @@ def _hashed(text: str, size: int) -> int:
 
 
 def traceparent_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The W3C trace context that came with a call; empty where none did, or what is none."""
+    """Return the W3C trace context of a call; empty if it has none, or an invalid one."""
     found = next((value for key, value in metadata or () if key == "traceparent"), "")
     return found if isinstance(found, str) and _TRACEPARENT.fullmatch(found) else ""
 

@@ -1,15 +1,15 @@
-"""The spans of a version's trace, made of what ranks, servers and the daemon itself have measured: pure functions.
+"""Spans of a version's trace from the timings of ranks, servers and the daemon: pure functions.
 
     version                        from its first rank's publish to READY, or ABORTED
     ├── publish                    one per rank: create, deliver
     ├── verify, commit             the daemon's
-    ├── boot                       one per worker that started on the version: stage, load
+    ├── boot                       one per worker that booted on the version: stage, load
     └── install                    one per server and attempt
         ├── stage, apply           one per worker
-        ├── turn, transfer, verify parts of apply, not always there
+        ├── turn, transfer, verify parts of apply, if measured
         └── pause, workers, reset, resume   the control side's
 
-A span's `path` is its place in the trace, and all that its id is made of.
+A span's `path` is its place in the trace, from which its id is derived.
 """
 
 from collections import Counter
@@ -27,7 +27,9 @@ Attributes = Mapping[str, str | int]
 
 @dataclass(frozen=True)
 class Span:
-    """`start` and `end` in seconds since 1970; `link`: the W3C traceparent of what it was part of elsewhere, or empty."""
+    """Span of a trace. `start` and `end` are in seconds since 1970; `link` is the W3C traceparent of a
+    related span, or empty.
+    """
 
     path: str
     parent: str  # its path; empty for ROOT
@@ -40,7 +42,7 @@ class Span:
 
 
 def version_spans(record: VersionRecord, deliveries: Mapping[int, SlotDelivery], own: Sequence[Timing], now: float) -> list[Span]:
-    """Of a version that is UPLOADING no longer. `own`: what the daemon did for it."""
+    """Return the spans of a version that is no longer UPLOADING. `own` has the daemon's timings."""
     spans = [span for rank, delivery in sorted(deliveries.items()) for span in _publish(rank, delivery)]
     spans += _phases(ROOT, "daemon", own)
     error = record.reason or ABORTED if record.state == ABORTED else ""
@@ -66,13 +68,13 @@ def _publish(rank: int, delivery: SlotDelivery) -> Iterator[Span]:
 
 
 def boot_spans(server: Server, worker: Worker) -> list[Span]:
-    """Of a worker that says for the first time that it has booted."""
+    """Return the spans of a worker's first report of its boot."""
     attributes = _about(server) | _of_worker(worker)
     return list(_around(f"boot/{server.id}/{worker.process}/{worker.rank}", ROOT, "boot", worker.timings, attributes))
 
 
 def install_spans(server: Server, install: Install, to_wall: float) -> list[Span]:
-    """Of an install that has just ended. `to_wall`: what makes seconds since 1970 of its times."""
+    """Return the spans of an install that has ended. `to_wall`: seconds to add to its times for seconds since 1970."""
     error = install.error or "failed" if install.state == InstallState.FAILED else ""
     attributes = _about(server) | {"resharder.install": install.id, "resharder.state": install.state.name}
     path = _path(install)
@@ -86,7 +88,9 @@ def install_spans(server: Server, install: Install, to_wall: float) -> list[Span
 
 
 def control_spans(install: Install, timings: Iterable[Timing]) -> list[Span]:
-    """What a control side did for an install, after its end too: the server goes on then."""
+    """Return the spans of a control side's part of an install, which includes the time after its end
+    until the server resumes.
+    """
     return list(_phases(_path(install), _path(install), timings))
 
 
@@ -116,7 +120,7 @@ def _of_worker(worker: Worker) -> dict[str, str | int]:
 def _around(
     path: str, parent: str, name: str, timings: Sequence[Timing], attributes: Attributes, link: str = ""
 ) -> Iterator[Span]:
-    """A span from the first to the last of what was measured, and those under it; none where nothing was."""
+    """Return a span around timings, and a span for each; nothing without timings."""
     if timings:
         end = max(timing.end for timing in timings)
         yield Span(path, parent, name, min(timing.start for timing in timings), end, "", attributes, link)
@@ -130,7 +134,7 @@ def _phases(
     attributes: Attributes | None = None,
     error: str = "",
 ) -> Iterator[Span]:
-    """One span each; `error` is that of the last."""
+    """Return one span for each timing; `error` is that of the last."""
     timings, seen = list(timings), Counter[str]()
     for number, timing in enumerate(timings, 1):
         seen[timing.phase] += 1
