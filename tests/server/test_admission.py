@@ -23,8 +23,7 @@ from resharder.converters.wire.boxes import boxes_to_proto
 from resharder.server.infra.filesystem import write_zeros
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.ingest.packed_boxes import pack
-from resharder.server.rpc.admission import FairPool, Places
-from resharder.server.rpc.dispatch import model_of_request
+from resharder.server.rpc.admission import FairPool, Places, model_of_request
 from resharder.server.rpc.methods import METHODS
 from resharder.server.state.errors import ResourceExhausted
 from resharder.server.store.store import Store

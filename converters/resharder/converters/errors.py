@@ -7,7 +7,7 @@ class ResharderError(Exception):
     The message states what was expected, what came and what to do.
 
     Attributes:
-        reason: A word for programs: the daemon's if the daemon refused (docs/protocol.md lists them), else the class's own.
+        reason: Stable name of the error: the daemon's reason if the daemon refused (docs/errors.md), else that of the class.
     """
 
     reason = "RESHARDER"

@@ -1,4 +1,4 @@
-"""What each model family's weights mean: one short table per family, no sharding code; and how megatron-core builds it."""
+"""Tables of model families: the meaning of each weight, without sharding, and how megatron-core builds the family."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -36,8 +36,10 @@ from resharder.converters.errors import UnsupportedModel
 
 @dataclass(frozen=True)
 class Architecture:
-    """`name` as in `architectures` of config.json. `proof`: `logits` where Megatron's forward pass is compared with transformers'
-    on the exported checkpoint, else `layout`, and why no more."""
+    """Model family. `name` is that in `architectures` of config.json. `proof` is `logits` if
+    Megatron's forward pass is compared with that of transformers on the exported checkpoint, else
+    `layout` with the reason.
+    """
 
     model_type: str
     name: str
@@ -73,11 +75,11 @@ ARCHITECTURES = (
 )
 
 NOT_BUILT: dict[str, str] = {}
-"""Families asked for that megatron-core 0.16.1 cannot build: what was tried."""
+"""Families that megatron-core 0.16.1 cannot build, with the reason."""
 
 
 def architecture_of(config: HFConfig) -> Architecture:
-    """The family of a config.json; raises UnsupportedModel if it has no table, or a quantised checkpoint."""
+    """Return the family of a config.json. Raises UnsupportedModel without a table, or for a quantised checkpoint."""
     model_type, names = config.get("model_type"), config.get("architectures") or ()
     if "text_config" in config:
         inner = (config["text_config"] or {}).get("model_type")
@@ -96,8 +98,9 @@ def architecture_of(config: HFConfig) -> Architecture:
 
 
 def table_of(config: HFConfig) -> tuple[Table, Mapping[str, tuple[int, ...]]]:
-    """The table of a config.json, and name and shape of every HF tensor in it; made once for all ranks of a world that one
-    process lays out. Raises as `architecture_of` does."""
+    """Return the table of a config.json, with name and shape of every HF tensor in it; cached, for all
+    ranks of a world in one process. Raises as `architecture_of` does.
+    """
     return _table_of(architecture_of(config), json.dumps(dict(config), sort_keys=True, default=str))
 
 

@@ -1,6 +1,6 @@
-"""Values of config.json that decide how Megatron's tensors are cut, and whether a model was built with the same ones.
+"""Values of config.json that determine how Megatron's tensors are cut, and their comparison with a model's.
 
-Shapes alone do not tell: 8 heads of 16 channels and 4 heads of 32 have one shape, and different rows for each head.
+Shapes do not suffice: 8 heads of 16 channels and 4 heads of 32 have the same shape and different rows for each head.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ FIELDS = {
     "moe_shared_expert_intermediate_size": "width of the shared experts",
     "moe_ffn_hidden_size": "width of an expert",
 }
-"""By the attribute of Megatron's config, the field of config.json; compared where the family's recipe sets the attribute."""
+"""Field of config.json for each attribute of Megatron's config; compared if the family's recipe sets the attribute."""
 
 SWITCHES = {
     "multi_latent_attention": "latent attention",
@@ -38,17 +38,17 @@ SWITCHES = {
     "mtp_num_layers": "number of layers that predict further tokens",
     "share_embeddings_and_output_weights": "tie_word_embeddings",
 }
-"""By the attribute of Megatron's config or model, its meaning in config.json; off where the recipe does not set the attribute."""
+"""Meaning in config.json of each attribute of Megatron's config or model; off if the recipe does not set the attribute."""
 
 NOT_OF_LATENT_ATTENTION = frozenset({"num_query_groups", "kv_channels"})
-"""Attributes that Megatron's latent attention does not cut by."""
+"""Attributes that do not affect Megatron's latent attention."""
 
 PADDING = 128
 """Megatron's default of `make_vocab_size_divisible_by`; the units in use divide it."""
 
 
 def compared(recipe: Recipe) -> dict[str, tuple[str, object]]:
-    """By attribute: the name in config.json and the value that follows from it."""
+    """Return for each attribute the name in config.json and the value that follows from it."""
     given = recipe.transformer | recipe.model
     skipped = NOT_OF_LATENT_ATTENTION if given.get("multi_latent_attention") else frozenset[str]()
     fields = {key: (name, given[key]) for key, name in FIELDS.items() if key in given and key not in skipped}
@@ -56,7 +56,7 @@ def compared(recipe: Recipe) -> dict[str, tuple[str, object]]:
 
 
 def disagreements(recipe: Recipe, built: Mapping[str, object]) -> list[str]:
-    """Values of the config that differ from those that a model was `built` with; an attribute that is absent is not compared."""
+    """Return the values of the config that differ from a model's; absent attributes are not compared."""
     return [
         f"{name} is {expected!r} in the config, the model has {key}={built[key]!r}"
         for key, (name, expected) in compared(recipe).items()
@@ -65,6 +65,7 @@ def disagreements(recipe: Recipe, built: Mapping[str, object]) -> list[str]:
 
 
 def is_padding(rows: int, vocabulary: int, ranks: int) -> bool:
-    """Whether `rows` of a vocabulary are its own and those that Megatron adds, to a multiple of a unit times `ranks`, where the
-    unit divides PADDING. More rows than that have a meaning."""
+    """Return whether `rows` of a vocabulary are its own rows plus Megatron's padding, to a multiple of
+    a unit times `ranks`, where the unit divides PADDING. Further rows have a meaning.
+    """
     return 0 <= rows - vocabulary < gcd(rows, PADDING * ranks)

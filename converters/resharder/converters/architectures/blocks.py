@@ -1,4 +1,4 @@
-"""The parts that decoder families share. Names inside a layer are relative to it, on both sides."""
+"""Parts that decoder families share. Names inside a layer are relative to it, on both sides."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,8 +8,8 @@ from resharder.converters.errors import UnsupportedModel
 
 Layer = dict[str, tuple[Weight, ...]]
 
-# Megatron's local spec keeps norms of their own and stores them under the names that TransformerEngine's fused modules
-# have; where a module is not fused (before experts), TransformerEngine has names of its own.
+# Megatron's local spec has separate norms and stores them under the names of TransformerEngine's fused modules;
+# where a module is not fused (before experts), TransformerEngine has other names.
 BEFORE_ATTENTION = ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
 BEFORE_MLP = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 
@@ -21,8 +21,9 @@ AFTER_MLP = ("mlp.linear_fc2.post_layernorm.weight", "post_mlp_layernorm.weight"
 
 @dataclass(frozen=True)
 class Sizes:
-    """What nearly every family's config.json says, and what its norms store for a gain of one (`gain`: 1, or 0 where HF adds
-    the one itself)."""
+    """Sizes that config.json of nearly every family has. `gain` is the stored value of a norm with a
+    gain of one: 1, or 0 if HF adds the one.
+    """
 
     hidden: int
     layers: int
@@ -52,7 +53,7 @@ class Sizes:
 
 
 def integer(config: HFConfig, *keys: str, default: int | None = None) -> int:
-    """A positive integer, under the first of `keys` that the config has; raises UnsupportedModel if it is none."""
+    """Return a positive integer from the first of `keys` in the config. Raises UnsupportedModel for other values."""
     value = next((config[key] for key in keys if config.get(key) is not None), default)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise UnsupportedModel(f"config: {' or '.join(keys)} should be a positive integer, is {value!r}")
@@ -60,30 +61,30 @@ def integer(config: HFConfig, *keys: str, default: int | None = None) -> int:
 
 
 def refuse(config: HFConfig, *flags: str) -> None:
-    """Raises UnsupportedModel where one of the options is on: its tensors are in no table."""
+    """Raise UnsupportedModel if one of the options is on: its tensors are in no table."""
     for flag in flags:
         if config.get(flag):
             raise UnsupportedModel(f"config: {flag}={config[flag]!r} has weights that no table describes yet")
 
 
 def whole(tensor: str, *shape: int, padded: bool = False) -> Weight:
-    """The HF tensor itself."""
+    """Return a weight that is one HF tensor."""
     return Weight(shape, (Rows(0, shape[0], tensor),), padded=padded)
 
 
 def norm(tensor: str, size: Sizes, channels: int | None = None) -> Weight:
-    """The gain of a norm over `channels`, by default the hidden ones."""
+    """Return the gain of a norm over `channels`, by default the hidden ones."""
     return replace(whole(tensor, channels or size.hidden), gain=size.gain)
 
 
 def joined(tensors: tuple[str, ...], rows: int, *rest: int) -> Weight:
-    """HF tensors of `rows` rows each, one after the other."""
+    """Return a weight of HF tensors of `rows` rows each, one after the other."""
     runs = tuple(Rows(i * rows, rows, tensor) for i, tensor in enumerate(tensors))
     return Weight((len(tensors) * rows, *rest), runs)
 
 
 def qkv(size: Sizes, suffix: str, *rest: int) -> Weight:
-    """Per key-value head: its query heads, its key, its value."""
+    """Return per key-value head its query heads, its key, its value."""
     d, queries = size.head_dim, size.heads // size.groups * size.head_dim
     runs: list[Rows] = []
     for group in range(size.groups):
@@ -95,7 +96,7 @@ def qkv(size: Sizes, suffix: str, *rest: int) -> Weight:
 
 
 def attention(size: Sizes, *, qkv_bias: bool = False, head_norms: bool = False) -> Layer:
-    """Grouped-query attention and the norm before it."""
+    """Return grouped-query attention and the norm before it."""
     layer: Layer = dict.fromkeys(BEFORE_ATTENTION, (norm("input_layernorm.weight", size),))
     layer["self_attention.linear_qkv.weight"] = (qkv(size, "weight", size.hidden),)
     layer["self_attention.linear_proj.weight"] = (whole("self_attn.o_proj.weight", size.hidden, size.heads * size.head_dim),)
@@ -108,7 +109,7 @@ def attention(size: Sizes, *, qkv_bias: bool = False, head_norms: bool = False) 
 
 
 def whole_norms(size: Sizes) -> Layer:
-    """Norms that run over all query heads at once, and over all key heads."""
+    """Return norms over all query heads at once, and over all key heads."""
     return {
         "self_attention.q_layernorm.weight": (norm("self_attn.q_norm.weight", size, size.heads * size.head_dim),),
         "self_attention.k_layernorm.weight": (norm("self_attn.k_norm.weight", size, size.groups * size.head_dim),),
@@ -119,30 +120,30 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def gated(prefix: str, hidden: int, ffn: int, names: tuple[str, str, str] = PROJECTIONS) -> tuple[Weight, Weight]:
-    """The two linears of a gated MLP: [gate; up], and down."""
+    """Return the two linears of a gated MLP: [gate; up], and down."""
     gate, up, down = (f"{prefix}.{name}.weight" for name in names)
     return joined((gate, up), ffn, hidden), whole(down, hidden, ffn)
 
 
 def before_mlp(size: Sizes, name: str = "post_attention_layernorm") -> Layer:
-    """The norm before an MLP."""
+    """Return the norm before an MLP."""
     return dict.fromkeys(BEFORE_MLP, (norm(f"{name}.weight", size),))
 
 
 def post_norms(size: Sizes, attention: str, mlp: str) -> Layer:
-    """The norms of what attention and MLP give, before it is added to the hidden states."""
+    """Return the norms of the outputs of attention and MLP, before they are added to the hidden states."""
     after_attention: Layer = dict.fromkeys(AFTER_ATTENTION, (norm(f"{attention}.weight", size),))
     return after_attention | dict.fromkeys(AFTER_MLP, (norm(f"{mlp}.weight", size),))
 
 
 def dense_mlp(size: Sizes, ffn: int, before: str = "post_attention_layernorm") -> Layer:
-    """A gated MLP and the norm `before` it."""
+    """Return a gated MLP and the norm `before` it."""
     up, down = gated("mlp", size.hidden, ffn)
     return before_mlp(size, before) | {"mlp.linear_fc1.weight": (up,), "mlp.linear_fc2.weight": (down,)}
 
 
 def expert_mlp(size: Sizes, ffn: int, experts: int, prefix: str = "mlp", names: tuple[str, str, str] = PROJECTIONS) -> Layer:
-    """Routed gated MLPs, a tensor per expert in HF, and the norm before them."""
+    """Return routed gated MLPs, a tensor per expert in HF, and the norm before them."""
     ups, downs = zip(*(gated(f"{prefix}.experts.{e}", size.hidden, ffn, names) for e in range(experts)), strict=True)
     return before_mlp(size) | {
         "mlp.router.weight": (whole(f"{prefix}.gate.weight", experts, size.hidden),),
@@ -152,19 +153,19 @@ def expert_mlp(size: Sizes, ffn: int, experts: int, prefix: str = "mlp", names: 
 
 
 def shared_expert(name: str, hidden: int, ffn: int, gate: str | None = None) -> Layer:
-    """The gated MLP that every token goes through beside its routed ones, under `name` in HF; `gate` weighs it."""
+    """Return the gated MLP of every token beside the routed ones, under `name` in HF; `gate` weights it."""
     up, down = gated(name, hidden, ffn)
     layer: Layer = {"mlp.shared_experts.linear_fc1.weight": (up,), "mlp.shared_experts.linear_fc2.weight": (down,)}
     return layer | ({"mlp.shared_experts.gate_weight": (whole(f"{gate}.weight", 1, hidden),)} if gate else {})
 
 
 def placed(layer: Layer, key: str, prefix: str) -> Layer:
-    """The same under a Megatron prefix and an HF one."""
+    """Return the same table under a Megatron prefix and an HF prefix."""
     return {key + inner: tuple(weight.under(prefix) for weight in weights) for inner, weights in layer.items()}
 
 
 def decoder(size: Sizes, layer: Callable[[int], Layer]) -> Table:
-    """Embeddings, the layers 0, 1, … and the head."""
+    """Return embeddings, the layers 0, 1, … and the head."""
     table: Layer = {
         "embedding.word_embeddings.weight": (whole("model.embed_tokens.weight", size.vocab, size.hidden, padded=True),),
         "decoder.final_layernorm.weight": (norm("model.norm.weight", size),),

@@ -1,4 +1,4 @@
-"""What a model's config.json says about its checkpoint: names and shapes on disk, as `save_pretrained` writes them."""
+"""Names and shapes of a checkpoint on disk, as `save_pretrained` writes them, from config.json."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -8,20 +8,20 @@ from resharder.converters.architectures.table import HFConfig as HFConfig
 
 
 class PretrainedConfig(Protocol):
-    """What transformers calls by that name."""
+    """Protocol of transformers' class of that name."""
 
     def to_dict(self) -> dict[str, object]: ...
 
 
 def config_dict(config: HFConfig | PretrainedConfig) -> HFConfig:
-    """The content of config.json, whichever of the two forms it comes in."""
+    """Return the content of config.json, from either form."""
     return config if isinstance(config, Mapping) else config.to_dict()
 
 
 def expected_shapes(config: HFConfig | PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the checkpoint, by name; tied embeddings have no `lm_head.weight`, experts a tensor each.
+    """Return the spec of every tensor of the checkpoint by name; tied embeddings have no `lm_head.weight`, experts a tensor each.
 
-    Raises UnsupportedModel where the family has no table.
+    Raises UnsupportedModel for a family without a table.
     """
     _, shapes = table_of(config_dict(config))
     return dict(shapes)

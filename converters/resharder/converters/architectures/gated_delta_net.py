@@ -17,7 +17,7 @@ from resharder.converters.errors import UnsupportedModel
 
 @dataclass(frozen=True)
 class DeltaSizes:
-    """Of one gated delta net."""
+    """Sizes of a gated delta net."""
 
     hidden: int
     keys: int

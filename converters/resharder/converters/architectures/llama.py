@@ -15,7 +15,7 @@ def table(config: HFConfig) -> Table:
 
 
 def biases(size: Sizes, ffn: int) -> Layer:
-    """Those of all linears but queries, keys and values."""
+    """Return the biases of all linears except queries, keys and values."""
     return {
         "self_attention.linear_proj.bias": (whole("self_attn.o_proj.bias", size.hidden),),
         "mlp.linear_fc1.bias": (joined(("mlp.gate_proj.bias", "mlp.up_proj.bias"), ffn),),
@@ -28,7 +28,7 @@ def recipe(config: HFConfig) -> Recipe:
 
 
 def biased(config: HFConfig) -> bool:
-    """Whether there are biases; raises UnsupportedModel where attention alone has them, or the MLP."""
+    """Return whether there are biases. Raises UnsupportedModel if only attention or only the MLP has them."""
     in_attention, in_mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
     if in_attention != in_mlp:
         both = f"attention_bias={in_attention}, mlp_bias={in_mlp}"

@@ -27,7 +27,9 @@ from resharder.converters.architectures.table import HFConfig, Table
 
 
 def table(config: HFConfig) -> Table:
-    """`num_nextn_predict_layers` says whether `mtp.*` belongs to the model; published config.json files do not have it."""
+    """Return the table. `num_nextn_predict_layers` determines whether `mtp.*` belongs to the model;
+    published config.json files lack it.
+    """
     refuse(config, "attention_bias")
     size, linear, sparse = Sizes.of(config, gain=0.0), linear_layers(config), sparse_layers(config)
     mixers = (gated_attention(size), delta_net(size, DeltaSizes.of(config), projections(DeltaSizes.of(config))))

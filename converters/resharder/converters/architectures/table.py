@@ -1,7 +1,7 @@
-"""The form of a family's table: which rows of a whole Megatron tensor are which rows of HF tensors.
+"""Form of a family's table: which rows of a whole Megatron tensor are which rows of HF tensors.
 
-A table knows nothing of ranks: it speaks of tensors as they would be with no parallelism and no padding, under the names
-that `sharded_state_dict` gives them (those are the same whatever the layout). Where a rank's part lies is Megatron's to say.
+A table is independent of ranks: it describes tensors without parallelism and padding, under the names
+of `sharded_state_dict`, which are the same for every layout. Megatron describes the place of a rank's part.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,15 +12,16 @@ from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.layout import Box, Range, intersect_ranges
 
 HFConfig = Mapping[str, Any]
-"""A model's config.json."""
+"""Content of config.json."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Megatron rows `at … at + count` are HF rows `first, first + step, …` of `tensor`. `index` picks one of several
-    tensors that HF stacks in a leading dimension."""
+    """Megatron rows `at … at + count` are HF rows `first, first + step, …` of `tensor`. `index`
+    selects one of several tensors that HF stacks in a leading dimension.
+    """
 
     at: int
     count: int
@@ -40,10 +41,12 @@ class Overlap(NamedTuple):
 
 @dataclass(frozen=True)
 class Weight:
-    """One whole Megatron tensor. `runs` cover its dimension `axis`, some rows twice where HF stores them twice; where
-    `transpose`, HF keeps the dimensions in reverse order; where `padded`, Megatron may add rows of no meaning at the end of
-    dimension 0. HF's values are Megatron's plus `plus`; or, for the gain of a norm, `gain` is what HF stores for a gain of one
-    (0 where HF adds the one itself), and what Megatron stores for it is the model's to say."""
+    """One whole Megatron tensor. `runs` cover its dimension `axis`, some rows twice if HF stores them
+    twice. With `transpose`, HF has the dimensions in reverse order. With `padded`, Megatron may add
+    rows without meaning at the end of dimension 0. HF's values are Megatron's plus `plus`; or, for
+    the gain of a norm, `gain` is HF's value for a gain of one (0 if HF adds the one), and the model
+    determines Megatron's.
+    """
 
     shape: tuple[int, ...]
     runs: tuple[Rows, ...]
@@ -54,21 +57,25 @@ class Weight:
     gain: float | None = None
 
     def plus_where_one_is(self, stored: float) -> float:
-        """HF's values less Megatron's, where Megatron stores a gain of one as `stored`."""
+        """Return HF's values less Megatron's, if Megatron stores a gain of one as `stored`."""
         return self.plus if self.gain is None else self.gain - stored
 
     def under(self, prefix: str) -> "Weight":
-        """The same with every HF name under `prefix`. (Rows are made by hand: dataclasses.replace takes a second for 60,000.)"""
+        """Return the same weight with every HF name under `prefix`. (Rows are built directly:
+        dataclasses.replace takes a second for 60,000.)
+        """
         runs = (Rows(run.at, run.count, prefix + run.tensor, run.first, run.step, run.index) for run in self.runs)
         return replace(self, runs=tuple(runs))
 
     def in_hf_order(self, dimensions: Sequence[T], stacked: T | None) -> tuple[T, ...]:
-        """One item per Megatron dimension, as one per HF dimension; `stacked` is that of HF's leading dimension, if any."""
+        """Return one item per HF dimension from one per Megatron dimension; `stacked` is that of HF's
+        leading dimension, if any.
+        """
         ordered = tuple(dimensions[::-1] if self.transpose else dimensions)
         return ordered if stacked is None else (stacked, *ordered)
 
     def rows_known(self, within: Range) -> int:
-        """How many of these rows the runs speak of."""
+        """Return the number of these rows in the runs."""
         known, end = 0, within.start
         for run in sorted(self.runs, key=lambda run: run.at):
             first, last = max(end, run.at), min(within.last + 1, run.at + run.count)
@@ -76,7 +83,7 @@ class Weight:
         return known
 
     def overlaps(self, within: Box) -> Iterator[Overlap]:
-        """What the elements of `within`, a box of steps 1 of this Megatron tensor, are in HF tensors."""
+        """Return the HF elements of `within`, a box of steps 1 of this Megatron tensor."""
         for run in self.runs:
             rows = intersect_ranges(Range(run.at, run.count), within[self.axis])
             if rows is None:
@@ -88,13 +95,13 @@ class Weight:
 
 
 Table = Mapping[str, tuple[Weight, ...]]
-"""By Megatron key: one weight, or as many as the axis counts that Megatron puts before it (experts)."""
+"""Weights by Megatron key: one, or as many as the length of the axis that Megatron puts before it (experts)."""
 
 
 def hf_shapes(table: Table) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every HF tensor the table speaks of: the least that holds all its rows.
+    """Return name and shape of every HF tensor in the table: the least shape that contains all its rows.
 
-    Raises LayoutError where two lines give one tensor different numbers of dimensions.
+    Raises LayoutError if two lines give one tensor different numbers of dimensions.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for weight in (weight for weights in table.values() for weight in weights):

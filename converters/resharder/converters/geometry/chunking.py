@@ -1,4 +1,4 @@
-"""Cutting boxes into chunks, alike on both sides."""
+"""Division of boxes into chunks, identical on both sides."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -7,14 +7,14 @@ from resharder.converters.geometry.layout import Box, Range, box_size
 
 
 class Part(NamedTuple):
-    """A piece of a chunk: `box` lies inside the box at `position` of the list the chunks were cut from."""
+    """Part of a chunk: `box` is inside the box at `position` of the list from which the chunks are cut."""
 
     position: int
     box: Box
 
 
 def cut_chunks(boxes: Sequence[Box], item_sizes: Sequence[int], chunk_bytes: int) -> list[list[Part]]:
-    """The chunks of `boxes` as proto Chunk describes them; sender and receiver cut alike."""
+    """Return the chunks of `boxes` as proto Chunk describes them. Sender and receiver get the same."""
     chunks: list[list[Part]] = []
     room = 0
     for position, (box, item_size) in enumerate(zip(boxes, item_sizes, strict=True)):

@@ -1,4 +1,4 @@
-"""The copies of a plan as bytes, for the direct path: what each process has to know, in arrays that travel as they are."""
+"""Copies of a plan in arrays of bytes, for the direct path: the data that each process needs, as they are sent."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -9,14 +9,16 @@ import numpy.typing as npt
 from resharder.converters.geometry.piece_arrays import Ints, distinct
 from resharder.converters.geometry.plan import Plan
 
-ALIGN = 256  # bytes; where things begin in buffers
-_LITTLE = 64  # a pair that exchanges less than such a part of what its target's main source sends is not worth a connection
+ALIGN = 256  # bytes; alignment in buffers
+_LITTLE = 64  # least fraction of a target's main source's bytes that is worth a connection
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Copy `i` takes `counts[i]` elements of `item[i]` bytes from local tensor `source_locals[source_local[i]]` of rank
-    `source[i]` to one of rank `target[i]`; `plus[i]` is added to them on the way. Offsets and strides are bytes."""
+    """Copies between ranks. Copy `i` takes `counts[i]` elements of `item[i]` bytes from local tensor
+    `source_locals[source_local[i]]` of rank `source[i]` to one of rank `target[i]`, and adds
+    `plus[i]`. Offsets and strides are bytes.
+    """
 
     source_locals: tuple[str, ...]
     target_locals: tuple[str, ...]
@@ -40,28 +42,28 @@ class Copies:
         return replace(self, **arrays)
 
     def of(self, rank: int) -> "Copies":
-        """Those that `rank` sends or receives: all that it needs for its schedule."""
+        """Return the copies that `rank` sends or receives, from which it derives its schedule."""
         return self.take((self.source == rank) | (self.target == rank))
 
     @property
     def sizes(self) -> Ints:
-        """Bytes of each."""
+        """Bytes of each copy."""
         found: Ints = self.counts.prod(axis=1) * self.item
         return found
 
     @property
     def made(self) -> Ints:
-        """Bytes that each copy needs of a buffer at its sender, where its elements are made before they are sent."""
+        """Bytes of a sender's buffer for each copy whose elements are computed before they are sent."""
         return np.where(self.plus != 0, -(-self.sizes // ALIGN) * ALIGN, 0)
 
     @property
     def most_made(self) -> int:
-        """The most that one sender needs."""
+        """Largest sum of `made` of a sender."""
         return int(np.bincount(self.source, self.made).max(initial=0))
 
     @property
     def most_peers(self) -> int:
-        """The most others that one rank exchanges something with, counted twice where it does both."""
+        """Largest number of peers of a rank, counted twice for exchange in both directions."""
         pairs = np.unique(np.column_stack([self.source, self.target]), axis=0)
         pairs = pairs[pairs[:, 0] != pairs[:, 1]]
         return int(np.bincount(pairs.reshape(-1)).max()) if len(pairs) else 0
@@ -70,8 +72,9 @@ class Copies:
 def copies_of(
     plan: Plan[Any, Any], source_ranks: Sequence[int] | None = None, target_ranks: Sequence[int] | None = None
 ) -> Copies:
-    """All of a plan, `with_fewer_pairs`. By default its sources are the first ranks of the group and its targets the next ones; a
-    process that is both has the same rank in both lists."""
+    """Return all copies of a plan, `with_fewer_pairs`. By default, its sources are the first ranks of
+    the group and its targets the next ones; a process that is both has the same rank in both lists.
+    """
     plan = with_fewer_pairs(plan)
     sources, targets, item = plan.sources, plan.targets, plan.item_sizes
     senders = np.asarray(range(len(sources.processes)) if source_ranks is None else source_ranks, np.int64)
@@ -96,8 +99,10 @@ def copies_of(
 
 
 def with_fewer_pairs(plan: Plan[Any, Any]) -> Plan[Any, Any]:
-    """The same copies. What a target would have from a source that sends it little else comes from the one that sends it most,
-    among those that hold it: connections take time and memory, and processes share their buffers out between them."""
+    """Return equivalent copies between fewer pairs. If a source sends little to a target, the target's
+    main source sends it instead, provided that it has the box: connections take time and memory,
+    and processes divide their buffers among them.
+    """
     process, target = plan.sources.process, plan.targets.process[plan.want]
     between = np.zeros((len(plan.sources.processes), len(plan.targets.processes)), np.int64)
     np.add.at(between, (process[plan.have], target), plan.sizes)
@@ -108,7 +113,7 @@ def with_fewer_pairs(plan: Plan[Any, Any]) -> Plan[Any, Any]:
     copy = np.repeat(np.arange(len(which)), holders[box])
     piece = order[np.arange(len(copy)) + np.repeat(begins[box] - (np.cumsum(holders[box]) - holders[box]), holders[box])]
     best = np.lexsort((-between[process[piece], target[which][copy]], copy))
-    first = np.flatnonzero(np.diff(copy, prepend=-1))  # of each copy; `best` keeps copies together
+    first = np.flatnonzero(np.diff(copy, prepend=-1))  # of each copy; `best` groups copies
     have = plan.have.copy()
     have[which] = piece[best[first]]
     return replace(plan, have=have)

@@ -1,9 +1,9 @@
-"""The algebra everything that moves weights is made of: boxes of HF tensors and where processes hold them.
+"""Boxes of HF tensors and their places in processes' memory.
 
-A *box* is a strided range in every dimension of a tensor. A *piece* says that the elements of one box of one HF tensor lie
-in one local tensor, at `offset + sum(i[d] * strides[d])` elements from its first one, `i` counting through the box. Fused,
-sliced, transposed, interleaved and stacked weights are all pieces; nothing else is needed. A *layout* is what one process
-holds: its local tensors and their pieces.
+A *box* is a strided range in every dimension of a tensor. A *piece* places the elements of one box of one HF tensor
+in one local tensor, at `offset + sum(i[d] * strides[d])` elements from its first one, with `i` counting through the box. Fused,
+sliced, transposed, interleaved and stacked weights are all pieces. A *layout* has the local tensors of one process
+and their pieces.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Range(NamedTuple):
-    """`count` indices `start, start + step, …` of one dimension; step >= 1, and 1 where count is 1."""
+    """Indices `start, start + step, …`, `count` of them, of one dimension; step >= 1, and 1 if count is 1."""
 
     start: int
     count: int  # type: ignore[assignment]  # tuple.count is of no use here
@@ -35,7 +35,7 @@ def full_box(shape: tuple[int, ...]) -> Box:
 
 
 def box_size(box: Box) -> int:
-    """Number of elements."""
+    """Return the number of elements of a box."""
     return math.prod(r.count for r in box)
 
 
@@ -44,17 +44,17 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 
 def box_index(box: Box) -> tuple[slice, ...]:
-    """The index that selects the box from its tensor, in numpy and in torch."""
+    """Return the index that selects a box from its tensor, in numpy and in torch."""
     return tuple(r.as_slice() for r in box)
 
 
 def format_box(box: Box) -> str:
-    """As numpy prints an index: `[0:128, 3:64:2]`."""
+    """Format a box like a numpy index: `[0:128, 3:64:2]`."""
     return "[" + ", ".join(f"{r.start}:{r.last + 1}" + (f":{r.step}" if r.step > 1 else "") for r in box) + "]"
 
 
 def intersect_ranges(a: Range, b: Range) -> Range | None:
-    """The common indices of two arithmetic progressions, again one; None if there are none."""
+    """Return the common indices of two arithmetic progressions, which are one again; None if there are none."""
     if a.step == 1 and b.step == 1:
         low, high = max(a.start, b.start), min(a.last, b.last)
         return Range(low, high - low + 1) if low <= high else None
@@ -74,7 +74,7 @@ def intersect_ranges(a: Range, b: Range) -> Range | None:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common elements of two boxes of one tensor; None if there are none."""
+    """Return the common elements of two boxes of one tensor; None if there are none."""
     common = []
     for x, y in zip(a, b, strict=True):
         both = intersect_ranges(x, y)
@@ -85,7 +85,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 class StridedView(NamedTuple):
-    """A strided view of a local tensor, as `torch.as_strided` takes it; all in elements."""
+    """Strided view of a local tensor, with the arguments of `torch.as_strided`, in elements."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -93,9 +93,10 @@ class StridedView(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Box `box` of HF tensor `tensor` lies in local tensor `local` at `offset` with `strides` (one per HF dimension, in
-    elements, relative to the first element of the local tensor). `replica` marks a copy whose owner is another piece. HF's
-    values are the local ones plus `plus`."""
+    """Place of box `box` of HF tensor `tensor`: in local tensor `local`, at `offset` with `strides`,
+    one per HF dimension, in elements from the local tensor's first one. `replica` marks a copy
+    whose owner is another piece. HF's values are the local ones plus `plus`.
+    """
 
     tensor: str
     box: Box
@@ -106,7 +107,7 @@ class Piece(NamedTuple):
     plus: float = 0.0
 
     def view(self, box: Box) -> StridedView:
-        """Where `box`, which must lie inside this piece's box, is in the local tensor."""
+        """Return the view of `box`, which must be inside this piece's box, in the local tensor."""
         offset, strides = self.offset, []
         for want, have, stride in zip(box, self.box, self.strides, strict=True):
             offset += (want.start - have.start) // have.step * stride
@@ -114,13 +115,13 @@ class Piece(NamedTuple):
         return StridedView(box_shape(box), tuple(strides), offset)
 
     def part(self, box: Box) -> "Piece":
-        """The piece that `box`, which must lie inside this one's, is."""
+        """Return the piece of `box`, which must be inside this piece's box."""
         view = self.view(box)
         return self._replace(box=box, offset=view.offset, strides=view.strides)
 
 
 class TensorSpec(NamedTuple):
-    """One HF tensor as it is on disk. `dtype` is safetensors' name: `BF16`, `F32`, …"""
+    """HF tensor on disk. `dtype` is safetensors' name: `BF16`, `F32`, …"""
 
     name: str
     dtype: str
@@ -128,7 +129,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * ITEM_SIZES[self.dtype]
 
 
@@ -139,7 +140,7 @@ ITEM_SIZES = {
 
 
 def run_start(box: Box, spec: TensorSpec) -> int | None:
-    """The byte of the tensor at which the box begins, if it lies there in one run."""
+    """Return the byte of the tensor at which a box begins, if the box is contiguous."""
     start, stride, open_ = 0, ITEM_SIZES[spec.dtype], True
     for r, n in zip(reversed(box), reversed(spec.shape), strict=True):
         if r.count > 1 and (r.step > 1 or not open_):
@@ -152,7 +153,7 @@ def run_start(box: Box, spec: TensorSpec) -> int | None:
 
 @dataclass(frozen=True)
 class Layout:
-    """What one process holds. `tensors` are the HF tensors that `pieces` speak of, by name."""
+    """Memory of one process. `tensors` has the HF tensors of `pieces` by name."""
 
     tensors: dict[str, TensorSpec]
     pieces: tuple[Piece, ...]

@@ -1,4 +1,4 @@
-"""The pieces of many processes in arrays: hundreds of ranks hold a million of them, and Python objects would be gigabytes."""
+"""Pieces of many processes in arrays: hundreds of ranks have a million, which take gigabytes as Python objects."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ Process = TypeVar("Process", bound=Hashable)
 
 
 class Ranges(NamedTuple):
-    """Boxes: (boxes, dimensions) each. Tensors of fewer dimensions than others have trailing ones of count 1."""
+    """Boxes, each array (boxes, dimensions). Tensors of fewer dimensions have trailing ones of count 1."""
 
     start: Ints
     count: Ints  # type: ignore[assignment]  # tuple.count is of no use here
@@ -27,7 +27,7 @@ class Ranges(NamedTuple):
 
     @property
     def volume(self) -> Ints:
-        """Elements of each box."""
+        """Return the number of elements of each box."""
         found: Ints = self.count.prod(axis=1)
         return found
 
@@ -38,8 +38,9 @@ class Ranges(NamedTuple):
 
 @dataclass(frozen=True)
 class Pieces(Generic[Process]):
-    """Piece `i` is `boxes[i]` of tensor `specs[tensor[i]]` and lies in local tensor `locals[local[i]]` of process
-    `processes[process[i]]`, at `offset[i]` with `strides[i]` (elements)."""
+    """Pieces. Piece `i` is `boxes[i]` of tensor `specs[tensor[i]]`, in local tensor `locals[local[i]]`
+    of process `processes[process[i]]`, at `offset[i]` with `strides[i]`, in elements.
+    """
 
     specs: tuple[TensorSpec, ...]
     processes: tuple[Process, ...]
@@ -59,16 +60,16 @@ class Pieces(Generic[Process]):
         return len(self.specs[self.tensor[i]].shape)
 
     def widened(self, width: int) -> "Pieces[Process]":
-        """The same with `width` columns or more."""
+        """Return the same with at least `width` columns."""
         more = ((0, 0), (0, max(0, width - self.strides.shape[1])))
         filled = (np.pad(part, more, constant_values=filler) for part, filler in zip(self.boxes, (0, 1, 1), strict=True))
         return replace(self, boxes=Ranges(*filled), strides=np.pad(self.strides, more))
 
 
 def pack(layouts: Mapping[Process, Layout]) -> Pieces[Process]:
-    """The pieces of every process, replicas too.
+    """Return the pieces of every process, replicas included.
 
-    Raises LayoutError where two processes know a tensor by other shapes or dtypes.
+    Raises LayoutError if two processes give a tensor different shapes or dtypes.
     """
     numbers: dict[str, int] = {}
     specs: list[TensorSpec] = []
@@ -104,9 +105,9 @@ def pack(layouts: Mapping[Process, Layout]) -> Pieces[Process]:
 
 
 def join(parts: Sequence[Pieces[Process]]) -> Pieces[Process]:
-    """The pieces of several, each of processes of its own.
+    """Return the pieces of several, each with its own processes.
 
-    Raises LayoutError where two of them know a tensor by other shapes or dtypes.
+    Raises LayoutError if two of them give a tensor different shapes or dtypes.
     """
     width = max((part.strides.shape[1] for part in parts), default=1)
     specs: dict[str, TensorSpec] = {}
@@ -138,14 +139,14 @@ def join(parts: Sequence[Pieces[Process]]) -> Pieces[Process]:
 
 
 def _columns(rows: Sequence[tuple[tuple[int, ...], ...]], width: int, filler: tuple[int, ...]) -> Ints:
-    """Each row flat, with as many fillers at its end as it is short of `width`."""
+    """Return each row flattened, padded at its end to `width`."""
     fill = [(filler,) * (width - n) for n in range(width + 1)]
     flat = chain.from_iterable(chain.from_iterable(row if len(row) == width else row + fill[len(row)] for row in rows))
     return np.fromiter(flat, np.int64)
 
 
 def intersect_all(a: Ranges, b: Ranges) -> tuple[Ranges, npt.NDArray[np.bool_]]:
-    """The common elements of `a[i]` and `b[i]`, and whether there are any; without, the box means nothing."""
+    """Return the common elements of `a[i]` and `b[i]`, and whether there are any; without any, the box is undefined."""
     start = np.maximum(a.start, b.start)
     count = np.minimum(a.start + a.count, b.start + b.count) - start
     step = np.ones_like(start)
@@ -167,7 +168,7 @@ _MULTIPLIERS = np.random.default_rng(7).integers(1, 2**63, 64, dtype=np.uint64) 
 
 
 class Distinct(NamedTuple):
-    """Boxes of tensors, each once: `tensor` and `boxes` of each, sorted by tensor; `of[i]` says which one piece `i` is."""
+    """Distinct boxes: `tensor` and `boxes`, sorted by tensor; piece `i` has box `of[i]`."""
 
     tensor: Ints
     boxes: Ranges
@@ -175,7 +176,7 @@ class Distinct(NamedTuple):
 
 
 def distinct(tensor: Ints, boxes: Ranges) -> Distinct:
-    """Which boxes of the same tensor are the same."""
+    """Return the distinct boxes of pieces."""
     columns = np.column_stack([tensor, boxes.start, boxes.count, boxes.step])
     hashed = (columns.astype(np.uint64) * _MULTIPLIERS[: columns.shape[1]]).sum(axis=1, dtype=np.uint64)
     found = _grouped(tensor, boxes, np.lexsort((hashed, tensor)), np.column_stack([tensor, hashed.view(np.int64)]))
@@ -185,7 +186,9 @@ def distinct(tensor: Ints, boxes: Ranges) -> Distinct:
 
 
 def _grouped(tensor: Ints, boxes: Ranges, order: Ints, keys: Ints) -> Distinct:
-    """`order` sorts the rows of `keys`, whose first column is `tensor`; equal rows are one box."""
+    """Return distinct boxes from `order`, which sorts the rows of `keys`; the first column is
+    `tensor`, equal rows are one box.
+    """
     ordered = keys[order]
     new = np.ones(len(order), dtype=bool)
     new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
@@ -195,14 +198,14 @@ def _grouped(tensor: Ints, boxes: Ranges, order: Ints, keys: Ints) -> Distinct:
 
 
 def _first(found: Distinct) -> Ints:
-    """A piece of each distinct box."""
+    """Return a piece of each distinct box."""
     first = np.empty(len(found.tensor), np.int64)
     first[found.of] = np.arange(len(found.of))
     return first
 
 
 def pairs(left: Ints, right: Ints, groups: int) -> tuple[Ints, Ints]:
-    """All (i, j) with `left[i] == right[j]`, group numbers below `groups`; `right` is sorted. In the order of i, then j."""
+    """Return all (i, j) with `left[i] == right[j]`, by i, then j. Group numbers are below `groups`, and `right` is sorted."""
     sizes = np.bincount(right, minlength=groups)
     begins = np.concatenate([[0], np.cumsum(sizes)[:-1]])
     many = sizes[left]

@@ -1,4 +1,4 @@
-"""Plans: who sends what to whom. Array by array, so that hundreds of ranks and tens of thousands of tensors take seconds."""
+"""Plans: copies between layouts, array by array, so that hundreds of ranks and tens of thousands of tensors take seconds."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from resharder.converters.geometry.piece_arrays import Distinct, Ints, Pieces, R
 Array = npt.NDArray[Any]
 Source = TypeVar("Source", bound=Hashable)
 Target = TypeVar("Target", bound=Hashable)
-_BUSY = 1.01  # what the busiest source may send where a part of the replicas is to do, of what the busiest target receives
+_BUSY = 1.01  # bound on the busiest source's bytes, relative to the busiest target's, when a part of the replicas is used
 
 
 class Copy(NamedTuple, Generic[Source, Target]):
-    """`box` of `tensor` goes from a view of a local tensor of process `source` to one of process `target`, with `plus` added."""
+    """Copy of `box` of `tensor` from a view of a local tensor of process `source` to one of process `target`, plus `plus`."""
 
     tensor: str
     box: Box
@@ -32,14 +32,14 @@ class Copy(NamedTuple, Generic[Source, Target]):
 
 @dataclass(frozen=True)
 class Plan(Generic[Source, Target]):
-    """Copy `i` takes `boxes[i]` from piece `have[i]` of the sources to piece `want[i]` of the targets."""
+    """Plan. Copy `i` takes `boxes[i]` from piece `have[i]` of the sources to piece `want[i]` of the targets."""
 
     sources: Pieces[Source]
     targets: Pieces[Target]
     have: Ints
     want: Ints
     boxes: Ranges
-    parts: int = 1  # that the sources' replicas were divided into; it takes from one of them
+    parts: int = 1  # number of parts of the sources' replicas; the plan uses one
 
     def __len__(self) -> int:
         return len(self.have)
@@ -73,7 +73,7 @@ class Plan(Generic[Source, Target]):
 
     @property
     def target_views(self) -> tuple[Ints, Ints]:
-        """The same in its target's."""
+        """Offset and strides, in elements, of each copy's box in its target's local tensor."""
         return _views(self.targets, self.want, self.boxes)
 
     def copies(self) -> Iterator[Copy[Source, Target]]:
@@ -96,18 +96,25 @@ class Plan(Generic[Source, Target]):
 
 
 def plan(sources: Mapping[Source, Layout], targets: Mapping[Target, Layout]) -> Plan[Source, Target]:
-    """The copies that fill every piece of the targets, each element once, from whichever sources hold it, so that what each
-    source sends is as even as the layouts allow.
+    """Return the copies that fill each element of the targets' pieces once, from any sources that have it, with
+    bytes per source as even as the layouts permit.
 
-    Raises LayoutError, naming the tensor, where the sources do not hold an element, where boxes of theirs overlap without being
-    the same, or where two processes know a tensor by other shapes or dtypes.
+    Raises:
+        LayoutError: the sources lack an element, boxes of theirs overlap without being equal, or two processes
+        give a tensor different shapes or
+            dtypes. The message names the tensor.
     """
     return plan_pieces(pack(sources), pack(targets))
 
 
 def plan_pieces(sources: Pieces[Source], targets: Pieces[Target], number: int | None = None) -> Plan[Source, Target]:
-    """`plan` for pieces in arrays. `number`: of these targets among several that the sources fill, each from the next part of the
-    replicas: as small a part as can be where no source is to send more than the busiest target receives. None: from all."""
+    """Return `plan` for pieces in arrays.
+
+    Args:
+        number: Number of these targets among several that the sources fill, each from the next part of the
+        replicas: the smallest part with which no
+            source sends more than the busiest target receives. None: from all replicas.
+    """
     known = _same_tensors(sources, targets)
     width = max(sources.boxes.start.shape[1], targets.boxes.start.shape[1])
     sources, targets = sources.widened(width), targets.widened(width)
@@ -130,12 +137,12 @@ def plan_pieces(sources: Pieces[Source], targets: Pieces[Target], number: int | 
 
 
 def _item_sizes(pieces: Pieces[Any]) -> Ints:
-    """Bytes of an element of each tensor."""
+    """Return the bytes of an element of each tensor."""
     return np.array([ITEM_SIZES[spec.dtype] for spec in pieces.specs], np.int64)
 
 
 def _same_tensors(sources: Pieces[Source], targets: Pieces[Target]) -> Ints:
-    """The sources' number of each of the targets' tensors."""
+    """Return the sources' number of each of the targets' tensors."""
     numbers = {spec.name: number for number, spec in enumerate(sources.specs)}
     for spec in targets.specs:
         if spec.name not in numbers:
@@ -165,9 +172,10 @@ def _refuse_holes(targets: Pieces[Target], want: Ints, boxes: Ranges) -> None:
 
 
 def _replicas(held: Distinct, process: Ints, box: Ints) -> tuple[Ints, int]:
-    """Which replica each piece's process is of, and how many there are: as many as the fewest processes that hold one of these
-    boxes. The first holder of such a box is of the first, and so on; whoever holds none of these is where it stands among the
-    holders of another box."""
+    """Return the replica of each piece's process, and the number of replicas: the least number of
+    processes that have one of these boxes. The first process with such a box belongs to the first
+    replica, and so on; other processes take their position among the processes with another box.
+    """
     order = np.lexsort((process, held.of))  # pieces, box by box
     holders = np.bincount(held.of, minlength=len(held.tensor))
     place = np.arange(len(order)) - (np.cumsum(holders) - holders)[held.of[order]]
@@ -180,20 +188,22 @@ def _replicas(held: Distinct, process: Ints, box: Ints) -> tuple[Ints, int]:
 
 
 def _part(held: Distinct, wanted: npt.NDArray[np.bool_]) -> Ints:
-    """The pieces that are wanted, and all of the boxes of which none is."""
+    """Return the pieces in `part` of the replicas, and all pieces of boxes that have none there."""
     found = np.bincount(held.of, wanted, len(held.tensor)) > 0
     return np.flatnonzero(wanted | ~found[held.of])
 
 
 def _choose(held: Distinct, part: Ints, process: Ints, processes: int, box: Ints, sizes: Ints) -> Ints:
-    """The piece that each copy is taken from: a holder of its box, among those of `part`, that has least to send so far. Copies
-    with fewer holders come first, then larger ones: what is left can only even out."""
+    """Return the piece from which each copy is taken: of the pieces of its box in `part`, one of the
+    process with the least bytes so far. Copies with fewer choices come first, then larger ones, so
+    that later copies even out the load.
+    """
     order = part[np.lexsort((process[part], held.of[part]))]  # pieces, box by box
     holders = np.bincount(held.of[part], minlength=len(held.tensor))
     begins = np.cumsum(holders) - holders
     load = np.zeros(processes, np.int64)
     chosen = np.empty(len(box), np.int64)
-    # Copies of one size whose boxes have the same holders are shared out in one go.
+    # Copies of one size whose boxes have the same holders are divided at once.
     names = np.random.default_rng(7).integers(2**63, size=processes)
     alike = np.zeros(len(held.tensor), np.int64)
     np.add.at(alike, held.of[part], names[process[part]])
@@ -210,7 +220,7 @@ def _choose(held: Distinct, part: Ints, process: Ints, processes: int, box: Ints
 
 
 def _turns(load: Ints, size: int, items: int) -> Ints:
-    """Which of several carriers takes each of `items` things of one size, when the least loaded takes the next."""
+    """Return the carrier of each of `items` items of equal size, when the least loaded carrier takes the next."""
     most = int((load.max() - load.min()) // size) + items // len(load) + 2
     after = load[:, None] + size * np.arange(min(items, most))
     turns: Ints = np.argsort(after, axis=None, kind="stable")[:items] // after.shape[1]
@@ -218,7 +228,7 @@ def _turns(load: Ints, size: int, items: int) -> Ints:
 
 
 def _views(pieces: Pieces[Any], which: Ints, boxes: Ranges) -> tuple[Ints, Ints]:
-    """Offset and strides of each box inside of its piece's local tensor, in elements: `Piece.view` for arrays."""
+    """Return offset and strides, in elements, of each box in its piece's local tensor: `Piece.view` for arrays."""
     whole, strides = pieces.boxes.take(which), pieces.strides[which]
     offsets: Ints = pieces.offset[which] + ((boxes.start - whole.start) // whole.step * strides).sum(axis=1)
     strides_in_box: Ints = np.where(boxes.count > 1, boxes.step // whole.step, 1) * strides
@@ -226,7 +236,7 @@ def _views(pieces: Pieces[Any], which: Ints, boxes: Ranges) -> tuple[Ints, Ints]
 
 
 def _total(groups: Ints, amounts: Ints, length: int) -> Ints:
-    """The sum of the amounts of each group, exactly."""
+    """Return the exact sum of the amounts of each group."""
     total = np.zeros(length, np.int64)
     np.add.at(total, groups, amounts)
     return total

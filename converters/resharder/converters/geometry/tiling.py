@@ -1,4 +1,4 @@
-"""The proof that what ranks hold is a model, nothing missing and nothing twice; and who of several holders sends."""
+"""Check that ranks' boxes are a model, complete and without overlap, and the choice of senders among replicas."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ Array = npt.NDArray[Any]
 
 
 class Held(NamedTuple):
-    """Rank `rank` holds `box`; `position` is the rank's own number for it."""
+    """Box `box` of rank `rank`; `position` is the rank's own number for it."""
 
     rank: int
     position: int
@@ -22,7 +22,7 @@ class Held(NamedTuple):
 
 
 def check_tiling(spec: TensorSpec, held: Sequence[Held]) -> None:
-    """Raises LayoutError unless the owned boxes cover each element exactly once and every replica has an owner's box."""
+    """Raise LayoutError unless the owned boxes cover each element exactly once and every replica has an owner's box."""
     for piece in held:
         _check_inside(spec, piece)
     owners = [piece for piece in held if not piece.replica]
@@ -43,7 +43,7 @@ def _check_inside(spec: TensorSpec, piece: Held) -> None:
 
 
 class _Cells(NamedTuple):
-    """Groups of indices of one dimension that the same boxes contain."""
+    """Groups of indices of one dimension that are in the same boxes."""
 
     first: Array  # (groups,) first index of each
     size: Array  # (groups,)
@@ -51,7 +51,7 @@ class _Cells(NamedTuple):
 
 
 def _check_owners(spec: TensorSpec, owners: Sequence[Held]) -> None:
-    """Counts how often each element is owned, on a grid whose cells no box cuts."""
+    """Count the owners of each element, on a grid whose cells no box cuts."""
     grid = [_cells([piece.box[d] for piece in owners], n) for d, n in enumerate(spec.shape)]
     times = np.zeros([len(cells.first) for cells in grid], dtype=np.int32)
     for i in range(len(owners)):
@@ -83,7 +83,7 @@ def _cells(ranges: Sequence[Range], n: int) -> _Cells:
 
 
 def assign(tensors: Mapping[str, TensorSpec], held: Mapping[str, Sequence[Held]]) -> dict[int, list[int]]:
-    """Which of its boxes each rank sends, {rank: positions}: each box once, bytes even over the ranks that hold it."""
+    """Return the positions of the boxes that each rank sends: each box once, bytes even over the ranks that have it."""
     choices: list[tuple[int, list[Held]]] = []
     for name, pieces in held.items():
         same: dict[Box, list[Held]] = defaultdict(list)
@@ -92,7 +92,7 @@ def assign(tensors: Mapping[str, TensorSpec], held: Mapping[str, Sequence[Held]]
         choices += [(box_size(box) * ITEM_SIZES[tensors[name].dtype], holders) for box, holders in same.items()]
     load: dict[int, int] = {piece.rank: 0 for pieces in held.values() for piece in pieces}
     sends: dict[int, list[int]] = {rank: [] for rank in load}
-    # Boxes without a choice first, then the large ones: what is left can only even out.
+    # Boxes without a choice first, then large ones, so that later boxes even out the load.
     for size, holders in sorted(choices, key=lambda c: (len(c[1]) > 1, -c[0])):
         chosen = min(holders, key=lambda piece: (load[piece.rank], piece.rank))
         load[chosen.rank] += size

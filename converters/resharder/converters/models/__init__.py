@@ -1,6 +1,6 @@
-"""The layout of a trainer's model, whichever kind it is: megatron-core's modules, or modules of DTensors.
+"""Layouts of trainers' models: megatron-core's modules, or modules of DTensors.
 
-A model of megatron-core's modules means that megatron-core is imported already, so that a trainer without it never needs it.
+A model of megatron-core's modules implies that megatron-core is imported already, so a trainer without it never needs it.
 """
 
 import sys
@@ -21,22 +21,22 @@ def local_layout(
     rename: Rename | None = None,
     ranks: Sequence[int] | None = None,
 ) -> tuple[Layout, Mapping[str, torch.Tensor]]:
-    """What this rank holds, and its local tensors by the names that the pieces use, live, not copied.
+    """Return this rank's layout, and its local tensors by the names in its pieces, live rather than copied.
 
-    `rename` and `ranks` are for models of DTensors, as `dtensor.local_layout` has them. Raises ConversionError.
+    `rename` and `ranks` are for models of DTensors, as in `dtensor.local_layout`. Raises ConversionError.
     """
     chunks = megatron_chunks(model)
     if not chunks:
         return dtensor.local_layout(model, hf_config, rename=rename, ranks=ranks)
     if rename is not None or ranks is not None:
-        raise UnsupportedModel("expected neither rename nor ranks for a Megatron model: it knows its places, its table the names")
+        raise UnsupportedModel("expected neither rename nor ranks for a Megatron model, whose layout and table have both")
     from resharder.converters.models.megatron import layout
 
     return layout.local_layout(chunks, hf_config)
 
 
 def megatron_chunks(model: Model) -> list[torch.nn.Module]:
-    """The chunks of a Megatron model, wrapped or not; none for any other model."""
+    """Return the chunks of a Megatron model, wrapped or not; none for any other model."""
     core = sys.modules.get("megatron.core.transformer.module")
     if core is None or isinstance(model, Mapping):
         return []
@@ -45,6 +45,6 @@ def megatron_chunks(model: Model) -> list[torch.nn.Module]:
 
 
 def _innermost(module: torch.nn.Module) -> torch.nn.Module:
-    """Inside Float16Module and DDP."""
+    """Return the module inside Float16Module and DDP."""
     inner = getattr(module, "module", None)
     return _innermost(inner) if isinstance(inner, torch.nn.Module) else module

@@ -1,8 +1,8 @@
 """Layouts of models of torch DTensors: FSDP2's `fully_shard`, tensor parallelism by `parallelize_module`, meshes of both.
 
-Placement is what each DTensor says of itself: its mesh, placements and shape. Names are those of the checkpoint on
-disk (`in_memory.py`); where the model's family has a table, they and their shapes are compared with it. Tensors that are no
-DTensors are replicas.
+Each DTensor describes its placement: mesh, placements and shape. Names are those of the checkpoint on
+disk (`hf_names.py`); if the model's family has a table, they and their shapes are compared with it. Other tensors
+are replicas.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 
 class LocalDTensors(Mapping[str, torch.Tensor]):
-    """This rank's part of each tensor, asked for anew each time: FSDP gives a DTensor other memory at its first forward."""
+    """This rank's part of each tensor, read anew each time: FSDP gives a DTensor other memory at its first forward pass."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -42,14 +42,17 @@ def local_layout(
     rename: Rename | None = None,
     ranks: Sequence[int] | None = None,
 ) -> tuple[Layout, Mapping[str, torch.Tensor]]:
-    """What this rank holds, and its local tensors by their names in memory, live, not copied.
+    """Return this rank's layout, and its local tensors by their names in memory, live rather than copied.
 
-    `ranks`: the global ranks that hold the whole of `model` between them, where that is not every rank: those of a pipeline
-    stage. The first of them owns plain tensors; of DTensors on equal meshes side by side, those whose mesh has it own.
-    FSDP's modules are left with their sharded parameters.
+    Args:
+        ranks: Global ranks that together have the whole of `model`, if these are not all ranks, as in a pipeline
+            stage. The first of them owns plain tensors; of DTensors on equal meshes side by side, the ranks of its mesh own them.
+            FSDP's modules keep their sharded parameters.
 
-    Raises UnknownTensor (names that are not those on disk), LayoutError (another shape than the config says, `Partial`, a
-    placement that is not understood) and UnsupportedModel (quantised or no memory layout of its own).
+    Raises:
+        UnknownTensor: names that are not those on disk.
+        LayoutError: another shape than the config's, `Partial`, or an unsupported placement.
+        UnsupportedModel: quantised tensors, or tensors without memory layout.
     """
     tensors = named_tensors(model, rename)
     first = min(ranks) if ranks else 0
@@ -68,19 +71,19 @@ def local_layout(
 
 
 def _moved(piece: Piece, part: Stored) -> Piece:
-    """The piece of a tensor in memory as one of the HF tensor that its `part` is."""
+    """Return the piece of the HF tensor for a piece of a tensor in memory."""
     box = tuple(have._replace(start=have.start - all_.start) for have, all_ in zip(piece.box, part.box, strict=True))
     skip = int(part.stacked)
     return piece._replace(tensor=part.name, box=box[skip:], strides=piece.strides[skip:])
 
 
 def shard_order(split_factors: Sequence[tuple[int, int]]) -> list[int]:
-    """The order in which mesh dimensions cut one tensor dimension: indices into `split_factors`, (size, split factor) of
-    each mesh dimension that does, outermost first.
+    """Return the order in which mesh dimensions cut one tensor dimension, as indices into `split_factors`: (size,
+    split factor) of each mesh dimension that cuts it, outermost first.
 
-    The split factor is 1 for `Shard`; for `_StridedShard` it is the number of parts into which mesh dimensions after this one
-    had cut before (torch/distributed/tensor/placement_types.py), as tensor parallelism does before FSDP. Raises ValueError for
-    factors that no order has.
+    The split factor is 1 for `Shard`; for `_StridedShard` it is the number of parts into which later mesh dimensions
+    have cut before (torch/distributed/tensor/placement_types.py), as tensor parallelism does before FSDP. Raises ValueError for
+    factors without such an order.
     """
     order: list[int] = []
     for index in reversed(range(len(split_factors))):
@@ -101,7 +104,7 @@ def _dtype(name: str, local: torch.Tensor) -> str:
 
 
 def _box(name: str, tensor: torch.Tensor) -> Box | None:
-    """What of the tensor this rank holds; None for nothing: it is not in the mesh, or there were fewer rows than ranks."""
+    """Return this rank's box of a tensor; None if it has none: it is not in the mesh, or there are fewer rows than ranks."""
     box = tuple(Range(0, n) for n in tensor.shape)
     if isinstance(tensor, DTensor):
         coordinate = tensor.device_mesh.get_coordinate()
@@ -118,8 +121,8 @@ def _box(name: str, tensor: torch.Tensor) -> Box | None:
 
 
 def _range(name: str, tensor: DTensor, dimension: int, size: int, coordinate: Sequence[int]) -> Range:
-    """Cuts one dimension as `torch.chunk` does, by one mesh dimension after the other."""
-    cuts: list[tuple[int, int, int]] = []  # size of the mesh dimension, split factor, this rank's place
+    """Cut one dimension as `torch.chunk` does, by one mesh dimension after the other."""
+    cuts: list[tuple[int, int, int]] = []  # size of the mesh dimension, split factor, this rank's coordinate
     for mesh_dimension, placement in enumerate(tensor.placements):
         if placement.is_replicate():
             continue
@@ -142,7 +145,7 @@ def _range(name: str, tensor: DTensor, dimension: int, size: int, coordinate: Se
 
 
 def _owns(tensor: torch.Tensor, first: int) -> bool:
-    """Whether this rank's copy is the one that the others are replicas of."""
+    """Return whether this rank's copy is the owner, of which the others are replicas."""
     if not isinstance(tensor, DTensor):
         return (dist.get_rank() if dist.is_initialized() else 0) == first
     coordinate = tensor.device_mesh.get_coordinate() or ()

@@ -1,6 +1,6 @@
-"""Names: what a model in memory calls its tensors, and what the checkpoint on disk calls them.
+"""Names of tensors in a model's memory, and in its checkpoint on disk.
 
-A module with HF names has the names of `save_pretrained`, but for wrappers, tied embeddings, and experts, which transformers 5
+A module with HF names has the names of `save_pretrained`, except for wrappers, tied embeddings, and experts, which transformers 5
 stacks in memory (transformers/conversion_mapping.py).
 """
 
@@ -18,14 +18,14 @@ Model: TypeAlias = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, to
 """A module, its parts (pipeline stages of this rank), or a state dict."""
 
 Rename: TypeAlias = Callable[[str], str | None]
-"""From a name in memory to the name on disk; None for what is not part of the checkpoint."""
+"""Function from a name in memory to the name on disk, or to None for a tensor outside of the checkpoint."""
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # torch.compile, activation checkpoints, FSDP
 _EXPERTS = (("mlp", "gate_proj", "up_proj", "down_proj"), ("block_sparse_moe", "w1", "w3", "w2"))
 
 
 class Stored(NamedTuple):
-    """HF tensor `name` is `box` of a tensor in memory; where `stacked`, without the leading dimension."""
+    """HF tensor `name` is `box` of a tensor in memory; with `stacked`, without the leading dimension."""
 
     name: str
     box: Box
@@ -37,7 +37,7 @@ class Stored(NamedTuple):
 
 
 def named_tensors(model: Model, rename: Rename | None = None) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, by the names that they have without wrappers. Raises UnknownTensor."""
+    """Return parameters and persistent buffers by their names without wrappers. Raises UnknownTensor."""
     found: dict[str, torch.Tensor] = {}
     for key, value in _entries(model):
         if not isinstance(value, torch.Tensor):
@@ -56,18 +56,21 @@ def named_tensors(model: Model, rename: Rename | None = None) -> dict[str, torch
 
 
 def stored_tensors(found: Mapping[str, torch.Tensor], config: HFConfig, *, whole: bool) -> dict[str, list[Stored]]:
-    """What of the checkpoint each tensor in memory is, by the name in memory; a second name of tied embeddings is left out.
+    """Return the HF tensors of each tensor in memory, by the name in memory; a second name of tied embeddings is omitted.
 
-    Where the family has no table, names in memory are taken for those on disk. Raises UnsupportedModel (a quantised checkpoint),
-    UnknownTensor where names differ from the
-    table's (missing ones only if `found` is the `whole` model), and LayoutError where shapes do.
+    For a family without a table, names in memory are those on disk.
+
+    Raises:
+        UnsupportedModel: a quantised checkpoint.
+        UnknownTensor: names differ from the table's (missing ones only if `found` is the `whole` model).
+        LayoutError: shapes differ from the table's.
     """
     try:
         expected = expected_shapes(config)
     except UnsupportedModel:
         if config.get("quantization_config"):
             raise
-        tied = config.get("tie_word_embeddings", True)  # as transformers has it
+        tied = config.get("tie_word_embeddings", True)  # in the form of transformers
         kept = _without_ties(found) if tied else found
         return {name: [Stored(name, full_box(tuple(tensor.shape)))] for name, tensor in kept.items()}
     stored = {name: _stored(name, tuple(tensor.shape), expected) for name, tensor in found.items()}
@@ -92,15 +95,15 @@ def stored_tensors(found: Mapping[str, torch.Tensor], config: HFConfig, *, whole
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part."""
+    """Return this rank's part."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with torch.no_grad():  # else it would be another tensor each time
+    with torch.no_grad():  # otherwise it would be another tensor each time
         return tensor.to_local()
 
 
 def _entries(model: Model) -> Iterator[tuple[str, object]]:
-    """Those of a state dict. FSDP2's hook on it brings the sharded parameters back where a forward pass left whole ones."""
+    """Return the entries of a state dict. FSDP2's hook restores the sharded parameters that a forward pass has left whole."""
     if isinstance(model, Mapping):
         yield from model.items()
         return
@@ -118,7 +121,7 @@ def _unwrapped(key: str) -> str:
 
 
 def _stored(name: str, shape: tuple[int, ...], expected: Mapping[str, tuple[int, ...]]) -> list[Stored]:
-    """Empty for a name that means nothing on disk."""
+    """Return the HF tensors of a name; empty if it has none on disk."""
     if name in expected:
         return [Stored(name, full_box(shape))]
     for module, gate, up, down in _EXPERTS:
@@ -149,7 +152,7 @@ def _without_ties(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for tensors that are one in memory."""
+    """Return a key that is equal for tensors with the same memory."""
     local = local_of(tensor)
     if not local.numel():
         return (id(tensor),)

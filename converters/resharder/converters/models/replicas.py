@@ -20,7 +20,7 @@ _SHOWN = 8
 
 
 class HeldDigest(NamedTuple):
-    """What a rank holds of `box` of an HF tensor."""
+    """Digest of a piece."""
 
     tensor: str
     box: Box
@@ -29,10 +29,10 @@ class HeldDigest(NamedTuple):
 
 
 def check_replicas(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises ReplicasDiffer, on every rank, where two ranks hold different values of one box of an HF tensor.
+    """Raise ReplicasDiffer, on every rank, if two ranks have different values of one box of an HF tensor.
 
-    A collective of torch's default group, if there is one: every rank reads all that it holds once and tells all others a number
-    of each piece.
+    A collective of torch's default group, if there is one: every rank reads its tensors once and sends a digest of each
+    piece to all others.
     """
     held = list(held_digests(layout, tensors))
     everyone: list[list[HeldDigest]] = [held]
@@ -46,7 +46,7 @@ def check_replicas(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def held_digests(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Iterator[HeldDigest]:
-    """Of every piece, as HF has its values."""
+    """Return the digests of one rank's pieces."""
     for piece in layout.pieces:
         values, shape = read_piece(tensors, piece), layout.tensors[piece.tensor].shape
         if values.device.type == "cpu":

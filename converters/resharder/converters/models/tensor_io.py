@@ -39,7 +39,9 @@ def read_piece(tensors: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tenso
 
 
 def write_piece(tensors: Mapping[str, torch.Tensor], piece: Piece, values: torch.Tensor) -> None:
-    """Puts HF values, in the shape of the piece's box, into the local tensor. A constant between HF's values and Megatron's is
-    taken off in float32, so that no more is lost than the local tensor's dtype loses."""
+    """Write HF values, in the shape of the piece's box, into the local tensor.
+
+    A constant between HF's values and Megatron's is subtracted in float32, so that only the local tensor's dtype rounds.
+    """
     there = view_of(tensors[piece.local], piece.view(piece.box))
     there.copy_(values.float() - piece.plus if piece.plus else values)

@@ -1,18 +1,21 @@
-"""Digests that add up: the same for any tiling of a tensor, different when an element is changed, moved or swapped.
+"""Additive digests: equal for any tiling of a tensor, different when an element is changed, moved or swapped.
 
 The digest of a box is the sum over its elements of `fold(bits) * a[row] * b[column]` modulo 2**64, where `row` and `column` are
 the element's place in the whole tensor seen as a matrix `(prod(shape[:-1]), shape[-1])`, `bits` is the whole element as an
 unsigned integer, and `fold(x) = x ^ (x >> 32)`, which changes only elements of 64 bits. `a` and `b` are hashes of their index,
 both odd, `a` of 64 bits and `b` of 21.
 
-- One changed element of any width is always seen: `fold` is one to one, and so is the product with an odd number modulo 2**64.
-- Whatever else has changed, at most one value of a given element leaves the digest as it was. A change that fills an element of
-  n bits at random goes unseen with a chance of at most 2**-n.
-- Two swapped elements that differ go unseen with a chance below 2**-19: within a row where their `b` are equal, between rows
+- A change of one element of any width is always detected: `fold` is one to one, and so is the product with an odd
+  number modulo 2**64.
+- In other changes, at most one value of a given element leaves the digest unchanged. A change that fills an element of
+  n bits at random remains undetected with a probability of at most 2**-n.
+- Two swapped elements that differ remain undetected with a probability below 2**-19: within a row where their `b`
+  are equal, between rows
   where their `a * b` are equal in the low bits. Excepted are elements of 64 bits that differ in the same bits of both halves,
-  and in none of the low 12: they may be swapped unseen more often.
+  and in none of the low 12: their swaps remain undetected more often.
 
-The digest proves placement, it does not stop an adversary. `fold` is there for swaps: without it, a difference in the high bits
+The digest detects misplacement; it does not stop an adversary. `fold` is there for swaps: without it, a difference
+in the high bits
 alone, as between 1.0 and -1.0, vanishes in the product with `b[i] - b[j]`. Any sum that is linear in a 64-bit element's parts and
 sees every change of it has this flaw in one of the parts (Hajós' theorem).
 
@@ -42,7 +45,7 @@ _BLOCK = 1 << 19  # elements: half of a core's second-level cache as uint16
 
 
 def hashes(index: Array, seed: int) -> Array:
-    """splitmix64."""
+    """Return splitmix64 of indices."""
     x = (index.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -50,12 +53,12 @@ def hashes(index: Array, seed: int) -> Array:
 
 
 def row_weights(rows: Array) -> Array:
-    """`a` of these rows, uint64."""
+    """Return `a` of these rows, uint64."""
     return hashes(rows, _ROW_SEED) | np.uint64(1)
 
 
 def column_weights(columns: int) -> Array:
-    """`b` of the first so many columns, uint32."""
+    """Return `b` of the first `count` columns, uint32."""
     return _column_weights(Range(0, columns))
 
 
@@ -68,7 +71,7 @@ def _column_weights(columns: Range) -> Array:
 
 
 def _rows(box: Box, shape: tuple[int, ...]) -> Array:
-    """Row numbers of the box's rows, in C order."""
+    """Return the row numbers of the box's rows, in C order."""
     index = np.zeros(1, dtype=np.uint64)
     for r, n in zip(box[:-1], shape[:-1], strict=True):
         along = np.arange(r.count, dtype=np.uint64) * np.uint64(r.step) + np.uint64(r.start)
@@ -77,12 +80,14 @@ def _rows(box: Box, shape: tuple[int, ...]) -> Array:
 
 
 def digest(array: Array, box: Box, shape: tuple[int, ...]) -> int:
-    """Digest of `box` of a tensor of `shape`; `array` holds the box's elements as unsigned integers, in any strides."""
+    """Return the digest of `box` of a tensor of `shape`; `array` has the box's elements as unsigned
+    integers, in any strides.
+    """
     return _run(None, array, box, shape)
 
 
 def copy_and_digest(target: Array, source: Array, box: Box, shape: tuple[int, ...]) -> int:
-    """`target[...] = source` and the digest of what was copied, in one pass."""
+    """Copy `source` to `target` and return the digest of the copied elements, in one pass."""
     if target.shape != source.shape:
         raise ValueError(f"expected a source of shape {target.shape}, got {source.shape}")
     return _run(target, source, box, shape)
@@ -103,7 +108,7 @@ def _run(target: Array | None, source: Array, box: Box, shape: tuple[int, ...]) 
 
 
 def _slab(target: Array | None, source: Array, box: Box, shape: tuple[int, ...], before: int, b: Array) -> int:
-    """`before`: the number, among all of their kind, of what the dimensions that are left lie in."""
+    """Return a slab's digest. `before` is the number, among all of its kind, of what contains the remaining dimensions."""
     if source.ndim <= 2:
         rows = box[0] if source.ndim == 2 else Range(0, 1)
         first = before * (shape[0] if source.ndim == 2 else 1) + rows.start
@@ -116,7 +121,7 @@ def _slab(target: Array | None, source: Array, box: Box, shape: tuple[int, ...],
 
 
 def _blocks(source: Array, box: Box) -> Iterator[tuple[Array, Box]]:
-    """Contiguous copies of parts along the first dimension, small ones."""
+    """Yield small contiguous copies of parts along the first dimension."""
     step = max(1, _BLOCK // max(1, prod(source.shape[1:]))) if source.ndim > 1 else source.shape[0]
     for i in range(0, source.shape[0], step):
         block, first = np.ascontiguousarray(source[i : i + step]), box[0]
@@ -124,7 +129,7 @@ def _blocks(source: Array, box: Box) -> Iterator[tuple[Array, Box]]:
 
 
 def digest_rows(target: Array | None, source: Array, first: int, step: int, b: Array) -> int:
-    """The digest of a matrix by the weights `b` of its columns. Row `i` of it is row `first + i * step` of the tensor."""
+    """Return the digest of a matrix by the weights `b` of its columns. Its row `i` is row `first + i * step` of the tensor."""
     kind = np.dtype(f"u{source.itemsize}")
     sum_only, copying = _kernels(source.itemsize)
     rows = _rows_of(source.view(kind))
@@ -155,18 +160,19 @@ def _rows_of(matrix: Array) -> Array | None:
 
 
 def compile_for(item_sizes: Iterable[int]) -> None:
-    """Compiles what elements of so many bytes need, if this process has not done so: about half a second for each size, or none
-    where the compiled code is kept on disk. Nothing is compiled for them afterwards."""
+    """Compile the kernels for these element sizes unless this process has: half a second for each
+    size, or none if the compiled code is cached on disk. No later call compiles for them.
+    """
     for width in sorted(set(item_sizes)):
         _kernels(width)
 
 
 Kernels = tuple[Callable[..., int], Callable[..., int]]
-_compiling = threading.Lock()  # numba fails where two threads come with the same loop
+_compiling = threading.Lock()  # numba fails if two threads compile the same loop
 
 
 def _kernels(width: int) -> Kernels:
-    """(digest, copy and digest) of rows of elements of `width` bytes, compiled."""
+    """Return (digest, copy and digest) of rows of elements of `width` bytes, compiled."""
     with _compiling:
         return _compiled(width)
 
@@ -187,12 +193,12 @@ def _compiled(width: int) -> Kernels:
     loops = (_sum_loop, _copy_loop)
     try:
         kernels = [numba.njit(signature, nogil=True, cache=True)(loop) for signature, loop in zip(signatures, loops, strict=True)]
-    except (RuntimeError, OSError):  # no folder to keep the compiled code in, as on a read-only file system, or it is full
+    except (RuntimeError, OSError):  # no writable folder for compiled code, as on a read-only file system, or the medium is full
         kernels = [numba.njit(signature, nogil=True)(loop) for signature, loop in zip(signatures, loops, strict=True)]
     return kernels[0], kernels[1]
 
 
-# Both loops spell `fold` and `row_weights` out: numba is imported late, so there is no compiled helper to call.
+# Both loops contain `fold` and `row_weights`: numba is imported late, so there is no compiled helper to call.
 def _sum_loop(source, first, step, b):  # type: ignore[no-untyped-def]
     total = np.uint64(0)
     for i in range(source.shape[0]):
@@ -235,7 +241,9 @@ def _sum_numpy(source: Array, first: int, step: int, b: Array) -> int:
 
 
 def _sums_of_rows(values: Array, b: Array) -> Array:
-    """Elements of up to 16 bits as float64, faster than integers and exact: 2**16 * 2**21 * 2**16 columns <= 2**53."""
+    """Return the sums of elements of up to 16 bits as float64, which is faster than integers and
+    exact: 2**16 * 2**21 * 2**16 columns <= 2**53.
+    """
     if values.itemsize <= 2:
         return (values.astype(np.float64) @ b.astype(np.float64)).astype(np.uint64)
     values = values.astype(np.uint64, copy=False)
@@ -249,13 +257,14 @@ def _copy_numpy(target: Array, source: Array, first: int, step: int, b: Array) -
 
 
 def digest_torch(tensor: "torch.Tensor", box: Box, shape: tuple[int, ...]) -> int:
-    """As `digest`, on the tensor's own device."""
+    """Return the digest as `digest` does, computed on the tensor's device."""
     return int(digest_on_device(tensor, box, shape)) & MASK
 
 
 def digest_on_device(tensor: "torch.Tensor", box: Box, shape: tuple[int, ...]) -> "torch.Tensor":
-    """The digest as one int64 on the tensor's own device, where integer arithmetic wraps modulo 2**64 as well. The host does not
-    wait for it."""
+    """Return the digest as one int64 on the tensor's device, where integer arithmetic wraps modulo
+    2**64 as well. The host does not wait for it.
+    """
     import torch
 
     if not shape:

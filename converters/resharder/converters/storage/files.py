@@ -1,7 +1,7 @@
 """safetensors files laid out before their bytes exist, and mapped as arrays of raw bits.
 
-All names, dtypes and shapes of a version are known when its publisher registers, so headers are written first and every byte that
-arrives goes to its final place.
+All names, dtypes and shapes of a version are known at registration, so headers are written first and every received byte
+goes to its final place.
 """
 
 import json
@@ -37,13 +37,15 @@ class Placed(NamedTuple):
 @dataclass(frozen=True)
 class FileLayout:
     path: str  # file name
-    header: bytes  # everything before the first tensor
+    header: bytes  # all bytes before the first tensor
     size: int  # bytes of the whole file
     tensors: tuple[Placed, ...]
 
 
 def lay_out(specs: Iterable[TensorSpec], max_file_bytes: int = 4 << 30) -> tuple[FileLayout, ...]:
-    """Files named as `save_pretrained` names them. The widest elements come first, so that all are aligned without holes."""
+    """Return file layouts with the names of `save_pretrained`. The widest elements come first, so that
+    all are aligned without holes.
+    """
     groups: list[list[TensorSpec]] = [[]]
     room = max_file_bytes
     for spec in sorted(specs, key=lambda s: (-ITEM_SIZES[s.dtype], s.name)):
@@ -77,21 +79,21 @@ def _lay_out_file(path: str, specs: list[TensorSpec]) -> FileLayout:
 
 
 def index_json(files: Iterable[FileLayout]) -> bytes:
-    """`model.safetensors.index.json` of these files."""
+    """Return the content of `model.safetensors.index.json`."""
     weight_map = {placed.spec.name: file.path for file in files for placed in file.tensors}
     total = sum(placed.spec.size for file in files for placed in file.tensors)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2).encode()
 
 
 def read_layout(folder: Path) -> tuple[FileLayout, ...]:
-    """The layout of a folder's safetensors files, from their headers. Raises ValueError for a file that is none."""
+    """Return the layout of a folder's safetensors files, from their headers. Raises ValueError for an invalid file."""
     return _read_layouts(sorted(folder.glob("*.safetensors")))
 
 
 def read_checkpoint_layout(folder: Path) -> tuple[FileLayout, ...]:
-    """That of the files which `from_pretrained` reads: those of the index, else model.safetensors, else all there are.
+    """Return the layout of the files that `from_pretrained` reads: those of the index, else model.safetensors, else all.
 
-    Raises ValueError where a file is missing or no safetensors file, and where two files have a tensor of one name.
+    Raises ValueError for a missing or invalid file, and if two files have a tensor of one name.
     """
     index, single = folder / INDEX_FILE, folder / "model.safetensors"
     if index.is_file():
@@ -126,8 +128,9 @@ def _read_header(path: Path) -> bytes:
 
 @lru_cache(maxsize=64)
 def parse_header(path: str, header: bytes, size: int) -> FileLayout:
-    """A FileLayout from a safetensors header (with its length prefix), the very same for files that are laid out alike, as those
-    of a model's versions are. Raises ValueError for what is none."""
+    """Return the layout in a safetensors header (with its length prefix), from a cache for identical
+    headers, as the versions of a model have. Raises ValueError for an invalid header.
+    """
     try:
         entries = json.loads(header[8:])
         placed = []
@@ -137,7 +140,7 @@ def parse_header(path: str, header: bytes, size: int) -> FileLayout:
             spec = TensorSpec(name, entry["dtype"], tuple(entry["shape"]))
             start, end = entry["data_offsets"]
             if end - start != spec.size or not 0 <= start <= end <= size - len(header):
-                raise ValueError(f"{name} is said to be at {start}:{end}, {spec.size} bytes were expected in a file of {size}")
+                raise ValueError(f"expected {spec.size} bytes of {name} in a file of {size}, got {start}:{end}")
             placed.append(Placed(spec, len(header) + start))
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: not a safetensors header: {error!r}") from error
@@ -145,15 +148,15 @@ def parse_header(path: str, header: bytes, size: int) -> FileLayout:
 
 
 class MappedFiles:
-    """The tensors of a folder of laid-out files, as arrays of unsigned integers in the tensors' shapes.
+    """Tensors of a folder of laid-out files, as arrays of unsigned integers in the tensors' shapes.
 
-    `arrays` is empty after `close`; arrays taken from it must be gone by then (BufferError otherwise).
+    `arrays` is empty after `close`; arrays taken from it must be released by then (BufferError otherwise).
     """
 
     def __init__(self, folder: Path, files: Iterable[FileLayout], *, writable: bool = False) -> None:
         self._maps: list[tuple[mmap.mmap, Span]] = []
-        self.small_pages = False  # of any of them
-        self.places: dict[str, tuple[Path, int]] = {}  # each tensor's file, and the byte where it begins
+        self.small_pages = False  # of all maps
+        self.places: dict[str, tuple[Path, int]] = {}  # file of each tensor, and the byte at which it begins
         self.arrays: dict[str, Array] = {}
         self.specs: dict[str, TensorSpec] = {}
         for file in files:
@@ -188,7 +191,7 @@ class MappedFiles:
 
 
 def folder_layout(specs: Mapping[str, TensorSpec]) -> Layout:
-    """A folder that holds every tensor whole, as a Layout whose local tensors are the HF tensors."""
+    """Return a folder that has every tensor whole as a Layout whose local tensors are the HF tensors."""
     pieces = []
     for spec in specs.values():
         strides, step = [], 1

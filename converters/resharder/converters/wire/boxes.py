@@ -1,4 +1,4 @@
-"""Layouts and protobuf messages, both ways."""
+"""Conversion of layouts to protobuf messages and back."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Range, TensorSpec
 from resharder.v1 import resources_pb2
 
-MAX_DIMENSIONS = 32  # numpy 1's; 2 takes 64
+MAX_DIMENSIONS = 32  # numpy 1's; numpy 2 supports 64
 
 
 def box_to_proto(box: Box) -> resources_pb2.Box:
@@ -15,7 +15,7 @@ def box_to_proto(box: Box) -> resources_pb2.Box:
 
 
 def box_from_proto(message: resources_pb2.Box) -> Box:
-    """Raises LayoutError where the fields' lengths differ."""
+    """Return a box. Raises LayoutError if the fields' lengths differ."""
     steps = message.step or [1] * len(message.start)
     if not len(message.start) == len(message.count) == len(steps):
         raise LayoutError(
@@ -29,8 +29,9 @@ def spec_to_proto(spec: TensorSpec) -> resources_pb2.TensorSpec:
 
 
 def spec_from_proto(message: resources_pb2.TensorSpec) -> TensorSpec:
-    """Raises LayoutError for a dtype that safetensors does not have, a negative size, more sizes than numpy takes, or a
-    name that is empty or what safetensors calls something else."""
+    """Return a spec. Raises LayoutError for an unknown dtype, a negative size, more dimensions than
+    numpy supports, or a name that is empty or reserved by safetensors.
+    """
     named = message.name not in ("", "__metadata__")
     if not named or message.dtype not in ITEM_SIZES or len(message.shape) > MAX_DIMENSIONS or any(n < 1 for n in message.shape):
         found = f"{message.name[:200]!r} {message.dtype[:20]!r} {list(message.shape[: MAX_DIMENSIONS + 1])}"
@@ -39,5 +40,5 @@ def spec_from_proto(message: resources_pb2.TensorSpec) -> TensorSpec:
 
 
 def boxes_to_proto(boxes: Iterable[tuple[int, Box, bool]]) -> list[resources_pb2.TensorBox]:
-    """From (position of the tensor, box, replica)."""
+    """Return messages of (position of the tensor, box, replica)."""
     return [resources_pb2.TensorBox(tensor=tensor, box=box_to_proto(box), replica=replica) for tensor, box, replica in boxes]

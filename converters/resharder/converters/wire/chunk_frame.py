@@ -1,7 +1,6 @@
-"""Chunk messages framed by hand: the bytes of proto `Chunk`, without the copies that building the message costs.
+"""Chunk messages framed by hand: the bytes of proto `Chunk`, without the copies of building the message.
 
-Fixed-width fields come first and in order, so that reading one is a struct; what another peer's protobuf writes is parsed
-in full.
+Fixed-width fields come first and in order, so that a struct reads one; other encodings are parsed in full.
 """
 
 import struct
@@ -23,14 +22,14 @@ class ChunkHeader(NamedTuple):
 
 
 def frame(header: ChunkHeader, data: bytes | memoryview, model: str = "") -> bytes:
-    """The wire bytes of one Chunk; `model` only on the first of a stream."""
+    """Return the wire bytes of one Chunk; with `model` for the first of a stream."""
     values = [field for pair in zip(_TAGS[:5], header, strict=True) for field in pair]
     end = b"" if not model else b"\x3a" + _varint(len(model.encode())) + model.encode()
     return b"".join((_FIXED.pack(*values, _TAGS[5]), _varint(len(data)), data, end))
 
 
 def unframe(message: bytes) -> tuple[ChunkHeader, memoryview, str]:
-    """(header, data, model). Raises ValueError for what is no Chunk."""
+    """Return (header, data, model). Raises ValueError for an invalid Chunk."""
     view = memoryview(message)
     if len(view) > _FIXED.size:
         fields = _FIXED.unpack_from(view)

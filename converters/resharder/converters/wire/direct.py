@@ -1,7 +1,6 @@
-"""What the direct path sends in arrays: layouts of memory and copies, as protobuf messages and back.
+"""Conversion of layouts and copies of the direct path to protobuf messages and back.
 
-What came from another process is checked here for being well formed; that copies stay inside of memory is checked where the
-memory is.
+Messages of other processes are checked for their form here; the process that owns the memory checks that copies stay inside it.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ _COPY_MATRICES = ("counts", "source_strides", "target_strides")
 
 
 def layout_to_proto(pieces: Pieces[Any]) -> direct_pb2.MemoryLayout:
-    """Of one process."""
+    """Return the message of one process's layout."""
     return direct_pb2.MemoryLayout(
         tensors=[spec_to_proto(spec) for spec in pieces.specs],
         locals=pieces.locals,
@@ -38,7 +37,7 @@ def layout_to_proto(pieces: Pieces[Any]) -> direct_pb2.MemoryLayout:
 
 
 def layout_from_proto(message: direct_pb2.MemoryLayout, process: int) -> Pieces[int]:
-    """Raises LayoutError for arrays of other lengths, for boxes that are not of their tensors, and for too many."""
+    """Return the layout. Raises LayoutError for arrays of wrong lengths, boxes outside of their tensors, and too many boxes."""
     specs = tuple(spec_from_proto(spec) for spec in message.tensors)
     if len({spec.name for spec in specs}) < len(specs):
         raise LayoutError("expected every tensor once")
@@ -73,7 +72,7 @@ def copies_to_proto(copies: Copies) -> direct_pb2.DirectCopies:
 
 
 def copies_from_proto(message: direct_pb2.DirectCopies) -> Copies:
-    """Raises LayoutError for arrays of other lengths or numbers that nothing has."""
+    """Return the copies. Raises LayoutError for arrays of wrong lengths or numbers out of range."""
     n, d = len(message.source) // 8, message.dimensions
     if not 1 <= d <= _MAX_DIMENSIONS:
         raise LayoutError(f"expected at most {_MAX_DIMENSIONS} dimensions, got {d}")

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from resharder.converters.wire.chunk_frame import unframe
 from resharder.server.state.errors import ResourceExhausted
 
 T = TypeVar("T")
@@ -106,3 +107,21 @@ class FairPool:
             future.set_exception(error)
         else:
             future.set_result(result)
+
+
+def model_of_request(request: Any) -> str:
+    """Return the model that a request names, directly or in a resource's name; empty if none."""
+    names = [getattr(request, field, "") for field in ("version", "publisher", "subject")]
+    for name in names:
+        if isinstance(name, str) and "models/" in name:
+            return name.partition("models/")[2].partition("/")[0]
+    model = getattr(request, "model", "")
+    return str(getattr(model, "name", model)).removeprefix("models/")
+
+
+def model_of_chunk(message: bytes) -> str:
+    """Return the model in a chunk's frame; empty for invalid frames, which the service refuses."""
+    try:
+        return unframe(message)[2]
+    except ValueError:
+        return ""

@@ -23,10 +23,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
-from resharder.converters.wire.chunk_frame import unframe
 from resharder.server.infra.caller import CALLER
 from resharder.server.infra.change_signal import Pause
-from resharder.server.rpc.admission import FairPool, Places
+from resharder.server.rpc.admission import FairPool, Places, model_of_chunk, model_of_request
 from resharder.server.rpc.errors import abort
 from resharder.server.rpc.methods import BY_PATH, METHODS, OURS, Cost, Method
 from resharder.server.rpc.protocol import check_revision
@@ -385,21 +384,3 @@ class _Drive:
             run(None)
         else:
             self._last.add_done_callback(run)
-
-
-def model_of_request(request: Any) -> str:
-    """Return the model that a request names, directly or in a resource's name; empty if none."""
-    names = [getattr(request, field, "") for field in ("version", "publisher", "subject")]
-    for name in names:
-        if isinstance(name, str) and "models/" in name:
-            return name.partition("models/")[2].partition("/")[0]
-    model = getattr(request, "model", "")
-    return str(getattr(model, "name", model)).removeprefix("models/")
-
-
-def model_of_chunk(message: bytes) -> str:
-    """Return the model in a chunk's frame; empty for invalid frames, which the service refuses."""
-    try:
-        return unframe(message)[2]
-    except ValueError:
-        return ""

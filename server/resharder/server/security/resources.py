@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any, Protocol
 
-from resharder.server.rpc.dispatch import model_of_chunk
+from resharder.server.rpc.admission import model_of_chunk
 from resharder.server.rpc.methods import About, Method
 from resharder.server.security.rules import Resource
 from resharder.server.state.errors import ResourceNotFound

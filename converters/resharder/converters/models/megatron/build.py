@@ -1,6 +1,6 @@
 """megatron-core's GPTModel from a config.json, under any parallel layout: for `resharder check`, without memory, and for tests.
 
-Needs torch.distributed: real ranks, or torch's "fake" process groups, which have ranks and sizes and move nothing.
+Needs torch.distributed: real ranks, or torch's "fake" process groups, which have ranks and sizes and transfer nothing.
 """
 
 from typing import Any, Literal
@@ -44,11 +44,11 @@ def build_chunks(
     device: str = "cpu",
     **overrides: Any,
 ) -> list[torch.nn.Module]:
-    """This rank's chunks, one per virtual pipeline stage, in evaluation mode, weights not initialised.
+    """Return this rank's chunks, one per virtual pipeline stage, in evaluation mode, with uninitialised weights.
 
-    The vocabulary is padded to a multiple of `vocab_multiple * tp`, as Megatron pads it; `etp` defaults to `tp` without expert
-    parallelism and to 1 with it; `overrides` go to TransformerConfig. Sets up Megatron's groups, if they are of other sizes.
-    Raises UnsupportedModel for a family without a recipe, and what megatron-core raises for a layout that it refuses.
+    The vocabulary is padded to a multiple of `vocab_multiple * tp`, as in Megatron; `etp` defaults to `tp` without expert
+    parallelism and to 1 with it; `overrides` go to TransformerConfig. Sets up Megatron's groups, if they have other sizes.
+    Raises UnsupportedModel for a family without a recipe, and the errors of megatron-core for a layout that it refuses.
     """
     recipe = architecture_of(config).recipe(config)
     if (limit := recipe.extras.clip_qkv) is not None:
@@ -86,7 +86,7 @@ def build_chunks(
 
 
 def _set_up_groups(tp: int, pp: int, vpp: int | None, cp: int, ep: int, etp: int) -> None:
-    """Megatron forgets groups but never ends them, so those that fit stay: each has threads and sockets of its own."""
+    """Set up Megatron's groups unless they fit: Megatron never ends groups, each of which has threads and sockets."""
     if parallel_state.model_parallel_is_initialized():
         now = (
             parallel_state.get_tensor_model_parallel_world_size(),
@@ -111,8 +111,9 @@ def _set_up_groups(tp: int, pp: int, vpp: int | None, cp: int, ep: int, etp: int
 
 
 class LatentAttention(DotProductAttention):  # type: ignore[misc]  # megatron-core has no types
-    """megatron-core's own attention for MLA in the local spec, which 0.16.1 gives two widths that its constructor does not know.
-    It needs none of them: a recipe's `kv_channels` is the width of values."""
+    """megatron-core's own attention for MLA in the local spec. In 0.16.1 it passes two widths that the
+    constructor does not accept; neither is needed: a recipe's `kv_channels` is the width of values.
+    """
 
     def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

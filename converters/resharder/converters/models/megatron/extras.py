@@ -1,6 +1,6 @@
-"""What families have that megatron-core 0.16.1 has no argument for, made of its own modules, with Megatron-Bridge's names.
+"""Features of families without an argument in megatron-core 0.16.1, built from its own modules, with Megatron-Bridge's names.
 
-Specs are changed before a model is built, where parameters are added; what has none is a hook on the built one.
+Specs are changed before a model is built if parameters are added; other features are hooks on the built model.
 """
 
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ class PostNormed(RowParallelLinear):  # type: ignore[misc]  # megatron-core has 
 
 
 class TEPostNormed(TERowParallelLinear):  # type: ignore[misc]  # megatron-core has no types
-    """The same of TransformerEngine's modules."""
+    """The same with TransformerEngine's modules."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
@@ -47,7 +47,7 @@ class TEPostNormed(TERowParallelLinear):  # type: ignore[misc]  # megatron-core 
 
 
 class WholeNorm(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
-    """RMSNorm over all heads of [sequence, batch, heads, channels] at once; a rank holds the gains of its heads."""
+    """RMSNorm over all heads of [sequence, batch, heads, channels] at once; a rank has the gains of its heads."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int) -> None:
         super().__init__(config)
@@ -70,7 +70,7 @@ class WholeNorm(MegatronModule):  # type: ignore[misc]  # megatron-core has no t
 
 
 def change_specs(layers: Iterable[ModuleSpec], extras: Extras, config: TransformerConfig, te: bool) -> None:
-    """Puts the modules in that add parameters, and megatron-core's own attention where its scores are to be capped."""
+    """Insert the modules that add parameters, and megatron-core's own attention if its scores are capped."""
     for layer in layers:
         attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
         if extras.post_norms:
@@ -83,7 +83,7 @@ def change_specs(layers: Iterable[ModuleSpec], extras: Extras, config: Transform
 
 
 def change_model(chunk: GPTModel, extras: Extras) -> None:
-    """Hooks into the forward pass of a built chunk."""
+    """Add hooks to the forward pass of a built chunk."""
     config = chunk.config
     if extras.embedding_scale and chunk.pre_process:
         chunk.embedding.register_forward_hook(lambda module, inputs, output: output * extras.embedding_scale)
@@ -104,7 +104,7 @@ def change_model(chunk: GPTModel, extras: Extras) -> None:
 
 
 def _capped(cap: float, module: torch.nn.Module, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The first of some inputs or outputs, between -cap and cap."""
+    """Return the first of some inputs or outputs, between -cap and cap."""
     return cap * torch.tanh(values[0] / cap), *values[1:]
 
 

@@ -1,8 +1,8 @@
 """Layouts of Megatron models: placement from `sharded_state_dict`, meaning from the family's table.
 
-`sharded_state_dict` is the only source of placement: it knows pipeline stages, tensor, expert and context parallelism, halves
-of gated MLPs, tied embeddings and replicas. (Parameter attributes are not: `partition_dim` is wrong for experts.) Nothing is
-skipped in silence: a parameter that is not placed, or whose meaning no table knows, is an error.
+`sharded_state_dict` is the only source of placement: it covers pipeline stages, tensor, expert and context parallelism, halves
+of gated MLPs, tied embeddings and replicas. (Parameter attributes do not: `partition_dim` is wrong for experts.) Nothing is
+skipped silently: a parameter without placement, or without a line in the table, is an error.
 """
 
 import inspect
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 Chunks = torch.nn.Module | Sequence[torch.nn.Module]
-"""What Megatron calls a model: its chunks, one per virtual pipeline stage of this rank, wrapped or not."""
+"""Megatron's form of a model: its chunks, one per virtual pipeline stage of this rank, wrapped or not."""
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
@@ -35,14 +35,18 @@ DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 def local_layout(
     model_chunks: Chunks, hf_config: HFConfig | PretrainedConfig, *, padded_for: int = 1
 ) -> tuple[Layout, Mapping[str, torch.Tensor]]:
-    """What this rank holds, and its local tensors by the names that the pieces use: `CHUNK.NAME`, live, not copied.
+    """Return this rank's layout, and its local tensors by the names in its pieces: `CHUNK.NAME`, live rather than copied.
 
-    Replicas are marked as `sharded_state_dict` marks them. Rows that Megatron added as padding are in no piece; `padded_for`:
-    the most tensor-parallel ranks that they were added for, where those that hold the vocabulary now are fewer.
+    Replicas are marked as `sharded_state_dict` marks them. Rows that Megatron added as padding are in no piece.
 
-    Raises UnsupportedModel (no table; quantised, sharded or offloaded parameters; a wrapper that is not known), UnknownTensor (a
-    parameter that the table does not know) and LayoutError (a parameter without placement, or of another shape than the
-    config says; a model built with other sizes than the config's).
+    Args:
+        padded_for: Most tensor-parallel ranks for which padding was added, if fewer have the vocabulary now.
+
+    Raises:
+        UnsupportedModel: no table; quantised, sharded or offloaded parameters; an unknown wrapper.
+        UnknownTensor: a parameter that is not in the table.
+        LayoutError: a parameter without placement, or with another shape than the config's; a model built with other sizes
+            than the config's.
     """
     config = config_dict(hf_config)
     table, shapes = table_of(config)
@@ -71,9 +75,10 @@ def local_layout(
 def local_pieces(
     model_chunks: Chunks, hf_config: HFConfig | PretrainedConfig
 ) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
-    """Every piece that this rank owns as `(hf_name, index, tensor)`: over all ranks, `full[hf_name][index] = tensor` fills each
-    element of the checkpoint exactly once. The tensors are views of the parameters, but where
-    HF's values differ from Megatron's by a constant. Raises as `local_layout` does.
+    """Yield every piece that this rank owns as `(hf_name, index, tensor)`: over all ranks,
+    `full[hf_name][index] = tensor` fills each element of the checkpoint exactly once. The tensors
+    are views of the parameters, unless HF's values differ from Megatron's by a constant. Raises as
+    `local_layout` does.
     """
     layout, tensors = local_layout(model_chunks, hf_config)
     if blank := [name for name, tensor in tensors.items() if tensor.is_meta]:
@@ -83,11 +88,11 @@ def local_pieces(
 
 
 def stale_parameters(model_chunks: Chunks) -> list[str]:
-    """Local tensors that other ranks have newer values of: with `overlap_param_gather` a step's parameters are gathered in the
-    next forward pass, or by `gather_parameters`.
+    """Return local tensors of which other ranks have newer values: with `overlap_param_gather`, a step's
+    parameters are gathered in the next forward pass, or by `gather_parameters`.
 
-    As megatron-core 0.16.1 keeps it (distributed/param_and_grad_buffer.py): a bucket group's `param_gather_dispatched` falls
-    when its gradients are reduced and rises when the gather starts; `param_gather_handle` is there until the gather is over.
+    In megatron-core 0.16.1 (distributed/param_and_grad_buffer.py), a bucket group's `param_gather_dispatched` is cleared
+    when its gradients are reduced and set when the gather starts; `param_gather_handle` exists until the gather is over.
     """
     stale = []
     for number, chunk in enumerate(_chunks(model_chunks)):
@@ -100,15 +105,16 @@ def stale_parameters(model_chunks: Chunks) -> list[str]:
 
 
 def gather_parameters(model_chunks: Chunks) -> None:
-    """Gathers parameters that would be gathered in the next forward pass. A collective of the data-parallel ranks."""
+    """Gather the parameters that the next forward pass would gather. A collective of the data-parallel ranks."""
     for chunk in _chunks(model_chunks):
         for wrapper in _late_gatherers(chunk):
             wrapper.start_param_sync(force_sync=True)
 
 
 def _late_gatherers(chunk: torch.nn.Module) -> list[DistributedDataParallel]:
-    """Megatron's DDP around a chunk, if it gathers parameters in the forward pass. Its hooks in the chunk know it, where the
-    chunk was taken out of it."""
+    """Return Megatron's DDP around a chunk, if it gathers parameters in the forward pass. Its hooks in
+    the chunk refer to it, even if the chunk was taken out of it.
+    """
     hooks = _unwrap(chunk)._forward_pre_hooks.values()
     behind = [inspect.getclosurevars(hook).nonlocals.get("self") for hook in hooks if inspect.isfunction(hook)]
     around = [wrapper for wrapper in (*_wrappers(chunk), *behind) if isinstance(wrapper, DistributedDataParallel)]
@@ -121,7 +127,9 @@ def _bucket_groups(wrapper: DistributedDataParallel) -> list[Any]:
 
 
 def _was_used(group: Any) -> bool:
-    """Whether there was a forward or backward pass; before that every rank has the parameters it was built or loaded with."""
+    """Return whether there was a forward or backward pass; before that, every rank has the parameters
+    it was built or loaded with.
+    """
     shards = [*group.cached_param_buffer_shard_list, *group.cached_grad_buffer_shard_list]
     counts = [*group.per_param_grad_ready_counts, *group.golden_per_param_grad_ready_counts]
     return bool(counts) or any(shard is not None for shard in shards)
@@ -132,7 +140,7 @@ def _chunks(model_chunks: Chunks) -> Sequence[torch.nn.Module]:
 
 
 def _wrappers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
-    """What is around a chunk, outermost first. They prefix names and keys."""
+    """Yield the wrappers of a chunk, outermost first. They prefix names and keys."""
     return [chunk, *_wrappers(chunk.module)] if isinstance(chunk, Float16Module | DistributedDataParallel) else []
 
 
@@ -150,7 +158,7 @@ def _unwrap(chunk: torch.nn.Module) -> MegatronModule:
 
 
 def _placed(module: MegatronModule, number: int) -> dict[str, tuple[torch.Tensor, list[ShardedTensor]]]:
-    """Every local tensor of a chunk with the shards of global tensors that it consists of."""
+    """Return every local tensor of a chunk with the shards of global tensors in it."""
     for parameter_name, parameter in module.named_parameters():
         _refuse_absent(f"{number}.{parameter_name}", parameter)
     if not parallel_state.model_parallel_is_initialized():
@@ -190,15 +198,17 @@ def _built(name: str, factory: ShardedTensorFactory) -> object:
 
 
 class _ViewsForCopies(TorchFunctionMode):
-    """Keeps `contiguous` from copying, so that shards are views that tell where their elements lie: legacy GroupedMLP
-    transposes its weights and gives contiguous copies (transformer/moe/experts.py)."""
+    """Context in which `contiguous` does not copy, so that shards are views that reveal the place of
+    their elements: legacy GroupedMLP transposes its weights and returns contiguous copies
+    (transformer/moe/experts.py).
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
 def _shards(name: str, built: object) -> list[ShardedTensor]:
-    """The sharded tensors in what a factory built: nested lists and dicts."""
+    """Yield the sharded tensors in a factory's result: nested lists and dicts."""
     if isinstance(built, ShardedTensor):
         return [built]
     if isinstance(built, Mapping):
@@ -209,14 +219,14 @@ def _shards(name: str, built: object) -> list[ShardedTensor]:
 
 
 def _refuse_other_sizes(module: MegatronModule, number: int, recipe: Recipe) -> None:
-    """Refuses a model that was built with other values than the config's, where they decide how tensors are cut."""
+    """Refuse a model that was built with other values than the config's, if they determine how tensors are cut."""
     tied = {name: value for name, value in vars(module).items() if name == "share_embeddings_and_output_weights"}
     if different := disagreements(recipe, vars(module.config) | tied):
         raise LayoutError(f"chunk {number}: {'; '.join(different)}: attach with the config of the model that is trained")
 
 
 def _refuse_absent(name: str, parameter: torch.nn.Parameter) -> None:
-    """Refuses a parameter whose elements are not all in this process's memory."""
+    """Refuse a parameter whose elements are not all in this process's memory."""
     if isinstance(parameter, DTensor):
         raise UnsupportedModel(f"{name}: expected a plain tensor, found a DTensor: parameters sharded by FSDP are not supported")
     if parameter.numel() and not parameter.untyped_storage().nbytes():
@@ -240,8 +250,9 @@ def _dtype(name: str, tensor: torch.Tensor) -> str:
 def _shard_pieces(
     name: str, tensor: torch.Tensor, shard: ShardedTensor, table: Table, one: float, padded_for: int
 ) -> Iterator[Piece]:
-    """The pieces of one shard: a box of a global Megatron tensor, in a part of a local one. The model stores a norm's gain of
-    one as `one`."""
+    """Return the pieces of one shard: a box of a global Megatron tensor, in a part of a local one. The
+    model stores a norm's gain of one as `one`.
+    """
     if shard.data.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
         raise UnsupportedModel(f"{name}: sharded_state_dict copies it, so it has no place in memory")
     for weight, data, start in _members(name, shard, table, padded_for):
@@ -261,8 +272,10 @@ def _shard_pieces(
 def _members(
     name: str, shard: ShardedTensor, table: Table, padded_for: int
 ) -> Iterator[tuple[Weight, torch.Tensor, tuple[int, ...]]]:
-    """The table's weights that a shard holds, each with its elements and where in the whole weight they start. Experts are
-    stacked in a dimension before those of a weight, which the local tensor has (legacy GroupedMLP) or has not."""
+    """Yield the table's weights in a shard, each with its elements and their start in the whole
+    weight. Experts are stacked in a dimension before those of a weight, which the local tensor may
+    have (legacy GroupedMLP).
+    """
     if shard.key not in table:
         raise UnknownTensor(f"{name}: the table of this model has no {shard.key}")
     weights, expected = table[shard.key], table[shard.key][0].shape

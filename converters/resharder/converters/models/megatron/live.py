@@ -1,4 +1,4 @@
-"""A process's local tensors by name, as its modules have them at the moment."""
+"""A process's local tensors by name, as its modules have them now."""
 
 from collections.abc import Iterable, Iterator, Mapping
 

@@ -1,8 +1,9 @@
 """megatron-core's distributed checkpoints (`torch_dist`), saved under any parallel layout, as HF tensors, a part at a time.
 
-The model is built on the meta device, as the only rank of a world holds it, and some of its tensors at a time are read from the
-files, so that the host's memory never holds the model: torch's readers do that, Megatron's wants whole layers' stacks. Optimizer
-states are not looked at. `.metadata` is a pickle, of which nothing but torch's own descriptions of tensors is accepted;
+The model is built on the meta device, as the only rank of a world has it, and some of its tensors at a time are read from the
+files, so that the host's memory never holds the model: torch's readers do that, while Megatron's read whole
+layers' stacks. Optimizer
+states are skipped. `.metadata` is a pickle, in which only torch's own descriptions of tensors are accepted;
 `common.pt`, a pickle of the trainer's classes, is not read.
 """
 
@@ -35,26 +36,26 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
 Stored = Mapping[str, TensorStorageMetadata]
-"""A checkpoint's tensors, by Megatron's keys."""
+"""Tensors of a checkpoint by Megatron's keys."""
 
 _FORMS: tuple[dict[str, bool], ...] = (
     {"non_homogeneous_layers": False},  # layers stacked in one tensor
     {"non_homogeneous_layers": True},
     {"singleton_local_shards": True},  # experts and halves of gated MLPs apart as well
 )
-"""How megatron-core 0.16 may name the same tensors, by the metadata that sharded_state_dict was given."""
+"""Names that megatron-core 0.16 may give the same tensors, by the metadata of sharded_state_dict."""
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer[._]")
 _STACKED = re.compile(r"^decoder\.layers\.(?!\d)")
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _NORM_STATE = "decoder.final_layernorm._extra_state"
 _EMBEDDING = "embedding.word_embeddings.weight"
-_MOST_RANKS = 64  # tensor-parallel ranks that a vocabulary was padded for; a checkpoint does not tell
-_AT_ONCE = 256 << 20  # bytes; torch has up to two copies more of the one that it is reading
+_MOST_RANKS = 64  # tensor-parallel ranks for which a vocabulary was padded, which a checkpoint does not record
+_AT_ONCE = 256 << 20  # bytes; torch has up to two more copies of the tensor that it reads
 
 
 @dataclass(frozen=True)
 class TorchDist:
-    """An opened checkpoint. `layout`: its HF tensors in the dtypes it has them in, whole, and where they lie in Megatron's."""
+    """Opened checkpoint. `layout` has its HF tensors in its dtypes, whole, with their places in Megatron's."""
 
     layout: Layout
     _files: "_Files"
@@ -62,8 +63,9 @@ class TorchDist:
     _dtypes: Mapping[str, torch.dtype]
 
     def items(self) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
-        """Every element of every HF tensor once, as (name, index, part), good until the next one is asked for. Raises
-        ConversionError where the checkpoint cannot be read."""
+        """Yield every element of every HF tensor once, as (name, index, part), valid until the next
+        one. Raises ConversionError if the checkpoint cannot be read.
+        """
         pieces: dict[str, list[Piece]] = {}
         for piece in self.layout.pieces:
             pieces.setdefault(piece.local, []).append(piece)
@@ -90,10 +92,14 @@ class TorchDist:
 
 @contextmanager
 def open_torch_dist(folder: Path, config: HFConfig) -> Iterator[TorchDist]:
-    """The checkpoint of the model that `config` describes. This process is the only rank of a world while it is opened.
+    """Open the checkpoint of the model of `config`. This process is the only rank of a world meanwhile.
 
-    Raises UnknownTensor (tensors that one side has and the other has not), LayoutError (other shapes), UnsupportedModel,
-    ConversionError (it cannot be read), RuntimeError where torch.distributed is initialised already.
+    Raises:
+        UnknownTensor: tensors that only one side has.
+        LayoutError: other shapes.
+        UnsupportedModel: the model has no table.
+        ConversionError: the checkpoint cannot be read.
+        RuntimeError: torch.distributed is initialised already.
     """
     files = _Files(folder)
     with fake_rank(0, 1):
@@ -105,7 +111,7 @@ def open_torch_dist(folder: Path, config: HFConfig) -> Iterator[TorchDist]:
 
 
 class _Files:
-    """What is on disk. `stored`: the tensors that are no optimizer's; `states`: the keys of everything else."""
+    """Files on disk. `stored` has the tensors of the model, `states` the keys of everything else."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._reader = folder, FileSystemReader(folder)
@@ -121,7 +127,7 @@ class _Files:
         self.states: Set[str] = found.keys() - tensors.keys()
 
     def read(self, shards: Iterable[ShardedTensor]) -> None:
-        """Fills the shards' memory. Raises ConversionError."""
+        """Fill the shards' memory. Raises ConversionError."""
         targets: dict[MetadataIndex, torch.Tensor] = {}
         items: list[ReadItem] = []
         for shard in shards:
@@ -140,7 +146,7 @@ class _Files:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Of the classes that torch and megatron-core describe a checkpoint with, and of dtypes."""
+    """Unpickler that accepts the classes with which torch and megatron-core describe a checkpoint, and dtypes."""
 
     _HOMES = (*(f"torch.distributed.checkpoint.{name}" for name in ("filesystem", "metadata", "planner")), _MEGATRON)
 
@@ -154,7 +160,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Into(LoadPlanner):
-    """Tells torch's reader where each part of a stored tensor goes."""
+    """Destination of each part of a stored tensor, for torch's reader."""
 
     def __init__(self, targets: Mapping[MetadataIndex, torch.Tensor]) -> None:
         self._targets = targets
@@ -183,8 +189,9 @@ class _Into(LoadPlanner):
 
 
 def _build(config: HFConfig, files: _Files) -> Any:
-    """The whole model, without memory, its vocabulary padded as the checkpoint has it. Megatron's own layers will do, but gated
-    delta nets are made of TransformerEngine's."""
+    """Return the whole model, without memory, its vocabulary padded as in the checkpoint. It has
+    Megatron's own layers, except gated delta nets, which need TransformerEngine's.
+    """
     recipe = architecture_of(config).recipe(config).transformer
     rows = files.stored[_EMBEDDING].size[0] if _EMBEDDING in files.stored else 1
     options: dict[str, Any] = {"spec": "te"} if recipe.get("experimental_attention_variant") else WITHOUT_CUDA
@@ -204,7 +211,7 @@ def _build(config: HFConfig, files: _Files) -> Any:
 
 
 def _entries(chunk: Any, files: _Files, table: Table) -> dict[str, Entry]:
-    """The model's local tensors as the checkpoint names them, by the names that its layout uses. Raises UnknownTensor."""
+    """Return the model's local tensors as the checkpoint names them, by the names of its layout. Raises UnknownTensor."""
     stored, differences = files.stored.keys(), list[tuple[int, str]]()
     for form in _FORMS:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -223,8 +230,9 @@ def _entries(chunk: Any, files: _Files, table: Table) -> dict[str, Entry]:
 
 
 def _other_names(missing: Set[str], unexpected: Set[str], table: Table) -> dict[str, str]:
-    """What is missing, by the names that it has in the checkpoint: TransformerEngine fuses other norms than Megatron's own layers
-    do, and the table knows both names."""
+    """Return missing tensors by their names in the checkpoint: TransformerEngine fuses other norms
+    than Megatron's own layers, and the table has both names.
+    """
     there = {meaning: key for key in unexpected if (meaning := _meaning(key, table)) is not None}
     meanings = {key: _meaning(key, table) for key in missing}
     return {key: there[meaning] for key, meaning in meanings.items() if meaning is not None and meaning in there}
@@ -243,7 +251,7 @@ def _shards(entry: Entry) -> list[ShardedTensor]:
 
 
 def _check(folder: Path, entry: Entry, stored: Stored) -> torch.dtype:
-    """The dtype that a local tensor has in the checkpoint. Raises LayoutError where its shape is another one."""
+    """Return the dtype of a local tensor in the checkpoint. Raises LayoutError for another shape."""
     dtypes = set()
     for shard in _shards(entry):
         there = stored[shard.key]
@@ -269,7 +277,7 @@ def _as_stored(layout: Layout, dtypes: Mapping[str, torch.dtype]) -> Layout:
 
 
 def _shards_in(entry: Entry, tensor: torch.Tensor) -> list[ShardedTensor]:
-    """The shards of a local tensor whose memory is `tensor`'s. Raises UnsupportedModel where Megatron would copy."""
+    """Return the shards of a local tensor whose memory is `tensor`'s. Raises UnsupportedModel if Megatron would copy."""
     if isinstance(entry, ShardedTensor):
         return [replace(entry, data=tensor, dtype=tensor.dtype)]
     shards = _shards(replace(entry, data=tensor))

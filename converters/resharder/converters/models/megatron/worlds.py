@@ -1,8 +1,8 @@
-"""What every rank of a trainer of any size would hold, without the trainer: one process, no weights.
+"""Layouts of every rank of a trainer of any size, without the trainer: one process, no weights.
 
-Megatron places by coordinates: two ranks at the same tensor and pipeline coordinates hold the same dense tensors, two at the same
-expert, expert-tensor and pipeline coordinates the same experts. So only the first data parallel replica is built, on the meta
-device, under torch's "fake" process groups; the others are put together of its parts, as replicas.
+Megatron places by coordinates: two ranks at the same tensor and pipeline coordinates have the same dense tensors, two at the same
+expert, expert-tensor and pipeline coordinates the same experts. Only the first data-parallel replica is built, on the meta
+device, under torch's "fake" process groups; the others are composed of its parts, as replicas.
 """
 
 from collections.abc import Iterator, Mapping
