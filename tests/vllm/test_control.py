@@ -387,7 +387,7 @@ def test_a_sleep_shuts_the_gate_first_and_a_wake_leaves_it_shut_and_the_engine_p
     assert side.do(sleep(level, mode="abort")) == Outcome(Kind.SLEEP, "p1")
     assert side.engine.calls == [("sleep", level, "abort")]
     assert side.engine.positions["sleep"] is Position.SHUT
-    assert run(side.gate.enter()).reason == "an operator put it to sleep"
+    assert run(side.gate.enter()).reason == "an operator put the server to sleep"
 
     assert side.do(wake(PowerState.WEIGHTS_AWAKE, "p2")) == Outcome(Kind.WAKE, "p2")
     assert side.engine.slumber.tags == {"kv_cache"}

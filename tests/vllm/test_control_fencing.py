@@ -183,7 +183,7 @@ class Side:
         self.renew()
 
     async def cut_off(self) -> None:
-        self.lease.break_off()
+        self.lease.end_span()
 
 
 def paused_by_another() -> tuple[Server, Side]:

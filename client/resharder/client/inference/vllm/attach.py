@@ -88,11 +88,11 @@ async def attach(
             numbers.carried_out(outcome)
         return outcome
 
-    def about() -> tuple[PowerState, int, int]:
-        return control.state.power, gate.in_flight, gate.shown
+    def status() -> tuple[PowerState, int, int]:
+        return control.state.power, gate.in_flight, gate.serving
 
     guard(getattr(engine, "engine_core", None))
-    thread = LeaseThread(Channel(settings.endpoint), identity, gate.lease, carry_out, about, asyncio.get_running_loop())
+    thread = LeaseThread(Channel(settings.endpoint), identity, gate.lease, carry_out, status, asyncio.get_running_loop())
     control = OrderExecutor(
         engine,
         gate,
@@ -103,7 +103,7 @@ async def attach(
     )
     gate.when_empty = thread.report_now
     try:
-        await control.look()
+        await control.refresh_power()
     except Exception as error:  # whoever leads looks again when it begins to
         logger.warning("whether the engine sleeps is not known yet: %s", error)
     thread.start()
