@@ -209,7 +209,10 @@ def test_a_side_that_does_not_lead_refuses_to_stage_and_to_apply(order: ControlO
     side = Side(leads=False)
     outcome = side.do(order)
     assert outcome is not None
-    assert (outcome.ok, outcome.error) == (False, f"{order.kind.name} came to a control side that does not lead")
+    assert (outcome.ok, outcome.error) == (
+        False,
+        f"expected the leading control side for {order.kind.name}, this one does not lead",
+    )
     assert side.engine.calls == []
 
 
@@ -486,7 +489,7 @@ def test_a_side_that_does_not_lead_refuses_to_put_to_sleep_to_wake_and_to_unstag
     for order in (sleep(1), wake(), ControlOrder(Kind.UNSTAGE, "i1", 2)):
         outcome = side.do(order)
         assert outcome is not None
-        assert outcome.error == f"{order.kind.name} came to a control side that does not lead"
+        assert outcome.error == f"expected the leading control side for {order.kind.name}, this one does not lead"
     assert side.engine.calls == []
 
 

@@ -141,7 +141,7 @@ class OrderExecutor:
                 # If another side led in between, it may have resumed the engine: this side's pause no longer counts.
                 consecutive = self.state.led is not None and order.term == self.state.led + 1
                 self.state = replace(self.state, led=order.term, paused_at=self.state.paused_at if consecutive else None)
-                self._update_power(await self._workers("resharder_describe"))  # this call brings the term to the engine's fence
+                self._update_power(await self._workers("resharder_describe"))  # this call carries the term to the engine's fence
                 return None
             case Step.STAGE:
                 base = [self._version_name(order.ahead_of)] if order.ahead_of else []

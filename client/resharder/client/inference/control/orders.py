@@ -152,7 +152,7 @@ def decide(state: State, open_on: int | None, alive: bool, order: ControlOrder) 
         The step to take, or the outcome if no step is needed.
     """
     if order.kind in _LEADERS and not state.leads(order):
-        return _refused(order, f"{order.kind.name} came to a control side that does not lead")
+        return _refused(order, f"expected the leading control side for {order.kind.name}, this one does not lead")
     if before := _recorded_outcome(state, order):
         return before
     if order.leased and not alive:
