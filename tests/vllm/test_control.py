@@ -87,7 +87,10 @@ def test_a_side_that_does_not_lead_refuses_to_stage_and_to_apply(order: ControlO
     side = Side(leads=False)
     outcome = side.do(order)
     assert outcome is not None
-    assert (outcome.ok, outcome.error) == (False, f"{order.kind.name} came to a control side that does not lead")
+    assert (outcome.ok, outcome.error) == (
+        False,
+        f"expected the leading control side for {order.kind.name}, this one does not lead",
+    )
     assert side.engine.calls == []
 
 
@@ -254,7 +257,7 @@ def test_a_sleep_shuts_the_gate_first_and_a_wake_leaves_it_shut_and_the_engine_p
     assert side.do(sleep(level, mode="abort")) == Outcome(Kind.SLEEP, "p1")
     assert side.engine.calls == [("sleep", level, "abort")]
     assert side.engine.positions["sleep"] is Position.SHUT
-    assert run(side.gate.enter()).reason == "an operator put it to sleep"
+    assert run(side.gate.enter()).reason == "an operator put the server to sleep"
 
     assert side.do(wake(PowerState.WEIGHTS_AWAKE, "p2")) == Outcome(Kind.WAKE, "p2")
     assert side.engine.slumber.tags == {"kv_cache"}
@@ -353,7 +356,7 @@ def test_a_side_that_does_not_lead_refuses_to_put_to_sleep_to_wake_and_to_unstag
     for order in (sleep(1), wake(), ControlOrder(Kind.UNSTAGE, "i1", 2)):
         outcome = side.do(order)
         assert outcome is not None
-        assert outcome.error == f"{order.kind.name} came to a control side that does not lead"
+        assert outcome.error == f"expected the leading control side for {order.kind.name}, this one does not lead"
     assert side.engine.calls == []
 
 

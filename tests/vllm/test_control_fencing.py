@@ -183,7 +183,7 @@ class Side:
         self.renew()
 
     async def cut_off(self) -> None:
-        self.lease.break_off()
+        self.lease.end_span()
 
 
 def paused_by_another() -> tuple[Server, Side]:
@@ -343,7 +343,7 @@ def test_a_side_that_led_before_leaves_the_engine_to_the_one_that_leads_now() ->
         server.core.done.clear()
         refused = await old.do(Kind.STAGE, 3, term=NEXT_TERM)
         assert refused is not None
-        assert refused.error == "STAGE came to a control side that does not lead"
+        assert refused.error == "expected the leading control side for STAGE, this one does not lead"
         assert await old.do(Kind.RESUME, 2, term=NEXT_TERM) == Outcome(Kind.RESUME, "i2", pause_seconds=0.0)
         assert (server.core.paused, server.core.done) == (True, [])
         assert (old.gate.position, old.gate.version) == (Position.OPEN, 2)
@@ -428,7 +428,7 @@ def test_deadlines_are_compared_on_one_clock_alone_and_terms_everywhere(clock: s
 
 
 def test_an_engine_that_cannot_be_fenced_is_refused() -> None:
-    with pytest.raises(UsageError, match="expected an AsyncLLM, whose engine core is a process of its own, got a NoneType"):
+    with pytest.raises(UsageError, match="expected an AsyncLLM with its engine core in another process, got a NoneType"):
         guard(None)
 
 

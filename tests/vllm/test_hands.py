@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-REFUSED = [path for (method, path), rule in RULES.items() if rule.hand is Handling.REFUSED and method == "POST"]
-PASSES = [path for (_, path), rule in RULES.items() if rule.hand is not Handling.REFUSED and "{" not in path]
+REFUSED = [path for (method, path), rule in RULES.items() if rule.handling is Handling.REFUSED and method == "POST"]
+PASSES = [path for (_, path), rule in RULES.items() if rule.handling is not Handling.REFUSED and "{" not in path]
 
 
 def app(gate: Gate) -> Starlette:

@@ -109,7 +109,7 @@ def no_difference(found: list[resources_pb2.Verification], version: int) -> None
 def test_every_route_that_changes_the_engine_is_refused_with_the_reason(single: Deployment) -> None:
     before = single.server.generate(PROMPT)
     for (method, path), rule in RULES.items():
-        if rule.hand is Handling.REFUSED:
+        if rule.handling is Handling.REFUSED:
             answer = single.server.request(
                 method, path.replace("{adapter_name}", "a"), {"method": "reload_weights", "action": "reset"}
             )

@@ -41,7 +41,7 @@ def installed(copy: Copy) -> Installed:
 
 def test_what_it_finds_is_what_the_store_holds() -> None:
     done = installed(Copy(list(STORED)))
-    assert (done.proven, done.boxed_bytes) == (3, 48)
+    assert (done.verified, done.boxed_bytes) == (3, 48)
 
 
 @pytest.mark.parametrize("found", [[11, 22, 34], [22, 11, 33]])
@@ -49,7 +49,7 @@ def test_each_box_that_is_another_is_named(found: list[int]) -> None:
     with pytest.raises(InstallError) as error:
         installed(Copy(found))
     wrong = [row for row in range(3) if found[row] != STORED[row]]
-    assert f"{len(wrong)} boxes are not what the store holds" in str(error.value)
+    assert f"expected the digests of the store, {len(wrong)} boxes differ" in str(error.value)
     for row in wrong:
         assert f"expected digest {STORED[row]:016x}, found {found[row]:016x}" in str(error.value)
 
@@ -57,5 +57,5 @@ def test_each_box_that_is_another_is_named(found: list[int]) -> None:
 def test_it_is_not_used_for_another_route(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install, "write_all", lambda host, live, pieces, source, fault: list(zip(pieces, STORED, strict=True)))
     other = Copy([0, 0, 0], pieces=PIECES[:2])
-    assert installed(other).proven == 3
+    assert installed(other).verified == 3
     assert not other.ran

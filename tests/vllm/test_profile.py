@@ -154,5 +154,5 @@ def test_a_trace_that_is_too_large_is_left_out_and_the_table_is_not(said: Said, 
     with profiled(Channel("127.0.0.1:1"), "s", 0, "i", CPU):
         torch.ones(2).sum()
     (profile,) = said.profiles
-    assert "more than the 10 that are sent" in profile.error
+    assert "expected a trace of at most 10 bytes, got " in profile.error
     assert (profile.trace, bool(profile.table)) == (b"", True)

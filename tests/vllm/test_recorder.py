@@ -96,12 +96,12 @@ def test_slices_fused_parameters_and_dead_names_are_written_down() -> None:
 @pytest.mark.parametrize(
     ("load", "why"),
     [
-        (lambda p, t: p.data.copy_(t + 1), "computed with"),
-        (lambda p, t: p.data.copy_(t.mul_(2)), "computed with"),
-        (lambda p, t: p.data.copy_(t.half().float()), "computed with"),
-        (lambda p, t: p.data.copy_(torch.cat([t[2:], t[:2]])), "computed with"),
-        (lambda p, t: p.data.copy_(t[:1]), "repeated"),
-        (lambda p, t: p.data.add_(t), "add_ into a parameter"),
+        (lambda p, t: p.data.copy_(t + 1), "computes with"),
+        (lambda p, t: p.data.copy_(t.mul_(2)), "computes with"),
+        (lambda p, t: p.data.copy_(t.half().float()), "computes with"),
+        (lambda p, t: p.data.copy_(torch.cat([t[2:], t[:2]])), "computes with"),
+        (lambda p, t: p.data.copy_(t[:1]), "broadcasts"),
+        (lambda p, t: p.data.add_(t), "add_ on a parameter"),
     ],
 )
 def test_a_loader_that_does_more_than_copying_is_said_to(

@@ -35,12 +35,12 @@ def drafter(method: str, model: str) -> SimpleNamespace:
         ({"parallel_config": parallel(enable_eplb=True)}, "EPLB (--enable-eplb)"),
         ({"parallel_config": parallel(enable_elastic_ep=True)}, "elastic expert parallelism"),
         ({"lora_config": object()}, "LoRA (--enable-lora)"),
-        ({"speculative_config": drafter("eagle3", "org/eagle")}, "a drafter with weights of its own (eagle3, org/eagle)"),
+        ({"speculative_config": drafter("eagle3", "org/eagle")}, "a drafter with its own weights (eagle3, org/eagle)"),
         (
             {"speculative_config": drafter("draft_model", "org/small")},
-            "a drafter with weights of its own (draft_model, org/small)",
+            "a drafter with its own weights (draft_model, org/small)",
         ),
-        ({"speculative_config": drafter("mtp", "org/mtp")}, "a drafter with a checkpoint of its own (org/mtp)"),
+        ({"speculative_config": drafter("mtp", "org/mtp")}, "a drafter with its own checkpoint (org/mtp)"),
         (
             {"lora_config": object(), "parallel_config": parallel(enable_eplb=True)},
             "EPLB (--enable-eplb) and LoRA (--enable-lora)",
@@ -48,7 +48,7 @@ def drafter(method: str, model: str) -> SimpleNamespace:
     ],
 )
 def test_a_server_with_weights_that_would_not_be_installed_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
-    refusal = f"Resharder does not install into servers with {named}"
+    refusal = f"Resharder does not support servers with {named}"
     assert refusals.refuse_unsupported(config(**changes)) == refusal
     with pytest.raises(UsageError, match=named.split(" (")[0]):
         ResharderLoader(LoadConfig()).load_model(config(**changes), None)

@@ -100,7 +100,7 @@ def test_an_untested_vllm_is_warned_of_once_by_all_processes_of_a_server(
     register()  # as a process does that inherits the environment
     records = dict.fromkeys(caplog.records)  # one that two loggers hand to pytest is one
     assert [record.message for record in records if record.name == "vllm.resharder"] == [
-        f"Resharder is tested with vLLM 0.26, 0.28, 0.32, and this is {version}"
+        f"Resharder is tested with vLLM 0.26, 0.28, 0.32; this is {version}"
     ]
     assert os.environ["RESHARDER_WARNED_OF_VLLM"] == version
 

@@ -39,9 +39,10 @@ DRAFTERS = {"deepseek_v3": "model.layers.4.", "glm4_moe": "model.layers.4.", "mi
 """Tensors that only a drafter loads: layers that predict further tokens."""
 
 IMPURE = {
-    "glm4_moe": {"mlp.gate.weight": "it is stored as torch.float32"},  # published in bf16
-    "minimax_m2": {"block_sparse_moe.gate.weight": "it is stored as torch.float32"},
-    "gpt_oss": {"mlp.experts.down_proj_bias": "it is computed with before it is stored"},  # zero on all ranks but the first
+    "glm4_moe": {"mlp.gate.weight": "the loader stores it as torch.float32"},  # published in bf16
+    "minimax_m2": {"block_sparse_moe.gate.weight": "the loader stores it as torch.float32"},
+    # Zero on all ranks but the first.
+    "gpt_oss": {"mlp.experts.down_proj_bias": "the loader computes with it before it stores it"},
 }
 """Tensors that some worker takes whole, because the loader does more than copy, and why. All others are taken by boxes."""
 

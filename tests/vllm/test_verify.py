@@ -54,7 +54,7 @@ class Scene:
 
     def install(self) -> None:
         box = full_box(SHAPE)
-        with self.verifier.undisturbed():
+        with self.verifier.exclusive():
             self.verifier.expect(self.part, {("w", box): digest_torch(self.model.weight.detach(), box, SHAPE)})
             self.verifier.installed({MODEL: self.model})
 
@@ -94,7 +94,7 @@ def test_a_change_anywhere_is_found_by_its_name(scene: Scene, path: str, change:
 
 
 def test_the_digests_of_the_store_are_compared_and_not_those_of_what_was_there(scene: Scene) -> None:
-    with scene.verifier.undisturbed():
+    with scene.verifier.exclusive():
         scene.verifier.expect(scene.part, {("w", full_box(SHAPE)): 1})
         scene.verifier.installed({MODEL: scene.model})
     assert list(scene.verify().different) == ["weight"]
@@ -124,12 +124,12 @@ def test_an_install_that_comes_meanwhile_ends_the_verification(scene: Scene, mon
     plain = inventory.slices
 
     def slices(*args: object) -> object:
-        with scene.verifier.undisturbed():
+        with scene.verifier.exclusive():
             pass
         return plain(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(inventory, "slices", slices)
-    assert "meanwhile" in scene.verify().skipped
+    assert "interrupted by an install" in scene.verify().skipped
     assert scene.altered == []
 
 
@@ -141,7 +141,7 @@ def test_verifications_come_by_themselves_and_on_request(scene: Scene) -> None:
             threading.Event().wait(0.02)
         raise TimeoutError
 
-    scene.verifier.settle({MODEL: scene.model}, 0.05)
+    scene.verifier.start({MODEL: scene.model}, 0.05)
     until(lambda: len(scene.told) > 1)
-    scene.verifier.ask("r1")
+    scene.verifier.request("r1")
     until(lambda: scene.told[-1].request == "r1")

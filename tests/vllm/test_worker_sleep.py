@@ -16,14 +16,14 @@ pytestmark = pytest.mark.compat
 
 class Agent:
     def __init__(self) -> None:
-        self.slumber = SleepState()
-        self.verifier = SimpleNamespace(undisturbed=nullcontext)
+        self.sleep_state = SleepState()
+        self.verifier = SimpleNamespace(exclusive=nullcontext)
 
     def fall_asleep(self, models: object, level: int) -> None:
         pass
 
     def woke(self, tags: list[str] | None) -> None:
-        self.slumber.end(tags)
+        self.sleep_state.end(tags)
 
 
 class Worker:
@@ -59,16 +59,16 @@ def test_a_worker_that_sleeps_is_known_to_though_other_processes_took_what_it_fr
 ) -> None:
     worker, agent = watched(last, monkeypatch)
     worker.sleep(2)
-    assert agent.slumber.power is PowerState.ASLEEP_2
+    assert agent.sleep_state.power is PowerState.ASLEEP_2
     worker.wake_up(["weights"])
-    assert agent.slumber.power is PowerState.WEIGHTS_AWAKE
+    assert agent.sleep_state.power is PowerState.WEIGHTS_AWAKE
 
 
 def test_any_other_failure_to_sleep_is_vllms_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, agent = watched(fails("the allocator is not there"), monkeypatch)
     with pytest.raises(AssertionError, match="allocator"):
         worker.sleep(1)
-    assert agent.slumber.power is PowerState.AWAKE
+    assert agent.sleep_state.power is PowerState.AWAKE
 
 
 def test_vllm_still_says_it_in_the_words_that_are_waited_for() -> None:

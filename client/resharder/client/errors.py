@@ -6,14 +6,14 @@ ResharderError
 ├── WaitTimeout           the daemon answers, but the wait (for a version, for other ranks) has ended without a result
 ├── Refused               the daemon refuses; `reason` is the cause
 │   ├── LayoutRejected    the slots do not tile the model, or one of them is invalid
-│   ├── StaleEpoch        a later job took the model over: this one can no longer write
+│   ├── StaleEpoch        a newer job has claimed the model: this one can no longer write
 │   ├── Conflict          it exists with other content: other bytes of (epoch, step), another registration of this rank
-│   ├── OutOfRoom         the store has no room for the model, its medium is full, or too many versions are UPLOADING
+│   ├── OutOfRoom         the store has no capacity for the model, its medium is full, or too many versions are UPLOADING
 │   ├── StoreFailed       a file operation of the daemon failed; it may succeed when the medium works again
 │   ├── MessageTooLarge   one message exceeds the daemon's bound: a registration of very many tensors
 │   ├── AccessDenied      no valid certificate or token, or one without the role
 │   ├── NotFound          no such model, version, publisher or server
-│   └── CorruptData       bytes arrived other than they were sent
+│   └── CorruptData       received bytes differ from those sent
 ├── VersionAborted        the version will never be READY
 ├── StaleParameters       this rank's parameters are older than those of other ranks
 ├── ServersNotAsleep      a generation has ended, and servers may still occupy the GPUs: parameters were not brought back

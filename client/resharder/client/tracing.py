@@ -1,5 +1,7 @@
-"""How long the phases of some work took, for the reports that the daemon makes traces of (docs/tracing.md), and links between a
-version's trace and a trainer's own. Without OpenTelemetry in the trainer there is nothing to link, and nothing is imported."""
+"""Durations of phases, for reports from which the daemon creates traces (docs/tracing.md), and links
+between a version's trace and a trainer's own. Without OpenTelemetry in the trainer, nothing is
+linked or imported.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ Timings = list[resources_pb2.Timing]
 
 @contextmanager
 def timed(timings: Timings, phase: str) -> Iterator[None]:
-    """Adds how long the block took, however it ends."""
+    """Append the duration of a block, however it ends."""
     timing = resources_pb2.Timing(phase=phase)
     timing.start_time.GetCurrentTime()
     began = monotonic()
@@ -26,7 +28,7 @@ def timed(timings: Timings, phase: str) -> Iterator[None]:
 
 
 def metadata() -> tuple[tuple[str, str], ...]:
-    """gRPC metadata with the W3C trace context of the span that this thread is in, if any."""
+    """Return gRPC metadata with the W3C trace context of this thread's span, if any."""
     span = _current()
     if span is None:
         return ()
@@ -35,7 +37,7 @@ def metadata() -> tuple[tuple[str, str], ...]:
 
 
 def link(traceparent: str) -> None:
-    """From the span that this thread is in, if any, to the first one of a version's trace."""
+    """Link this thread's span, if any, to the first span of a version's trace."""
     span = _current()
     if span is None or not traceparent:
         return
@@ -46,7 +48,7 @@ def link(traceparent: str) -> None:
 
 
 def _current() -> Any:
-    """OpenTelemetry's current span; None where the program does not use OpenTelemetry, or is in none."""
+    """Return OpenTelemetry's current span; None without OpenTelemetry or outside of a span."""
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return None

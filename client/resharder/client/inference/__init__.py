@@ -1,1 +1,1 @@
-"""Installing versions beside an inference engine. Only `inference.vllm` imports vLLM."""
+"""The part of Resharder that runs beside an inference engine. Only `inference.vllm` imports vLLM."""

@@ -1,18 +1,20 @@
-"""The interface of an inference engine, implemented once for each engine in a folder of its own (`vllm/`).
+"""The interface of an inference engine, implemented in one folder for each engine (`vllm/`).
 
-`Host` is the engine around one worker's model, `Engine` the engine as a whole. `worker/` and `control/` reach engines through
-these protocols alone.
+`Host` is the engine around one worker's model; `Engine` is the whole engine. `worker/` and `control/`
+reach engines through these protocols only.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-if TYPE_CHECKING:  # the control side does without
+if TYPE_CHECKING:  # the control side does not import torch
     import torch
 
-Mode = Literal["keep", "wait", "abort"]  # for the requests in flight when the engine pauses
-Loader = Callable[..., object]  # copies a checkpoint's tensor, or a part of it, into a parameter
+Mode = Literal["keep", "wait", "abort"]
+"""Effect of a pause on the requests in flight."""
+Loader = Callable[..., object]
+"""A weight loader: copies a checkpoint's tensor, or a part of it, into a parameter."""
 
 
 class ModelConfig(Protocol):
@@ -20,7 +22,7 @@ class ModelConfig(Protocol):
 
     @property
     def quantization(self) -> Any:
-        """The name of the quantisation method; `None` without one."""
+        """The name of the quantisation method, or `None`."""
 
 
 class Host(Protocol):
@@ -36,10 +38,10 @@ class Host(Protocol):
 
     @property
     def neighbours(self) -> int:
-        """Number of workers that may share this machine's cores."""
+        """Upper bound on the number of workers that share this machine's cores."""
 
     def refusal(self) -> str:
-        """Return why versions cannot be installed into this engine; empty if they can."""
+        """Return the reason why versions cannot be installed into this engine; empty if they can."""
 
     def model_config(self, *, drafter: bool) -> ModelConfig:
         """Return the configuration of the model or of its drafter."""
@@ -48,7 +50,7 @@ class Host(Protocol):
         """Enter the context (configuration, device, no gradients) in which the engine's own loading code runs."""
 
     def recordable(self, model: "torch.nn.Module") -> AbstractContextManager[None]:
-        """Give the parameters of a running model the shapes they had before loading, on the meta device; restore them at exit."""
+        """Replace a running model's parameters by meta tensors of their shapes before loading; restore them at exit."""
 
     def original_loader(self, tensor: "torch.Tensor") -> Loader:
         """Return the tensor's own weight loader, without the wrappers that the engine's reload puts around it."""
@@ -56,25 +58,44 @@ class Host(Protocol):
     def reloading(
         self, model: "torch.nn.Module", model_config: ModelConfig, modules: frozenset[str]
     ) -> AbstractContextManager[None]:
-        """Open `modules` for `model.load_weights` and process them at exit.
+        """Prepare `modules` for `model.load_weights` and post-process them at exit.
 
-        Parameters that were not loaded completely get their old values back, however the block ends.
+        At exit, also after an exception, parameters that were not loaded completely get their old values back.
         """
 
 
 class Engine(Protocol):
     """The engine's client in the process of the control side.
 
-    `collective_rpc` has no `timeout`: one desynchronises tensor parallel workers (vLLM issue 49972).
+    `collective_rpc` has no `timeout`, because a timeout desynchronises tensor parallel workers (vLLM issue 49972).
     """
 
-    async def pause_generation(self, *, mode: Mode, clear_cache: bool) -> None: ...
-    async def resume_generation(self) -> None: ...
-    async def is_paused(self) -> bool: ...
-    async def sleep(self, level: int, mode: Mode) -> None: ...
-    async def wake_up(self, tags: list[str]) -> object: ...
-    async def is_sleeping(self) -> bool: ...
-    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Sequence[Any]: ...
-    async def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool: ...
-    async def reset_mm_cache(self) -> None: ...
-    async def reset_encoder_cache(self) -> None: ...
+    async def pause_generation(self, *, mode: Mode, clear_cache: bool) -> None:
+        """Stop scheduling; `mode` determines the effect on requests in flight."""
+
+    async def resume_generation(self) -> None:
+        """Schedule requests again."""
+
+    async def is_paused(self) -> bool:
+        """Return whether scheduling is paused."""
+
+    async def sleep(self, level: int, mode: Mode) -> None:
+        """Pause, then release the memory of the weights and the KV cache."""
+
+    async def wake_up(self, tags: list[str]) -> object:
+        """Restore the memory of `tags`."""
+
+    async def is_sleeping(self) -> bool:
+        """Return whether the engine sleeps or is paused."""
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Sequence[Any]:
+        """Call `method` in every worker of the first engine and return their answers."""
+
+    async def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
+        """Drop the prefix cache, optionally with running requests' blocks and the KV connector; return whether it succeeded."""
+
+    async def reset_mm_cache(self) -> None:
+        """Drop the cache of multimodal inputs."""
+
+    async def reset_encoder_cache(self) -> None:
+        """Drop the cache of encoder outputs."""

@@ -1,4 +1,4 @@
-"""Everything the plugin takes from RESHARDER_* variables, read and checked in one place."""
+"""The plugin's settings, read from `RESHARDER_*` variables and checked in one place."""
 
 import os
 import re
@@ -12,34 +12,44 @@ from resharder.client.rpc.tls import Tls
 
 GRPC = "grpc"
 FAULTS = ("skip", "misplace", "swap", "half-way")
-_LONGEST_BOOT_WAIT = 3600.0  # the daemon's own bound
+_LONGEST_BOOT_WAIT = 3600.0  # seconds; the daemon has the same bound
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(frozen=True)
 class PluginSettings:
-    """Where the daemon is and who this server is.
-
-    `prefer`: start on vLLM's own weights where the daemon has none, and serve those until it gives a version. `transport` is
-    `grpc` where the daemon's files must not be mapped, else empty. `direct`: versions may come from trainers' memory.
-    `verify_seconds`: from one verification of what is in memory to the next; 0: on request alone.
-    """
+    """The daemon's address, the server's identity, and how versions reach the server. `docs/vllm.md` lists the variables."""
 
     endpoint: str
+    """The daemon's `host:port`."""
     server: str
+    """The server's id."""
     model: str = ""
+    """The model to follow; empty selects the daemon's only model."""
     fleet: str = ""
+    """The fleet to join; empty selects the fleet that has the model's name."""
     prefer: bool = False
+    """Start on vLLM's own weights if the daemon has no version, and serve them until the first one arrives."""
     hold_seconds: float = 30.0
+    """Time for which requests wait at the gate for an install."""
     boot_wait_seconds: float = 600.0
+    """Time for which a boot waits for the daemon and a READY version."""
     transport: str = ""
+    """`grpc` if the daemon's files must not be mapped, else empty."""
     staging_dir: str = "/dev/shm"
+    """Folder for slices that arrive over gRPC."""
     direct: bool = True
+    """Whether versions may arrive on the direct path."""
     verify_seconds: float = 600.0
+    """Interval between verifications of memory; 0 verifies on request only."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """What docs/vllm.md lists. A variable that is empty counts as not set. Raises UsageError, which names the variable."""
+        """Read and check the settings. An empty variable counts as unset.
+
+        Raises:
+            UsageError: A variable is invalid; the message names it.
+        """
         given = {name: value for name, value in environment.items() if value}
         fault(given)
         Tls.from_environment(given)
@@ -59,7 +69,14 @@ class PluginSettings:
 
 
 def fault(environment: Mapping[str, str] = os.environ) -> tuple[str, tuple[str, ...]]:
-    """What RESHARDER_FAULT asks for, by tests: (one of FAULTS, names of HF tensors); ("", ()) for nothing. Raises UsageError."""
+    """Return the fault that a test injects with `RESHARDER_FAULT`.
+
+    Returns:
+        One of `FAULTS` and the HF tensors that it affects; `("", ())` without a fault.
+
+    Raises:
+        UsageError: The variable is invalid.
+    """
     given = environment.get("RESHARDER_FAULT", "")
     if not given:
         return "", ()
@@ -83,7 +100,7 @@ def _server(given: Mapping[str, str]) -> str:
     if not _NAME.fullmatch(server):
         raise UsageError(
             "expected the server's id in RESHARDER_SERVER_ID (letters, digits, '.', '_', '-', at most 64; the general plugin "
-            f"makes one where none is given), got {server or 'none'}"
+            f"generates one if the variable is unset), got {server or 'none'}"
         )
     return server
 
@@ -96,7 +113,7 @@ def _name(given: Mapping[str, str], variable: str) -> str:
 
 
 def _one_of(given: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
-    """The first choice is the default."""
+    """Return the variable's value, by default the first of `choices`."""
     choice = given.get(name, choices[0])
     if choice not in choices:
         raise UsageError(f"expected {' or '.join(c or 'nothing' for c in choices)} in {name}, got {choice!r}")

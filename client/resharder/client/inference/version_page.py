@@ -1,10 +1,12 @@
-"""The page: which version a server's workers on this host have installed, and since when, for all processes of the server.
+"""The page: a journal of the versions that a server's workers on this host installed, shared by all processes of the server.
 
-It is a file in /dev/shm, one per lifetime of a server. Workers write to it; API servers map the time at which the engine core
-made a token to the version that was installed then. The engine stands still while a version is being installed, so the mapping is
-exact. Version 0 stands for weights that are no confirmed version: not yet installed, torn, dropped, or vLLM's own.
+A page is a file in `/dev/shm`, one for each lifetime of a server. Workers write to it. API servers map
+the time at which the engine core computed a token to the version that was installed at that time. The
+mapping is exact, because the engine is paused during an install. Version 0 stands for weights that are
+not a confirmed version: not yet installed, torn, dropped, or vLLM's own.
 
-Every process that uses a page holds a shared lock on it, so a page that can be locked exclusively is a dead server's.
+Every process that uses a page holds a shared lock on it. A page that can be locked exclusively belongs
+to a dead server.
 """
 
 import atexit
@@ -25,92 +27,108 @@ from pathlib import Path
 VARIABLE = "RESHARDER_PAGE"  # inherited by all processes of the server
 _FOLDER = Path("/dev/shm")
 _PREFIX = "resharder-page"
-_KEPT = 64  # changes; a token whose time lies before the first of them has no version
-_LARGEST = 1 << 16
+_MAX_CHANGES = 64  # a token that is older than the first change has no version
+_MAX_BYTES = 1 << 16
 _LOCK_SECONDS = 10.0
-_TRIES = 100
-_HEADER = struct.Struct("<QII")  # number of the write, length of what follows, CRC-32 of both and what follows
+_READ_ATTEMPTS = 100
+_HEADER = struct.Struct("<QII")  # number of the write, length of the payload, CRC-32 of number, length and payload
 
 
 @dataclass(frozen=True)
 class Journal:
-    """`ranks`: what each worker has installed. `changes`: (monotonic time, version of all workers together), oldest first."""
+    """The contents of a page."""
 
     ranks: tuple[tuple[int, int], ...] = ()
+    """(rank, installed version) of each worker."""
     changes: tuple[tuple[float, int], ...] = ()
+    """(monotonic time, version that all workers have installed), oldest first; 0 while workers differ."""
 
     @property
     def version(self) -> int:
+        """The version that all workers have installed; 0 for none."""
         return self.changes[-1][1] if self.changes else 0
 
     def between(self, since: float, until: float) -> tuple[int, ...]:
-        """The versions that were installed from `since` to `until`, in order."""
+        """Return the versions that were installed from `since` to `until` (monotonic times), in order."""
         before = [version for at, version in self.changes if at <= since][-1:] or [0]
         return joined(before, [version for at, version in self.changes if since < at <= until])
 
     def changed(self, rank: int, version: int, at: float) -> "Journal":
+        """Return the journal after `rank` installed `version` at monotonic time `at`."""
         ranks = {**dict(self.ranks), rank: version}
         agreed = version if set(ranks.values()) == {version} else 0
         changes = self.changes if self.changes and self.version == agreed else (*self.changes, (at, agreed))
-        return Journal(tuple(sorted(ranks.items())), changes[-_KEPT:])
+        return Journal(tuple(sorted(ranks.items())), changes[-_MAX_CHANGES:])
 
 
-_LOST = Journal(ranks=((-1, 0),))  # in place of a page that cannot be read: no worker's word makes it whole again
+_UNREADABLE = Journal(ranks=((-1, 0),))  # replaces an unreadable page; rank -1 never reports, so the version stays 0
 
 
 def joined(*parts: "tuple[int, ...] | list[int]") -> tuple[int, ...]:
-    """One after the other, without repetitions of the one before."""
+    """Concatenate sequences of versions, without consecutive repetitions."""
     every = [version for part in parts for version in part]
     return tuple(version for at, version in enumerate(every) if not at or version != every[at - 1])
 
 
 class Page:
-    """For any thread. Raises OSError where the file cannot be made, read or written."""
+    """A server's page. Thread-safe.
+
+    Raises:
+        OSError: The file cannot be created, read or written.
+    """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path, self._clock = path, clock
         self._file = _open(path)
         self._lock = threading.Lock()
-        self._known: tuple[bytes, Journal] = (b"", Journal())
+        self._last_read: tuple[bytes, Journal] = (b"", Journal())
 
     def write(self, rank: int, version: int) -> None:
-        """From now on this worker has `version` installed. Raises TimeoutError where another process holds the page."""
-        with self._lock, self._alone():
+        """Record that worker `rank` has `version` installed from now on.
+
+        Raises:
+            TimeoutError: Another process holds the page's lock.
+        """
+        with self._lock, self._exclusive():
             journal = self._read(1)
             number = _HEADER.unpack(os.pread(self._file, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))[0] + 1
-            journal = (_LOST if journal is None else journal).changed(rank, version, self._clock())
+            journal = (_UNREADABLE if journal is None else journal).changed(rank, version, self._clock())
             os.pwrite(self._file, _encode(number, journal), 0)
 
     def read(self) -> Journal:
-        """What was written last. Reading takes no lock: what a writer is in the middle of is read again."""
-        header, journal = self._known
+        """Return the journal. Takes no lock: reads again if a write is in progress."""
+        header, journal = self._last_read
         if header and os.pread(self._file, _HEADER.size, 0) == header:
             return journal
-        found = self._read(_TRIES)
-        return _LOST if found is None else found
+        found = self._read(_READ_ATTEMPTS)
+        return _UNREADABLE if found is None else found
 
     @property
     def version(self) -> int:
-        """What all workers have installed now."""
+        """The version that all workers have installed now; 0 for none."""
         return self.read().version
 
     def close(self) -> None:
+        """Close the file and release its shared lock."""
         os.close(self._file)
 
-    def _read(self, tries: int) -> Journal | None:
-        for _ in range(tries):
-            content = os.pread(self._file, _LARGEST, 0)
+    def _read(self, attempts: int) -> Journal | None:
+        for _ in range(attempts):
+            content = os.pread(self._file, _MAX_BYTES, 0)
             if not content:
                 return Journal()
             if (journal := _decode(content)) is not None:
-                self._known = content[: _HEADER.size], journal
+                self._last_read = content[: _HEADER.size], journal
                 return journal
             time.sleep(0)
         return None
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Among writers of all processes. The lock is of another kind than the shared one; a process that ends gives it up."""
+    def _exclusive(self) -> Iterator[None]:
+        """Exclude the writers of all other processes.
+
+        A record lock, which does not conflict with the shared `flock`. The kernel releases it when a process ends.
+        """
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
             try:
@@ -129,7 +147,11 @@ class Page:
 
 
 def provide(server: str, environment: MutableMapping[str, str] = os.environ, folder: Path = _FOLDER) -> Path | None:
-    """Names a new page for `server` in the environment; None where a parent process has. Removes those of dead servers."""
+    """Name a new page for `server` in the environment, and remove the pages of dead servers.
+
+    Returns:
+        The page's path; `None` if a parent process named one.
+    """
     if Path(environment.get(VARIABLE, "")).name.rpartition("-")[0] == f"{_PREFIX}-{server}":
         return None
     for path in folder.glob(f"{_PREFIX}-*"):
@@ -141,7 +163,7 @@ def provide(server: str, environment: MutableMapping[str, str] = os.environ, fol
 
 
 def remove_stale(path: Path) -> None:
-    """Unless a process uses it."""
+    """Remove the page at `path` unless a process uses it."""
     with contextlib.suppress(OSError):
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -158,7 +180,11 @@ def _remove_at_end(path: Path, process: int) -> None:
 
 @functools.cache
 def page() -> Page:
-    """This server's. Raises KeyError where no page was provided."""
+    """Return this server's page.
+
+    Raises:
+        KeyError: `provide` was not called in this process or a parent.
+    """
     return Page(Path(os.environ[VARIABLE]))
 
 
@@ -178,7 +204,7 @@ def _encode(number: int, journal: Journal) -> bytes:
 
 
 def _decode(content: bytes) -> Journal | None:
-    """None where it is not whole."""
+    """Return the journal; `None` if `content` is incomplete."""
     if len(content) < _HEADER.size:
         return None
     number, length, checksum = _HEADER.unpack_from(content)

@@ -1,7 +1,7 @@
 """Answers of the daemon to an operator: frozen dataclasses of plain Python types.
 
 Times are datetimes in UTC, to the microsecond; durations are seconds; sizes are bytes. A version is an int, the number of a
-version of a model, with 0 for none. `wire` is a field's name in `resharder.v1` and in `--json` where it differs.
+version of a model, with 0 for none. `wire` is a field's name in `resharder.v1` and in `--json` if it differs.
 """
 
 from collections.abc import Mapping
@@ -94,7 +94,7 @@ class VersionStatus:
 
 @dataclass(frozen=True)
 class StoreNonce:
-    """File in the daemon's store whose content proves to a process that it shares the daemon's memory."""
+    """File in the daemon's store by whose content a process recognises that it shares the daemon's memory."""
 
     nonce_file: str
     nonce: bytes

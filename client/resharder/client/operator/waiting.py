@@ -56,7 +56,7 @@ def serving(server: str = "") -> Condition:
 
 
 def why(fleet: FleetStatus, servers: Iterable[ServerStatus]) -> str:
-    """The fleet's reason, and those of servers that do not serve its wanted version."""
+    """Return the fleet's reason, and those of servers that do not serve its target."""
     others = (s for s in servers if s.state not in (ServerState.SERVING, ServerState.LOST) or s.version != fleet.wanted_version)
     return "; ".join([fleet.reason, *(f"{server.name}: {server.reason}" for server in others)])
 
@@ -76,7 +76,7 @@ def _began(asked: FleetStatus, fleet: FleetStatus) -> bool:
 
 
 def _settled(fleet: FleetStatus, servers: Sequence[ServerStatus], left_behind: Container[str]) -> bool:
-    """True also if the fleet wants no version yet. `left_behind`: ids of servers."""
+    """Return True also for a fleet without a target. `left_behind` has ids of servers."""
     awaited = (s for s in servers if s.state not in _OUT and s.name.removeprefix("servers/") not in left_behind)
     arrived = all(s.state == ServerState.SERVING and s.version == fleet.wanted_version for s in awaited)
     return not fleet.wanted_version or (fleet.settled_version == fleet.wanted_version and arrived)

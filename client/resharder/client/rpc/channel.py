@@ -1,6 +1,6 @@
-"""The one place that opens channels to the daemon and makes calls over them.
+"""Channels to the daemon, and calls over them.
 
-Made when first asked for, never at import: processes that fork later must not inherit a channel.
+A channel is created on first use, never at import: processes that fork later must not inherit one.
 """
 
 import importlib.metadata
@@ -19,18 +19,18 @@ from resharder.v1.revision import user_agent
 Answer = TypeVar("Answer")
 
 _OPTIONS = (
-    ("grpc.max_send_message_length", -1),  # the bound is the daemon's
+    ("grpc.max_send_message_length", -1),  # the daemon has the bound
     ("grpc.max_receive_message_length", -1),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 10_000),  # the time that one attempt to connect has, handshake included; not a pause
+    ("grpc.min_reconnect_backoff_ms", 10_000),  # bound on one attempt to connect, handshake included; not a pause
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
 
 def bound(timeout: float | None) -> float:
-    """A timeout in seconds as a number: None is no bound."""
+    """Return a timeout in seconds as a number; None is no bound."""
     return float("inf") if timeout is None else timeout
 
 
@@ -40,14 +40,14 @@ class Backoff:
     def __init__(self, patience: float, first: float = 0.05, longest: float = 2.0) -> None:
         self._end = time.monotonic() + patience
         self._pause, self._longest = first, longest
-        self._random = random.Random()  # a trainer's own generator stays as it is
+        self._random = random.Random()  # does not disturb a trainer's own generator
 
     @property
     def left(self) -> float:
         return max(0.0, self._end - time.monotonic())
 
     def wait(self) -> bool:
-        """Sleeps; False, at once, when the patience is used up."""
+        """Sleep, or return False at once if the patience is used up."""
         if not self.left:
             return False
         time.sleep(min(self._pause * self._random.uniform(0.5, 1.0), self.left))
@@ -56,9 +56,9 @@ class Backoff:
 
 
 class Channel:
-    """A channel to `endpoint` (`host:port`). `tls`: else what RESHARDER_TLS_* say; without either it is not encrypted.
+    """Channel to `endpoint` (`host:port`), with TLS by `tls` or RESHARDER_TLS_* variables.
 
-    `call` retries while the daemon cannot be reached, for `patience` seconds (None: no bound); every call of this API may be
+    `call` retries while the daemon cannot be reached, for `patience` seconds (None: no bound). Every call of this API may be
     repeated.
     """
 
@@ -76,7 +76,9 @@ class Channel:
     def call(
         self, method: Callable[..., Answer], request: Any, *, timeout: float | None = 30.0, patience: float | None = None
     ) -> Answer:
-        """The answer of a unary call. `timeout`: seconds for one attempt; None: no bound. Raises what `errors` lists."""
+        """Return the answer of a unary call. `timeout` is the bound in seconds on one attempt; None:
+        no bound. Raises the errors of `errors`.
+        """
         backoff = Backoff(self.patience if patience is None else patience)
         while True:
             try:
@@ -86,7 +88,7 @@ class Channel:
                     raise error_of(error, self.endpoint) from error
 
     def stream(self, call: Iterator[Answer]) -> Iterator[Answer]:
-        """The answers of a server stream, with typed errors."""
+        """Yield the answers of a server stream, with typed errors."""
         try:
             yield from call
         except grpc.RpcError as error:
@@ -106,9 +108,10 @@ class Channel:
 
 
 def unreachable(error: grpc.RpcError) -> bool:
-    """Whether the same call may succeed later: the connection or the daemon is gone or going, or it was too busy to answer.
+    """Return whether the same call may succeed later: the connection or the daemon is gone or shutting down, or
+    was too busy to answer.
 
-    NO_VERSION is an answer: the daemon has waited for as long as the call asked.
+    NO_VERSION is an answer: the daemon has waited for the requested time.
     """
     code = error.code()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -117,5 +120,5 @@ def unreachable(error: grpc.RpcError) -> bool:
         return reason_of(error) != NO_VERSION
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return reason_of(error) in (TOO_MANY_CALLS, TOO_FAST)
-    # A connection cut in the middle of a message can look like a reset stream.
+    # A connection that breaks within a message can look like a reset stream.
     return code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL) and "RST_STREAM" in (error.details() or "")

@@ -1,5 +1,6 @@
-"""A channel over TLS that outlives its certificates: calls begin on one made of the files as they are now, open streams go on
-where they began."""
+"""Channel over TLS that outlives its certificates: new calls use the files' current content, open
+streams continue on their channel.
+"""
 
 import logging
 import threading
@@ -15,7 +16,9 @@ logger = logging.getLogger("resharder")
 
 
 class SecureChannel(grpc.Channel):  # type: ignore[misc]
-    """Raises UsageError for files that cannot be used when it is made; later on it says so and keeps what it has."""
+    """Channel over TLS. Raises UsageError for invalid files when it is made; later it logs the problem
+    and keeps the previous content.
+    """
 
     def __init__(self, endpoint: str, tls: Tls, options: Sequence[tuple[str, Any]]) -> None:
         self._endpoint, self._tls = endpoint, tls
@@ -31,7 +34,7 @@ class SecureChannel(grpc.Channel):  # type: ignore[misc]
         return grpc.secure_channel(self._endpoint, self._tls.credentials(), options=self._options)
 
     def now(self) -> grpc.Channel:
-        """What calls begin on."""
+        """Return the channel for new calls."""
         with self._lock:
             try:
                 stamp = self._tls.stamp()
@@ -78,7 +81,7 @@ class SecureChannel(grpc.Channel):  # type: ignore[misc]
 
 
 class _Method:
-    """One call of a stub, made on the channel of the moment."""
+    """One method of a stub, called on the current channel."""
 
     def __init__(self, channel: SecureChannel, make: Callable[[grpc.Channel], Any]) -> None:
         self._channel, self._make = channel, make

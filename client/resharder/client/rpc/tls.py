@@ -1,4 +1,4 @@
-"""How a client knows the daemon and shows who it is: TLS, a certificate, a token.
+"""TLS settings of clients: the daemon's authority, and the client's certificate or token.
 
 connect("daemon:7677", model="policy", tls=Tls("ca.crt", "tls.crt", "tls.key"))   # or RESHARDER_TLS_CA, … in the environment
 """
@@ -18,10 +18,18 @@ _OTHERS = ("RESHARDER_TLS_CERT", "RESHARDER_TLS_KEY", "RESHARDER_TLS_NAME", "RES
 
 @dataclass(frozen=True)
 class Tls:
-    """`ca`: of the daemon's certificate. `certificate`, `key`: this client's own. `name`: in the daemon's certificate, where it
-    is not that of the endpoint. `token`, or a file that holds one. Files are PEM, and read again when they change.
+    """TLS settings. Files are PEM, and read again when they change.
 
-    Raises UsageError.
+    Args:
+        ca: Authority of the daemon's certificate.
+        certificate: The client's certificate.
+        key: Key of `certificate`.
+        name: Name in the daemon's certificate, if it is not the endpoint's.
+        token: Token.
+        token_file: File that contains the token.
+
+    Raises:
+        UsageError: the settings contradict each other.
     """
 
     ca: str | Path
@@ -46,7 +54,14 @@ class Tls:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
-        """None where RESHARDER_TLS_CA is not set. A variable that is empty counts as not set. Raises UsageError."""
+        """Return the settings in the environment, or None without RESHARDER_TLS_CA. An empty variable counts as unset.
+
+        Args:
+            environment: Variables by name.
+
+        Raises:
+            UsageError: the settings contradict each other.
+        """
         given = {name: value for name, value in environment.items() if value}
         if "RESHARDER_TLS_CA" not in given:
             if without := [name for name in _OTHERS if name in given]:
@@ -59,20 +74,20 @@ class Tls:
         return tuple(Path(file) for file in (self.ca, self.certificate, self.key, self.token_file) if file)
 
     def stamp(self) -> tuple[object, ...]:
-        """Another one when what a channel is made of has changed."""
+        """Returns a value that changes with the files from which a channel is made."""
         found = [os.stat(file) for file in (self.ca, self.certificate, self.key) if file]
         return tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in found)
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises OSError, and ValueError for files that are none or do not fit together."""
+        """Returns the credentials of a channel. Raises OSError, ValueError for invalid files or a key that does not match."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.load_verify_locations(self.ca)
         if not self.certificate:
             return grpc.ssl_channel_credentials(Path(self.ca).read_bytes())
-        context.load_cert_chain(self.certificate, self.key, password="")  # never asked for on a terminal
+        context.load_cert_chain(self.certificate, self.key, password="")  # never prompt on a terminal
         return grpc.ssl_channel_credentials(*(Path(file).read_bytes() for file in (self.ca, self.key, self.certificate)))
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with every call."""
+        """Returns the metadata of every call."""
         token = Path(self.token_file).read_text().strip() if self.token_file else self.token
         return (("authorization", f"Bearer {token}"),) if token else ()

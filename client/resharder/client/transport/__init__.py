@@ -1,1 +1,1 @@
-"""Ways for a rank's bytes into the daemon's store: one interface, `base.Transport`, and one file per way."""
+"""Transports of a rank's bytes to the daemon's store: one interface, `base.Transport`, and one file per transport."""

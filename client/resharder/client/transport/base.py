@@ -1,4 +1,4 @@
-"""What every transport takes and gives: one rank's part of a version, box by box."""
+"""Interface of transports: delivery of one rank's slot, box by box."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     import torch
 
     Item = tuple[int, torch.Tensor]
-    """The number of a box in its slot, and its elements, in any strides, on any device. A transport is done with the tensor when
-    it asks for the next item; those of a sequence lie still until it returns."""
+    """Number of a box in its slot, and its elements, in any strides, on any device. A transport has
+    finished with the tensor when it requests the next item; items of a sequence must not change
+    until it returns.
+    """
 
 
 @dataclass(frozen=True)
 class AssignedSlot:
-    """What one rank has to send: its assigned boxes, in order, and the tensor that each is part of."""
+    """Boxes that one rank sends, in order, and the tensor of each."""
 
     rank: int
     boxes: tuple[Box, ...]
@@ -31,7 +33,7 @@ class AssignedSlot:
         return cut_chunks(self.boxes, [ITEM_SIZES[spec.dtype] for spec in self.specs], self.chunk_bytes)
 
     def cuts(self, limit: int) -> list[list[Box]]:
-        """Each box in parts of at most `limit` bytes."""
+        """Return each box in parts of at most `limit` bytes."""
         return [
             [part.box for chunk in cut_chunks([box], [ITEM_SIZES[spec.dtype]], limit) for part in chunk]
             for box, spec in zip(self.boxes, self.specs, strict=True)
@@ -39,14 +41,16 @@ class AssignedSlot:
 
 
 class Transport(Protocol):
-    """A way to the daemon's store."""
+    """Transport to the daemon's store."""
 
     name: str
     mapped: bool
-    """As SealSlotRequest has it."""
+    """`mapped` of SealSlotRequest."""
 
     def deliver(self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]") -> list[int]:
-        """Hands over `items`, in any order, and returns the digest of each box of `slot`. When it returns, nothing of the
-        trainer's memory is needed any more and the store has everything. Raises what `errors` lists; no memory is mapped
-        afterwards."""
+        """Deliver `items`, in any order, and return the digest of each box of `slot`.
+
+        When it returns, the store has all bytes, and the trainer's memory may change. Raises the errors of `errors`; no memory
+        stays mapped.
+        """
         ...

@@ -1,5 +1,6 @@
-"""The daemon's own host, from a GPU: all of a rank's boxes go into the version's files at the speed of the link, and the digests
-are taken on the GPU."""
+"""Transport from a GPU on the daemon's host: all of a rank's boxes go into the version's files at the
+speed of the link, with digests computed on the GPU.
+"""
 
 import logging
 import threading
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class FromGpu:
-    """Of one attached model. `otherwise` is the transport for tensors that are elsewhere, or come one by one."""
+    """Transport for one attached model. `otherwise` is the transport for tensors elsewhere, or for single items."""
 
     name = "shared-memory"
     mapped = True
@@ -60,7 +61,7 @@ class FromGpu:
             logger.info("wrote %d bytes: %.3f s to plan, %.3f s to map, %.3f s to copy", size, *took)
             return digests
         finally:
-            # Unmapping a million pages takes its time, and the trainer may be waiting.
+            # Unmapping a million pages takes long, and the trainer may wait.
             threading.Thread(target=_close, args=(maps,), name="resharder-unmap").start()
 
     def _device_to_host(self, slot: AssignedSlot, tensors: dict[str, torch.Tensor]) -> DeviceToHost:
@@ -71,7 +72,7 @@ class FromGpu:
 
 
 def layout_of(slot: AssignedSlot, tensors: dict[str, torch.Tensor]) -> Layout:
-    """Of a slot's boxes, each in a local tensor that is called by its number."""
+    """Return the layout of a slot's boxes, each in a local tensor named by its number."""
     pieces = (
         Piece(spec.name, box, str(number), 0, tuple(tensors[str(number)].stride()))
         for number, (spec, box) in enumerate(zip(slot.specs, slot.boxes, strict=True))
@@ -80,5 +81,5 @@ def layout_of(slot: AssignedSlot, tensors: dict[str, torch.Tensor]) -> Layout:
 
 
 def _close(maps: MappedFiles) -> None:
-    with suppress(BufferError):  # an error's own frames may still hold arrays; the maps go with them
+    with suppress(BufferError):  # an error's frames may still refer to arrays; the maps end with them
         maps.close()

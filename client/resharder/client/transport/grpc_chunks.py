@@ -1,9 +1,9 @@
-"""Any host: boxes packed into chunks and streamed over gRPC.
+"""Transport from any host: boxes packed into chunks and streamed over gRPC.
 
-The caller's thread packs (copying and digesting in one pass), others send. What is sent goes in windows, each a stream of its
-own, two at a time, and is kept until the daemon has answered for it; after a broken stream the daemon is asked which chunks it
-lacks, and those alone go again. So a trainer's memory is read once, whatever happens to the connection; the extra memory is three
-windows. It is used over and over within a publish: fresh pages cost more than everything else that is done to a chunk.
+The caller's thread packs (copy and digest in one pass), others send. Chunks are sent in windows, each a stream of its
+own, two at a time, and stay in memory until the daemon has acknowledged them; after a broken stream, only chunks that the daemon
+lacks are sent again. A trainer's memory is therefore read once, whatever happens to the connection; the extra memory is three
+windows, reused within a publish: fresh pages cost more than all other work on a chunk.
 """
 
 import mmap
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from resharder.client.transport.base import Item
 
 WINDOW_BYTES = 16 << 20
-_WINDOWS = 2  # on their way at a time, while one more is packed
+_WINDOWS = 2  # windows in transit, while one more is packed
 _STREAM_SECONDS = 300.0
 
 
 class GrpcChunks:
-    """Transport as chunks over `channel`."""
+    """Transport of chunks over `channel`."""
 
     name = "grpc"
     mapped = False
@@ -62,7 +62,7 @@ class GrpcChunks:
 
 @dataclass
 class _Chunk:
-    """`memory` is as long as the longest chunk, `missing` of its first `size` bytes have not been filled in."""
+    """Chunk. `memory` has the size of the longest chunk; `missing` of its first `size` bytes are not filled yet."""
 
     index: int
     memory: memoryview
@@ -72,7 +72,7 @@ class _Chunk:
 
 
 class _Window:
-    """Chunks on their way until the daemon has them; their memory goes to `free` then."""
+    """Chunks until the daemon has acknowledged them; then their memory returns to `free`."""
 
     def __init__(self, channel: Channel, version: resources_pb2.Version, rank: int, free: "deque[memoryview]") -> None:
         self._channel, self._version, self._rank, self._free = channel, version, rank, free
@@ -84,7 +84,7 @@ class _Window:
         self.size += len(chunk.memory)
 
     def send(self) -> None:
-        """Returns when every chunk has arrived. Raises what `errors` lists."""
+        """Return when every chunk has arrived. Raises the errors of `errors`."""
         backoff = Backoff(self._channel.patience)
         upload = self._channel.grpc.stream_unary(
             "/resharder.v1.PublisherService/UploadChunks", response_deserializer=publisher_pb2.UploadSummary.FromString
@@ -102,7 +102,7 @@ class _Window:
         self._free.extend(chunk.memory for chunk in self._chunks)
 
     def _messages(self, chunks: list[_Chunk]) -> Iterator[bytes]:
-        """The first message of a stream names the model."""
+        """Yield messages; the first one of a stream names the model."""
         model, version = self._version.model, self._version
         for chunk in chunks:
             header = ChunkHeader(version.number, version.epoch, self._rank, chunk.index, chunk.checksum)
@@ -116,7 +116,7 @@ class _Window:
 
 
 class _Place(NamedTuple):
-    """Where a part of a box goes."""
+    """Destination of a part of a box."""
 
     chunk: int
     offset: int
@@ -124,7 +124,7 @@ class _Place(NamedTuple):
 
 
 class _Packer:
-    """Puts parts of boxes into chunks, whatever order the boxes come in. What is appended to `free` is used again."""
+    """Packer of parts of boxes into chunks, for boxes in any order. It reuses memory appended to `free`."""
 
     def __init__(self, slot: AssignedSlot) -> None:
         self._slot = slot
@@ -140,7 +140,7 @@ class _Packer:
         self.free: deque[memoryview] = deque()
 
     def pack(self, items: "Iterable[Item]", digests: list[int]) -> Iterator[_Chunk]:
-        """Every chunk, when it is complete. Adds to the digests of the boxes."""
+        """Yield each chunk when it is complete, and add to the digests of the boxes."""
         slot, cuts = self._slot, [[place.box for place in places] for places in self._places]
         for number, part, source in host_parts(items, slot.boxes, cuts):
             place, spec = self._places[number][part], slot.specs[number]
@@ -168,7 +168,7 @@ class _Packer:
 
 
 def _allocate(size: int) -> Iterator[memoryview]:
-    """Memory for a window of chunks of `size` bytes, of huge pages where the kernel has some."""
+    """Return memory for a window of chunks of `size` bytes, of huge pages if available."""
     count = max(1, WINDOW_BYTES // size)
     memory = mmap.mmap(-1, count * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,8 +1,8 @@
 """Elements of tensors on any device as arrays on the host.
 
-Tensors of the host are read where they are. Those of a GPU are packed there and copied to two pinned buffers in turn: one fills
-while the other is read. Everything runs on the caller's current stream, so a trainer's earlier kernels are waited for, and its
-later ones wait.
+Host tensors are read in place. GPU tensors are packed on the GPU and copied to two pinned buffers in turn: one is filled
+while the other is read. All work runs on the caller's current stream, after a trainer's earlier kernels and before its
+later ones.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ _ALIGNMENT = 64
 
 
 class HostPart(NamedTuple):
-    """Part `part` of box `number`; `array` holds its bits and is good until the next part is asked for."""
+    """Part `part` of box `number`; `array` has its bits and is valid until the next part."""
 
     number: int
     part: int
@@ -31,7 +31,7 @@ class HostPart(NamedTuple):
 
 
 def host_parts(items: "Iterable[Item]", boxes: Sequence[Box], cuts: Sequence[Sequence[Box]]) -> Iterator[HostPart]:
-    """The parts `cuts[number]` of every item, those of one device in order."""
+    """Yield the parts `cuts[number]` of every item, in order for each device."""
     stage: _DeviceStage | None = None
     for number, tensor in items:
         for part, cut in enumerate(cuts[number]):
@@ -46,7 +46,7 @@ def host_parts(items: "Iterable[Item]", boxes: Sequence[Box], cuts: Sequence[Seq
 
 
 def digests_of(slot: AssignedSlot, items: "Iterable[Item]") -> list[int]:
-    """The digest of each box, with nothing sent."""
+    """Return the digest of each box, without sending."""
     cuts, digests = slot.cuts(PART_BYTES), [0] * len(slot.boxes)
     for number, part, array in host_parts(items, slot.boxes, cuts):
         add_digest(digests, number, digest(array, cuts[number][part], slot.specs[number].shape))
@@ -58,13 +58,13 @@ def add_digest(digests: list[int], number: int, value: int) -> None:
 
 
 def within(part: Box, box: Box) -> tuple[slice, ...]:
-    """Where `part`, cut from `box`, is in an array of the box's elements."""
+    """Return the index of `part`, cut from `box`, in an array of the box's elements."""
     starts = [(p.start - b.start) // b.step for p, b in zip(part, box, strict=True)]
     return tuple(slice(start, start + p.count) for start, p in zip(starts, part, strict=True))
 
 
 def host_bits(tensor: "torch.Tensor") -> Array:
-    """A host tensor's elements as unsigned integers, sharing its memory."""
+    """Return a host tensor's elements as unsigned integers in the same memory."""
     import torch
 
     plain = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
@@ -82,7 +82,7 @@ class _DeviceStage:
         if not self._filling.fits(elements):
             self._filling.close()
             self._filling, self._full = self._full, self._filling
-            # The older buffer is read while the newer one's copies, begun already, go on.
+            # The older buffer is read while copies into the newer one proceed.
             yield from self._filling.drain()
         self._filling.add(number, part, elements)
 

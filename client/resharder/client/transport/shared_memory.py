@@ -1,8 +1,8 @@
-"""The daemon's own host: a rank writes its boxes straight into the version's files.
+"""Transport on the daemon's host: a rank writes its boxes into the version's files.
 
-Where pages are huge (a tmpfs mounted with `huge=always`) all goes through a map. Where they are small a fresh map costs a fault a
-page, three times as much as copying the page: what lies in one run is written by system call there, and only what is strided goes
-through a map, its pages mapped in one call before.
+With huge pages (a tmpfs mounted with `huge=always`), all writes go through a map. With small pages, a fresh map costs a fault per
+page, three times as much as copying the page: contiguous runs are written by system call, and only strided boxes go
+through a map, whose pages are mapped by one call before.
 """
 
 import os
@@ -26,11 +26,11 @@ from resharder.v1 import resources_pb2
 if TYPE_CHECKING:
     from resharder.client.transport.base import Item
 
-_SPLIT_BYTES = 1 << 20  # below this a second thread costs more than it gives
+_SPLIT_BYTES = 1 << 20  # below this, a second thread does not pay off
 
 
 class NonceFile(Protocol):
-    """A file in the daemon's store, and its content."""
+    """File in the daemon's store, and its content."""
 
     @property
     def nonce_file(self) -> str: ...
@@ -39,7 +39,9 @@ class NonceFile(Protocol):
 
 
 def shares_memory(store: NonceFile) -> bool:
-    """Whether this process sees the daemon's store. Host names prove nothing in containers; a nonce in a file does."""
+    """Return whether this process can read the daemon's store. A nonce in a file shows this also in
+    containers, where host names do not.
+    """
     if not store.nonce_file or not store.nonce:
         return False
     try:
@@ -59,7 +61,7 @@ class SharedMemory:
         self._threads = threads
 
     def deliver(self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]") -> list[int]:
-        """Raises NotFound where the version's files are gone, as after a restart of the daemon."""
+        """Deliver as `Transport.deliver`. Raises NotFound if the version's files are gone, as after a restart of the daemon."""
         with self._open(version, slot) as opened, ThreadPoolExecutor(self._threads) as pool:
             return self._write(opened, slot, items, pool)
 
@@ -87,7 +89,7 @@ class SharedMemory:
 
 
 class _WritableFiles:
-    """A version's files, open for writing until the context ends."""
+    """Files of a version, open for writing within the context."""
 
     def __init__(self, folder: Path, files: list[FileLayout]) -> None:
         self._maps = MappedFiles(folder, files, writable=True)
@@ -99,7 +101,7 @@ class _WritableFiles:
                 self._small |= {placed.spec.name: (self._descriptors[-1], placed.offset) for placed in file.tensors}
 
     def put(self, spec: TensorSpec, box: Box, source: Array) -> int:
-        """Writes the elements of `box` and returns their digest."""
+        """Write the elements of `box` and return their digest."""
         start = run_start(box, spec)
         if spec.name in self._small and start is not None and source.flags.c_contiguous:
             descriptor, offset = self._small[spec.name]
@@ -107,7 +109,7 @@ class _WritableFiles:
             _write_all(descriptor, source.reshape(-1).view(np.uint8).data, offset + start)
             return found
         array = self._maps.arrays[spec.name]
-        target = array[box_index(box)] if box else array  # numpy gives a number for an empty index
+        target = array[box_index(box)] if box else array  # numpy returns a scalar for an empty index
         if spec.name in self._small:
             map_pages(byte_bounds(target))
         return copy_and_digest(target, source, box, spec.shape)
@@ -121,7 +123,7 @@ class _WritableFiles:
         if error is None:
             self._maps.close()
         else:
-            self._maps.arrays.clear()  # the error's own frames may still hold arrays; the maps go with them
+            self._maps.arrays.clear()  # an error's frames may still refer to arrays; the maps end with them
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
@@ -131,7 +133,7 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def _shares(box: Box, threads: int) -> list[tuple[slice, Box]]:
-    """Equal parts along the first dimension: where in the box, and which box."""
+    """Return equal parts along the first dimension: index in the box, and box."""
     first, rest = box[0], box[1:]
     step = max(1, -(-first.count // threads))
     shares = []
@@ -143,6 +145,6 @@ def _shares(box: Box, threads: int) -> list[tuple[slice, Box]]:
 
 
 def copy_threads(most: int = 4) -> int:
-    """This rank's share of the cores it may use. More than four do not copy and digest faster."""
+    """Return this rank's share of the available cores. More than four do not copy and digest faster."""
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return max(1, min(most, len(os.sched_getaffinity(0)) // ranks))

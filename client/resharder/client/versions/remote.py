@@ -1,4 +1,4 @@
-"""Boxes of a READY version, as the daemon's clients get them: what there is, its digests, and the bytes."""
+"""Boxes of a READY version from the daemon: contents, digests, bytes."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from resharder.v1 import server_pb2, server_pb2_grpc
 _CHUNK_BYTES = 1 << 20
 _DOWNLOAD = "/resharder.v1.ServerService/DownloadChunks"
 _DIGEST_TIMEOUT = 600.0
-_PATIENCE = 120.0  # seconds without a box before giving up
+_PATIENCE = 120.0  # seconds without a box until it fails
 
 Needs = Mapping[str, tuple[Box, ...]]
 
 
 @dataclass(frozen=True)
 class VersionManifest:
-    """A version as the daemon describes it."""
+    """Version as the daemon describes it."""
 
     name: str
     number: int
@@ -40,7 +40,7 @@ class VersionManifest:
 
 
 class Arrived(NamedTuple):
-    """The elements of `box` as unsigned integers; it lies inside the box at `position` of those that were asked for."""
+    """Elements of `box` as unsigned integers; `box` is inside the box at `position` of the requested ones."""
 
     position: int
     box: Box
@@ -75,7 +75,7 @@ def boxes_request(manifest: VersionManifest, boxes: Iterable[tuple[str, Box]]) -
 
 
 def expected_digests(channel: Channel, manifest: VersionManifest, needs: Needs) -> dict[tuple[str, Box], int]:
-    """The store's digests of all needed boxes; whole tensors are in the manifest already."""
+    """Return the store's digests of all needed boxes; those of whole tensors are in the manifest."""
     expected: dict[tuple[str, Box], int] = {}
     asked = []
     for name, boxes in needs.items():
@@ -92,8 +92,9 @@ def expected_digests(channel: Channel, manifest: VersionManifest, needs: Needs) 
 
 
 def download(channel: Channel, manifest: VersionManifest, boxes: Sequence[tuple[str, Box]]) -> Iterator[Arrived]:
-    """The boxes in parts, in order. After a cut connection it goes on with the first box that is not complete, whose parts
-    then come again. Raises ResharderError."""
+    """Yield the boxes in parts, in order. After a broken connection, it resumes with the first
+    incomplete box, whose parts are repeated. Raises ResharderError.
+    """
     done, backoff = 0, Backoff(_PATIENCE)
     while done < len(boxes):
         first = done

@@ -1,6 +1,6 @@
-"""Where a trainer's weights can come from: a folder with a Hugging Face checkpoint, or a version of the daemon.
+"""Sources of a trainer's weights: a folder with a Hugging Face checkpoint, or a version of the daemon.
 
-A source is named by a folder's path, or by `resharder://HOST:PORT/models/MODEL/versions/NUMBER` (or `…/versions/latest`).
+A source is a folder's path, or `resharder://HOST:PORT/models/MODEL/versions/NUMBER` (or `…/versions/latest`).
 """
 
 import re
@@ -27,26 +27,30 @@ Wanted = tuple[str, Box]
 
 
 class WeightSource(Protocol):
-    """A whole checkpoint, of which boxes are read."""
+    """Whole checkpoint from which boxes are read."""
 
     name: str
     specs: Mapping[str, TensorSpec]
 
     def parts(self, wanted: Sequence[Wanted]) -> Iterator[Arrived]:
-        """The boxes, whole or in parts, some perhaps twice. An array is good until the next one is asked for."""
+        """Yield the boxes, whole or in parts, some possibly twice. An array is valid until the next one."""
         ...
 
     def digests(self, wanted: Sequence[Wanted]) -> dict[Wanted, int]:
-        """The digests of the boxes."""
+        """Return the digests of the boxes."""
         ...
 
 
 @contextmanager
 def open_source(source: str | Path, *, shared: bool = True) -> Iterator[WeightSource]:
-    """`shared`: map a version's files where this process can see the daemon's store.
+    """Open a source.
 
-    Where torch.distributed has several ranks, `latest` is what it is for rank 0: one broadcast. Raises UsageError, NotFound,
-    DaemonUnreachable.
+    If torch.distributed has several ranks, `latest` is rank 0's newest version: one broadcast.
+
+    Args:
+        shared: Map a version's files if this process can read the daemon's store.
+
+    Raises UsageError, NotFound, DaemonUnreachable.
     """
     with ExitStack() as stack:
         if not str(source).startswith(SCHEME):
@@ -68,7 +72,7 @@ def open_source(source: str | Path, *, shared: bool = True) -> Iterator[WeightSo
 
 
 class _FolderSource:
-    """Mapped safetensors files: only the pages of what is read are touched."""
+    """Mapped safetensors files: only pages that are read are touched."""
 
     def __init__(self, name: str, files: MappedFiles) -> None:
         self.name, self._files = name, files
@@ -84,7 +88,7 @@ class _FolderSource:
 
 
 class _Version:
-    """A version of a daemon on another host, or one whose files this process may not see."""
+    """Version of a daemon on another host, or one whose files this process may not read."""
 
     def __init__(self, channel: Channel, manifest: VersionManifest) -> None:
         self.name = manifest.name
@@ -102,7 +106,7 @@ class _Version:
 
 
 class _SharedVersion(_Version):
-    """A version whose files are mapped: the store keeps them as long as they are."""
+    """Version whose files are mapped; the store retains them while they are mapped."""
 
     def __init__(self, channel: Channel, manifest: VersionManifest, files: MappedFiles) -> None:
         super().__init__(channel, manifest)
@@ -119,13 +123,13 @@ def _mapped(stack: ExitStack, folder: Path, files: Sequence[FileLayout] = ()) ->
         mapped = MappedFiles(folder, files or read_checkpoint_layout(folder))
     except ValueError as error:
         raise UsageError(str(error)) from error
-    # Not closed on the way out: an error's frames may still hold arrays. The maps go with the last of them.
+    # Not closed on errors, whose frames may still refer to arrays. The maps end with the last reference.
     stack.callback(mapped.arrays.clear)
     return mapped
 
 
 def _agreed(operator: Operator, model: str, number: str) -> int:
-    """The version that all ranks take."""
+    """Return the version that all ranks use."""
     if number != "latest":
         return int(number)
     found, problem = 0, None

@@ -1,1 +1,1 @@
-"""The control side: orders from the daemon, the lease, the gate in front of the engine's routes."""
+"""The control side: the server's lease, the daemon's orders, and the gate in front of the engine's routes."""

@@ -1,11 +1,14 @@
-"""The control side's part that talks to the engine: carries out orders (orders.py), one at a time, on the engine's event loop.
+"""Execution of the daemon's orders (`orders.py`) on the engine, one at a time, on the engine's event loop.
 
-An engine that sleeps is paused as well: EngineCore.sleep (v1/engine/core.py; 0.26, 0.28 and 0.32) pauses the scheduler and, above
-level 0, resets its prefix, multimodal and encoder caches and the KV connector. So APPLY with the weights awake and the KV cache
-asleep needs no pause of its own. vLLM would go on by itself when the last tag wakes, with requests that a pause in mode `keep`
-froze or that slipped in before the gate was shut; asked with STAY_PAUSED it does not, and only RESUME lets it.
+A sleeping engine is also paused: vLLM's `EngineCore.sleep` (`v1/engine/core.py`; 0.26, 0.28 and 0.32)
+pauses the scheduler and, above level 0, resets the prefix, multimodal and encoder caches and the KV
+connector. APPLY with awake weights and a sleeping KV cache therefore needs no pause of its own.
 
-`is_sleeping` is true of an engine that is merely paused (same file), so what sleeps is asked of the workers.
+When the last tag wakes, vLLM resumes by itself, with the requests that a pause in mode `keep` froze or
+that arrived before the gate closed. With `STAY_PAUSED` among the tags it stays paused until RESUME.
+
+vLLM's `is_sleeping` (same file) is also true for an engine that is only paused. The workers report
+which tags sleep.
 """
 
 import asyncio
@@ -23,17 +26,26 @@ from resharder.client.inference.engine import Engine, Mode
 from resharder.client.inference.power import STAY_PAUSED, WEIGHTS, PowerState
 from resharder.client.tracing import Timings, timed
 
-logger = logging.getLogger("vllm.resharder.control")  # vLLM shows only what is under its own name
+logger = logging.getLogger("vllm.resharder.control")  # vLLM shows only loggers below its own name
 
 
 class WorkersFailed(Exception):
-    """The message has every worker's word."""
+    """A call to the workers failed. The message has the error of each worker."""
 
 
 class OrderExecutor:
-    """Not for concurrent use: one order at a time. `reattach` ends the stream to the daemon; it may be called from the loop.
-    `power_changed` is called when the engine fell asleep or woke. `cannot_sleep`: why not; empty where it
-    can."""
+    """Executes orders on an engine, one at a time, and serialises other callers' sleep, wake and resume with them.
+
+    Args:
+        engine: The engine's client. Its `sleep`, `wake_up` and `resume_generation` are replaced by
+            versions that wait for the order in progress.
+        gate: The gate to hold, open and close.
+        reattach: Ends the stream to the daemon, so that another follows. Called on the event loop.
+        version_name: Returns the full name of a version from its number.
+        power_changed: Called when the engine fell asleep or woke.
+        cannot_sleep: Reason why the engine cannot sleep; empty if it can.
+        clock: A monotonic clock, in seconds.
+    """
 
     def __init__(
         self,
@@ -48,80 +60,88 @@ class OrderExecutor:
         self._engine, self._gate, self._power_changed = engine, gate, power_changed
         self._reattach, self._version_name, self._clock = reattach, version_name, clock
         self.state = State(cannot_sleep=cannot_sleep)
-        self._turn = asyncio.Lock()  # held by the task that carries out an order, or by another hand's call
-        self._holder: asyncio.Task[Any] | None = None
-        self._watch()
+        self._lock = asyncio.Lock()  # of the task that executes an order, or of another caller's sleep, wake or resume
+        self._lock_owner: asyncio.Task[Any] | None = None
+        self._serialise_other_callers()
 
     async def carry_out(self, order: ControlOrder) -> Outcome | None:
-        """Never raises but for cancellation; None where nothing is to be reported."""
-        async with self._in_turn():
+        """Execute an order.
+
+        Returns:
+            The outcome to report, or `None`. Errors become outcomes; only cancellation raises.
+        """
+        async with self._exclusive():
             return await self._carry_out(order)
 
     @asynccontextmanager
-    async def _in_turn(self) -> AsyncIterator[None]:
-        """One at a time; a task that is inside already goes on."""
+    async def _exclusive(self) -> AsyncIterator[None]:
+        """Acquire the lock; reentrant for the task that has it."""
         task = asyncio.current_task()
-        if task is not None and task is self._holder:
+        if task is not None and task is self._lock_owner:
             yield
             return
-        async with self._turn:
-            self._holder = task
+        async with self._lock:
+            self._lock_owner = task
             try:
                 yield
             finally:
-                self._holder = None
+                self._lock_owner = None
 
     async def _carry_out(self, order: ControlOrder) -> Outcome | None:
         try:
-            if self._may_be_mistaken(order):
-                await self.look()
+            if self._power_may_be_outdated(order):
+                await self.refresh_power()
             step = decide(self.state, self._gate.open_on, self._gate.lease.permits(order.span), order)
             with acting(self._claim(order)):
                 outcome = step if isinstance(step, Outcome) else await self._take(step, order)
         except Fenced as refusal:
-            self._gate.lease.saw(refusal.term)
-            # Logged here as well: the stream may have ended already, and its own reason is another.
+            self._gate.lease.observe_term(refusal.term)
+            # Logged here as well, because the stream may already have ended for another reason.
             logger.warning("%s of version %d (%s) was refused: %s", order.kind.name, order.version, order.install, refusal)
             self._reattach(f"{order.kind.name} was refused: {refusal}")
             return None
         except WorkersFailed as error:
             logger.error("%s of version %d (%s) failed: %s", order.kind.name, order.version, order.install, error)
-            outcome = self._remember(Outcome(order.kind, order.install, False, str(error), self._paused()))
+            outcome = self._record(Outcome(order.kind, order.install, False, str(error), self._paused()))
         except Exception as error:
             logger.exception("%s of version %d (%s) failed", order.kind.name, order.version, order.install)
             problem = f"{type(error).__name__}: {error}"
-            outcome = self._remember(Outcome(order.kind, order.install, False, problem, self._paused()))
+            outcome = self._record(Outcome(order.kind, order.install, False, problem, self._paused()))
         return None if order.kind is Kind.LEAD else outcome
 
     def _claim(self, order: ControlOrder) -> OrderClaim:
         lease = self._gate.lease
         return OrderClaim(order.term, lambda: lease.until_in(order.span) if order.leased else None)
 
-    def _must_hold(self, order: ControlOrder) -> None:
-        """Raises Fenced where the order's lease has ended, or the stream that it came by."""
+    def _check_lease(self, order: ControlOrder) -> None:
+        """Raise `Fenced` if the order's lease, or the stream that delivered the order, has ended."""
         if not self._gate.lease.permits(order.span):
             raise Fenced("its lease has ended")
 
-    def _may_be_mistaken(self, order: ControlOrder) -> bool:
-        """About how awake the engine is: others may have put it to sleep or woken it, another control side while it led too."""
+    def _power_may_be_outdated(self, order: ControlOrder) -> bool:
+        """Whether another caller, or another control side while it led, may have put the engine to sleep or woken it."""
         if order.kind is Kind.RESUME:
             return self.state.power > PowerState.AWAKE or self.state.dropped
         return self.state.leads(order) and self.state.paused_at is None and order.kind in (Kind.APPLY, Kind.SLEEP, Kind.WAKE)
 
-    async def look(self) -> None:
-        """Learns how awake the engine is. Raises WorkersFailed, and what vLLM raises."""
+    async def refresh_power(self) -> None:
+        """Update the power state from the engine and its workers.
+
+        Raises:
+            WorkersFailed: A worker did not answer. Errors of vLLM itself propagate.
+        """
         if self.state.dropped or await self._engine.is_sleeping():
-            self._learn(await self._workers("resharder_describe"))
+            self._update_power(await self._workers("resharder_describe"))
         else:
-            self._learn([])
+            self._update_power([])
 
     async def _take(self, step: Step, order: ControlOrder) -> Outcome | None:
         match step:
             case Step.LEAD:
-                # Another side may have led, and resumed, since this one paused; then the pause does not hold any more.
-                went_on = self.state.led is not None and order.term == self.state.led + 1
-                self.state = replace(self.state, led=order.term, paused_at=self.state.paused_at if went_on else None)
-                self._learn(await self._workers("resharder_describe"))  # the engine's fence learns the term by this call
+                # If another side led in between, it may have resumed the engine: this side's pause no longer counts.
+                consecutive = self.state.led is not None and order.term == self.state.led + 1
+                self.state = replace(self.state, led=order.term, paused_at=self.state.paused_at if consecutive else None)
+                self._update_power(await self._workers("resharder_describe"))  # this call carries the term to the engine's fence
                 return None
             case Step.STAGE:
                 base = [self._version_name(order.ahead_of)] if order.ahead_of else []
@@ -144,7 +164,7 @@ class OrderExecutor:
             case Step.REATTACH:
                 self._reattach(f"the lease expired before {order.kind.name}")
                 return None
-        return self._remember(Outcome(order.kind, order.install))
+        return self._record(Outcome(order.kind, order.install))
 
     async def _apply(self, order: ControlOrder) -> Outcome | None:
         self._gate.hold(f"version {order.version} is being installed")
@@ -155,7 +175,7 @@ class OrderExecutor:
                 with timed(timings, "pause"):
                     await pause(self._engine, order.mode)
                 self.state = replace(self.state, paused_at=began)
-            self._must_hold(order)  # a pause that waits for requests to end can outlive the lease
+            self._check_lease(order)  # a pause that waits for requests to end can outlive the lease
             self.state = replace(self.state, stale=True)
             with timed(timings, "workers"):
                 await self._workers("resharder_apply", order.install, *([True] if order.profile else []))
@@ -167,30 +187,36 @@ class OrderExecutor:
             self._gate.shut(f"installing version {order.version} failed")
             raise
         self.state = replace(self.state, dropped=False)
-        return self._remember(Outcome(order.kind, order.install, pause_seconds=self._paused(), timings=tuple(timings)))
+        return self._record(Outcome(order.kind, order.install, pause_seconds=self._paused(), timings=tuple(timings)))
 
     async def _reset_caches(self) -> None:
-        """Of what the weights before have made, frozen requests' KV cache too: these are computed anew. All of it is bookkeeping,
-        which vLLM can reset while the KV cache itself sleeps. The pause leaves it to this, since what the engine does after it (a
-        KV connector's saves, dummy batches of idle replicas) has to go as well. Raises WorkersFailed."""
+        """Drop all caches that the previous weights filled, frozen requests' KV cache included; vLLM recomputes them.
+
+        The caches are reset here and not by the pause, because the engine still fills them after the
+        pause (a KV connector's saves, dummy batches of idle replicas). The reset changes bookkeeping
+        only, so it also works while the KV cache's memory sleeps.
+
+        Raises:
+            WorkersFailed: vLLM did not reset the prefix cache or its KV connector.
+        """
         prefix, *_ = await asyncio.gather(
             self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
             self._engine.reset_mm_cache(),
             self._engine.reset_encoder_cache(),
         )
         if not prefix:
-            raise WorkersFailed("expected the prefix cache and its KV connector to be reset, got a refusal by vLLM")
+            raise WorkersFailed("expected vLLM to reset the prefix cache and its KV connector, got a refusal")
         self.state = replace(self.state, stale=False)
 
     async def _resume(self, order: ControlOrder) -> Outcome:
-        # A leader may have taken over from one that paused the engine, or put it to sleep, and not got as far as the caches.
+        # A former leader may have paused the engine, or put it to sleep, and ended before it reset the caches.
         leads = self.state.leads(order)
         paused = leads and (self.state.paused_at is not None or await self._engine.is_paused())
         if not paused and self._gate.open_on == order.version:
             self.state = replace(self.state, resumed_in=order.term if leads else self.state.resumed_in)
             return self.state.resumed_as(order)
         if paused and self.state.paused_at is None:
-            await self.look()
+            await self.refresh_power()
             decided = decide(self.state, None, self._gate.lease.permits(order.span), order)
             if isinstance(decided, Outcome):
                 return decided
@@ -200,13 +226,13 @@ class OrderExecutor:
             with timed(timings, "reset"):
                 await self._reset_caches()
         if paused:
-            self._must_hold(order)
+            self._check_lease(order)
             with timed(timings, "resume"):
                 await self._engine.resume_generation()
         outcome = Outcome(order.kind, order.install, pause_seconds=self._paused(), timings=tuple(timings))
         self.state = replace(self.state, paused_at=None, resumed_in=order.term if leads else self.state.resumed_in)
         lapses = self._gate.lease.lapses
-        self._must_hold(order)
+        self._check_lease(order)
         self.state = replace(self.state, resumed=outcome)
         self._gate.open(order.version, lapses)
         logger.info("serving version %d after a pause of %.3f s", order.version, outcome.pause_seconds)
@@ -215,74 +241,84 @@ class OrderExecutor:
     # Sleep and wake
 
     async def _sleep(self, order: ControlOrder) -> None:
-        """Raises WorkersFailed where the engine is not so afterwards."""
-        self._gate.shut("an operator put it to sleep")
+        """Close the gate and put the engine to sleep.
+
+        Raises:
+            WorkersFailed: The engine does not reach the ordered power state.
+        """
+        self._gate.shut("an operator put the server to sleep")
         if self.state.power == order.power:
             return
-        await self._wake(
-            PowerState.AWAKE
-        )  # vLLM's sleep does nothing while anything sleeps (0.26 and 0.28), or the weights (0.32)
-        if order.mode == "wait":  # vLLM's sleep would wait by itself, and then sleep whether or not the lease still lives
+        # vLLM's `sleep` is a no-op while any tag sleeps (0.26 and 0.28), or while the weights sleep (0.32).
+        await self._wake(PowerState.AWAKE)
+        if order.mode == "wait":  # vLLM's `sleep` would wait too, but then sleep even if the lease has ended
             await pause(self._engine, order.mode)
         await self._engine.sleep(level=order.power.level, mode=order.mode)
         self.state = replace(self.state, paused_at=None, applied=None, resumed=None)
         self._expect(self.state.power == order.power, order.power)
 
     async def _wake(self, power: PowerState) -> None:
-        """Leaves the engine paused, and the gate where it is. Raises WorkersFailed where the engine is not so afterwards."""
+        """Wake the engine up to `power`. The engine stays paused and the gate unchanged.
+
+        Raises:
+            WorkersFailed: The engine does not reach the power state.
+        """
         tags = [tag for tag in self.state.asleep if tag == WEIGHTS or power == PowerState.AWAKE]
         if not tags:
             return
         began = self._clock()
-        # Each by its name: where none is named, 0.26 maps the memory of those that are awake a second time.
+        # Tags are named, because vLLM 0.26 without tags maps the memory of awake tags a second time.
         await self._engine.wake_up([*tags, STAY_PAUSED])
         self._expect(self.state.power <= power, power)
         if power == PowerState.AWAKE:
             self.state = replace(self.state, paused_at=began)
 
-    def _expect(self, holds: bool, power: PowerState) -> None:
-        """vLLM only logs it where it does not sleep or wake."""
-        if not holds:
+    def _expect(self, reached: bool, power: PowerState) -> None:
+        """Raise `WorkersFailed` unless `power` is reached: vLLM only logs a sleep or wake that has no effect."""
+        if not reached:
             raise WorkersFailed(f"expected the engine to be {power.name}, it is {self.state.power.name}")
 
-    def _watch(self) -> None:
-        """Coordinates sleep, wake_up and resume_generation with orders, for all who call them through this client: vLLM's routes,
-        the program around the engine. Each waits for the order that is being carried out, and none ends the pause of an install.
-        Weights that were dropped are not served, whoever dropped them."""
+    def _serialise_other_callers(self) -> None:
+        """Serialise `sleep`, `wake_up` and `resume_generation` of all callers of this client with orders.
+
+        Callers are vLLM's routes and the program around the engine. A call waits for the order in
+        progress and does not end the pause of an install. After any sleep at level 2 the gate stays
+        closed and the engine paused until a version is installed.
+        """
         sleep, wake_up, resume = self._engine.sleep, self._engine.wake_up, self._engine.resume_generation
 
         async def watched_sleep(level: int = 1, mode: Mode = "abort") -> None:
-            async with self._in_turn():
+            async with self._exclusive():
                 if level == 2 and self._gate.position is not Position.SHUT:
                     self._gate.shut("vLLM was put to sleep at level 2, which drops the weights")
                 try:
                     await sleep(level, mode)
                 finally:
-                    await self.look()
+                    await self.refresh_power()
 
         async def watched_wake_up(tags: list[str] | None = None) -> object:
-            async with self._in_turn():
+            async with self._exclusive():
                 dropped = self.state.dropped and self.state.asleep
                 if (dropped or self.state.paused_at is not None) and STAY_PAUSED not in (tags or ()):
                     tags = [*(tags or self.state.asleep), STAY_PAUSED]
                 try:
-                    return await wake_up(tags)  # type: ignore[arg-type]  # vLLM's own takes None for all
+                    return await wake_up(tags)  # type: ignore[arg-type]  # vLLM wakes all tags for None
                 finally:
-                    await self.look()
+                    await self.refresh_power()
 
         async def watched_resume() -> None:
-            ours = asyncio.current_task() is self._holder
-            async with self._in_turn():
+            ours = asyncio.current_task() is self._lock_owner
+            async with self._exclusive():
                 if ours or self.state.paused_at is None:
                     await resume()
                 else:
-                    logger.warning("resume_generation by another caller is ignored: an install has paused the engine")
+                    logger.warning("ignoring resume_generation by another caller: an install has paused the engine")
 
         self._engine.sleep, self._engine.wake_up = watched_sleep, watched_wake_up  # type: ignore[method-assign]
         self._engine.resume_generation = watched_resume  # type: ignore[method-assign]
 
-    def _learn(self, answers: Sequence[Any]) -> None:
-        """From what workers say of themselves; none: the engine is awake."""
+    def _update_power(self, answers: Sequence[Any]) -> None:
+        """Update the power state from the workers' descriptions; without any, the engine is awake."""
         before = self.state.power
         power = PowerState(max((answer["power"] for answer in answers), default=PowerState.AWAKE))
         asleep = {tag for answer in answers for tag in answer["asleep"]}
@@ -292,14 +328,19 @@ class OrderExecutor:
             self._power_changed()
 
     async def _workers(self, method: str, *args: Any) -> Sequence[Any]:
-        """What the workers answered. With data parallelism those of the first engine alone answer, so every worker also reports
-        to the daemon by itself. Raises WorkersFailed."""
+        """Call `method` in the workers and return their answers.
+
+        With data parallelism only the first engine's workers answer; each worker also reports to the daemon itself.
+
+        Raises:
+            WorkersFailed: A worker answered with an error.
+        """
         answers = await self._engine.collective_rpc(method, args=args)
         if problems := [problem for answer in answers if (problem := _problem(method, answer))]:
             raise WorkersFailed("; ".join(problems))
         return answers
 
-    def _remember(self, outcome: Outcome) -> Outcome:
+    def _record(self, outcome: Outcome) -> Outcome:
         match outcome.kind:
             case Kind.STAGE:
                 self.state = replace(self.state, staged=outcome)
@@ -314,17 +355,18 @@ class OrderExecutor:
 
 
 async def pause(engine: Engine, mode: Mode) -> None:
-    """When it returns, no step is under way and none begins; caches are as they were.
+    """Pause the engine: on return no step is in progress and none begins. Caches are unchanged.
 
-    AsyncLLM.pause_generation (v1/engine/async_llm.py; 0.26, 0.28 and 0.32) asks the engine core, which answers when it is idle,
-    and then sleeps for 20 ms, so that the last tokens leave before it returns: "not required for correctness". They leave all the
-    same, before any later ones. So the engine core is asked here too, where there is one.
+    vLLM's `AsyncLLM.pause_generation` (`v1/engine/async_llm.py`; 0.26, 0.28 and 0.32) calls the engine
+    core, which answers when it is idle, and then sleeps for 20 ms so that the last tokens leave before
+    it returns, which is "not required for correctness". Without the sleep, these tokens still leave
+    before later ones. This function therefore calls the engine core directly, if the engine has one.
     """
-    ask = getattr(getattr(engine, "engine_core", None), "pause_scheduler_async", None)
-    if ask is None:
+    pause_core = getattr(getattr(engine, "engine_core", None), "pause_scheduler_async", None)
+    if pause_core is None:
         await engine.pause_generation(mode=mode, clear_cache=False)
     else:
-        await ask(mode=mode, clear_cache=False)
+        await pause_core(mode=mode, clear_cache=False)
 
 
 def _problem(method: str, answer: Any) -> str:

@@ -1,15 +1,16 @@
-"""The fence around an engine: it obeys the newest leadership alone, and only while the lease behind an order lasts.
+"""The engine's fence: the engine accepts orders of the highest term only, and only while the order's lease lasts.
 
-A control side may be stopped at any point, also between its last look at the lease and the call to the engine. So the engine
-itself looks: each call made within `acting` travels with a token, and the engine core (vllm/engine_core.py), which takes calls
-one after the other, compares it with what it has seen.
+A control side may be stopped at any point, also between its last check of the lease and the call to the
+engine. The engine therefore checks too: each call within `acting` carries a token, and the engine core
+(`vllm/engine_core.py`), which takes calls one after the other, compares the token with its own state.
 
-    term    of the order. The daemon raises it with each LEAD, and LEAD itself goes to the engine: from then on the engine
-            refuses every lower term
-    until   the end of the lease, on the monotonic clock; compared only by a process that shares this clock. An engine core on
-            another host has the term alone
+    term    of the order. The daemon raises it with each LEAD, and LEAD itself calls the engine: from then on
+            the engine refuses every lower term
+    until   the end of the lease on the monotonic clock; compared only by a process that shares this clock.
+            An engine core on another host compares the term only
 
-Calls outside `acting` (requests, vLLM's own routes, the program around an embedded engine) pass as they are.
+Calls outside `acting` (requests, vLLM's own routes, the program around an embedded engine) carry no token
+and always pass.
 """
 
 import functools
@@ -22,14 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FENCED = "resharder_fenced"  # the engine core's method
+FENCED = "resharder_fenced"  # name of the engine core's method
 _REFUSED = "resharder: refused"
 
-Wire = list[Any]  # [term, until or None, clock]
+Wire = list[Any]
+"""A token in its wire form: `[term, until or None, clock id]`."""
 
 
 class Fenced(Exception):
-    """An order that must not act any more. `term`: the engine's, or 0."""
+    """An order lost its right to act. `term` is the engine's term; 0 if the engine did not refuse it."""
 
     def __init__(self, reason: str, term: int = 0) -> None:
         super().__init__(reason)
@@ -38,7 +40,7 @@ class Fenced(Exception):
 
 @functools.cache
 def clock_id() -> str:
-    """Names the clock that `time.monotonic` reads: equal in two processes only if they read the same one."""
+    """Return an id of the clock behind `time.monotonic`; equal ids in two processes mean the same clock."""
     boot, offsets = "", ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -48,13 +50,18 @@ def clock_id() -> str:
 
 @dataclass(frozen=True)
 class OrderClaim:
-    """What an order acts on: its term, and when its lease ends (None: it needs none)."""
+    """The right on which an order acts: its term and its lease."""
 
     term: int
     until: Callable[[], float | None]
+    """Returns the end of the lease (monotonic); `-inf` once its span has ended, `None` if the order needs none."""
 
     def token(self) -> Wire:
-        """Raises Fenced where the lease is known to have ended."""
+        """Return the token of a call.
+
+        Raises:
+            Fenced: The lease has ended.
+        """
         if (until := self.until()) == float("-inf"):
             raise Fenced("its lease has ended")
         return [self.term, until, clock_id()]
@@ -65,7 +72,7 @@ _ACTING: ContextVar[OrderClaim | None] = ContextVar("resharder_acting", default=
 
 @contextmanager
 def acting(claim: OrderClaim) -> Iterator[None]:
-    """Inside, calls to an engine whose client is guarded carry the claim's token; tasks begun inside inherit it."""
+    """Attach the claim's token to calls to a guarded engine inside the block. Tasks begun inside inherit it."""
     token = _ACTING.set(claim)
     try:
         yield
@@ -74,27 +81,31 @@ def acting(claim: OrderClaim) -> Iterator[None]:
 
 
 def claim_in_effect() -> OrderClaim | None:
-    """The claim of the `acting` block around the caller."""
+    """Return the claim of the `acting` block around the caller."""
     return _ACTING.get()
 
 
 def accepted(answer: Any) -> Any:
-    """Return the answer of an engine core's fence. Raises Fenced where the call was refused."""
+    """Return an engine core's answer.
+
+    Raises:
+        Fenced: The engine core refused the call.
+    """
     if isinstance(answer, list) and answer[:1] == [_REFUSED]:
         raise Fenced(answer[1], answer[2])
     return answer
 
 
 class Fence:
-    """The engine's side."""
+    """The engine core's side of the fence: the highest term, and the check of tokens."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.term, self._clock = 0, clock
 
     def refuse(self, token: Wire) -> str:
-        """Why a call with this token must not be carried out; empty if it may be. Its term is remembered either way."""
+        """Return why a call with this token is refused; empty if it is accepted. A higher term is recorded in both cases."""
         term, until, clock = token
-        if 0 < term < self.term:  # 0: of a daemon that does not number leadership
+        if 0 < term < self.term:  # 0: from a daemon that does not number leadership
             return f"expected an order of term {self.term} or later, got one of term {term}: another control side leads"
         self.term = max(self.term, term)
         if until is not None and clock and clock == clock_id() and (late := self._clock() - until) >= 0:
@@ -102,5 +113,5 @@ class Fence:
         return ""
 
     def refused(self, reason: str) -> Wire:
-        """The answer to the caller: an exception would fill vLLM's log with a traceback."""
+        """Return the answer to a refused caller. An exception instead would fill vLLM's log with a traceback."""
         return [_REFUSED, reason, self.term]

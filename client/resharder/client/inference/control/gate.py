@@ -1,23 +1,24 @@
-"""The gate in front of vLLM's routes: no request starts on a version that is not confirmed, and every answer names its versions.
+"""The gate in front of vLLM's routes: it admits requests only while a confirmed version is in service.
 
-    OPEN   a confirmed version is served                      requests pass             /health passes
+    OPEN   a confirmed version is in service                  requests pass             /health passes
     HELD   a version is being installed                       requests wait             /health passes
     late   HELD for longer than `hold_seconds`                503 at once               503
     SHUT   nothing confirmed, torn, drained or asleep         503 at once               503
 
-An install closes the gate for tens of milliseconds, so requests wait for it instead of being turned away; all that wait are
-answered 503 when the gate becomes late. Requests in flight are vLLM's to keep, finish or abort: the gate judges only their start.
-/health under 503 means "send no requests", not "restart me": use it for readiness.
+An install holds the gate for tens of milliseconds, so requests wait instead of being refused. When the
+gate becomes late, all waiting requests are answered 503. The gate decides on the start of a request
+only; vLLM keeps, finishes or aborts requests in flight. A 503 on /health means that the server must not
+receive requests, not that it must restart: use it for readiness.
 
-Every response has the header `X-Resharder-Version` (labels.py): the versions that made its tokens, as the workers noted them when
-they were installed (page.py), never as this process was told of them. vLLM's answers from before the gate (401 by --api-key) have
-no such header.
+Every response that passes the gate has the header `X-Resharder-Version` (`labels.py`): the versions that
+computed its tokens, as the workers recorded them on the page (`version_page.py`). The orders that this
+process received do not affect the header. Responses from before the gate (401 by --api-key) have none.
 
-Where the fleet allows no server without a lease, an open gate is SHUT by itself as soon as the lease ends, and stays so until it
-is opened anew, whether the lease is renewed or not. That is looked up whenever somebody asks where the gate stands, so no timer
-can be late.
+If the fleet allows no server without a lease, an open gate closes when the lease ends and stays closed
+until the next `open`, whether or not the lease is renewed. The lease is checked whenever the position is
+read, so the gate needs no timer.
 
-The gate takes no orders over HTTP. All of it but `ServerLease.renew` runs on one event loop.
+The gate takes no orders over HTTP. Everything except `ServerLease.renew` runs on one event loop.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ Receive = Callable[[], Awaitable[Message]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 RETRY_AFTER_SECONDS = 1
-# These never ask the model for anything. Every other route is gated, those of other plugins and of later vLLMs too.
+# Routes that do not use the model. All others are gated, including routes of other plugins and of later vLLM releases.
 UNGATED = frozenset(
     {
         "/metrics",
@@ -53,28 +54,35 @@ UNGATED = frozenset(
     }
 )
 HEALTH = frozenset({"/health", "/ping"})
-STORED = "/v1/responses/"  # answers that were made earlier, by their id
+STORED = "/v1/responses/"  # prefix of routes that return stored answers by id
 LEASE_ENDED = "the lease ended and the fleet allows no server without one"
 
 
 class ServerLease:
-    """Written by the thread of the stream, read on the event loop; `until` is of the monotonic clock. `strict`: without it the
-    gate may not stand open. `lapses`: how often it ended while it was. `renewed` hears for how many seconds it lasts.
+    """The server's lease, written by the stream's thread and read on the event loop.
 
-    `span` numbers the stretches of time over which the lease, and the stream that renews it, last without a break. An order acts
-    only within the span in which it was received. `term`: the highest term seen, in orders and in refusals by the engine."""
+    A span is a period without a break in the lease or in the stream that renews it. An order acts only
+    within the span in which it arrived.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.renewed: Callable[[float], None] = lambda seconds: None
+        """Called after each renewal with the remaining seconds."""
         self.until = float("-inf")
+        """End of the lease on the monotonic clock."""
         self.strict = False
+        """Whether the gate may be open only while the lease lives."""
         self.lapses = 0
+        """Number of times that a strict lease ended."""
         self.span = 0
+        """Number of the current span."""
         self.term = 0
+        """Highest term observed, in orders and in the engine's refusals."""
 
     def renew(self, until: float, *, strict: bool = False) -> None:
-        if not self.alive:  # before `until`: a reader that sees the lease alive again sees the new span and lapse too
+        """Extend the lease to `until` on the monotonic clock. A renewal after its end begins a new span."""
+        if not self.alive:  # set before `until`, so that a reader of the renewed lease reads the new span and lapses
             self.span += self.until != float("-inf")
             self.lapses += self.strict
         self.until, self.strict = max(self.until, until), strict
@@ -82,50 +90,68 @@ class ServerLease:
 
     @property
     def alive(self) -> bool:
+        """Whether the lease has not ended."""
         return self._clock() < self.until
 
-    def break_off(self) -> None:
-        """End the span, though the lease may live on: the stream has ended."""
+    def end_span(self) -> None:
+        """End the span because the stream has ended. The lease itself may continue."""
         self.span += 1
 
-    def saw(self, term: int) -> None:
+    def observe_term(self, term: int) -> None:
+        """Record a term that an order or a refusal carried."""
         self.term = max(self.term, term)
 
     def until_in(self, span: int) -> float:
-        """When an order received in `span` loses the right to act; -inf if it has lost it."""
+        """Return when an order that arrived in `span` loses the right to act; `-inf` if the span has ended."""
         until = self.until  # read before `span`, see `renew`
         return until if self.span == span else float("-inf")
 
     def permits(self, span: int) -> bool:
-        """Whether an order received in `span` may act."""
+        """Return whether an order that arrived in `span` may act."""
         return self._clock() < self.until_in(span)
 
     def unbroken_since(self, lapses: int) -> bool:
-        """Whether it lives, and always has since there were so many lapses; always so where it is not strict."""
+        """Return whether a strict lease lives and did not end since `lapses` was read; true for a lease that is not strict."""
         return not self.strict or (self.alive and self.lapses == lapses)
 
 
 class Position(Enum):
+    """Position of the gate. Values are labels of metrics."""
+
     OPEN = "open"
     HELD = "held"
     SHUT = "shut"
 
 
 class Watcher:
-    """Hears what a gate does. `reason`: late, lease_ended or shut."""
+    """Listener to a gate; each method is a no-op by default."""
 
-    def moved(self, position: Position, version: int) -> None: ...
-    def refused(self, reason: str) -> None: ...
-    def waited(self, seconds: float) -> None: ...
+    def moved(self, position: Position, version: int) -> None:
+        """Handle a change of position; `version` is the last one that the gate was opened on."""
+
+    def refused(self, reason: str) -> None:
+        """Handle a refused request; `reason` is `late`, `lease_ended` or `shut`."""
+
+    def waited(self, seconds: float) -> None:
+        """Handle a request that waited at the gate."""
 
 
 @dataclass(frozen=True)
 class Refusal:
+    """A 503 and its reason."""
+
     reason: str
 
 
 class Gate:
-    """`prefer`: stand open on vLLM's own weights until the first version comes. `hold_seconds`: how long requests wait."""
+    """The gate of one API server.
+
+    Args:
+        prefer: Start open, on vLLM's own weights, until the first version arrives.
+        hold_seconds: Time for which requests wait while the gate is held.
+        lease: The server's lease; by default a new one, which does not affect the gate until it is renewed as strict.
+        clock: A monotonic clock, in seconds.
+    """
 
     def __init__(
         self,
@@ -136,11 +162,14 @@ class Gate:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._position = Position.OPEN if prefer else Position.SHUT
-        self.version = 0  # the last one it was opened on
-        self.in_flight = 0  # requests that were let through and are not answered yet
-        self.when_empty: Callable[[], None] = lambda: None  # the gate is closed, and the last request is answered
+        self.version = 0
+        """The version that the gate was last opened on."""
+        self.in_flight = 0
+        """Number of admitted requests that are not completely answered."""
+        self.when_empty: Callable[[], None] = lambda: None
+        """Called when the last request in flight completes while the gate is not open."""
         self.lease = lease or ServerLease()
-        self._lapses = self.lease.lapses  # when it was opened
+        self._lapses = self.lease.lapses  # at the time of `open`
         self._reason = "no version is confirmed yet"
         self._hold_seconds, self._clock = hold_seconds, clock
         self._held_at = 0.0
@@ -148,62 +177,74 @@ class Gate:
         self._watcher = Watcher()
 
     def watch(self, watcher: Watcher) -> None:
-        """Has it hear of everything from here on, and where the gate stands."""
+        """Send all further events to `watcher`, beginning with the current position."""
         self._watcher = watcher
         watcher.moved(self.position, self.version)
 
     @property
     def position(self) -> Position:
+        """The current position. Closes the gate if its lease has ended."""
         if self._position is Position.OPEN and not self.lease.unbroken_since(self._lapses):
             self.shut(LEASE_ENDED)
         return self._position
 
     @property
     def open_on(self) -> int | None:
-        """The version that it is open on, 0 for vLLM's own weights; `None` while it is closed."""
+        """The version that the gate is open on, 0 for vLLM's own weights; `None` while it is held or closed."""
         return self.version if self.position is Position.OPEN else None
 
     @property
-    def shown(self) -> int:
-        """The version that it was opened on and not closed since; 0: none. For any thread."""
+    def serving(self) -> int:
+        """The version that the gate is open on, without a check of the lease; 0 for none. Thread-safe."""
         return self.version if self._position is Position.OPEN else 0
 
     def open(self, version: int, lapses: int | None = None) -> None:
-        """`lapses`: those of the lease when it was last seen to hold; a strict lease that lapsed since shuts the gate at once."""
+        """Open the gate on `version`.
+
+        Args:
+            version: The version in service.
+            lapses: `lease.lapses` at the last check of the lease, by default now. If a strict lease
+                ended since then, the gate closes at the next read of its position.
+        """
         self.version, self._lapses = version, self.lease.lapses if lapses is None else lapses
         self._move(Position.OPEN)
 
     def hold(self, reason: str) -> None:
-        """A version is being installed. A gate that is shut stays shut."""
+        """Hold the gate while a version is installed. A closed gate stays closed."""
         if self.position is Position.OPEN:
             self._reason, self._held_at = reason, self._clock()
             self._move(Position.HELD)
 
     def shut(self, reason: str) -> None:
+        """Close the gate; requests are answered 503 with `reason`."""
         self._reason = reason
         self._move(Position.SHUT)
 
     async def enter(self) -> Refusal | None:
-        """None lets the request through. Waits while the gate is held, not longer than until it is late."""
-        came = self._clock() if self.position is Position.HELD else None
+        """Wait while the gate is held, at most until it is late.
+
+        Returns:
+            `None` if the request is admitted, else the refusal.
+        """
+        arrived = self._clock() if self.position is Position.HELD else None
         while self.position is Position.HELD and not self._late():
             await self.changed(self._held_at + self._hold_seconds - self._clock())
-        if came is not None:
-            self._watcher.waited(self._clock() - came)
+        if arrived is not None:
+            self._watcher.waited(self._clock() - arrived)
         if self.position is Position.OPEN:
             return None
-        ended = "lease_ended" if self._reason == LEASE_ENDED else "shut"
-        self._watcher.refused("late" if self.position is Position.HELD else ended)
-        return Refusal(self._why())
+        closed = "lease_ended" if self._reason == LEASE_ENDED else "shut"
+        self._watcher.refused("late" if self.position is Position.HELD else closed)
+        return Refusal(self._full_reason())
 
-    def look(self) -> Refusal | None:
-        """The same for a health check, which never waits."""
+    def check_health(self) -> Refusal | None:
+        """Return the refusal of a health check, which does not wait; `None` if the gate is open, or held and not late."""
         closed = self.position is Position.SHUT or (self.position is Position.HELD and self._late())
-        return Refusal(self._why()) if closed else None
+        return Refusal(self._full_reason()) if closed else None
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Around a request that was let through, from then to the end of its answer."""
+        """Count an admitted request as in flight, until the end of its answer."""
         self.in_flight += 1
         try:
             yield
@@ -213,7 +254,7 @@ class Gate:
                 self.when_empty()
 
     async def changed(self, timeout: float | None) -> None:
-        """Returns when the gate moved, or after `timeout` seconds."""
+        """Wait until the gate changes its position, at most `timeout` seconds."""
         event = self._changed
         try:
             await asyncio.wait_for(event.wait(), timeout)
@@ -229,13 +270,19 @@ class Gate:
     def _late(self) -> bool:
         return self._clock() >= self._held_at + self._hold_seconds
 
-    def _why(self) -> str:
+    def _full_reason(self) -> str:
         late = f", for more than {self._hold_seconds:g} s" if self.position is Position.HELD else ""
         return self._reason + late
 
 
 class GateMiddleware:
-    """ASGI middleware, innermost: authentication comes before it. `installed`: the version that the engine has installed now."""
+    """ASGI middleware that applies the gate. It is the innermost one, so authentication precedes it.
+
+    Args:
+        app: The application behind the gate.
+        gate: The gate.
+        installed: Returns the version that the engine has installed now; 0 for none.
+    """
 
     def __init__(self, app: App, gate: Gate, installed: Callable[[], int]) -> None:
         self._app, self._gate, self._installed = app, gate, installed
@@ -245,21 +292,21 @@ class GateMiddleware:
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        asks_nothing = path in UNGATED or scope.get("method") == "OPTIONS"
-        if asks_nothing or path in HEALTH:
-            refusal = None if asks_nothing else self._gate.look()
+        ungated = path in UNGATED or scope.get("method") == "OPTIONS"
+        if ungated or path in HEALTH:
+            refusal = None if ungated else self._gate.check_health()
             counted: AbstractContextManager[None] = nullcontext()
         else:
             refusal, counted = await self._gate.enter(), self._gate.answering()
         if refusal is not None:
             await _refuse(scope, receive, send, refusal)
             return
-        installed = _unknown if path.startswith(STORED) else self._installed
+        installed = _no_version if path.startswith(STORED) else self._installed
         with counted, labels.answering() as answer:
             await self._app(scope, receive, Signed(send, answer, installed))
 
 
-def _unknown() -> int:
+def _no_version() -> int:
     return 0
 
 

@@ -1,8 +1,8 @@
-"""Labels: which versions made the tokens of an answer.
+"""Labels: the versions that computed the tokens of an answer.
 
-An `Answer` collects them while the engine's outputs are processed (outputs.py). A whole answer names them in its header. The
-header of a stream leaves before its tokens are made, so it reads `streamed`, and each event of a `text/event-stream` names the
-versions of its tokens under the key `resharder_versions`.
+An `Answer` collects them while the engine's outputs are processed (`outputs.py`). A complete answer has
+them in its header. A stream's header is sent before its tokens are computed: it is `streamed`, and each
+event of a `text/event-stream` has the versions of its tokens under the key `resharder_versions`.
 """
 
 import asyncio
@@ -26,33 +26,42 @@ _LINE_END = re.compile(rb"[\r\n][^\r\n]*\Z")
 
 
 def name(versions: tuple[int, ...]) -> str:
+    """Format versions as a label: comma-separated, `none` for 0."""
     return ",".join(str(version) if version else UNCONFIRMED for version in versions)
 
 
 @dataclass
 class _Taken:
-    """What was taken from one request's outputs and may not have been sent yet. `here`: by the task that sends the answer."""
+    """Versions of outputs that were taken from one queue and may not have been sent."""
 
     here: bool
+    """Whether the task that sends the answer took them."""
     versions: tuple[int, ...]
 
 
 class Answer:
-    """The versions that made one answer, whatever number of requests to the engine it takes. Not for other threads than the event
-    loop's."""
+    """The versions that computed one answer, which may take several requests to the engine.
+
+    Not thread-safe; use it on the event loop only.
+    """
 
     def __init__(self) -> None:
-        self.versions: tuple[int, ...] = ()  # of all its tokens, in order
+        self.versions: tuple[int, ...] = ()
+        """The versions of all tokens, in order."""
         self._taken: dict[int, _Taken] = {}  # by source
         self._sender: asyncio.Task[Any] | None = None
-        self._sent = False  # an event has left since the last outputs were taken
+        self._sent = False  # whether an event was sent since outputs were last taken
 
     def made(self, versions: tuple[int, ...]) -> None:
+        """Append the versions of new tokens."""
         self.versions = joined(self.versions, versions)
 
     def took(self, source: int, versions: tuple[int, ...]) -> None:
-        """Outputs were taken from a queue. Where the sending task takes them itself, it has sent what it took before; a task in
-        between may hold them for any time, so what those took stays."""
+        """Record that the current task took outputs from the queue `source`.
+
+        If the sending task takes them, it has sent its earlier outputs, and their versions are dropped.
+        Versions that another task took are kept, since it may delay the outputs for any time.
+        """
         here = self._sender is not None and asyncio.current_task() is self._sender
         if here and self._sent:
             self._taken = {other: taken for other, taken in self._taken.items() if not taken.here and other != source}
@@ -61,11 +70,15 @@ class Answer:
         self._taken[source] = _Taken(here, joined(before, versions))
 
     def sends_from_here(self) -> None:
-        """The current task is the one that sends the answer."""
+        """Mark the current task as the one that sends the answer."""
         self._sender = asyncio.current_task()
 
     def sent(self) -> tuple[int, ...]:
-        """An event leaves now: the versions that may have made its tokens; none before the first tokens."""
+        """Record that an event is sent now.
+
+        Returns:
+            The versions that may have computed the event's tokens; empty before the first tokens.
+        """
         self._sent = True
         return tuple(sorted({version for taken in self._taken.values() for version in taken.versions}))
 
@@ -74,12 +87,13 @@ _CURRENT: ContextVar[Answer | None] = ContextVar("resharder_answer", default=Non
 
 
 def current() -> Answer | None:
+    """Return the answer of the `answering` block around the caller."""
     return _CURRENT.get()
 
 
 @contextmanager
 def answering() -> Iterator[Answer]:
-    """Requests to the engine that are begun inside, by this task or by tasks that it starts, belong to one answer."""
+    """Collect the versions of all requests to the engine that this task, and tasks that it starts, begin inside the block."""
     answer = Answer()
     token = _CURRENT.set(answer)
     try:
@@ -89,21 +103,27 @@ def answering() -> Iterator[Answer]:
 
 
 class EventLabeller:
-    """Puts labels into the events of a stream, wherever its chunks are split."""
+    """Inserts labels into the events of a stream, independent of the boundaries of its chunks."""
 
     def __init__(self) -> None:
-        self._held = b""  # a line that has not ended
-        self._held_versions: tuple[int, ...] = ()
+        self._partial = b""  # a line without its end
+        self._partial_versions: tuple[int, ...] = ()
 
     def feed(self, chunk: bytes, versions: tuple[int, ...], *, last: bool = False) -> bytes:
-        """The lines that end in `chunk`; what comes after them waits for its end."""
-        content = self._held + chunk
-        versions = tuple(sorted({*self._held_versions, *versions}))
+        """Return the labelled lines that are complete with `chunk`, and buffer the rest.
+
+        Args:
+            chunk: The next bytes of the stream.
+            versions: The versions of the chunk's tokens.
+            last: Whether the stream ends here; nothing is buffered then.
+        """
+        content = self._partial + chunk
+        versions = tuple(sorted({*self._partial_versions, *versions}))
         cut = len(content)
         if not last:
             found = _LINE_END.search(content)
             cut = found.start() + 1 if found else 0
-        self._held, self._held_versions = content[cut:], versions if cut < len(content) else ()
+        self._partial, self._partial_versions = content[cut:], versions if cut < len(content) else ()
         return _OBJECT.sub(lambda found: _labelled(found, versions), content[:cut]) if versions else content[:cut]
 
 
@@ -113,12 +133,17 @@ def _labelled(found: re.Match[bytes], versions: tuple[int, ...]) -> bytes:
 
 
 class Signed:
-    """An ASGI `send` that adds the header and labels events. `installed`: what the engine has installed now, for answers without
-    tokens; 0 where the answer repeats tokens of an earlier one."""
+    """An ASGI `send` that adds the header and labels events.
+
+    Args:
+        send: The server's `send`.
+        answer: The versions of the answer's tokens.
+        installed: Returns the version for an answer without tokens: the installed one, or 0 for a stored answer.
+    """
 
     def __init__(self, send: Send, answer: Answer, installed: Callable[[], int]) -> None:
         self._send, self._answer, self._installed = send, answer, installed
-        self._start: Message | None = None  # waits until it is known whether the answer is a whole one
+        self._start: Message | None = None  # delayed until the first body shows whether the answer is complete
         self._events: EventLabeller | None = None
 
     async def __call__(self, message: Message) -> None:
@@ -148,6 +173,7 @@ class Signed:
 
 
 def header(value: str) -> tuple[bytes, bytes]:
+    """Return the version header as an ASGI header."""
     return VERSION_HEADER.lower().encode(), value.encode()
 
 

@@ -1,8 +1,9 @@
-"""What the control side counts, on vLLM's own /metrics.
+"""The control side's metrics, on vLLM's own /metrics.
 
-vLLM serves prometheus_client's default registry there or, with several API servers, what all their processes wrote into
-PROMETHEUS_MULTIPROC_DIR (v1/metrics/prometheus.py; 0.26 to 0.32). Both have what is made here, as long as it is made in the API
-server, with the library's plain types; each gauge says how the values of several processes come together.
+vLLM serves prometheus_client's default registry or, with several API servers, the values that all their
+processes wrote to PROMETHEUS_MULTIPROC_DIR (`v1/metrics/prometheus.py`; 0.26 to 0.32). Metrics of this
+module appear in both, because the API server creates them with the library's plain types. Each gauge has
+the mode in which the values of several processes are combined.
 """
 
 import functools
@@ -17,19 +18,22 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 
 
 class Numbers(Watcher):
-    """`carried_out` and the gate's words come on the event loop, `renewed` on the lease's thread."""
+    """The metrics of one API server.
+
+    The lease's thread calls `renewed`; all other methods are called on the event loop.
+    """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         name = "resharder_vllm_{}".format
         self._served = Gauge(
             name("served_version"),
-            "The version that requests get; 0: none is confirmed, or vLLM's own weights. Of several API servers the lowest",
+            "Version in service; 0 for none and for vLLM's own weights. The lowest of several API servers",
             registry=registry,
             multiprocess_mode="livemin",
         )
         self._position = Gauge(
             name("gate_position"),
-            "API servers by where their gate stands: open, held (requests wait for an install), shut (503)",
+            "API servers by position of their gate: open, held (requests wait for an install), shut (503)",
             ["position"],
             registry=registry,
             multiprocess_mode="livesum",
@@ -63,7 +67,7 @@ class Numbers(Watcher):
         self._installs = Counter(name("installs"), "Orders to apply a version: applied, failed", ["outcome"], registry=registry)
         self._lease = Gauge(
             name("lease_expiry_timestamp_seconds"),
-            "End of the API server's lease, in seconds since 1970; of several API servers the earliest",
+            "End of the API server's lease, in seconds since 1970; the earliest of several API servers",
             registry=registry,
             multiprocess_mode="livemin",
         )
@@ -74,21 +78,25 @@ class Numbers(Watcher):
         self._last: dict[Kind, Outcome] = {}
 
     def moved(self, position: Position, version: int) -> None:
+        """Update the gauges of the version in service and the gate's position."""
         self._served.set(0 if position is Position.SHUT else version)
         for each in Position:
             self._position.labels(each.value).set(each is position)
 
     def refused(self, reason: str) -> None:
+        """Count a refused request."""
         self._refused.labels(reason).inc()
 
     def waited(self, seconds: float) -> None:
+        """Observe a request's wait."""
         self._waited.observe(seconds)
 
     def renewed(self, seconds: float) -> None:
+        """Set the lease's end to `seconds` from now."""
         self._lease.set(time.time() + seconds)
 
     def carried_out(self, outcome: Outcome) -> None:
-        """An order that came again is answered with the outcome that it had, and not counted."""
+        """Count the outcome of an order. The same outcome object, reported for a repeated order, is not counted again."""
         if outcome is self._last.get(outcome.kind):
             return
         self._last[outcome.kind] = outcome
@@ -102,5 +110,5 @@ class Numbers(Watcher):
 
 @functools.cache
 def numbers() -> Numbers:
-    """Those of this process."""
+    """Return the metrics of this process."""
     return Numbers()

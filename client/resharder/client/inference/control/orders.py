@@ -1,22 +1,23 @@
-"""The daemon's orders, and what a control side does about them.
+"""The daemon's orders, and the control side's decision on each.
 
-    order    when                                      what is done
-    LEAD     always                                    this side leads; the workers tell the daemon what they hold, and this side
-                                                       learns from them how awake they are; the engine learns the term
-    STAGE    leads, install not staged before          `resharder_stage` in every worker, which returns at once; the gate stays
+    order    precondition                              effect
+    LEAD     none                                      this side leads; every worker reports its version to the daemon and its
+                                                       power state to this side; the engine's fence receives the term
+    STAGE    leads, install not staged before          `resharder_stage` in every worker, which returns at once; gate unchanged
     UNSTAGE  leads                                     `resharder_unstage` in every worker
     APPLY    leads, lease alive, weights awake,        hold the gate, pause, `resharder_apply`, reset caches; stays paused.
-             not applied before                        What fails in here leaves the gate shut
-    RESUME   lease alive, awake, weights not dropped   go on if paused, then open the gate
-    CLOSE    with an install                           hold the gate: another control side is applying it
-             without                                   shut the gate
-    SLEEP    leads, lease alive                        shut the gate, then put the engine to sleep
-    WAKE     leads, lease alive                        wake what still sleeps; the engine stays paused and the gate as it is
+             not applied before                        An error closes the gate
+    RESUME   lease alive, awake, weights not dropped   resume the engine if it is paused, then open the gate
+    CLOSE    with an install                           hold the gate: another control side is applying the install
+             without                                   close the gate
+    SLEEP    leads, lease alive                        close the gate, then put the engine to sleep
+    WAKE     leads, lease alive                        wake the tags that sleep; the engine stays paused, gate unchanged
 
-An order that was carried out before is answered as it was then. What only a leader may do is refused by a side that does not
-lead. On an expired lease APPLY, RESUME, SLEEP and WAKE are not carried out and not answered: the stream is ended instead, and
-the daemon tells again what holds. The same goes for an order whose lease ends, or whose stream breaks, while it is carried out,
-and for one that the engine refuses (fence.py). Nothing but RESUME opens the gate or resumes.
+A repeated order gets the outcome of its first execution. A side that does not lead refuses orders that
+require leadership. On an expired lease, APPLY, RESUME, SLEEP and WAKE are neither executed nor answered:
+the stream is ended, and the daemon sends the valid orders on the next one. The same applies to an order
+whose lease ends or whose stream breaks during its execution, and to one that the engine refuses
+(`fence.py`). Only RESUME opens the gate or resumes the engine.
 """
 
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,8 @@ _MODES: dict[int, Mode] = {resources_pb2.KEEP: "keep", resources_pb2.WAIT: "wait
 
 
 class Kind(IntEnum):
+    """Kind of an order, as on the wire."""
+
     RENEWED = server_pb2.Order.RENEWED
     LEAD = server_pb2.Order.LEAD
     STAGE = server_pb2.Order.STAGE
@@ -48,65 +51,82 @@ _POWERS = {Kind.SLEEP: (PowerState.ASLEEP_1, PowerState.ASLEEP_2), Kind.WAKE: (P
 
 @dataclass(frozen=True)
 class ControlOrder:
-    """`install`: of an order about power, the id of that change."""
+    """An order of the daemon."""
 
     kind: Kind
     install: str = ""
+    """Id of the install or, for SLEEP and WAKE, of the power change."""
     version: int = 0
     mode: Mode = "keep"
     reason: str = ""
     power: PowerState = PowerState.UNKNOWN
-    profile: bool = False  # of APPLY: in every worker
-    ahead_of: int = 0  # of STAGE: the READY version to fall back on, where `version` is not READY
-    term: int = 0  # of the leadership under which it was given
-    span: int = 0  # of the lease (gate.ServerLease) in which it was received
+    """Power state to reach, for SLEEP and WAKE."""
+    profile: bool = False
+    """Whether APPLY is profiled in every worker."""
+    ahead_of: int = 0
+    """For STAGE of a version that is not READY: the READY version to fall back on."""
+    term: int = 0
+    """Term of the leadership under which the daemon gave the order."""
+    span: int = 0
+    """Span of the lease (`gate.ServerLease`) in which the order arrived."""
 
     @property
     def leased(self) -> bool:
-        """Whether it is carried out on a living lease only."""
+        """Whether the order requires a living lease."""
         return self.kind in _LEASED
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an order went. `pause_seconds`: from asking for the pause to now, or to the resumption."""
+    """The result of an order."""
 
     kind: Kind
     install: str
     ok: bool = True
     error: str = ""
     pause_seconds: float = 0.0
+    """Time since the pause was requested or, after RESUME, the length of the whole pause."""
     timings: tuple[resources_pb2.Timing, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
 class State:
-    """What decisions depend on, next to the gate. `cannot_sleep`: why not; empty where it can."""
+    """The state on which decisions depend, besides the gate's."""
 
-    led: int | None = None  # the term that LEAD brought last
-    resumed_in: int | None = None  # the term in which this side last had the engine running, as its leader
-    paused_at: float | None = None  # when the pause that still holds was asked for; a sleep's own pause is not counted
+    led: int | None = None
+    """Term of the last LEAD."""
+    resumed_in: int | None = None
+    """Term in which this side, as the leader, last resumed the engine or found it running."""
+    paused_at: float | None = None
+    """Monotonic time at which the current pause was requested; `None` without one. A sleep's own pause is not counted."""
     power: PowerState = PowerState.UNKNOWN
-    asleep: tuple[str, ...] = ()  # vLLM's tags of what sleeps
-    stale: bool = False  # vLLM's caches may hold what other weights made
-    dropped: bool = False  # some worker's weights went away with a sleep at level 2, and no version came since
+    asleep: tuple[str, ...] = ()
+    """vLLM's tags that sleep."""
+    stale: bool = False
+    """Whether vLLM's caches may have entries that other weights produced."""
+    dropped: bool = False
+    """Whether a sleep at level 2 dropped the weights of a worker, and no version was installed since."""
     cannot_sleep: str = ""
+    """Reason why the engine cannot sleep; empty if it can."""
     staged: Outcome | None = None
     applied: Outcome | None = None
     resumed: Outcome | None = None
-    changed: Outcome | None = None  # the last SLEEP or WAKE
+    changed: Outcome | None = None
+    """Outcome of the last SLEEP or WAKE."""
 
     def leads(self, order: ControlOrder) -> bool:
-        """Whether this side led when the order was given: another one's LEAD begins a higher term."""
+        """Whether this side led when the daemon gave the order; another side's LEAD begins a higher term."""
         return self.led == order.term
 
     def resumed_as(self, order: ControlOrder) -> Outcome:
-        """The answer to a RESUME that holds already: the earlier one, if it is the same order."""
+        """Return the outcome of a RESUME that needs no step: the recorded one if it is the same order."""
         done = self.resumed
         return done if done and done.install == order.install else Outcome(order.kind, order.install)
 
 
 class Step(Enum):
+    """A step to take for an order."""
+
     LEAD = "lead"
     STAGE = "stage"
     UNSTAGE = "unstage"
@@ -120,10 +140,20 @@ class Step(Enum):
 
 
 def decide(state: State, open_on: int | None, alive: bool, order: ControlOrder) -> Step | Outcome:
-    """What to do, or the answer if there is nothing to do. `open_on`: the version the gate is open on, None while closed."""
+    """Decide on an order.
+
+    Args:
+        state: The control side's state.
+        open_on: The version that the gate is open on; `None` while it is not open.
+        alive: Whether the lease permits the order.
+        order: The order.
+
+    Returns:
+        The step to take, or the outcome if no step is needed.
+    """
     if order.kind in _LEADERS and not state.leads(order):
-        return _refused(order, f"{order.kind.name} came to a control side that does not lead")
-    if before := _answered(state, order):
+        return _refused(order, f"expected the leading control side for {order.kind.name}, this one does not lead")
+    if before := _recorded_outcome(state, order):
         return before
     if order.leased and not alive:
         return Step.REATTACH
@@ -134,7 +164,7 @@ def decide(state: State, open_on: int | None, alive: bool, order: ControlOrder) 
             return Step.STAGE
         case Kind.UNSTAGE:
             return Step.UNSTAGE
-        case Kind.APPLY if state.power.asleep:  # vLLM issue 57853: an update while asleep is a segmentation fault on a GPU
+        case Kind.APPLY if state.power.asleep:  # on a GPU, an update during sleep is a segmentation fault (vLLM issue 57853)
             return _refused(order, f"expected the weights to be awake, the engine is {state.power.name}")
         case Kind.APPLY:
             return Step.APPLY
@@ -145,13 +175,13 @@ def decide(state: State, open_on: int | None, alive: bool, order: ControlOrder) 
         case Kind.RESUME if state.dropped:
             return _refused(order, "expected a version to be installed first: a sleep at level 2 dropped the weights")
         case Kind.RESUME:
-            unsure = state.leads(order) and (state.paused_at is not None or state.resumed_in != order.term)
-            return Step.RESUME if unsure or open_on != order.version else state.resumed_as(order)
+            may_be_paused = state.leads(order) and (state.paused_at is not None or state.resumed_in != order.term)
+            return Step.RESUME if may_be_paused or open_on != order.version else state.resumed_as(order)
         case Kind.CLOSE:
             return Step.HOLD if order.install else Step.SHUT
         case Kind.SLEEP | Kind.WAKE if order.power not in _POWERS[order.kind]:
-            wanted = " or ".join(power.name for power in _POWERS[order.kind])
-            return _refused(order, f"expected {wanted} as the power to {order.kind.name} to, got {order.power.name}")
+            expected = " or ".join(power.name for power in _POWERS[order.kind])
+            return _refused(order, f"expected {expected} as the power to {order.kind.name} to, got {order.power.name}")
         case Kind.SLEEP:
             return _refused(order, state.cannot_sleep) if state.cannot_sleep else Step.SLEEP
         case Kind.WAKE:
@@ -159,8 +189,8 @@ def decide(state: State, open_on: int | None, alive: bool, order: ControlOrder) 
     raise ValueError(f"expected an order to carry out, got {order.kind.name}")
 
 
-def _answered(state: State, order: ControlOrder) -> Outcome | None:
-    """What this very order was answered before."""
+def _recorded_outcome(state: State, order: ControlOrder) -> Outcome | None:
+    """Return the outcome of an earlier execution of the same order."""
     match order.kind:
         case Kind.STAGE:
             done = state.staged
@@ -178,7 +208,11 @@ def _refused(order: ControlOrder, error: str) -> Outcome:
 
 
 def order_from_proto(message: server_pb2.Order) -> ControlOrder:
-    """Raises ValueError for a kind, pause mode or power that this release does not know."""
+    """Convert an order from its wire form.
+
+    Raises:
+        ValueError: This release does not support the kind, pause mode or power.
+    """
     mode = _MODES.get(message.pause_mode, "keep") if message.pause_mode in (0, *_MODES) else None
     if mode is None:
         raise ValueError(f"expected a pause mode of {sorted(_MODES)}, got {message.pause_mode}")

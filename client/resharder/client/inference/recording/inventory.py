@@ -1,8 +1,9 @@
-"""Every tensor that a model can read when it runs, and whether loading changed it.
+"""Inventory of the tensors that a model can read when it runs, divided by whether loading created or changed them.
 
-Weights hide outside of parameters too: in attributes, in closures of packed kernels, in objects of quantisation methods. A model
-is looked at before its weights are loaded and again after post-processing: what is there at the end counts as the model's, what
-did not change in between is constant. What appears later (KV cache, workspaces) is no weight.
+A model also has weights outside its parameters: in attributes, in closures of packed kernels, in objects
+of quantisation methods. The inventory is taken before the weights are loaded and again after
+post-processing. Tensors of the second inventory are the model's; those without a change are constant.
+Tensors that appear later (KV cache, workspaces) are not weights.
 """
 
 from collections.abc import Iterator
@@ -20,33 +21,43 @@ from resharder.converters.storage.digest import MASK, digest, digest_torch
 
 _DEPTH = 6
 _NO_WEIGHTS = ("_parameters", "_buffers", "_modules", "kv_cache")
-_NOT_LOOKED_INTO = ("vllm.config", "vllm.distributed", "vllm.compilation", "vllm.platforms", "vllm.transformers_utils")
+_SKIPPED_PACKAGES = ("vllm.config", "vllm.distributed", "vllm.compilation", "vllm.platforms", "vllm.transformers_utils")
 
 
 class Found(NamedTuple):
+    """A tensor of a model."""
+
     path: str
+    """Path from the model, e.g. `layers.0.weight`; tensors outside of parameters have the keys and names on the way."""
     module: str
+    """Path of the module that has the tensor."""
     tensor: torch.Tensor
     parameter: bool
+    """Whether it is a parameter."""
 
 
 @dataclass
 class Notes:
-    """`before`: fingerprints of what existed before loading, parameters left out; `constant` and `made`: paths after it."""
+    """The inventories of a model, without parameters."""
 
     before: dict[str, int] = field(default_factory=dict)
+    """Fingerprint of each tensor before loading, by path; empty after loading."""
     constant: frozenset[str] = frozenset()
-    made: dict[str, str] = field(default_factory=dict)  # path -> module, of all that loading made or changed
+    """Paths of tensors that loading did not change."""
+    made: dict[str, str] = field(default_factory=dict)
+    """Module of each tensor that loading created or changed, by path."""
 
 
 NOTES: WeakKeyDictionary[torch.nn.Module, Notes] = WeakKeyDictionary()
 
 
 def before_loading(model: torch.nn.Module) -> None:
+    """Take the inventory of a model whose weights are not loaded."""
     NOTES[model] = Notes({f.path: fingerprint(f.tensor) for f in reachable(model) if not f.parameter})
 
 
 def after_loading(model: torch.nn.Module) -> None:
+    """Take the inventory of a loaded and post-processed model."""
     notes = NOTES.setdefault(model, Notes())
     found = [f for f in reachable(model) if not f.parameter]
     notes.constant = frozenset(f.path for f in found if notes.before.get(f.path) == fingerprint(f.tensor))
@@ -55,7 +66,7 @@ def after_loading(model: torch.nn.Module) -> None:
 
 
 def reachable(model: torch.nn.Module) -> list[Found]:
-    """Parameters and buffers first, then what else hangs on modules; each tensor once."""
+    """Return each tensor once: parameters and buffers first, then tensors in other attributes of modules."""
     seen: set[int] = set()
     found = []
     for path, module in model.named_modules():
@@ -95,33 +106,33 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 yield f"<{name}>", cell.cell_contents
-            except ValueError:  # not filled yet
+            except ValueError:  # an empty cell
                 continue
         yield from ((f"<default {i}>", inner) for i, inner in enumerate(value.__defaults__ or ()))
     elif isinstance(value, MethodType):
         yield "<self>", value.__self__
-    elif type(value).__module__.startswith("vllm.") and not type(value).__module__.startswith(_NOT_LOOKED_INTO):
+    elif type(value).__module__.startswith("vllm.") and not type(value).__module__.startswith(_SKIPPED_PACKAGES):
         yield from ((f".{name}", inner) for name, inner in list(getattr(value, "__dict__", {}).items()))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as unsigned integers."""
+    """Return the same memory as a tensor of unsigned integers of the same item size."""
     kind = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[tensor.element_size()]
     return tensor.detach().view(kind)
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """Of shape, dtype and bytes; the same in every process."""
-    return about(tensor) ^ (sum(slices(tensor)) & MASK)
+    """Return a 64-bit fingerprint of shape, dtype and bytes; equal in all processes."""
+    return header_fingerprint(tensor) ^ (sum(slices(tensor)) & MASK)
 
 
-def about(tensor: torch.Tensor) -> int:
-    """The part of a fingerprint that is not of the bytes."""
+def header_fingerprint(tensor: torch.Tensor) -> int:
+    """Return the fingerprint of shape and dtype."""
     return xxhash.xxh3_64_intdigest(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
 
 
 def slices(tensor: torch.Tensor, slice_bytes: int = 1 << 62) -> Iterator[int]:
-    """Digests of parts of it, of at most so many bytes each, which add up to that of the whole."""
+    """Yield digests of parts of at most `slice_bytes` bytes; their sum, modulo 2**64, is the digest of the whole tensor."""
     if tensor.device.type == "meta" or tensor.numel() == 0:
         return
     plain = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach()

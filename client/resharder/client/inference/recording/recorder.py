@@ -1,8 +1,8 @@
-"""Writes down where a model's own `load_weights` puts every element of every HF tensor, without any weights.
+"""Recording of where a model's own `load_weights` puts every element of every HF tensor, without any weights.
 
-The model gets tensors on the meta device that know their name. Views of them keep offset and strides, so that the copy into a
-parameter says which box went where. What is not a plain copy (arithmetic, a cast, a value that is looked at) is noted as such:
-those HF tensors go through `load_weights` as they are.
+The model loads named tensors on the meta device. Their views keep offset and strides, so a copy into a
+parameter determines the box and its destination. HF tensors that the loader does not only copy
+(arithmetic, a cast, a read of a value) are recorded as impure and go through `load_weights` whole.
 """
 
 import functools
@@ -24,29 +24,33 @@ DTYPES = {
 
 
 class Local(NamedTuple):
-    """A parameter or buffer as `load_weights` expects it, and the modules that hold it (several where it is tied)."""
+    """A parameter or buffer as `load_weights` expects it."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     modules: tuple[str, ...]
+    """Paths of the modules that have it; several if it is tied."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """`layout`: the pure copies. `reads`: which locals each HF tensor ends in. `impure`: HF tensors that are not only copied, and
-    why; with the key "" the model's loader could not be followed at all. `unloaded`: parameters that no HF tensor ends in and
-    that the loader does not claim to have filled."""
+    """The result of recording a model's `load_weights`."""
 
     layout: Layout
+    """The pure copies, as pieces."""
     locals: dict[str, Local]
+    """The model's parameters and buffers, by path."""
     reads: dict[str, frozenset[str]]
+    """For each HF tensor that the loader uses, the locals that it fills."""
     impure: dict[str, str]
+    """For each HF tensor that is not only copied, the reason. The key "" means that the loader cannot be recorded at all."""
     unloaded: frozenset[str] = frozenset()
+    """Parameters that no HF tensor fills and that the loader does not report as loaded."""
 
     @functools.cached_property
     def needs(self) -> dict[str, tuple[Box, ...]]:
-        """The boxes of each HF tensor that this process reads. Tensors it has no use for are not in it."""
+        """The boxes of each HF tensor that this process reads, without tensors that it does not use."""
         if "" in self.impure:
             return {name: (full_box(spec.shape),) for name, spec in self.layout.tensors.items()}
         boxes: dict[str, dict[Box, None]] = defaultdict(dict)
@@ -57,12 +61,12 @@ class Recording:
         return {name: tuple(found) for name, found in boxes.items()}
 
     def without(self, modules: frozenset[str]) -> "Recording":
-        """As if nothing went into these modules."""
-        kept = {name: local for name, local in self.locals.items() if not modules.intersection(local.modules)}
-        reads = {name: found for name, locals_ in self.reads.items() if (found := locals_ & kept.keys())}
+        """Return the recording without the locals of `modules`."""
+        left = {name: local for name, local in self.locals.items() if not modules.intersection(local.modules)}
+        reads = {name: found for name, locals_ in self.reads.items() if (found := locals_ & left.keys())}
         return Recording(
-            Layout(self.layout.tensors, tuple(piece for piece in self.layout.pieces if piece.local in kept)),
-            kept,
+            Layout(self.layout.tensors, tuple(piece for piece in self.layout.pieces if piece.local in left)),
+            left,
             reads,
             {name: why for name, why in self.impure.items() if name in reads or not name},
             frozenset(name for name in self.unloaded if name.rpartition(".")[0] not in modules),
@@ -70,22 +74,32 @@ class Recording:
 
 
 def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec], original_loader: Callable[[torch.Tensor], Any]) -> Recording:
-    """Runs `model.load_weights` over tensors of `specs`. The model's parameters must have their shapes of before loading (vLLM's
-    `restore_metadata`, or a model just made); none of them is written, except numbers a loader fills in by itself."""
+    """Record `model.load_weights`.
+
+    Args:
+        model: The model. Its parameters must have their shapes before loading (a new model, or one under
+            vLLM's `restore_metadata`). Only constants that the loader itself fills in are written.
+        specs: The HF tensors of the checkpoint.
+        original_loader: Returns the weight loader of a parameter or buffer.
+
+    Returns:
+        The recording; with the key "" in `impure` if the loader reads values.
+    """
     tape = _Tape(specs, _locals(model))
     loaded = None
-    with _stamped(model, tape, original_loader), torch.no_grad():
+    with _tagged_loaders(model, tape, original_loader), torch.no_grad():
         try:
             loaded = cast(Any, model).load_weights((name, tape.tensor(spec)) for name, spec in specs.items())
-        except _Unfollowable as error:
+        except _Unrecordable as error:
             tape.impure[""] = str(error)
-    # Models that tell nothing are not asked, as in vLLM's own loader (DefaultModelLoader.track_weights_loading).
-    told = {name for name, _ in model.named_parameters()} - loaded if isinstance(loaded, set) else set()
-    return tape.recording(told)
+    # A model that does not return its loaded parameters is not checked, as in vLLM's own loader
+    # (DefaultModelLoader.track_weights_loading).
+    not_loaded = {name for name, _ in model.named_parameters()} - loaded if isinstance(loaded, set) else set()
+    return tape.recording(not_loaded)
 
 
-class _Unfollowable(Exception):
-    """The loader does what no tensor without values can answer."""
+class _Unrecordable(Exception):
+    """The loader needs values, which recorded tensors do not have."""
 
 
 def _locals(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, Local]]:
@@ -98,8 +112,8 @@ def _locals(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, Local]]:
             local = f"{path}.{name}" if path else name
             first = found.setdefault(_storage(tensor), local)
             if first in result:
-                known, about = result[first]
-                result[first] = known, about._replace(modules=(*about.modules, path))
+                tied, description = result[first]
+                result[first] = tied, description._replace(modules=(*description.modules, path))
             else:
                 result[first] = tensor, Local(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, (path,))
     return result
@@ -115,8 +129,8 @@ def _view(tensor: torch.Tensor) -> StridedView:
 
 
 @contextmanager
-def _stamped(model: torch.nn.Module, tape: "_Tape", original_loader: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-    """Every loader says whose it is while it runs, so that what is no copy has an address too."""
+def _tagged_loaders(model: torch.nn.Module, tape: "_Tape", original_loader: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """Wrap every weight loader so that it sets the tape's `current` while it runs; impure tensors are attributed to it."""
     before: dict[int, tuple[torch.Tensor, bool, Any]] = {}
     names = {_storage(tensor): name for name, (tensor, _) in tape.locals.items()}
     for module in model.modules():
@@ -124,7 +138,7 @@ def _stamped(model: torch.nn.Module, tape: "_Tape", original_loader: Callable[[t
             if tensor is None or id(tensor) in before or _storage(tensor) not in names:
                 continue
             before[id(tensor)] = tensor, hasattr(tensor, "weight_loader"), getattr(tensor, "weight_loader", None)
-            tensor.weight_loader = _Stamp(original_loader(tensor), tape, names[_storage(tensor)])  # type: ignore[attr-defined]
+            tensor.weight_loader = _TaggedLoader(original_loader(tensor), tape, names[_storage(tensor)])  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -135,8 +149,8 @@ def _stamped(model: torch.nn.Module, tape: "_Tape", original_loader: Callable[[t
                 del tensor.weight_loader  # type: ignore[attr-defined]
 
 
-class _Stamp:
-    """A weight loader that is equal to the one inside: models compare theirs with vLLM's default."""
+class _TaggedLoader:
+    """A wrapped weight loader. It equals the inner one, because models compare their loaders with vLLM's default."""
 
     def __init__(self, inner: Any, tape: "_Tape", local: str) -> None:
         functools.update_wrapper(self, inner)
@@ -150,7 +164,7 @@ class _Stamp:
             self.tape.current = outer
 
     def __eq__(self, other: object) -> bool:
-        return bool(self.inner == (other.inner if isinstance(other, _Stamp) else other))
+        return bool(self.inner == (other.inner if isinstance(other, _TaggedLoader) else other))
 
     def __hash__(self) -> int:
         return hash(self.inner)
@@ -158,6 +172,8 @@ class _Stamp:
 
 @dataclass
 class _Tape:
+    """The state of a recording, which recorded tensors update."""
+
     specs: Mapping[str, TensorSpec]
     locals: dict[str, tuple[torch.Tensor, Local]]
     current: str | None = None  # the local whose loader runs
@@ -167,10 +183,10 @@ class _Tape:
 
     def __post_init__(self) -> None:
         self._by_storage = {_storage(tensor): name for name, (tensor, _) in self.locals.items()}
-        self._made_of: dict[int, frozenset[str]] = {}
-        self._intact: set[int] = set()  # storages that are an HF tensor as it is
-        self._copies: dict[int, StridedView] = {}  # storages that are a contiguous copy of this view of one
-        self._keep: list[torch.Tensor] = []  # so that no address is used twice
+        self._made_of: dict[int, frozenset[str]] = {}  # storage -> HF tensors that it derives from
+        self._intact: set[int] = set()  # storages of unchanged HF tensors
+        self._copies: dict[int, StridedView] = {}  # storage of a contiguous copy -> the copied view of an HF tensor
+        self._alive: list[torch.Tensor] = []  # references, so that no storage's address is reused
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         blank = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
@@ -179,13 +195,13 @@ class _Tape:
         return self._wrap(blank)
 
     def _wrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._keep.append(tensor)
+        self._alive.append(tensor)
         wrapped = tensor.as_subclass(_RecordedTensor)
         wrapped.tape = self
         return wrapped
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One torch call with a recorded tensor among its arguments."""
+        """Run and record one torch call that has a recorded tensor among its arguments."""
         name = getattr(function, "__name__", "")
         if function is torch.Tensor.copy_ and isinstance(source := args[1] if len(args) > 1 else kwargs["src"], _RecordedTensor):
             self._copied(args[0], source)
@@ -198,7 +214,7 @@ class _Tape:
         if name == "to":
             return self._to(*args, **kwargs)
         if name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy"):
-            return self._looked_at(name, args[0])
+            return self._read_value(name, args[0])
         sources = self._sources((args, kwargs))
         if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE:
             self._changed(args[0], name, sources)
@@ -226,7 +242,7 @@ class _Tape:
 
     def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not isinstance(tensor, _RecordedTensor):
-            raise _Unfollowable("a tensor is cast to the kind of a weight")
+            raise _Unrecordable("the loader casts a tensor to the dtype of a checkpoint's tensor")
         other = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
         dtype = other.dtype if other is not None else torch._C._nn._parse_to(*args, **kwargs)[1]
         if dtype is None or dtype == tensor.dtype:
@@ -234,17 +250,17 @@ class _Tape:
         with torch._C.DisableTorchFunctionSubclass():
             return cast(torch.Tensor, self._derive(tensor.to(dtype), self._sources(tensor)))
 
-    def _looked_at(self, how: str, tensor: torch.Tensor) -> Any:
-        self._not_pure(self._sources(tensor), self.current, f"its value is looked at ({how})")
+    def _read_value(self, how: str, tensor: torch.Tensor) -> Any:
+        self._mark_impure(self._sources(tensor), self.current, f"the loader reads its value ({how})")
         if tensor.numel() != 1 or how in ("tolist", "numpy"):
-            raise _Unfollowable(f"{sorted(self._sources(tensor))}: the values of a whole tensor are looked at ({how})")
+            raise _Unrecordable(f"{sorted(self._sources(tensor))}: the loader reads the values of a whole tensor ({how})")
         return {"__bool__": False, "__int__": 1}.get(how, 1.0 if tensor.is_floating_point() else 1)
 
     def _changed(self, target: Any, how: str, sources: frozenset[str]) -> None:
         if isinstance(target, _RecordedTensor):
             self._overwritten(target)
         else:
-            self._not_pure(sources, self._owner(target), f"{how} into a parameter")
+            self._mark_impure(sources, self._owner(target), f"the loader calls {how} on a parameter")
 
     def _overwritten(self, target: torch.Tensor) -> None:
         self._intact.discard(_storage(target))
@@ -253,9 +269,9 @@ class _Tape:
     def _owner(self, tensor: torch.Tensor) -> str | None:
         return self._by_storage.get(_storage(tensor), self.current)
 
-    def _not_pure(self, names: frozenset[str], local: str | None, why: str) -> None:
+    def _mark_impure(self, names: frozenset[str], local: str | None, why: str) -> None:
         if local is None:
-            raise _Unfollowable(f"{sorted(names)}: {why}, outside of any parameter's loader")
+            raise _Unrecordable(f"{sorted(names)}: {why}, outside of any parameter's weight loader")
         for name in names:
             self.impure[name] = why
             self.reads[name].add(local)
@@ -269,15 +285,15 @@ class _Tape:
         local = self._by_storage.get(_storage(target))
         why = ""
         if local is None:
-            why = "it goes into a tensor that is neither parameter nor buffer"
+            why = "the loader copies it into a tensor that is neither parameter nor buffer"
         elif _storage(source) not in self._intact | self._copies.keys():
-            why = "it is computed with before it is stored"
+            why = "the loader computes with it before it stores it"
         elif target.dtype != source.dtype:
-            why = f"it is stored as {target.dtype}"
+            why = f"the loader stores it as {target.dtype}"
         elif target.shape != source.shape and target.numel() != source.numel():
-            why = "it is repeated"
+            why = "the loader broadcasts it"
         if why or local is None:
-            self._not_pure(names, local or self.current, why)
+            self._mark_impure(names, local or self.current, why)
             return
         with torch._C.DisableTorchFunctionSubclass():
             source_view = source.expand(target.shape) if source.dim() <= target.dim() else source.reshape(target.shape)
@@ -288,7 +304,7 @@ class _Tape:
         shape = self.specs[name].shape
         parts = boxes_of_copy(shape, copied, *place) if copied else boxes_of_view(shape, *place)
         if parts is None:
-            self._not_pure(names, local, "its elements are reordered in a way that boxes cannot say")
+            self._mark_impure(names, local, "the loader reorders its elements in a way that boxes cannot describe")
             return
         self.reads[name].add(local)
         self.pieces += [Piece(name, part.box, local, part.offset, part.strides) for part in parts]
@@ -308,7 +324,7 @@ _IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__set__", "__s
 
 
 class _RecordedTensor(torch.Tensor):
-    """A tensor without values that tells its tape what is done with it."""
+    """A tensor without values that reports each torch call on it to its tape."""
 
     tape: _Tape
 

@@ -1,4 +1,4 @@
-"""From a strided view of a contiguous tensor to boxes of that tensor: how a loader's slicing becomes pieces."""
+"""Conversion of strided views of a contiguous tensor to boxes of that tensor, so that a loader's slices become pieces."""
 
 from itertools import product
 from math import prod
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from resharder.converters.geometry.layout import Box, Piece, Range, StridedView, full_box
 
-MAX_PARTS = 4096  # more boxes than this for one copy is no layout but a permutation
+MAX_PARTS = 4096  # a copy that needs more boxes is treated as a permutation
 
 
 class ViewPart(NamedTuple):
-    """`box` of the tensor goes to `offset + sum(i[d] * strides[d])` of the destination."""
+    """A box of the tensor whose element `i` is copied to element `offset + sum(i[d] * strides[d])` of the destination."""
 
     box: Box
     offset: int
@@ -18,7 +18,7 @@ class ViewPart(NamedTuple):
 
 
 class _Axis(NamedTuple):
-    """`length` steps of `step` indices in one dimension of the tensor, `stride` elements each in the destination."""
+    """`length` steps of `step` indices in one dimension of the tensor; each is `stride` elements in the destination."""
 
     length: int
     step: int
@@ -26,8 +26,16 @@ class _Axis(NamedTuple):
 
 
 def boxes_of_view(shape: tuple[int, ...], source: StridedView, offset: int, strides: tuple[int, ...]) -> list[ViewPart] | None:
-    """The boxes of a contiguous tensor of `shape` that `source`, a view of it, covers; element i of the view goes to
-    `offset + sum(i[d] * strides[d])` of the destination. None where boxes cannot say it (broadcasts, permutations).
+    """Return the boxes of a contiguous tensor that a view of it covers.
+
+    Args:
+        shape: Shape of the tensor.
+        source: The view. Its element `i` is copied to element `offset + sum(i[d] * strides[d])` of the destination.
+        offset: Offset in the destination, in elements.
+        strides: Strides in the destination, in elements, one for each dimension of the view.
+
+    Returns:
+        The boxes; `None` if boxes cannot describe the copy (broadcasts, permutations).
     """
     if prod(source.shape) == 0:
         return []
@@ -43,7 +51,7 @@ def boxes_of_view(shape: tuple[int, ...], source: StridedView, offset: int, stri
             if d is None or stride % whole[d]:
                 return None
             step = stride // whole[d]
-            inside = -(-(shape[d] - start[d]) // step)  # how many steps stay in this dimension
+            inside = -(-(shape[d] - start[d]) // step)  # number of steps that stay in this dimension
             if count <= inside:
                 axes[d].append(_Axis(count, step, to))
                 break
@@ -58,7 +66,7 @@ def boxes_of_view(shape: tuple[int, ...], source: StridedView, offset: int, stri
 def boxes_of_copy(
     shape: tuple[int, ...], copied: StridedView, source: StridedView, offset: int, strides: tuple[int, ...]
 ) -> list[ViewPart] | None:
-    """`boxes_of_view` where `source` is a view of a contiguous copy of `copied`, which is the view of the tensor."""
+    """Return `boxes_of_view` for a view `source` of a contiguous copy of the view `copied` of the tensor."""
     parts = boxes_of_view(copied.shape, source, offset, strides)
     if parts is None:
         return None
@@ -68,8 +76,11 @@ def boxes_of_copy(
 
 
 def _parts(axes: list[list[_Axis]], start: list[int], shape: tuple[int, ...], offset: int) -> list[ViewPart] | None:
-    """Each dimension keeps one axis; the others are counted through, one part for each of their indices."""
-    kept: list[_Axis] = []
+    """Return one part for each combination of the outer axes' indices.
+
+    The longest axis of each dimension becomes a range of the box; the others are outer axes.
+    """
+    inner: list[_Axis] = []
     outer: list[tuple[int, _Axis]] = []
     for d, found in enumerate(axes):
         merged: list[_Axis] = []
@@ -80,7 +91,7 @@ def _parts(axes: list[list[_Axis]], start: list[int], shape: tuple[int, ...], of
             else:
                 merged.append(axis)
         longest = max(merged, key=lambda a: a.length, default=_Axis(1, 1, 1))
-        kept.append(longest)
+        inner.append(longest)
         outer += [(d, axis) for axis in merged if axis is not longest]
         if start[d] + sum((a.length - 1) * a.step for a in merged) >= shape[d]:
             return None
@@ -92,8 +103,8 @@ def _parts(axes: list[list[_Axis]], start: list[int], shape: tuple[int, ...], of
         for i, (d, axis) in zip(index, outer, strict=True):
             first[d] += i * axis.step
             to += i * axis.stride
-        box = tuple(Range(s, a.length, a.step if a.length > 1 else 1) for s, a in zip(first, kept, strict=True))
-        parts.append(ViewPart(box, to, tuple(a.stride for a in kept)))
+        box = tuple(Range(s, a.length, a.step if a.length > 1 else 1) for s, a in zip(first, inner, strict=True))
+        parts.append(ViewPart(box, to, tuple(a.stride for a in inner)))
     return parts
 
 

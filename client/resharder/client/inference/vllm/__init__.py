@@ -1,6 +1,7 @@
-"""The vLLM plugin. Importing it imports neither vLLM nor gRPC and opens nothing: workers are forked from processes that did.
+"""The vLLM plugin. A no-op without `RESHARDER_ENDPOINT` in the environment.
 
-Without RESHARDER_ENDPOINT in the environment it does nothing.
+Importing this module imports neither vLLM nor gRPC and opens no channel, because vLLM forks workers from
+processes that imported it.
 """
 
 import logging
@@ -10,16 +11,17 @@ import uuid
 from typing import Any
 
 _RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
-_WARNED = "RESHARDER_WARNED_OF_VLLM"  # inherited, so that one process of a server says it once
-OLDEST = (0, 26)  # endpoint plugins are there from here on
+_WARNED = "RESHARDER_WARNED_OF_VLLM"  # inherited by child processes, so that a server warns once
+OLDEST = (0, 26)  # the first release with endpoint plugins
 TESTED = (OLDEST, (0, 28), (0, 32))
 
 
 def register() -> None:
-    """Entry point `vllm.general_plugins`: called in every process of a server, and more than once in some.
+    """Register the plugin: the entry point `vllm.general_plugins`, which vLLM calls at least once in every process of a server.
 
-    Raises UsageError, which ends the server's start, for a vLLM that is too old, a wrong environment, and a server whose requests
-    would not pass the gate.
+    Raises:
+        UsageError: vLLM is too old, a variable is invalid, or requests would bypass the gate. The
+            exception ends the server's start.
     """
     if not os.environ.get("RESHARDER_ENDPOINT"):
         return
@@ -43,7 +45,7 @@ def register() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     if front_end := refusals.ungated_front_end():
-        raise UsageError(f"Resharder does not install into servers with {front_end}: start vLLM without it")
+        raise UsageError(f"Resharder does not support servers with {front_end}: start vLLM without it")
     if getattr(WorkerBase, "resharder_describe", None) is worker_rpc.resharder_describe:
         return
     for method in worker_rpc.METHODS:
@@ -56,20 +58,20 @@ def register() -> None:
 
 
 def endpoint_plugin() -> Any:
-    """Entry point `vllm.endpoint_plugins`: called in the API server alone."""
+    """Return the endpoint plugin: the entry point `vllm.endpoint_plugins`, which vLLM calls in API servers only."""
     from resharder.client.inference.vllm.endpoint import EndpointPlugin
 
     return EndpointPlugin()
 
 
 def minor_of(version: str) -> tuple[int, int] | None:
-    """(0, 32) of 0.32.0+cpu; None for a build that does not know, as one from a clone without tags (0.1.dev1+g123)."""
+    """Return (0, 32) for `0.32.0+cpu`; `None` for a build from a clone without tags (`0.1.dev1+g123`)."""
     found = re.match(r"(\d+)\.(\d+)(?!\.?dev)", version)
     return (int(found[1]), int(found[2])) if found else None
 
 
 def too_old(version: str) -> str:
-    """Why the plugin does not run in this vLLM; empty if it does."""
+    """Return why the plugin does not support this vLLM version; empty if it does."""
     minor = minor_of(version)
     if minor is None or minor >= OLDEST:
         return ""
@@ -77,10 +79,10 @@ def too_old(version: str) -> str:
 
 
 def untested(version: str) -> str:
-    """What to warn of; empty for a vLLM that the plugin's tests run in."""
+    """Return the warning for a vLLM version without tests; empty for a tested one."""
     if minor_of(version) in TESTED:
         return ""
-    return f"Resharder is tested with vLLM {', '.join(map(_text, TESTED))}, and this is {version}"
+    return f"Resharder is tested with vLLM {', '.join(map(_text, TESTED))}; this is {version}"
 
 
 def _text(minor: tuple[int, int]) -> str:

@@ -1,10 +1,10 @@
-"""Follow the daemon with an engine that runs in this process: the control side without HTTP.
+"""Attachment of an embedded engine to the daemon: the control side without HTTP.
 
-    handle = await attach(engine)          # an AsyncLLM, on the event loop that it runs on
+    handle = await attach(engine)          # an AsyncLLM, on the engine's event loop
     await handle.wait(version=3)
     handle.version, handle.close()
 
-An API server gets the same, and the gate in front of its routes, from the endpoint plugin.
+The endpoint plugin does the same for an API server, and adds the gate to its routes.
 """
 
 import asyncio
@@ -32,18 +32,29 @@ logger = logging.getLogger("vllm.resharder.attach")
 
 
 class AttachedEngine:
-    """What an attached program sees. Not for other threads than the event loop's."""
+    """An engine that follows the daemon. Not thread-safe; use it on the engine's event loop only."""
 
     def __init__(self, gate: Gate, thread: LeaseThread) -> None:
         self._gate, self._thread = gate, thread
 
     @property
     def version(self) -> int | None:
-        """The version being served; None while none is: not yet confirmed, being installed, or torn."""
+        """The version in service; `None` while none is confirmed or one is being installed."""
         return self._gate.open_on or None
 
     async def wait(self, version: int, timeout: float | None = None) -> int:
-        """Until that version or a later one is served; the one that is. Raises WaitTimeout after `timeout` seconds."""
+        """Wait until a version or a later one is in service.
+
+        Args:
+            version: Number of the version.
+            timeout: Maximum time in seconds; `None` for no limit.
+
+        Returns:
+            The version in service.
+
+        Raises:
+            WaitTimeout: The version is not in service after `timeout` seconds.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         while (self.version or 0) < version:
             left = None if deadline is None else deadline - time.monotonic()
@@ -54,19 +65,34 @@ class AttachedEngine:
 
     @staticmethod
     def answering() -> AbstractContextManager[Answer]:
-        """Collects the versions that make the tokens of requests begun inside: `answer.versions`, in order, 0 for none."""
+        """Collect the versions that compute the tokens of requests begun inside the block.
+
+        Returns:
+            A context manager; the versions are in its `versions`, in order, 0 for weights that are not a confirmed version.
+        """
         return answering()
 
     def close(self) -> None:
-        """Gives the lease back. The engine stays as it is."""
+        """Release the server's lease. The engine does not change."""
         self._thread.close()
 
 
 async def attach(
     engine: Any, settings: PluginSettings | None = None, *, gate: Gate | None = None, address: str = ""
 ) -> AttachedEngine:
-    """Starts following with `engine` (vLLM's EngineClient, the general plugin loaded in its workers) and returns at once; the
-    daemon need not be there yet. `settings`: by default the environment's. Raises UsageError for an engine that is not supported.
+    """Attach an engine to the daemon. Returns at once, even if the daemon is away.
+
+    Args:
+        engine: vLLM's `AsyncLLM`, on whose event loop this is called. Its workers must have loaded the plugin.
+        settings: The plugin's settings, by default from the environment.
+        gate: The gate in front of the engine, by default a new one.
+        address: Address of the server, as the daemon's operators see it.
+
+    Returns:
+        The handle of the attached engine.
+
+    Raises:
+        UsageError: The engine or its configuration is not supported.
     """
     settings = settings or PluginSettings.from_environment()
     config = engine.vllm_config
@@ -88,11 +114,11 @@ async def attach(
             numbers.carried_out(outcome)
         return outcome
 
-    def about() -> tuple[PowerState, int, int]:
-        return control.state.power, gate.in_flight, gate.shown
+    def status() -> tuple[PowerState, int, int]:
+        return control.state.power, gate.in_flight, gate.serving
 
     guard(getattr(engine, "engine_core", None))
-    thread = LeaseThread(Channel(settings.endpoint), identity, gate.lease, carry_out, about, asyncio.get_running_loop())
+    thread = LeaseThread(Channel(settings.endpoint), identity, gate.lease, carry_out, status, asyncio.get_running_loop())
     control = OrderExecutor(
         engine,
         gate,
@@ -103,21 +129,21 @@ async def attach(
     )
     gate.when_empty = thread.report_now
     try:
-        await control.look()
-    except Exception as error:  # whoever leads looks again when it begins to
-        logger.warning("whether the engine sleeps is not known yet: %s", error)
+        await control.refresh_power()
+    except Exception as error:  # LEAD queries the workers again
+        logger.warning("cannot determine yet whether the engine sleeps: %s", error)
     thread.start()
     return AttachedEngine(gate, thread)
 
 
 def refuse_unsupported(config: Any) -> None:
-    """Raises UsageError for a vLLM configuration (a VllmConfig) under which an install is not proven to be right."""
+    """Raise `UsageError` for a configuration (vLLM's `VllmConfig`) that Resharder does not support."""
     parallel = config.parallel_config
     refused = {
         "external data-parallel load balancing": parallel.data_parallel_external_lb,
         "hybrid data-parallel load balancing": parallel.data_parallel_hybrid_lb,
     }
-    problems = [f"Resharder does not install into servers with {name}" for name, used in refused.items() if used]
+    problems = [f"Resharder does not support servers with {name}" for name, used in refused.items() if used]
     problems += [problem] if (problem := refusals.refuse_unsupported(config)) else []
     if problems:
-        raise UsageError(f"{'; '.join(problems)}: start vLLM without, or leave the plugin out of VLLM_PLUGINS")
+        raise UsageError(f"{'; '.join(problems)}: start vLLM without it, or leave the plugin out of VLLM_PLUGINS")

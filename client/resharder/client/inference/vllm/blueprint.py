@@ -1,7 +1,8 @@
-"""What each worker of a vLLM server would load, without the server: models built on the meta device and recorded, one process.
+"""Recordings of the workers of a vLLM server without the server: each model is built on the meta device, in one process.
 
-vLLM's models ask their process groups for ranks and sizes alone while they are built; here groups are just that. Read against
-vLLM 0.26, 0.28 and 0.32 (distributed/parallel_state.py).
+vLLM's models only read ranks and sizes of their process groups while they are built, so this module
+replaces the groups by objects with ranks and sizes. Read against vLLM 0.26, 0.28 and 0.32
+(`distributed/parallel_state.py`).
 """
 
 import json
@@ -28,25 +29,37 @@ from vllm.model_executor.models import utils as model_utils
 
 @dataclass(frozen=True)
 class ServerSizes:
-    """A server's sizes, in workers; `ep`: experts are spread over all tensor and data parallel workers."""
+    """The parallelism of a server."""
 
     tp: int = 1
+    """Tensor parallel size."""
     pp: int = 1
+    """Number of pipeline stages."""
     dp: int = 1
+    """Number of data parallel replicas."""
     ep: bool = False
+    """Whether experts are distributed over all tensor and data parallel workers."""
 
     @property
     def workers(self) -> int:
+        """Number of workers, over all replicas."""
         return self.tp * self.pp * self.dp
 
 
 def worker_recording(
     config: HFConfig, specs: Mapping[str, TensorSpec], server: ServerSizes, worker: int, **options: Any
 ) -> Recording:
-    """What worker `worker` of the server would load of a checkpoint of `specs`. `options` go to vLLM's EngineArgs.
+    """Record how one worker of a server would load a checkpoint.
 
-    Workers count as vLLM counts them: data parallel replicas outermost, then pipeline stages, then tensor parallel ranks.
-    Raises what vLLM raises for a model or sizes that it does not serve.
+    Errors of vLLM for a model or sizes that it does not support propagate.
+
+    Args:
+        config: The model's Hugging Face configuration.
+        specs: The HF tensors of the checkpoint.
+        server: The server's sizes.
+        worker: The worker's number in vLLM's order: data parallel replicas outermost, then pipeline
+            stages, then tensor parallel ranks.
+        **options: Further options of vLLM's `EngineArgs`.
     """
     with worker_model(config, server, worker, **options) as model:
         return record(model, specs, original_loader)
@@ -56,8 +69,15 @@ def worker_recording(
 def worker_model(
     config: HFConfig, server: ServerSizes, worker: int, *, memory: bool = False, **options: Any
 ) -> Iterator[torch.nn.Module]:
-    """The model of that worker, in the state in which vLLM calls its `load_weights`, and vLLM's surroundings for doing so. With
-    `memory` its parameters are real, without on the meta device."""
+    """Build the model of a worker, and set up vLLM's context for a call of its `load_weights`.
+
+    Args:
+        config: The model's Hugging Face configuration.
+        server: The server's sizes.
+        worker: The worker's number, as in `worker_recording`.
+        memory: Whether parameters have memory; otherwise they are on the meta device.
+        **options: Further options of vLLM's `EngineArgs`.
+    """
     _inspect_here(config)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(dict(config)))
@@ -84,20 +104,21 @@ def worker_model(
                     model = initialize_model(vllm_config)
             finally:
                 torch.set_default_dtype(dtype)
-            # By the models' ids, which are used again: what an earlier worker's stage lacked would be left out here.
+            # The cache is keyed by the models' ids, which are reused: layers missing in an earlier worker's
+            # stage would be skipped here.
             model_utils._model_to_pp_missing_layer_names.clear()
             yield model
 
 
 def _inspect_here(config: HFConfig) -> None:
-    """Has vLLM look at the model's class in this process: by itself it starts one for each, which takes longer than the rest."""
+    """Register the model's class as loaded. vLLM would otherwise inspect it in a new process, which is slow."""
     for name in config.get("architectures") or ():
         if name in ModelRegistry.models:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 class _WithoutMemory(TorchFunctionMode):
-    """Inside, new tensors of floating point are on the meta device. Those of integers are real: loaders look experts up there."""
+    """Create floating-point tensors on the meta device. Integer tensors are real, because loaders look up experts in them."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -114,7 +135,7 @@ _FACTORIES = _BY_VALUE | {torch.empty, torch.empty_strided, torch.zeros, torch.o
 
 @contextmanager
 def _groups(server: ServerSizes, worker: int) -> Iterator[None]:
-    """vLLM's groups as worker `worker` sees them."""
+    """Replace vLLM's groups by those of worker `worker`."""
     stage_size = server.pp * server.tp
     replica, rest = divmod(worker, stage_size)
     stage, rank = divmod(rest, server.tp)
@@ -133,10 +154,10 @@ def _groups(server: ServerSizes, worker: int) -> Iterator[None]:
         "_PCP": [worker],
         "_DCP": [worker],
     }
-    known = {name: members for name, members in groups.items() if hasattr(parallel_state, name)}
-    before = {name: getattr(parallel_state, name) for name in known}
+    present = {name: members for name, members in groups.items() if hasattr(parallel_state, name)}
+    before = {name: getattr(parallel_state, name) for name in present}
     try:
-        for name, members in known.items():
+        for name, members in present.items():
             setattr(parallel_state, name, _group(name, members, worker))
         yield
     finally:
@@ -146,7 +167,7 @@ def _groups(server: ServerSizes, worker: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What some models ask of torch's group under vLLM's."""
+    """The part of torch's process group that some models use."""
 
     ranks: int
     mine: int

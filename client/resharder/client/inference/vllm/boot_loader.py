@@ -1,7 +1,7 @@
-"""`--load-format resharder`: a starting server takes its weights from the daemon.
+"""The model loader for `--load-format resharder`: a starting server loads its weights from the daemon.
 
-The folder given to vLLM needs config and tokenizer only. All processes of the server share an id, and the first claim of it fixes
-the version, so that no two ranks boot different ones.
+vLLM's model folder needs only config and tokenizer. All processes of a server share its id, and the first
+claim of the id fixes the version that all ranks boot.
 """
 
 import functools
@@ -32,18 +32,22 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 
 class ResharderLoader(BaseModelLoader):  # type: ignore[misc]
-    """vLLM's loader interface. vLLM makes one for the model and another for its drafter, which follows the model: the same
-    version, and vLLM's own loader where that was the model's. Raises ResharderError or InstallError, which end the server's start
-    with their message."""
+    """Implementation of vLLM's loader interface.
+
+    vLLM creates one loader for the model and one for its drafter. The drafter boots the model's version, or
+    uses vLLM's own loader if the model did. `ResharderError` and `InstallError` end the server's start with
+    their message.
+    """
 
     def __init__(self, load_config: Any) -> None:
         super().__init__(load_config)
         self._booting: _Booting | None = None
 
     def download_model(self, model_config: Any) -> None:
-        """Nothing to download: weights come with `load_weights`."""
+        """Do nothing: `load_weights` fetches the weights."""
 
     def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Load a model from the daemon, or with vLLM's own loader if the daemon has none and the settings permit it."""
         if problem := refuse_unsupported(vllm_config):
             raise UsageError(problem)
         drafter = is_drafter(vllm_config, model_config)
@@ -55,20 +59,21 @@ class ResharderLoader(BaseModelLoader):  # type: ignore[misc]
             agent, agent.staging.stager, agent.boot, agent.parts.part(DRAFTER if drafter else MODEL)
         )
         model = cast(torch.nn.Module, super().load_model(vllm_config, model_config, *args, **kwargs))
-        booting.prove(model)
+        booting.verify(model)
         if not drafter:
             AGENTS[model] = agent
         return model
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Load the boot version into a model, on vLLM's call within `load_model`."""
         if self._booting is None:
-            raise UsageError("expected load_model to be called first; the resharder loader cannot reload by itself")
+            raise UsageError("expected a call of load_model before load_weights: the resharder loader cannot reload a model")
         self._booting.load(model)
 
 
 @dataclass
 class _Booting:
-    """One of a worker's models on its way in."""
+    """The boot of one of a worker's models."""
 
     agent: Agent
     stager: Stager
@@ -80,6 +85,7 @@ class _Booting:
     timings: Timings = field(default_factory=list)
 
     def load(self, model: torch.nn.Module) -> None:
+        """Record the model, stage the version and feed it to `load_weights`."""
         inventory.before_loading(model)
         self.part.record(recorder.record(model, self.manifest.specs, self.agent.host.original_loader), self.manifest)
         self.agent.parts.count_needed_bytes()
@@ -94,23 +100,30 @@ class _Booting:
         install.refuse(feed.differences())
         self.installed = Installed(len(feed.boxes), 0, 0.0)
 
-    def prove(self, model: torch.nn.Module) -> None:
-        """After post-load processing."""
+    def verify(self, model: torch.nn.Module) -> None:
+        """Compare memory with the store after vLLM's post-processing, decide the route, and report the boot."""
         if self.source is None:
-            raise UsageError("expected vLLM to call load_weights while it loads a model")
+            raise UsageError("expected vLLM to call load_weights while it loads a model, it did not")
         with self.agent.host.calling():
-            self.part.learn(model, self.source)
+            self.part.decide_route(model, self.source)
         self.agent.verifier.expect(self.part, self.source.expected)
         self.source.close()
         self.agent.booted(self.manifest, self.installed, self.stage_seconds, self.timings)
 
 
 def _begin(vllm_config: Any) -> Agent | None:
-    """An agent with its boot version fixed; None where the server is to start without one. Raises ResharderError."""
+    """Create the worker's agent and claim the server.
+
+    Returns:
+        The agent with its boot version; `None` if the server may start on vLLM's own weights and the daemon has none.
+
+    Raises:
+        ResharderError: The claim failed.
+    """
     settings = PluginSettings.from_environment()
     host = VLLMHost.of_loader(vllm_config)
     agent = Agent(host, settings)
-    # One for the whole server: its processes end together.
+    # One renewal for the whole server, because its processes end together.
     agent.renewal = Renewal() if host.rank == 0 else None
     wait, patience = (0.0, 5.0) if settings.prefer else (settings.boot_wait_seconds,) * 2
     try:
@@ -131,7 +144,7 @@ def _begin(vllm_config: Any) -> Agent | None:
 
 
 def _agent_of_model(vllm_config: Any) -> Agent | None:
-    """Of the model that this configuration's drafter belongs to. vLLM gives the two different copies of its configuration."""
+    """Return the agent of the drafter's model. vLLM gives the two different copies of its configuration."""
     speculative = vllm_config.speculative_config
     for agent in AGENTS.values():
         if isinstance(agent.host, VLLMHost) and agent.host.vllm_config.speculative_config is speculative:
@@ -140,12 +153,12 @@ def _agent_of_model(vllm_config: Any) -> Agent | None:
 
 
 def _is_missing(error: ResharderError) -> bool:
-    """The daemon or a version is not there; anything else that it says stands."""
+    """Return whether the daemon is away or has no version; `prefer` does not apply to other errors."""
     return isinstance(error, DaemonUnreachable) or error.reason == NO_VERSION
 
 
 def watch_loading() -> None:
-    """Have `inventory` look at every model before and after its weights are loaded, whichever of vLLM's loaders does it."""
+    """Take the inventory of every model before and after its load, also with vLLM's own loaders."""
     for loader in (DefaultModelLoader, DummyModelLoader):
         loader.load_weights = _around(
             loader.load_weights, before=lambda _, model, *args, **kwargs: inventory.before_loading(model)

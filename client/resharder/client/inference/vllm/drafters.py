@@ -6,18 +6,24 @@ import torch
 
 
 def drafts_with_weights(speculative: Any) -> bool:
-    """Whether this SpeculativeConfig, or None, makes vLLM load a second model."""
+    """Return whether vLLM loads a second model for this `SpeculativeConfig` or `None`."""
     return speculative is not None and str(speculative.method) not in ("ngram", "[ngram]", "suffix", "ngram_gpu")
 
 
 def is_drafter(vllm_config: Any, model_config: Any) -> bool:
+    """Return whether `model_config` belongs to the drafter."""
     speculative = vllm_config.speculative_config
     return drafts_with_weights(speculative) and model_config is speculative.draft_model_config
 
 
 def drafter_of(worker: Any) -> torch.nn.Module | None:
-    """The drafter of its speculative decoding; only the last pipeline stage has one. GPUModelRunner calls its holder `drafter`
-    (0.26 to 0.32), the second runner of 0.28 and later `speculator`. Raises LookupError where there should be one and is none."""
+    """Return a worker's drafter; `None` without one. Only the last pipeline stage has a drafter.
+
+    `GPUModelRunner` has it in its attribute `drafter` (0.26 to 0.32); the second runner of 0.28 and later has it in `speculator`.
+
+    Raises:
+        LookupError: The configuration requires a drafter, but the runner has none.
+    """
     from vllm.distributed import get_pp_group
 
     speculative = worker.vllm_config.speculative_config
@@ -31,12 +37,12 @@ def drafter_of(worker: Any) -> torch.nn.Module | None:
 
 
 def foreign_drafter(vllm_config: Any) -> str:
-    """A drafter whose weights are not the model's own MTP layers, so that no version has them."""
+    """Describe a drafter whose weights are not the model's own MTP layers, so that no version has them; empty for all others."""
     speculative = vllm_config.speculative_config
     if not drafts_with_weights(speculative):
         return ""
     if str(speculative.method) != "mtp":
-        return f"a drafter with weights of its own ({speculative.method}, {speculative.model})"
+        return f"a drafter with its own weights ({speculative.method}, {speculative.model})"
     if speculative.draft_model_config.model != vllm_config.model_config.model:
-        return f"a drafter with a checkpoint of its own ({speculative.draft_model_config.model})"
+        return f"a drafter with its own checkpoint ({speculative.draft_model_config.model})"
     return ""

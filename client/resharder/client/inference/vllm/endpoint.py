@@ -1,7 +1,7 @@
 """vLLM's endpoint plugin: the gate in front of the API server's routes, and the control side behind it. It adds no route.
 
-Every API server of a server runs one, all under the same RESHARDER_SERVER_ID; the daemon picks the one that leads. Without
-RESHARDER_ENDPOINT in the environment it does nothing.
+Every API server of a server runs one plugin, under the same `RESHARDER_SERVER_ID`; the daemon elects the
+leader among them. Without `RESHARDER_ENDPOINT` in the environment, the plugin is a no-op.
 """
 
 import atexit
@@ -18,8 +18,10 @@ from resharder.client.inference.vllm.route_rules import RouteRulesMiddleware
 
 
 class EndpointPlugin:
-    """Made by vLLM without arguments, and what fails then is only logged: so everything that may fail is done in the two hooks,
-    where an exception ends the server's start."""
+    """The plugin's two hooks, in which an exception ends the server's start.
+
+    vLLM creates the plugin without arguments and only logs an exception from that, so `__init__` does nothing that can fail.
+    """
 
     name = "resharder"
     required_tasks = ("generate",)
@@ -30,7 +32,11 @@ class EndpointPlugin:
         self.handle: AttachedEngine | None = None
 
     def attach_router(self, app: Any) -> None:
-        """Raises UsageError for a wrong environment."""
+        """Add the middlewares to the API server.
+
+        Raises:
+            UsageError: A variable is invalid.
+        """
         if not os.environ.get("RESHARDER_ENDPOINT"):
             return
         self._settings = PluginSettings.from_environment()
@@ -39,13 +45,17 @@ class EndpointPlugin:
         app.add_middleware(RouteRulesMiddleware)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Raises UsageError for a server that is not supported."""
+        """Attach the engine to the daemon.
+
+        Raises:
+            UsageError: The server is not supported.
+        """
         if self._gate is None:
             return
         if engine_client is None:
             raise UsageError("expected an API server with an engine behind it, got none: leave the plugin out of VLLM_PLUGINS")
         self.handle = await attach(engine_client, self._settings, gate=self._gate, address=_address(args))
-        atexit.register(self.handle.close)  # vLLM has no hook for its end
+        atexit.register(self.handle.close)  # vLLM has no shutdown hook
 
 
 def _address(args: Namespace) -> str:

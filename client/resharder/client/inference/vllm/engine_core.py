@@ -1,4 +1,4 @@
-"""vLLM's engine core: the fence in front of its calls (control/fence.py), and where it runs; read against 0.26, 0.28 and 0.32."""
+"""The fence in vLLM's engine core (`control/fence.py`), and queries about engine cores; read against 0.26, 0.28 and 0.32."""
 
 import functools
 from typing import Any
@@ -8,8 +8,10 @@ from resharder.client.inference.control.fence import FENCED, Fence, accepted, cl
 
 
 def fence_engine_core() -> None:
-    """Have the engine core judge the calls that carry a token (fence.py), each together with what it asks for: the core takes one
-    call after the other."""
+    """Add a method to the engine core that checks a call's token and executes the call.
+
+    The core executes one call after the other, so check and execution are atomic.
+    """
     from vllm.v1.engine.core import EngineCore
 
     def resharder_fenced(self: Any, token: list[Any], method: str, args: list[Any]) -> Any:
@@ -23,27 +25,32 @@ def fence_engine_core() -> None:
 
 
 def _agreed(core: Any, refusal: str) -> str:
-    """The refusal, or that of another engine core. Cores of a data parallel MoE wait for each other in `resume_scheduler`
-    (DPEngineCoreProc), so one that refused alone would block the others."""
+    """Return this core's refusal or that of another engine core; empty if all cores accept.
+
+    Cores of a data parallel MoE wait for each other in `resume_scheduler` (`DPEngineCoreProc`), so the
+    refusal of one core would block the others.
+    """
     group = getattr(core, "dp_group", None)
-    if group is None or core.engines_running:  # vLLM ignores a resumption of cores that run, or fails it
+    if group is None or core.engines_running:  # vLLM ignores or rejects a resumption of running cores
         return refusal
     from vllm.config import ParallelConfig
 
-    anyone = ParallelConfig.has_unfinished_dp(group, bool(refusal))
-    return refusal or ("another engine core refused it" if anyone else "")
+    any_refused = ParallelConfig.has_unfinished_dp(group, bool(refusal))
+    return refusal or ("another engine core refused the call" if any_refused else "")
 
 
 def guard(client: Any) -> None:
-    """Send the calls that vLLM's client of an engine core makes within `acting` through the engine core's fence.
+    """Route calls of an engine core's client within `acting` through the engine core's fence.
 
-    `_call_utility_async` carries every call to one engine core (v1/engine/core_client.py; 0.26, 0.28 and 0.32). Raises UsageError
-    where there is none.
+    `_call_utility_async` sends every call to one engine core (`v1/engine/core_client.py`; 0.26, 0.28 and 0.32).
+
+    Raises:
+        UsageError: The client has no such method.
     """
     plain = getattr(client, "_call_utility_async", None)
     if plain is None:
         raise UsageError(
-            f"expected an AsyncLLM, whose engine core is a process of its own, got a {type(client).__name__} as its client"
+            f"expected an AsyncLLM with its engine core in another process, got a {type(client).__name__} as its client"
         )
     if hasattr(plain, "resharder"):
         return
@@ -60,13 +67,13 @@ def guard(client: Any) -> None:
 
 
 def engines_are_here(vllm_config: Any) -> bool:
-    """Whether every engine core runs on this host. Ray and --data-parallel-size-local put replicas on others."""
+    """Return whether every engine core runs on this host. Ray and `--data-parallel-size-local` place replicas on others."""
     parallel = vllm_config.parallel_config
     spread = parallel.data_parallel_backend == "ray" or parallel.data_parallel_size_local != parallel.data_parallel_size
     return parallel.data_parallel_size == 1 or not spread
 
 
 def passes_kv(vllm_config: Any) -> bool:
-    """Whether the engine gives KV cache to other engines, or takes theirs: made by one version, read by another, it is a mix."""
+    """Return whether the engine exchanges KV cache with other engines, which must then have the same version."""
     transfer = vllm_config.kv_transfer_config
     return transfer is not None and transfer.kv_role in ("kv_producer", "kv_consumer", "kv_both")

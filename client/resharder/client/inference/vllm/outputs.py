@@ -1,9 +1,9 @@
-"""How versions get from the engine core's outputs to answers: what is added to vLLM's output processor, in the process that has
-the engine's client; read against 0.26, 0.28 and 0.32.
+"""Hooks into vLLM's output processor that label answers with the versions of their tokens; read against 0.26, 0.28 and 0.32.
 
-The engine core notes when each step's outputs were made (EngineCoreOutputs.timestamp, v1/engine/__init__.py), and AsyncLLM passes
-that on to `process_outputs`. The engine core's clock is this process's where it runs on this host. Elsewhere a token is labelled
-with every version that was installed between its request's arrival and its own.
+They run in the process that has the engine's client. The engine core records when each step's outputs were
+computed (`EngineCoreOutputs.timestamp`, `v1/engine/__init__.py`), and `AsyncLLM` passes the time to
+`process_outputs`. An engine core on this host shares this process's clock. For one on another host, a token
+is labelled with every version that was installed between the arrival of its request and its own arrival.
 """
 
 import functools
@@ -20,39 +20,49 @@ _ATTRIBUTE = "resharder"  # on vLLM's objects
 
 @dataclass
 class _Source:
-    """On an output processor. `one_clock`: the engine core runs on this host."""
+    """The attribute of an `OutputProcessor`."""
 
     page: Page
     one_clock: bool
+    """Whether all engine cores run on this host."""
     clock: Callable[[], float] = time.monotonic
 
-    def versions(self, made: float | None, came: float) -> tuple[int, ...]:
-        """Of tokens that an engine core made at `made`, of a request that came at `came`."""
+    def versions(self, computed: float | None, arrived: float) -> tuple[int, ...]:
+        """Return the versions of tokens that were computed at `computed` for a request that arrived at `arrived`."""
         now = self.clock()
-        if self.one_clock and made is not None and came <= made <= now:
-            return self.page.read().between(made, made)
-        return self.page.read().between(came, now)
+        if self.one_clock and computed is not None and arrived <= computed <= now:
+            return self.page.read().between(computed, computed)
+        return self.page.read().between(arrived, now)
 
 
 @dataclass
 class _Request:
-    """On a RequestState. `waiting`: the versions of tokens that are in no output yet."""
+    """The attribute of a `RequestState`."""
 
     answer: labels.Answer
-    came: float
+    arrived: float
+    """Monotonic time of the request's arrival."""
     waiting: tuple[int, ...] = ()
+    """Versions of tokens that are not in an output yet."""
 
 
 @dataclass
 class _Queue:
-    """On a RequestOutputCollector. `ready`: the versions of tokens in outputs that were not taken yet."""
+    """The attribute of a `RequestOutputCollector`."""
 
     answer: labels.Answer
     ready: tuple[int, ...] = ()
+    """Versions of tokens in outputs that were not taken yet."""
 
 
 def watch_outputs(processor: Any, page: Page, *, one_clock: bool) -> None:
-    """Labels what `processor` (vLLM's OutputProcessor) processes from now on."""
+    """Label all further outputs of a processor.
+
+    Args:
+        processor: vLLM's `OutputProcessor`.
+        page: The server's page.
+        one_clock: Whether all engine cores run on this host, so that their times are comparable.
+    """
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 
     setattr(processor, _ATTRIBUTE, _Source(page, one_clock))
@@ -91,14 +101,14 @@ def _process_outputs(processor: Any, plain: Any, outputs: Any, timestamp: float 
     for output in outputs if source is not None else ():
         request: _Request | None = getattr(processor.request_states.get(output.request_id), _ATTRIBUTE, None)
         if request is not None and source is not None and (output.new_token_ids or output.pooling_output is not None):
-            versions = source.versions(timestamp, request.came)
+            versions = source.versions(timestamp, request.arrived)
             request.answer.made(versions)
             request.waiting = joined(request.waiting, versions)
     return plain(processor, outputs, timestamp, *args, **kwargs)
 
 
 def _new_completion_output(state: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
-    """vLLM puts what this makes into the queue at once."""
+    """Move the waiting versions to the queue, into which vLLM puts the new output at once."""
     request, queue = getattr(state, _ATTRIBUTE, None), getattr(state.queue, _ATTRIBUTE, None)
     if request is not None and queue is not None:
         queue.ready, request.waiting = joined(queue.ready, request.waiting), ()

@@ -1,4 +1,4 @@
-"""Configurations of vLLM under which Resharder does not install; read against 0.26, 0.28 and 0.32."""
+"""Configurations of vLLM that Resharder does not support; read against 0.26, 0.28 and 0.32."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ _GRPC_SERVERS = ("vllm.entrypoints.launchers.grpc_server", "vllm.entrypoints.grp
 
 
 def refuse_unsupported(vllm_config: Any) -> str:
-    """Why this server cannot be followed; empty if it can."""
+    """Return why a configuration (vLLM's `VllmConfig`) is not supported; empty if it is."""
     parallel = vllm_config.parallel_config
     wrong = [
         what
@@ -24,14 +24,15 @@ def refuse_unsupported(vllm_config: Any) -> str:
     ]
     wrong += [drafter] if (drafter := foreign_drafter(vllm_config)) else []
     wrong += [front_end] if (front_end := ungated_front_end()) else []
-    return f"Resharder does not install into servers with {' and '.join(wrong)}" if wrong else ""
+    return f"Resharder does not support servers with {' and '.join(wrong)}" if wrong else ""
 
 
 def ungated_front_end() -> str:
-    """What answers requests in place of vLLM's Python API server, which alone loads endpoint plugins and so has the gate.
+    """Describe the front end that replaces vLLM's Python API server; empty for the API server itself.
 
-    VllmConfig does not say it (0.26 to 0.32): the Rust front end is chosen by environment, the gRPC server by an option of the
-    command, which spawned processes inherit in `sys.argv` and forked ones as a module, or by being the program.
+    Only the API server loads endpoint plugins and therefore has the gate. `VllmConfig` does not contain the
+    choice (0.26 to 0.32). A variable selects the Rust front end. The gRPC server is an option of the command
+    or a program of its own; spawned processes inherit the option in `sys.argv`, forked ones the module.
     """
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0").strip() not in ("", "0"):
         return "the Rust front end (VLLM_USE_RUST_FRONTEND), which has no gate"
@@ -44,7 +45,7 @@ def ungated_front_end() -> str:
 
 
 def _with_config_file(arguments: list[str]) -> list[str]:
-    """With the options of the YAML file that `--config` names, as vLLM's own parser reads it (utils/argparse_utils.py)."""
+    """Add the options of `--config`'s YAML file, read by vLLM's own parser (`utils/argparse_utils.py`)."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     if "--config" not in arguments[:-1]:
@@ -52,5 +53,5 @@ def _with_config_file(arguments: list[str]) -> list[str]:
     file = arguments[arguments.index("--config") + 1]
     try:
         return [*arguments, *FlexibleArgumentParser(add_help=False).load_config_file(file)]
-    except Exception:  # no file, no YAML: vLLM says so and does not start
+    except Exception:  # vLLM itself rejects a missing or invalid file
         return arguments

@@ -1,5 +1,6 @@
-"""vLLM's layerwise reload of a running model (model_loader/reload; 0.26, 0.28 and 0.32): all of it for a recording, some of its
-modules for an install. Works around two silent bugs of vLLM's CPU build.
+"""vLLM's layerwise reload of a running model (`model_loader/reload`; 0.26, 0.28 and 0.32).
+
+A recording needs it for all modules, an install for some. Contains workarounds for two bugs of vLLM's CPU build.
 """
 
 import functools
@@ -17,15 +18,17 @@ from vllm.model_executor.model_loader.reload import layerwise as _layerwise
 
 
 def original_loader(tensor: torch.Tensor) -> Loader:
-    """The tensor's own weight loader, without what the layerwise reload puts around it."""
+    """Return the tensor's own weight loader, without the wrapper of the layerwise reload."""
     _name_loader(tensor)
     loader: Loader = _layerwise._get_original_loader(tensor)
     return loader
 
 
 def _name_loader(tensor: torch.Tensor) -> None:
-    """The layerwise reload asks each loader for its name (model_loader/reload/layerwise.py), which the partials of MiniMax-M2's
-    norms do not have."""
+    """Give a `functools.partial` the `__name__` that the layerwise reload reads (`model_loader/reload/layerwise.py`).
+
+    The loaders of MiniMax-M2's norms are such partials.
+    """
     loader = getattr(tensor, "weight_loader", None)
     if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
         loader.__name__ = "partial"  # type: ignore[attr-defined]
@@ -41,7 +44,7 @@ def _begin_reload(model: torch.nn.Module) -> None:
 
 @contextmanager
 def format_of_load(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, a running model's parameters have the shapes they had before loading, on the meta device; then all is as before."""
+    """Replace a running model's parameters by meta tensors of their shapes before loading; restore them at exit."""
     _begin_reload(model)
     try:
         yield
@@ -53,16 +56,21 @@ def format_of_load(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def reloading(model: torch.nn.Module, model_config: Any, modules: frozenset[str]) -> Iterator[None]:
-    """vLLM's layerwise reload for `modules` alone: inside, feed `model.load_weights`; at the end they are processed.
+    """Reload some modules: the block calls `model.load_weights`, and the modules are post-processed at exit.
 
-    However it ends, no parameter stays on the meta device: what was not complete has its old values.
+    At exit, also after an exception, no parameter is on the meta device; incompletely loaded ones get their old values back.
+
+    Args:
+        model: The running model.
+        model_config: vLLM's configuration of the model.
+        modules: Paths of the modules to reload.
     """
     _before_reload_on_cpu(model)
     _begin_reload(model)
     try:
-        wanted = {id(module) for name, module in model.named_modules(remove_duplicate=False) if name in modules}
+        selected = {id(module) for name, module in model.named_modules(remove_duplicate=False) if name in modules}
         for module in model.modules():
-            if id(module) not in wanted:
+            if id(module) not in selected:
                 _put_back(module)
         with _DirectWrites(model):
             yield
@@ -75,8 +83,10 @@ def reloading(model: torch.nn.Module, model_config: Any, modules: frozenset[str]
 
 
 class _DirectWrites(TorchFunctionMode):
-    """Inside, what a model's loader copies into a parameter by itself (GPT-OSS: experts, sinks) goes through a weight loader: the
-    layerwise reload knows of nothing else, and would keep the old values without a word."""
+    """Route a model's own copies into parameters (GPT-OSS: experts, sinks) through a weight loader.
+
+    The layerwise reload only tracks weight loaders, and would silently keep the old values.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -88,7 +98,7 @@ class _DirectWrites(TorchFunctionMode):
         }
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Under vLLM's own counter (reload/meta.py) a weight loader is running already.
+        # Under vLLM's own counter (reload/meta.py), a weight loader is already running.
         if function is torch.Tensor.copy_ and args[0].is_meta and _get_current_dispatch_mode() is None:
             place = self._places.get(args[0].untyped_storage()._cdata)
             if place is not None:
@@ -125,8 +135,11 @@ def _end_torchao(model: torch.nn.Module) -> None:
 
 
 def _before_reload_on_cpu(model: torch.nn.Module) -> None:
-    """Experts: the unquantised MoE method packs them only while it has no kernel, so a reload would leave them unpacked for a
-    kernel that reads them as packed. Silent in 0.26, 0.28 and 0.32: wrong logits, no error."""
+    """Reset the kernel of unquantised MoE methods, so that a reload packs the experts again.
+
+    The method packs experts only while it has no kernel. A reload would leave them unpacked, for a kernel
+    that reads them as packed: wrong logits without an error in 0.26, 0.28 and 0.32.
+    """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -138,8 +151,11 @@ def _before_reload_on_cpu(model: torch.nn.Module) -> None:
 
 
 def _after_reload_on_cpu(model: torch.nn.Module) -> None:
-    """A tied lm_head shares the embedding's parameter but owns a packed copy of it, which a reload of the embedding does not
-    renew. Silent in 0.26, 0.28 and 0.32: wrong logits, no error."""
+    """Pack the weights of tied `lm_head` modules again.
+
+    A tied `lm_head` shares the embedding's parameter but has its own packed copy, which a reload of the
+    embedding does not update: wrong logits without an error in 0.26, 0.28 and 0.32.
+    """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.platforms import current_platform
 

@@ -1,11 +1,12 @@
 """Rules for vLLM's own routes that change the engine, on a server that follows the daemon.
 
     HARMLESS      inference and reads; caches, profilers, aborted requests       passes
-    COORDINATED   sleep and wake_up: serialized with orders (control/control.py) passes
+    COORDINATED   sleep and wake_up: serialised with orders (control/control.py) passes
     REFUSED       weights, labels, the pause, workers' RPCs                      409 and the command to use instead
 
-Routes exist by VLLM_SERVER_DEV_MODE, by `--tokens-only`, or by other options. The table is read against 0.26, 0.28 and 0.32; a
-test compares it with the routes of the installed vLLM. A path that is not in the table passes: other plugins have routes too.
+vLLM adds routes with `VLLM_SERVER_DEV_MODE`, `--tokens-only` and other options. The table covers 0.26, 0.28
+and 0.32; a test compares it with the routes of the installed vLLM. A path that is not in the table passes,
+because other plugins have routes too.
 """
 
 import json
@@ -18,10 +19,12 @@ from resharder.client.inference.control.gate import App, Receive, Scope
 from resharder.client.inference.control.labels import UNCONFIRMED, Message, Send, header
 
 _PUBLISH = "publish the weights as a version (`resharder.client.connect`, or `resharder import`)"
-_LONGEST_BODY = 1 << 16  # of a call whose body decides: larger ones are refused unread
+_LONGEST_BODY = 1 << 16  # bytes; a longer body of a call whose rule depends on the body is refused unread
 
 
 class Handling(Enum):
+    """Handling of a route."""
+
     HARMLESS = "harmless"
     COORDINATED = "coordinated"
     REFUSED = "refused"
@@ -29,11 +32,13 @@ class Handling(Enum):
 
 @dataclass(frozen=True)
 class RouteRule:
-    """`instead`: the way through Resharder. `field`, `passes`: the call passes with one of these values in its JSON body."""
+    """The rule of a route."""
 
-    hand: Handling
+    handling: Handling
     instead: str = ""
+    """The action to use instead of a refused call."""
     field: str = ""
+    """A field of the JSON body; a refused call passes if the field has one of the values `passes`."""
     passes: frozenset[str] = frozenset()
 
 
@@ -87,7 +92,7 @@ _REQUESTS_AND_CACHES = (
     "/stop_profile",
 )
 
-# Every route of vLLM beyond GET; a part in braces stands for any.
+# All routes of vLLM except GET. A segment in braces matches any segment.
 RULES: Mapping[tuple[str, str], RouteRule] = {
     **{("POST", path): _HARMLESS for path in (*_INFERENCE, *_REQUESTS_AND_CACHES)},
     ("POST", "/sleep"): _COORDINATED,
@@ -119,10 +124,11 @@ _TEMPLATES = [(method, path.split("/"), rule) for (method, path), rule in RULES.
 
 
 def rule_of(method: str, path: str) -> RouteRule:
+    """Return the rule of a call; `HARMLESS` if the table has none."""
     if rule := RULES.get((method, path)):
         return rule
     parts = path.split("/")
-    return next((rule for known, template, rule in _TEMPLATES if known == method and _fits(parts, template)), _HARMLESS)
+    return next((rule for verb, template, rule in _TEMPLATES if verb == method and _fits(parts, template)), _HARMLESS)
 
 
 def _fits(parts: list[str], template: list[str]) -> bool:
@@ -131,25 +137,31 @@ def _fits(parts: list[str], template: list[str]) -> bool:
 
 
 def refusal(method: str, path: str, body: bytes | None) -> str:
-    """Why the call is refused; empty where it passes. `body`: None for one that is too long."""
+    """Return why a call is refused; empty if it passes.
+
+    Args:
+        method: HTTP method.
+        path: Path, without the application's root path.
+        body: The body; `None` if it is too long.
+    """
     rule = rule_of(method, path)
-    if rule.hand is not Handling.REFUSED or (rule.field and _said(body, rule.field) in rule.passes):
+    if rule.handling is not Handling.REFUSED or (rule.field and _value(body, rule.field) in rule.passes):
         return ""
     passes = f" ({rule.field} other than {' or '.join(sorted(rule.passes))})" if rule.field else ""
     return f"{method} {path}{passes} is refused: this server follows a Resharder daemon; {rule.instead}"
 
 
-def _said(body: bytes | None, field: str) -> str:
-    """As vLLM reads it: of a key that comes twice the last counts."""
+def _value(body: bytes | None, field: str) -> str:
+    """Return a field of a JSON body. The last of duplicate keys counts, as in vLLM."""
     try:
-        said = json.loads(body or b"")
+        parsed = json.loads(body or b"")
     except ValueError:
         return ""
-    return str(said.get(field, "")) if isinstance(said, dict) else ""
+    return str(parsed.get(field, "")) if isinstance(parsed, dict) else ""
 
 
 class RouteRulesMiddleware:
-    """ASGI middleware, around the gate: a call is refused wherever the gate stands, without waiting for an install."""
+    """ASGI middleware that applies the rules. It precedes the gate, so a call is refused at any position and does not wait."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -170,7 +182,7 @@ class RouteRulesMiddleware:
 
 
 async def _read(receive: Receive) -> tuple[bytes | None, Receive]:
-    """The body, and a `receive` that gives it again; None for one that is too long."""
+    """Return the body, `None` if it is too long, and a `receive` that repeats it."""
     body, more = b"", True
     while more:
         message = await receive()

@@ -1,4 +1,4 @@
-"""vLLM's sleep mode, in its workers and its engine core; read against 0.26, 0.28 and 0.32."""
+"""Hooks into vLLM's sleep mode, in its workers and its engine core; read against 0.26, 0.28 and 0.32."""
 
 import functools
 import logging
@@ -15,17 +15,22 @@ NOTHING_GAINED = "Memory usage increased after sleeping"
 
 
 def cannot_sleep(vllm_config: Any) -> str:
-    """Why this engine would only pretend to sleep; empty if it can. The CPU worker always pretends (v1/worker/cpu_worker.py),
-    and may: states and orders are then as they are elsewhere."""
+    """Return why this engine cannot sleep; empty if it can.
+
+    A CPU worker's sleep is a no-op (`v1/worker/cpu_worker.py`) but permitted, with the same states and orders.
+    """
     if vllm_config.device_config.device_type == "cpu" or vllm_config.model_config.enable_sleep_mode:
         return ""
     return "expected an engine with sleep mode: start vLLM with --enable-sleep-mode"
 
 
 def let_stay_paused() -> None:
-    """Has the engine core understand STAY_PAUSED among the tags to wake. vLLM's own `wake_up` lets the scheduler go on as soon
-    as nothing sleeps any more (v1/engine/core.py; 0.26, 0.28 and 0.32), and a pause that comes after it may come a step too
-    late. A core that was not told says "Tag … is not in sleeping tags" and wakes nothing."""
+    """Make the engine core accept `STAY_PAUSED` among the tags to wake.
+
+    vLLM's own `wake_up` resumes the scheduler when the last tag wakes (`v1/engine/core.py`; 0.26, 0.28 and
+    0.32), and a pause after it may be one step late. A core without this change logs "Tag … is not in
+    sleeping tags" and wakes nothing.
+    """
     from vllm.v1.engine.core import EngineCore
 
     plain = EngineCore.wake_up
@@ -41,7 +46,7 @@ def let_stay_paused() -> None:
 
 
 def watch_sleep(worker: Any) -> None:
-    """Has a worker's agent know of its sleep, whoever asks for it: the control side, vLLM's own route, the program around it."""
+    """Notify a worker's agent of each sleep and wake, by the control side, vLLM's own routes or the program around the engine."""
     if not hasattr(worker, "sleep"):  # WorkerBase itself has none
         return
     plain_sleep, plain_wake_up = worker.sleep, worker.wake_up
@@ -49,16 +54,16 @@ def watch_sleep(worker: Any) -> None:
     @functools.wraps(plain_sleep)
     def sleep(level: int = 1) -> None:
         agent, models = agent_of(worker)
-        with agent.verifier.undisturbed():
+        with agent.verifier.exclusive():
             agent.fall_asleep(models, level)
-            with beside_others():
+            with tolerate_other_processes():
                 plain_sleep(level)
-            agent.slumber.begin(level)
+            agent.sleep_state.begin(level)
 
     @functools.wraps(plain_wake_up)
     def wake_up(tags: list[str] | None = None) -> None:
         agent, _ = agent_of(worker)
-        with agent.verifier.undisturbed():
+        with agent.verifier.exclusive():
             plain_wake_up(tags)
             agent.woke(tags)
 
@@ -66,13 +71,16 @@ def watch_sleep(worker: Any) -> None:
 
 
 @contextmanager
-def beside_others() -> Iterator[None]:
-    """For vLLM's sleep, which ends with a look at how much of the GPU is free (Worker.sleep in v1/worker/gpu_worker.py; 0.26 to
-    0.32) and fails where that is less than before: where another process, as a trainer, took some meanwhile (vLLM pull request
-    45620, verl issue 3902). All that was to sleep does so by then, and an engine that believes otherwise would read it."""
+def tolerate_other_processes() -> Iterator[None]:
+    """Suppress the assertion at the end of vLLM's sleep that the GPU has more free memory than before.
+
+    The assertion (`Worker.sleep` in `v1/worker/gpu_worker.py`; 0.26 to 0.32) fails if another process, e.g. a
+    trainer, allocates memory during the sleep (vLLM pull request 45620, verl issue 3902). All memory sleeps
+    by then, and an engine that treated itself as awake would read it.
+    """
     try:
         yield
     except AssertionError as error:
         if NOTHING_GAINED not in str(error):
             raise
-        logger.warning("asleep, but other processes took more of the GPU's memory meanwhile than that freed")
+        logger.warning("the engine sleeps, but other processes allocated more GPU memory in the meantime than the sleep freed")

@@ -1,7 +1,7 @@
-"""What the plugin adds to vLLM's workers: methods for `collective_rpc`.
+"""Methods that the plugin adds to vLLM's workers, for `collective_rpc`.
 
-The methods never raise and return plain dicts: an exception in one worker of several shifts every later reply of the engine (vLLM
-issue 49972).
+The methods return plain dicts and do not raise: an exception in one of several workers shifts all later
+replies of the engine (vLLM issue 49972).
 """
 
 import functools
@@ -24,6 +24,7 @@ AGENTS: WeakKeyDictionary[torch.nn.Module, Agent] = WeakKeyDictionary()
 
 
 def agent_of(worker: Any) -> tuple[Agent, Models]:
+    """Return the agent of one of vLLM's workers, created on the first call, and the worker's models."""
     model, drafter = worker.get_model(), drafter_of(worker)
     if model not in AGENTS:
         AGENTS[model] = Agent(VLLMHost.of_worker(worker), PluginSettings.from_environment())
@@ -42,18 +43,23 @@ def _answer(worker: Any, act: Callable[[Agent, Models], dict[str, Any]]) -> dict
 
 
 def resharder_describe(self: Any) -> dict[str, Any]:
-    """What this worker holds and how versions get into it."""
+    """Return the worker's version, power state and routes, and start its verifier."""
 
     def act(agent: Agent, models: Models) -> dict[str, Any]:
-        agent.verifier.settle(models, agent.settings.verify_seconds)
+        agent.verifier.start(models, agent.settings.verify_seconds)
         return agent.describe()
 
     return _answer(self, act)
 
 
 def resharder_stage(self: Any, install_id: str, version: str, fallback: str = "") -> dict[str, Any]:
-    """Begins to bring `version` (its full name) within reach; the worker itself tells the daemon when it is.
-    `fallback`: the READY version to keep at hand, where `version` is not READY."""
+    """Start to stage a version. The worker reports to the daemon when it is staged.
+
+    Args:
+        install_id: Id of the install.
+        version: Full name of the version.
+        fallback: Full name of the READY version to fall back on, if `version` is not READY.
+    """
 
     def act(agent: Agent, models: Models) -> dict[str, Any]:
         return agent.stage(models, install_id, version, fallback)
@@ -62,12 +68,17 @@ def resharder_stage(self: Any, install_id: str, version: str, fallback: str = ""
 
 
 def resharder_unstage(self: Any, install_id: str) -> dict[str, Any]:
-    """Lets go of what was staged, or is being staged, for this install."""
+    """Drop an install that is staged or being staged."""
     return _answer(self, lambda agent, models: agent.unstage(install_id))
 
 
 def resharder_apply(self: Any, install_id: str, profile: bool = False) -> dict[str, Any]:
-    """Installs what was staged and proves it; with `profile` under torch.profiler. The engine must be paused."""
+    """Install a staged version and verify it. The engine must be paused.
+
+    Args:
+        install_id: Id of the install.
+        profile: Whether to run under torch.profiler and send the profile to the daemon.
+    """
 
     def act(agent: Agent, models: Models) -> dict[str, Any]:
         try:
@@ -85,10 +96,10 @@ def resharder_apply(self: Any, install_id: str, profile: bool = False) -> dict[s
 
 
 def resharder_fingerprint(self: Any) -> dict[str, Any]:
-    """Of every tensor that the model and its drafter read when they run: parameters, buffers, and what loading made of them."""
+    """Return a fingerprint of each tensor that the models read: parameters, buffers, and tensors that loading derived."""
 
     def act(agent: Agent, models: Models) -> dict[str, Any]:
-        agent.need_weights("read them")
+        agent.require_weights("read them")
         tensors: dict[str, int] = {}
         for name, model in models.items():
             notes = inventory.NOTES.get(model)
@@ -104,7 +115,7 @@ METHODS = (resharder_describe, resharder_stage, resharder_unstage, resharder_app
 
 
 def watch_workers(made: Callable[[Any], None]) -> None:
-    """Has every worker that is made from now on handed to `made`."""
+    """Call `made` with each worker that is created from now on."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     plain = WorkerBase.__init__

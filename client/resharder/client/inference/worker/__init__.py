@@ -1,1 +1,1 @@
-"""A worker process's part: stage a version, apply it, verify it, sleep and wake."""
+"""The worker side: stage, apply and verify a version, sleep and wake."""

@@ -1,4 +1,4 @@
-"""What one of vLLM's workers knows of its model and its drafter, and how versions get into them."""
+"""The agent of one worker: stages, applies and verifies versions, and reports its state to the daemon."""
 
 import logging
 import threading
@@ -13,7 +13,7 @@ from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import page
 from resharder.client.inference.worker import install, sleep_backup
 from resharder.client.inference.worker.boot_lease import Renewal
-from resharder.client.inference.worker.direct_receiver import EarlyVersion, Open, Receiver, compare_with_store, open_memory
+from resharder.client.inference.worker.direct_receiver import EarlyVersion, OpenMemory, Receiver, compare_with_store, open_memory
 from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.install import Installed
 from resharder.client.inference.worker.model_part import ModelParts, Models
@@ -32,31 +32,43 @@ from resharder.converters.errors import ConversionError
 from resharder.v1 import resources_pb2
 
 logger = logging.getLogger("vllm.resharder.worker")
-_RPC_PATIENCE = 5.0  # inside an RPC the engine waits
+_RPC_PATIENCE = 5.0  # seconds; the engine waits during an RPC to its workers
 
 
 class Agent:
-    """One worker's model and its drafter, what is known of them, and what is staged for them. Called from vLLM's thread, but for
-    `_stage`."""
+    """The state of one worker's models, and the operations on them.
+
+    vLLM's thread calls all public methods. Staging, the comparison with the store, verification and reports
+    run on threads of their own.
+
+    Args:
+        host: The worker process.
+        settings: The plugin's settings.
+    """
 
     def __init__(self, host: Host, settings: PluginSettings) -> None:
         self.host, self.settings = host, settings
         self.channel = Channel(settings.endpoint)
         self.reporter = Reporter(self.channel, settings)
         self.parts = ModelParts(host)
-        self.renewal: Renewal | None = None  # of the server's claim, while it boots
-        self.boot: VersionManifest | None = None  # what the model was booted from, for its drafter
+        self.renewal: Renewal | None = None
+        """The renewal of the server's claim, while the server boots."""
+        self.boot: VersionManifest | None = None
+        """The version that the model booted, which its drafter boots too."""
         self._version = 0
         page().write(host.rank, 0)
-        self.fingerprint = ""  # of that version
+        self.fingerprint = ""
+        """Fingerprint of the installed version."""
         self.installed: Installed | None = None
-        self.slumber = SleepState()
-        self.dropped = False  # a sleep took the weights, and no version came since
+        """Result of the last install."""
+        self.sleep_state = SleepState()
+        self.dropped = False
+        """Whether a sleep dropped the weights and no version was installed since."""
         self._sleep_backup: SleepBackup | None = None
         self._receiver = Receiver(self.channel, settings.server, host.rank, PROCESS, host.device)
-        self._memory: Open | None = None  # what ranks may write to
-        self._routes: list[Route | None] = []  # that it was made of
-        self._applied = ""
+        self._memory: OpenMemory | None = None  # the memory that ranks may write to
+        self._routes: list[Route | None] = []  # the routes from which `_memory` was computed
+        self._applied = ""  # id of the installed version's install
         self.staging = Staging(host, self.channel, settings, self.parts, self._receiver)
         self.verifier = Verifier(
             self.parts.by_name,
@@ -67,41 +79,47 @@ class Agent:
             self._altered,
             self.reporter.verified,
         )
-        self.reporter.asked = self.verifier.ask
+        self.reporter.verify_requested = self.verifier.request
 
     def _unverifiable(self) -> str:
-        """Why what is in memory cannot be compared now; empty where it can."""
-        if WEIGHTS in self.slumber.tags:
-            return f"not verifiable while asleep (level {self.slumber.level})"
+        """Return why memory cannot be verified now; empty if it can."""
+        if WEIGHTS in self.sleep_state.tags:
+            return f"not verifiable while asleep (level {self.sleep_state.level})"
         if self.dropped:
             return "a sleep dropped the weights, and no version was installed since"
-        return "" if self.version else "it holds no version"
+        return "" if self.version else "the worker has no version"
 
     def _altered(self, found: resources_pb2.Verification) -> None:
-        """Reported as a failed install is, until one succeeds. `_applied` stays: an order that comes again is not one."""
+        """Report a difference as a failed install, until an install succeeds.
+
+        `_applied` does not change, so a repeated order for the same install is not executed again.
+        """
         names = ", ".join(found.different) + (", …" if found.different_tensors > len(found.different) else "")
         error = (
-            f"{found.different_tensors} tensors in memory differ from version {found.version}, changed by another hand: {names}"
+            f"{found.different_tensors} tensors in memory differ from version {found.version}, "
+            f"something other than Resharder changed them: {names}"
         )
         logger.error("%s", error)
         install_id, self.version, self.fingerprint = self._applied, 0, ""
-        self._report(resources_pb2.Worker.FAILED, install=install_id, error=error, holds=True, altered=found)
+        self._report(resources_pb2.Worker.FAILED, install=install_id, error=error, installed=True, altered=found)
 
     @property
     def version(self) -> int:
-        """The version that the model and its drafter hold, whole and confirmed; 0 for none."""
+        """The version that the model and its drafter have, complete and verified; 0 for none."""
         return self._version
 
     @version.setter
     def version(self, version: int) -> None:
+        """Set the version, and record it on the server's page."""
         self._version = version
         page().write(self.host.rank, version)
 
-    # What collective_rpc reaches
+    # Called through collective_rpc
 
     def describe(self) -> dict[str, Any]:
+        """Return the worker's state, and begin to report it to the daemon."""
         if not self.reporter.started:
-            self._report(resources_pb2.Worker.EMPTY, holds=True)
+            self._report(resources_pb2.Worker.EMPTY, installed=True)
         with self.staging.lock:
             current = self.staging.current
             staged = current.install if current is not None and current.source is not None else ""
@@ -110,12 +128,12 @@ class Agent:
             "staged": staged,
             "transport": self.staging.transport,
             "recorded": bool(self.parts.needed_bytes),
-            "power": int(self.slumber.power),
-            "asleep": sorted(self.slumber.tags),
+            "power": int(self.sleep_state.power),
+            "asleep": sorted(self.sleep_state.tags),
             "dropped": self.dropped,
             "needed_bytes": self.parts.needed_bytes,
             "boxed_bytes": self.installed.boxed_bytes if self.installed else 0,
-            "proven": self.installed.proven if self.installed else 0,
+            "proven": self.installed.verified if self.installed else 0,
             "apply_seconds": self.installed.seconds if self.installed else 0.0,
             "loaded": sorted(self.parts.loaded),
             "impure": {
@@ -124,7 +142,20 @@ class Agent:
         }
 
     def stage(self, models: Models, install_id: str, version: str, fallback: str = "") -> dict[str, Any]:
-        """Returns when the work has begun; what was not recorded yet is recorded first, which needs it to stand still."""
+        """Start to stage an install on a thread.
+
+        A model without a recording is recorded before this returns, while the engine waits for the RPC.
+
+        Args:
+            models: The worker's models.
+            install_id: Id of the install.
+            version: Full name of the version.
+            fallback: Full name of the READY version to fall back on, if `version` is not READY.
+
+        Raises:
+            InstallError: The worker cannot install versions.
+            ResharderError: The daemon is away.
+        """
         staged = self.staging.begin(install_id, version, fallback)
         if staged is None:
             return {}
@@ -134,15 +165,16 @@ class Agent:
             self.staging.open(claim(self.channel, self.settings, boot=False, patience=_RPC_PATIENCE).store)
 
         def get() -> VersionManifest:
-            self.need_weights("record how versions get into them")
+            self.require_weights("record the model's loader")
             return get_manifest(self.channel, fallback or version)
 
         manifest = self.parts.record_running(models, get)
-        self.learned()
+        self.update_open_memory()
         threading.Thread(target=self._stage, args=(models, staged, manifest), name="resharder-stage", daemon=True).start()
         return {}
 
     def unstage(self, install_id: str) -> dict[str, Any]:
+        """Drop the install if it is staged or being staged."""
         with self.staging.lock:
             if self.staging.current is not None and self.staging.current.install == install_id:
                 self.staging.drop()
@@ -153,7 +185,7 @@ class Agent:
         started = time.perf_counter()
         try:
             with timed(staged.timings, "stage"), gc_paused(), short_switch_interval():
-                source = self.staging.bring(models, staged, self._memory, manifest)
+                source = self.staging.stage(models, staged, self._memory, manifest)
         except (ResharderError, ConversionError, InstallError, OSError, ValueError) as error:
             with self.staging.lock:
                 if self.staging.current is staged:
@@ -163,7 +195,7 @@ class Agent:
             return
         staged.seconds = time.perf_counter() - started
         with self.staging.lock:
-            if self.staging.current is not staged:  # another install came meanwhile
+            if self.staging.current is not staged:  # replaced or dropped in the meantime
                 source.close()
                 return
             staged.source = source
@@ -171,14 +203,19 @@ class Agent:
             self._report(resources_pb2.Worker.STAGED, install=staged.install, version=number, staged=staged)
 
     def apply(self, models: Models, install_id: str) -> dict[str, Any]:
+        """Install a staged version and verify it. The engine must be paused.
+
+        Raises:
+            InstallError: The install is not staged, or a digest differs.
+        """
         if self._applied == install_id:
             return {"version": self.version}
-        self.need_weights(f"apply install {install_id}")
+        self.require_weights(f"apply install {install_id}")
         with self.staging.lock:
             staged = self.staging.current
         if staged is None or staged.install != install_id or staged.source is None:
-            raise InstallError(f"install {install_id} is not staged here")
-        with self.verifier.undisturbed():
+            raise InstallError(f"expected install {install_id} to be staged in this worker, it is not")
+        with self.verifier.exclusive():
             return self._apply(models, staged, staged.source)
 
     def _apply(self, models: Models, staged: StagedInstall, source: VersionSource) -> dict[str, Any]:
@@ -187,27 +224,27 @@ class Agent:
         manifest, early = source.manifest, staged.early
         number, fingerprint = (early.number, early.fingerprint) if early else (manifest.number, manifest.fingerprint)
         try:
-            with timed(staged.timings, "apply"), DRIVER_LOCK.priority():  # pages of an earlier version may still be let go
+            with timed(staged.timings, "apply"), DRIVER_LOCK.priority():  # an earlier version's pages may still be unregistered
                 self._install(models, staged, source)
         finally:
             self.staging.finish(staged)
         self.version, self.fingerprint, self._applied = number, fingerprint, install_id
         self.dropped = False
-        self._report(resources_pb2.Worker.APPLIED, install=install_id, version=self.version, staged=staged, holds=True)
+        self._report(resources_pb2.Worker.APPLIED, install=install_id, version=self.version, staged=staged, installed=True)
         if staged.early is not None:
             args = (staged.early, install_id)
             threading.Thread(target=self._compare, args=args, name="resharder-compare", daemon=True).start()
         return {"version": self.version}
 
     def _compare(self, early: EarlyVersion, install_id: str) -> None:
-        """Once the version is READY, with the store's copy."""
+        """Compare an early version with the store's, once it is READY."""
         with short_switch_interval():
             found = compare_with_store(self.channel, early, lambda: self._applied == install_id)
         if found is None:
             return
         manifest, difference = found
         if difference:
-            logger.error("%s was served ahead of READY with other weights than the store's: %s", early.version, difference)
+            logger.error("%s was served ahead of READY and differs from the store's version: %s", early.version, difference)
         with self.staging.lock:
             if self._applied != install_id or not self.version:
                 return
@@ -215,9 +252,9 @@ class Agent:
                 self.version = 0
             else:
                 self.fingerprint = manifest.fingerprint
-            at_hand = self.staging.take_fallback()
-        if at_hand is not None:
-            at_hand.close()
+            fallback = self.staging.take_fallback()
+        if fallback is not None:
+            fallback.close()
         self.reporter.correct(install_id, self.fingerprint, difference)
 
     def _install(self, models: Models, staged: StagedInstall, source: VersionSource) -> None:
@@ -227,66 +264,84 @@ class Agent:
         if not arrived and staged.early is not None:
             raise InstallError(f"the direct transfer failed, and {staged.early.version} is not READY")
         if not arrived and not source.whole:
-            raise InstallError("the direct transfer failed, and what it was to bring is not staged here")
+            raise InstallError("the direct transfer failed, and this worker has not staged its boxes")
         for name, model in models.items():
             part = self.parts.part(name)
             route = part.route or first_route(part.known, model, part.shared)
             prepared = staged.prepared.get(name)
             done += install.install(self.host, model, part.config, part.known, route, source, arrived, prepared, staged.timings)
             if part.route is None:
-                part.learn(model, source)
+                part.decide_route(model, source)
             self.verifier.expect(part, None if staged.early is not None else source.expected)
         self.verifier.installed(models)
-        self.installed = replace(done, seconds=time.perf_counter() - began)  # what came directly has taken its time too
-        self.learned()
+        self.installed = replace(done, seconds=time.perf_counter() - began)  # includes the direct transfer
+        self.update_open_memory()
 
-    def learned(self) -> None:
-        """Looks anew which memory ranks may write to, where routes have changed."""
+    def update_open_memory(self) -> None:
+        """Update the memory that ranks may write to, if routes have changed."""
         parts = list(self.parts.by_name.values())
         if self.settings.direct and self._routes != (routes := [part.route for part in parts]):
             self._memory, self._routes = open_memory(parts, self.host.rank), routes
 
     def failed(self, install_id: str, error: str) -> None:
-        """An apply that failed is said until one succeeds: what lies in memory may be a mix, unless nothing was begun."""
+        """Report a failed apply.
+
+        If it began to write, memory may contain a mix of versions, and the report is repeated until an
+        install succeeds.
+
+        Args:
+            install_id: Id of the install.
+            error: The error's message.
+        """
         staged = self.staging.dropped(install_id)
-        self._report(resources_pb2.Worker.FAILED, install=install_id, error=error, staged=staged, holds=self.version == 0)
+        self._report(resources_pb2.Worker.FAILED, install=install_id, error=error, staged=staged, installed=self.version == 0)
 
     # Sleep and wake
 
-    def need_weights(self, what: str) -> None:
-        """Raises InstallError while they sleep: on a GPU, to touch them ends the process (vLLM issue 57853)."""
-        if WEIGHTS in self.slumber.tags:
-            raise InstallError(f"expected the weights to be awake to {what}, they sleep at level {self.slumber.level}")
+    def require_weights(self, action: str) -> None:
+        """Raise `InstallError` while the weights sleep: on a GPU, access to them ends the process (vLLM issue 57853)."""
+        if WEIGHTS in self.sleep_state.tags:
+            raise InstallError(f"expected the weights to be awake to {action}, they sleep at level {self.sleep_state.level}")
 
     def fall_asleep(self, models: Models, level: int) -> None:
-        """Before vLLM drops anything: who asks hears that this worker holds nothing."""
-        if level != 2 or WEIGHTS in self.slumber.tags:
+        """Prepare for a sleep, before vLLM drops any memory.
+
+        For level 2, report that the worker has no version, and back up the memory that no install restores.
+        """
+        if level != 2 or WEIGHTS in self.sleep_state.tags:
             return
         self.version, self.fingerprint, self._applied, self.installed = 0, "", "", None
         self.dropped = True
-        self._report(resources_pb2.Worker.EMPTY, holds=True)
+        self._report(resources_pb2.Worker.EMPTY, installed=True)
         self._receiver.close()
         self._sleep_backup = sleep_backup.back_up(self.host.device, models, self.parts.by_name)
         collect_and_freeze()
-        logger.info("kept %d bytes on the host that no version brings back", self._sleep_backup.size_bytes)
+        logger.info("backed up %d bytes on the host that no install restores", self._sleep_backup.size_bytes)
 
     def woke(self, tags: list[str] | None) -> None:
-        """After vLLM gave memory back."""
-        self.slumber.end(tags)
-        if WEIGHTS not in self.slumber.tags and self._sleep_backup is not None:
+        """Update the sleep state after vLLM restored the memory of `tags` (all for `None`), and restore the backup."""
+        self.sleep_state.end(tags)
+        if WEIGHTS not in self.sleep_state.tags and self._sleep_backup is not None:
             self._sleep_backup.restore()
             self._sleep_backup = None
 
     def booted(
         self, manifest: VersionManifest, installed: Installed, stage_seconds: float, timings: Timings | None = None
     ) -> None:
-        """Said of the model, and again of its drafter."""
+        """Record and report a boot from the daemon. Called for the model, and again for its drafter.
+
+        Args:
+            manifest: The version.
+            installed: The result for this model.
+            stage_seconds: Duration of the staging.
+            timings: Phases of the boot.
+        """
         self.version, self.fingerprint = manifest.number, manifest.fingerprint
-        self.learned()
+        self.update_open_memory()
         collect_and_freeze()
         self.installed = self.installed + installed if self.installed else installed
         staged = StagedInstall("", seconds=stage_seconds, timings=timings or [])
-        self._report(resources_pb2.Worker.BOOTED, version=manifest.number, staged=staged, holds=True)
+        self._report(resources_pb2.Worker.BOOTED, version=manifest.number, staged=staged, installed=True)
 
     def _report(
         self,
@@ -296,10 +351,10 @@ class Agent:
         install: str = "",
         error: str = "",
         staged: StagedInstall | None = None,
-        holds: bool = False,
+        installed: bool = False,
         altered: resources_pb2.Verification | None = None,
     ) -> None:
-        done = self.installed if holds and state != resources_pb2.Worker.FAILED else None
+        done = self.installed if installed and state != resources_pb2.Worker.FAILED else None
         worker = resources_pb2.Worker(
             rank=self.host.rank,
             state=state,  # type: ignore[arg-type]
@@ -310,7 +365,7 @@ class Agent:
             transport=self.staging.transport,
             stage_seconds=staged.seconds if staged else 0.0,
             apply_seconds=done.seconds if done else 0.0,
-            verified_tensors=done.proven if done else 0,
+            verified_tensors=done.verified if done else 0,
             boxed_bytes=done.boxed_bytes if done else 0,
             process=PROCESS,
             fingerprint=self.fingerprint,
@@ -320,4 +375,4 @@ class Agent:
             timings=staged.timings if staged else (),
             altered=altered is not None,
         )
-        self.reporter.report(worker, holds=holds, verification=altered)
+        self.reporter.report(worker, installed=installed, verification=altered)

@@ -1,4 +1,4 @@
-"""A booting worker's hold on the helper process that renews its server's claim (renew.py)."""
+"""Handle of a booting worker on the helper process that renews its server's claim (`renew_claim.py`)."""
 
 import contextlib
 import os
@@ -13,12 +13,19 @@ _START_SECONDS = 60.0
 
 
 class RenewalFailed(ResharderError):
+    """The helper process did not start."""
+
     reason = "RENEWAL_FAILED"
 
 
 class Renewal:
-    """Started before the claim, so that the first renewal follows the claim at once. The helper ends with this object and with
-    this process. Raises RenewalFailed where it cannot be started."""
+    """The helper process. It ends with this object and with this process.
+
+    Create it before the claim, so that the first renewal follows the claim at once.
+
+    Raises:
+        RenewalFailed: The helper does not start within 60 s.
+    """
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "resharder.client.inference.worker.renew_claim", str(os.getpid())]
@@ -28,12 +35,13 @@ class Renewal:
         there, _, _ = select.select([self._process.stdout], [], [], _START_SECONDS)
         if not there or not self._process.stdout.readline():
             self.close()
-            raise RenewalFailed(f"the process that renews the server's claim did not start within {_START_SECONDS:g} s")
+            raise RenewalFailed(f"expected the helper that renews the server's claim to start within {_START_SECONDS:g} s")
 
     def begin(self) -> None:
-        """To be called when the claim has been made."""
+        """Begin to renew. Call it after the claim."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: the lease ends too, and the server is taken up by its reports
+        # If the helper has ended, the lease ends too, and the workers' reports register the server again.
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(b"\n")
             self._process.stdin.flush()
 

@@ -1,7 +1,7 @@
-"""A worker's side of the direct path: what ranks may write to, its link to them, and the digests of what then lies there.
+"""A worker's side of the direct path: the memory that ranks write to, the link to the ranks, and the verification.
 
-A version may be received before it is READY. It is verified against what the ranks sent then; once the version is READY it is
-enough to compare those digests with the store's: no memory is read, and nothing is paused.
+A version may be received before it is READY. It is verified against the digests that the ranks sent. When
+the version is READY, those digests are compared with the store's, without a read of memory or a pause.
 """
 
 import logging
@@ -33,37 +33,44 @@ from resharder.v1 import direct_pb2, direct_pb2_grpc
 
 logger = logging.getLogger("vllm.resharder.direct")
 _UNKNOWN = "MEMORY_UNKNOWN"
-_WAIT = 60.0  # seconds; the daemon answers sooner
-_POLL_SECONDS = 1.0  # until a version is READY
+_TIMEOUT = 60.0  # seconds; the daemon has shorter bounds
+_POLL_SECONDS = 1.0  # interval of queries whether a version is READY
 
 
 @dataclass(frozen=True)
-class Open:
-    """The pieces of all parts that go straight into memory; local names begin with their part's. `names`: those of each part."""
+class OpenMemory:
+    """The memory that ranks may write to: the boxed pieces of all parts."""
 
     layout: Layout
+    """The pieces. Names of locals are prefixed with the name of their part."""
     proto: direct_pb2.MemoryLayout
+    """The layout in its wire form."""
     fingerprint: str
+    """Hash of `proto`."""
     names: dict[str, frozenset[str]]
+    """Locals of each part, without the prefix."""
 
 
 @dataclass(frozen=True)
 class EarlyVersion:
-    """A version received before it is READY. `fingerprint` is reported until then; `digests` of `pieces` are those that the ranks
-    sent."""
+    """A version that is received before it is READY."""
 
     version: str
+    """Full name of the version."""
     fingerprint: str
+    """Provisional fingerprint, reported until the version is READY."""
     pieces: tuple[Piece, ...]
     digests: tuple[int, ...]
+    """Digest of each piece, as the ranks sent it."""
 
     @property
     def number(self) -> int:
+        """The version's number."""
         return int(self.version.rpartition("/")[2])
 
 
-def open_memory(parts: Sequence[ModelPart], rank: int) -> Open | None:
-    """None where there is nothing yet."""
+def open_memory(parts: Sequence[ModelPart], rank: int) -> OpenMemory | None:
+    """Return the memory that ranks may write to; `None` without boxed pieces, or before routes are decided."""
     if not parts or any(part.route is None for part in parts):
         return None
     pieces: list[Piece] = []
@@ -77,11 +84,21 @@ def open_memory(parts: Sequence[ModelPart], rank: int) -> Open | None:
     layout = Layout(tensors, tuple(pieces))
     proto = layout_to_proto(pack({rank: layout}))
     names = {part.name: frozenset(piece.local for piece in part.route.boxed) for part in parts if part.route is not None}
-    return Open(layout, proto, xxhash.xxh3_128_hexdigest(proto.SerializeToString(deterministic=True)), names)
+    return OpenMemory(layout, proto, xxhash.xxh3_128_hexdigest(proto.SerializeToString(deterministic=True)), names)
 
 
 class Receiver:
-    """Of one worker. `join` is called while the server serves, `receive` while it is paused."""
+    """The receiver of one worker.
+
+    Call `join` and `expect` or `expect_early` while the server serves, `receive` while it is paused.
+
+    Args:
+        channel: Channel to the daemon.
+        server: The server's id.
+        rank: The worker's rank.
+        process: The worker process's unique id.
+        device: The model's device.
+    """
 
     def __init__(self, channel: Channel, server: str, rank: int, process: str, device: torch.device) -> None:
         self._channel, self._device = channel, device
@@ -89,13 +106,17 @@ class Receiver:
         self._member = direct_pb2.Member(owner=f"servers/{server}", rank=rank, process=process)
         self._link: TransferLink | None = None
         self._targets: dict[str, torch.Tensor] = {}
-        self._proof: CachedDigester | None = None  # on a GPU
+        self._digester: CachedDigester | None = None  # on a GPU only
         self._expected: tuple[int, ...] = ()
-        self._source = ""  # of what is expected
-        self._finishing: threading.Thread | None = None  # tells the daemon of the last transfer
+        self._expected_source = ""
+        self._finishing: threading.Thread | None = None  # reports the end of the last transfer to the daemon
 
-    def join(self, memory: Open, models: Models, version: str, install: str) -> bool:
-        """Whether this install can be direct. Never raises for what goes wrong on the way."""
+    def join(self, memory: OpenMemory, models: Models, version: str, install: str) -> bool:
+        """Join the transfer of a version and prepare the link.
+
+        Returns:
+            Whether the install can use the direct path. Errors of the daemon and of the link are logged.
+        """
         if self._finishing is not None:
             self._finishing.join()
         request = direct_pb2.JoinTransferRequest(
@@ -106,143 +127,171 @@ class Receiver:
             group=self._link.id if self._link else "",
         )
         try:
-            message = self._ask(request, memory)
-            try:  # what takes its time, before the pause
+            message = self._join(request, memory)
+            try:  # the slow steps, before the pause
                 if self._link is None or self._link.id != message.group:
                     self.close()
                     self._link = TransferLink(self._channel, message, self._device)
                     if self._device.type == "cuda":
-                        self._proof = CachedDigester(memory.layout, self._device, self._link.complete)
+                        self._digester = CachedDigester(memory.layout, self._device, self._link.complete)
                 self._targets = _targets(models, memory)
                 self._link.prepare({}, self._targets)
-                if self._proof is not None:
-                    self._proof.at(self._targets)
+                if self._digester is not None:
+                    self._digester.at(self._targets)
             except DirectFailed as error:
                 self._failed(message.group, str(error))
                 return False
         except ResharderError as error:
-            logger.info("%s comes over the staged path: %s", version, error)
+            logger.info("%s is installed over the staged path: %s", version, error)
             return False
         return True
 
-    def _ask(self, request: direct_pb2.JoinTransferRequest, memory: Open) -> direct_pb2.DirectLink:
-        def ask() -> direct_pb2.DirectLink:
-            link: direct_pb2.DirectLink = self._channel.call(self._stub.JoinTransfer, request, timeout=_WAIT, patience=0)
+    def _join(self, request: direct_pb2.JoinTransferRequest, memory: OpenMemory) -> direct_pb2.DirectLink:
+        def join() -> direct_pb2.DirectLink:
+            link: direct_pb2.DirectLink = self._channel.call(self._stub.JoinTransfer, request, timeout=_TIMEOUT, patience=0)
             return link
 
         try:
-            return ask()
+            return join()
         except ResharderError as error:
             if error.reason != _UNKNOWN:
                 raise
         declare(self._channel, self._member, memory.fingerprint, memory.proto)
-        return ask()
+        return join()
 
-    def expect(self, memory: Open, expected: Mapping[tuple[str, Box], int]) -> None:
-        """What `receive` has to find."""
+    def expect(self, memory: OpenMemory, expected: Mapping[tuple[str, Box], int]) -> None:
+        """Set the digests with which `receive` compares: the store's, by HF tensor and box."""
         self._expected = tuple(expected[piece.tensor, piece.box] for piece in memory.layout.pieces)
-        self._source = "the store holds"
+        self._expected_source = "the store"
 
-    def expect_early(self, memory: Open, version: str) -> EarlyVersion:
-        """The same by what the ranks say, of a version that is not READY. Raises ResharderError."""
+    def expect_early(self, memory: OpenMemory, version: str) -> EarlyVersion:
+        """Set the digests with which `receive` compares: the ranks' digests of a version that is not READY.
+
+        Raises:
+            ResharderError: The ranks' digests cannot be fetched.
+        """
         if self._link is None:
-            raise DirectFailed(f"{version}: there is no link to the ranks")
+            raise DirectFailed(f"{version}: expected a link to the ranks, there is none")
         request = direct_pb2.GetDigestsRequest(member=self._member, group=self._link.id, version=version)
-        said = self._channel.call(self._stub.GetDigests, request, timeout=_WAIT, patience=0)
-        if len(said.digests) != len(memory.layout.pieces):
-            raise DirectFailed(f"{version}: expected {len(memory.layout.pieces)} digests, got {len(said.digests)}")
-        self._expected, self._source = tuple(said.digests), "the ranks said"
-        return EarlyVersion(version, said.fingerprint, memory.layout.pieces, self._expected)
+        answer = self._channel.call(self._stub.GetDigests, request, timeout=_TIMEOUT, patience=0)
+        if len(answer.digests) != len(memory.layout.pieces):
+            raise DirectFailed(f"{version}: expected {len(memory.layout.pieces)} digests, got {len(answer.digests)}")
+        self._expected, self._expected_source = tuple(answer.digests), "the ranks"
+        return EarlyVersion(version, answer.fingerprint, memory.layout.pieces, self._expected)
 
-    def receive(self, memory: Open, models: Models, install: str, timings: Timings) -> bool:
-        """Whether everything is in memory now, by its digests. Where it is not, memory may hold a mix. Adds to `timings`."""
+    def receive(self, memory: OpenMemory, models: Models, install: str, timings: Timings) -> bool:
+        """Receive all pieces and verify their digests.
+
+        Args:
+            memory: The memory that was joined with.
+            models: The worker's models, by part.
+            install: Id of the install.
+            timings: Receives the phases `turn`, `transfer` and `verify`.
+
+        Returns:
+            Whether all pieces are received and verified. If not, memory may contain a mix.
+        """
         if self._link is None:
             return False
         link, targets, times = self._link, self._targets, [time.monotonic()]
         try:
             request = direct_pb2.TransferRequest(member=self._member, group=link.id, install=install)
             with timed(timings, "turn"):
-                turn = self._stub.StartTransfer.future(request, timeout=_WAIT)
+                start = self._stub.StartTransfer.future(request, timeout=_TIMEOUT)
                 link.prepare({}, targets)
-                proof = self._proof.at(targets) if self._proof is not None else None
+                digester = self._digester.at(targets) if self._digester is not None else None
                 times.append(time.monotonic())
-                self._wait(turn)
+                self._wait(start)
             times.append(time.monotonic())
             with timed(timings, "transfer"), link.watched():
-                took = link.run(proof, lambda: _same(targets, _targets(models, memory)))
+                durations = link.run(digester, lambda: _check_unchanged(targets, _targets(models, memory)))
             times.append(time.monotonic())
             with timed(timings, "verify"):
-                self._check(memory, proof.digests() if proof else read_all(targets, memory.layout.pieces, memory.layout.tensors))
+                found = digester.digests() if digester else read_all(targets, memory.layout.pieces, memory.layout.tensors)
+                self._check(memory, found)
             times.append(time.monotonic())
         except ResharderError as error:
             self._failed(link.id, str(error))
             return False
-        parts = zip(("found", "waited for the turn", "transferred", "proven"), pairwise(times), strict=True)
-        logger.info("received %d bytes: %s", link.received, ", ".join(f"{what} {b - a:.4f} s" for what, (a, b) in parts))
-        # Clients wait: whoever has the next turn hears of it no later for this.
-        self._finishing = threading.Thread(target=self._finished, args=(link, took.total), name="resharder-finish", daemon=True)
+        phases = zip(("prepare", "queue", "transfer", "verify"), pairwise(times), strict=True)
+        logger.info("received %d bytes: %s", link.received, ", ".join(f"{phase} {b - a:.4f} s" for phase, (a, b) in phases))
+        # On a thread, because requests wait for this install to end.
+        self._finishing = threading.Thread(
+            target=self._finished, args=(link, durations.total), name="resharder-finish", daemon=True
+        )
         self._finishing.start()
         return True
 
-    def _wait(self, turn: grpc.Future) -> None:
-        """Raises ResharderError."""
+    def _wait(self, start: grpc.Future) -> None:
+        """Wait for the daemon to start the transfer. Raises `ResharderError`."""
         try:
-            turn.result()
+            start.result()
         except grpc.RpcError as error:
             raise self._channel.error(error) from error
 
     def _finished(self, link: TransferLink, seconds: float) -> None:
         try:
             finish(self._channel, self._member, link.id, seconds=seconds, size=link.received)
-        except ResharderError as error:  # everything is here and proven all the same
-            logger.info("the daemon was not told of the end of a transfer: %s", error)
+        except ResharderError as error:  # the received version is verified nevertheless
+            logger.info("cannot report the end of a transfer to the daemon: %s", error)
 
-    def _check(self, memory: Open, digests: Sequence[int]) -> None:
-        """Raises DirectFailed."""
+    def _check(self, memory: OpenMemory, digests: Sequence[int]) -> None:
+        """Raise `DirectFailed` if a digest is not the expected one."""
         if tuple(digests) != self._expected:
             pieces = zip(memory.layout.pieces, digests, self._expected, strict=True)
-            wrong = [piece.tensor for piece, found, wanted in pieces if found != wanted]
-            raise DirectFailed(f"{len(wrong)} boxes are not what {self._source}, {wrong[0]} is one", torn=True)
+            wrong = [piece.tensor for piece, found, expected in pieces if found != expected]
+            raise DirectFailed(f"expected the digests of {self._expected_source}, {_differ(wrong)}", torn=True)
 
     def _failed(self, group: str, error: str) -> None:
-        logger.warning("the direct path fails: %s", error)
+        logger.warning("the direct path failed: %s", error)
         self.close()
         try:
             finish(self._channel, self._member, group, error)
-        except ResharderError as unheard:
-            logger.info("the daemon has ended group %s already: %s", group, unheard)
+        except ResharderError as refusal:
+            logger.info("the daemon has already ended group %s: %s", group, refusal)
 
     def close(self) -> None:
-        """Lets go of the link and its memory."""
+        """Close the link and release its memory."""
         if self._link is not None:
             self._link.close()
-        self._link, self._proof, self._targets = None, None, {}
+        self._link, self._digester, self._targets = None, None, {}
 
 
-def _targets(models: Models, memory: Open) -> dict[str, torch.Tensor]:
+def _targets(models: Models, memory: OpenMemory) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, model in models.items():
         found |= {f"{name}/{path}": tensor for path, tensor in live_now(model, memory.names[name]).items()}
     return found
 
 
-def _same(prepared: Tensors, found: Tensors) -> None:
-    """Raises DirectFailed where the model reads other tensors now than those that were prepared before the pause."""
+def _check_unchanged(prepared: Tensors, found: Tensors) -> None:
+    """Raise `DirectFailed` if the model's tensors are not the ones that were prepared before the pause."""
     names = prepared.keys() | found.keys()
     if moved := sorted(name for name in names if prepared.get(name) is not found.get(name)):
-        raise DirectFailed(f"{len(moved)} tensors are others than before the pause, {moved[0]} is one")
+        raise DirectFailed(f"expected the tensors from before the pause, {len(moved)} are others, e.g. {moved[0]}")
 
 
-def compare_with_store(channel: Channel, early: EarlyVersion, held: Callable[[], bool]) -> tuple[VersionManifest, str] | None:
-    """Once the version is READY: its manifest, and how the store's copy differs from what the worker holds, or nothing.
-    None when `held` says that nobody needs to know any more: so it ends where the version is ABORTED too."""
-    while held():
+def compare_with_store(
+    channel: Channel, early: EarlyVersion, is_current: Callable[[], bool]
+) -> tuple[VersionManifest, str] | None:
+    """Wait until an early version is READY and compare its digests with the store's.
+
+    Args:
+        channel: Channel to the daemon.
+        early: The version that the worker received.
+        is_current: Returns whether the worker still has the version. The wait for a version that is
+            ABORTED ends when the daemon replaces it.
+
+    Returns:
+        The version's manifest and the difference, empty if there is none; `None` if `is_current` returned false.
+    """
+    while is_current():
         try:
             manifest = get_manifest(channel, early.version)
             return manifest, _difference_to_store(channel, manifest, early)
         except ResharderError as error:
             if not isinstance(error, NotFound):  # not READY yet
-                logger.warning("%s is compared with the store's copy later: %s", early.version, error)
+                logger.warning("cannot compare %s with the store, retrying: %s", early.version, error)
             time.sleep(_POLL_SECONDS)
     return None
 
@@ -254,4 +303,8 @@ def _difference_to_store(channel: Channel, manifest: VersionManifest, early: Ear
     stored = expected_digests(channel, manifest, {name: tuple(boxes) for name, boxes in needs.items()})
     pairs = zip(early.pieces, early.digests, strict=True)
     wrong = [piece.tensor for piece, digest in pairs if stored[piece.tensor, piece.box] != digest]
-    return f"{len(wrong)} boxes are not what the store holds, {wrong[0]} is one" if wrong else ""
+    return f"expected the digests of the store, {_differ(wrong)}" if wrong else ""
+
+
+def _differ(tensors: Sequence[str]) -> str:
+    return f"{len(tensors)} boxes differ, e.g. of {tensors[0]}"

@@ -1,5 +1,5 @@
-"""The error that ends an install, a boot or a staging."""
+"""The error that ends a staging, an install or a boot."""
 
 
 class InstallError(Exception):
-    """The message names the tensors and what was expected of them."""
+    """A version cannot be staged or installed. The message names the affected tensors."""

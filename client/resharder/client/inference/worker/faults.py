@@ -1,9 +1,9 @@
-"""Faults that tests inject into installs (RESHARDER_FAULT); verification must notice each of them."""
+"""Faults that tests inject into installs (`RESHARDER_FAULT`); verification must detect each of them."""
 
 from dataclasses import dataclass
 
 import numpy as np
-from resharder.client.inference.settings import fault as asked_fault
+from resharder.client.inference.settings import fault as requested_fault
 from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.source import VersionSource
 from resharder.converters.storage.digest import Array
@@ -11,16 +11,18 @@ from resharder.converters.storage.digest import Array
 
 @dataclass(frozen=True)
 class Fault:
-    """What tests ask for by RESHARDER_FAULT: `skip:NAME`, `misplace:NAME`, `swap:NAME,NAME`, `half-way`. Each must be noticed."""
+    """A fault to inject: `skip:NAME`, `misplace:NAME`, `swap:NAME,NAME` or `half-way`."""
 
     kind: str = ""
     names: tuple[str, ...] = ()
 
     @staticmethod
     def from_environment() -> "Fault":
-        return Fault(*asked_fault())
+        """Read the fault from `RESHARDER_FAULT`."""
+        return Fault(*requested_fault())
 
     def applied(self, name: str, source: VersionSource) -> Array | None:
+        """Return the array to install for the HF tensor `name`; `None` to skip it."""
         array = source.arrays[name]
         if name not in self.names:
             return array
@@ -32,5 +34,6 @@ class Fault:
         return source.arrays[other]
 
     def half_way(self) -> None:
+        """Raise `InstallError` if the fault is `half-way`."""
         if self.kind == "half-way":
-            raise InstallError("stopped half-way, as RESHARDER_FAULT says")
+            raise InstallError("stopped half-way: RESHARDER_FAULT is half-way")

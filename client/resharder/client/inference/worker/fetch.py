@@ -1,8 +1,8 @@
 """The helper process that fills a mirror: `python -m resharder.client.inference.worker.fetch PARENT ENDPOINT DESCRIPTOR…`.
 
-It inherits one descriptor for each file of the version, reads a BoxesRequest from its standard input and writes one line of JSON:
-`{"digests": […]}` or `{"error": …}`. So the engine keeps Python's lock to itself while boxes arrive.
-It ends with the process that started it.
+A process of its own does not compete for the engine's Python lock while boxes arrive. It inherits one
+descriptor for each file of the version, reads a `BoxesRequest` from its standard input and writes one line
+of JSON: `{"digests": […]}` or `{"error": …}`. It ends with its parent process.
 """
 
 import json
@@ -22,10 +22,22 @@ from resharder.v1 import server_pb2
 
 
 def fetch(channel: Channel, descriptors: list[str], request: server_pb2.BoxesRequest) -> list[int]:
-    """Fills the boxes of `request` and returns the digests of what then lies in the files. Raises ResharderError."""
+    """Download the boxes of `request` into the files.
+
+    Args:
+        channel: Channel to the daemon.
+        descriptors: Names in `/proc/self/fd` of the version's files, in the manifest's order.
+        request: The boxes.
+
+    Returns:
+        The digest of each box, read back from the files.
+
+    Raises:
+        ResharderError: The daemon does not deliver the boxes.
+    """
     manifest = get_manifest(channel, request.version)
     files = (replace(file, path=descriptor) for file, descriptor in zip(manifest.files, descriptors, strict=True))
-    arrays = MappedFiles(DESCRIPTORS, files, writable=True).arrays  # mapped until this process ends
+    arrays = MappedFiles(DESCRIPTORS, files, writable=True).arrays  # stay mapped until this process ends
     boxes = [(request.tensors[entry.tensor], box_from_proto(entry.box)) for entry in request.boxes]
     for position, box, array in download(channel, manifest, boxes):
         arrays[boxes[position][0]][box_index(box)] = array
@@ -33,6 +45,7 @@ def fetch(channel: Channel, descriptors: list[str], request: server_pb2.BoxesReq
 
 
 def main() -> int:
+    """Run the helper process."""
     parent, endpoint, *descriptors = sys.argv[1:]
     end_with(int(parent))
     request = server_pb2.BoxesRequest.FromString(sys.stdin.buffer.read())

@@ -1,5 +1,7 @@
-"""Installation of a version into a running model: boxes straight into parameters, the rest through the engine's loader, and the
-verification of both. `routing.py` decides which way each tensor takes.
+"""Installation of a version into a running model, and its verification.
+
+`routing.py` decides which boxes are copied straight into parameters and which tensors go through the
+engine's loader.
 """
 
 import time
@@ -24,23 +26,27 @@ from torch.profiler import record_function
 
 @dataclass(frozen=True)
 class Installed:
-    """`proven`: boxes whose digest was compared and equal; `boxed_bytes` went straight into parameters."""
+    """The result of an install."""
 
-    proven: int
+    verified: int
+    """Number of boxes with an equal digest."""
     boxed_bytes: int
+    """Bytes that were copied straight into parameters."""
     seconds: float
 
     def __add__(self, other: "Installed") -> "Installed":
-        return Installed(self.proven + other.proven, self.boxed_bytes + other.boxed_bytes, self.seconds + other.seconds)
+        return Installed(self.verified + other.verified, self.boxed_bytes + other.boxed_bytes, self.seconds + other.seconds)
 
 
 class Prepared(NamedTuple):
-    """A copy of all of a route's boxes that was made ready while clients were served, and the digests that it has to find."""
+    """A copy of all boxes of a route to a GPU, prepared while the server serves."""
 
     copy: BoundCopy
     expected: list[int]
+    """The store's digest of each box."""
 
     def is_for(self, route: Route, live: Mapping[str, torch.Tensor]) -> bool:
+        """Return whether the copy is of this route's boxes and into these tensors."""
         return self.copy.layout.pieces is route.boxed and self.copy.is_at(live)
 
 
@@ -55,22 +61,37 @@ def install(
     prepared: Prepared | None = None,
     timings: Timings | None = None,
 ) -> Installed:
-    """Brings `model` to the version of `source`, or raises InstallError; then it may hold a mix, but never an empty parameter.
+    """Install the version of `source` into `model` and verify it.
 
-    `arrived`: the route's boxes are in place and proven; they came over the direct path. `prepared`: copies them to a GPU from
-    registered pages of the source; without it CUDA copies them through buffers of its own. `timings` get how long the proof of
-    what `load_weights` brought took; boxes are proven while they are copied.
+    Args:
+        host: The worker process.
+        model: The model.
+        model_config: The engine's configuration of the model.
+        recording: The model's recording.
+        route: The route of each tensor.
+        source: The version.
+        arrived: Whether the direct path has already delivered and verified the route's boxes.
+        prepared: A prepared copy of the route's boxes from registered pages. Without it, or if it does not fit,
+            CUDA copies through its own buffers.
+        timings: Receives the phase `verify` for tensors that went through `load_weights`. Boxes are
+            verified while they are copied.
+
+    Returns:
+        The numbers of verified boxes and copied bytes, and the duration.
+
+    Raises:
+        InstallError: A digest differs. The model may then have a mix of versions, but no empty parameter.
     """
     started = time.perf_counter()
     synchronize(host)
     fault = Fault.from_environment()
     wrong: list[str] = []
-    proven: set[tuple[str, Box]] = set()
-    at_once = len(route.boxed) if arrived else 0  # boxes that were all proven together
+    verified: set[tuple[str, Box]] = set()
+    verified_together = len(route.boxed) if arrived else 0  # boxes whose digests were compared as one list
 
     def check(tensor: str, box: Box, found: int, where: str) -> None:
         if found == source.expected[tensor, box]:
-            proven.add((tensor, box))
+            verified.add((tensor, box))
         else:
             wrong.append(_difference(tensor, box, source.expected[tensor, box], found, where))
 
@@ -79,9 +100,9 @@ def install(
             with record_function("resharder: copy and digest"):
                 live = live_now(model, frozenset(p.local for p in route.boxed))
                 if prepared is not None and prepared.is_for(route, live) and not fault.kind:
-                    found_there = prepared.copy.run()
-                    at_once = len(found_there) if found_there == prepared.expected else 0
-                    written = [] if at_once else list(zip(route.boxed, found_there, strict=True))
+                    digests = prepared.copy.run()
+                    verified_together = len(digests) if digests == prepared.expected else 0
+                    written = [] if verified_together else list(zip(route.boxed, digests, strict=True))
                 else:
                     written = write_all(host, live, route.boxed, source, fault)
             for piece, found in written:
@@ -93,7 +114,7 @@ def install(
             with host.reloading(model, model_config, route.modules), record_function("resharder: load_weights"):
                 cast(Any, model).load_weights(iter(fed))
             wrong += fed.differences()
-            proven |= fed.boxes
+            verified |= fed.boxes
             if route.readable:
                 synchronize(host)
                 with timed(timings if timings is not None else [], "verify"), record_function("resharder: digest"):
@@ -102,15 +123,23 @@ def install(
                     check(piece.tensor, piece.box, found, f"in {piece.local}")
     synchronize(host)
     refuse(wrong)
-    return Installed(len(proven) + at_once, route.boxed_bytes, time.perf_counter() - started)
+    return Installed(len(verified) + verified_together, route.boxed_bytes, time.perf_counter() - started)
 
 
 class Feed:
-    """What `load_weights` gets: HF tensors whole. `digests` has those that it took, as they were when it was done with them."""
+    """The iterable of whole HF tensors that `load_weights` consumes.
+
+    Args:
+        source: The version.
+        names: The HF tensors to yield, in order.
+        recording: The model's recording. Impure tensors are copied, since a loader may compute in place.
+        fault: A fault to inject.
+    """
 
     def __init__(self, source: VersionSource, names: list[str], recording: Recording, fault: Fault) -> None:
         self._source, self._names, self._recording, self._fault = source, names, recording, fault
         self.digests: dict[str, dict[Box, int]] = {}
+        """Digests of the needed boxes of each consumed tensor, taken when the loader requested the next one."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         needs, impure = self._recording.needs, self._recording.impure
@@ -120,19 +149,20 @@ class Feed:
                 continue
             spec = self._source.specs[name]
             tensor = as_torch(array, spec.dtype)
-            # A loader that computes may do so in place, and the store's memory is read-only.
+            # The store's memory is read-only.
             yield name, tensor.clone() if name in impure or "" in impure else tensor
             self.digests[name] = {box: digest(array[box_index(box)], box, spec.shape) for box in needs[name]}
 
     @property
     def boxes(self) -> set[tuple[str, Box]]:
+        """The boxes of all consumed tensors."""
         return {(name, box) for name, digests in self.digests.items() for box in digests}
 
     def differences(self) -> list[str]:
-        """What the loader did not take, or took with other bytes than the store's."""
-        missing = [f"{name}: did not go into load_weights" for name in self._names if name not in self.digests]
+        """Return a message for each tensor that the loader did not consume, or that differs from the store's."""
+        missing = [f"{name}: load_weights did not consume it" for name in self._names if name not in self.digests]
         return missing + [
-            _difference(name, box, self._source.expected[name, box], found, "as it went into load_weights")
+            _difference(name, box, self._source.expected[name, box], found, "in load_weights")
             for name, digests in self.digests.items()
             for box, found in digests.items()
             if found != self._source.expected[name, box]
@@ -144,6 +174,6 @@ def _difference(tensor: str, box: Box, expected: int, found: int, where: str) ->
 
 
 def refuse(wrong: list[str]) -> None:
-    """Raises InstallError if there is anything."""
+    """Raise `InstallError` with these differences unless there are none."""
     if wrong:
-        raise InstallError(f"{len(wrong)} boxes are not what the store holds: {'; '.join(wrong[:4])}")
+        raise InstallError(f"expected the digests of the store, {len(wrong)} boxes differ: {'; '.join(wrong[:4])}")

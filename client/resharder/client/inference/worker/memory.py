@@ -1,4 +1,4 @@
-"""The memory of a running model: finding its tensors, writing boxes into them, and digesting what lies there."""
+"""Access to the memory of a running model: find tensors, write boxes into them, and compute digests of them."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -15,17 +15,19 @@ from resharder.converters.geometry.chunking import cut_chunks
 from resharder.converters.geometry.layout import ITEM_SIZES, Piece, StridedView, TensorSpec, box_index, box_size
 from resharder.converters.storage.digest import MASK, Array, digest, digest_on_device
 
-_BLOCK_BYTES = 1 << 20  # written, then read back while it is in the cache
-_PARALLEL_BYTES = 64 << 20  # below, threads cost more than they bring
-Digest = int | torch.Tensor  # one int64 on a device, which the host has not waited for
+_BLOCK_BYTES = 1 << 20  # each block is written, then read back while it is in the CPU's cache
+_PARALLEL_BYTES = 64 << 20  # smaller installs are faster without threads
+Digest = int | torch.Tensor
+"""A digest: an integer, or one int64 on a device before synchronisation."""
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return all tensors that the model can read, by path."""
     return {f.path: f.tensor for f in inventory.reachable(model)}
 
 
 def live_now(model: torch.nn.Module, names: frozenset[str]) -> dict[str, torch.Tensor]:
-    """Some of them, without a walk through everything where they are parameters and buffers, as they mostly are."""
+    """Return at least the tensors `names`, by path. Fast if all of them are parameters or buffers."""
     found = dict(chain(model.named_parameters(), model.named_buffers()))
     if names <= found.keys():
         return found
@@ -33,12 +35,13 @@ def live_now(model: torch.nn.Module, names: frozenset[str]) -> dict[str, torch.T
 
 
 def strided(flat: Array, view: StridedView) -> Array:
+    """Return a view of a one-dimensional array."""
     size = flat.itemsize
     return np.lib.stride_tricks.as_strided(flat[view.offset :], view.shape, tuple(s * size for s in view.strides))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor in one dimension, from its first element to its last."""
+    """Return the memory of a tensor, from its first element to its last, as one dimension of unsigned integers."""
     length = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return inventory.bits(torch.as_strided(tensor.detach(), (length,), (1,), tensor.storage_offset()))
 
@@ -53,7 +56,7 @@ def _region(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def _read(tensor: torch.Tensor, piece: Piece, specs: Mapping[str, TensorSpec]) -> Digest:
-    """The digest of what lies in memory where `piece` says."""
+    """Return the digest of the memory that `piece` describes."""
     shape = specs[piece.tensor].shape
     if _on_host(tensor):
         return digest(strided(_flat(tensor).numpy(), piece.view(piece.box)), piece.box, shape)
@@ -61,19 +64,22 @@ def _read(tensor: torch.Tensor, piece: Piece, specs: Mapping[str, TensorSpec]) -
 
 
 def read_all(live: Mapping[str, torch.Tensor], pieces: Iterable[Piece], specs: Mapping[str, TensorSpec]) -> list[int]:
+    """Return the digest of each piece, read from memory. Synchronises the device once."""
     return _numbers([_read(live[piece.local], piece, specs) for piece in pieces])
 
 
 def _numbers(digests: list[Digest]) -> list[int]:
-    """Waits for the device once, however many digests are there."""
-    there = [found for found in digests if isinstance(found, torch.Tensor)]
-    arrived = iter(torch.stack(there).tolist() if there else ())
-    return [next(arrived) & MASK if isinstance(found, torch.Tensor) else found for found in digests]
+    """Convert digests to integers, with one synchronisation for all of them."""
+    on_device = [found for found in digests if isinstance(found, torch.Tensor)]
+    numbers = iter(torch.stack(on_device).tolist() if on_device else ())
+    return [next(numbers) & MASK if isinstance(found, torch.Tensor) else found for found in digests]
 
 
 def _write(tensor: torch.Tensor, piece: Piece, array: Array, spec: TensorSpec) -> Digest:
-    """Copies the piece's box of `array` (the whole HF tensor) into memory and returns the digest of what then lies there. On a
-    device both are only begun, one after the other on the current stream."""
+    """Copy the piece's box of `array` (the whole HF tensor) into memory and return the digest, read back from memory.
+
+    On a device, both are only enqueued on the current stream.
+    """
     if not _on_host(tensor):
         region = _region(tensor, piece)
         region.copy_(as_torch(array[box_index(piece.box)], spec.dtype), non_blocking=True)
@@ -90,8 +96,20 @@ def _write(tensor: torch.Tensor, piece: Piece, array: Array, spec: TensorSpec) -
 def write_all(
     host: Host, live: Mapping[str, torch.Tensor], pieces: Iterable[Piece], source: VersionSource, fault: Fault
 ) -> list[tuple[Piece, int]]:
-    """What then lies in memory, piece by piece. On a device all copies are begun before the first is waited for; `source` stays
-    mapped until the last has ended."""
+    """Write pieces of `source` into memory.
+
+    On a device, all copies are enqueued before the first synchronisation. `source` must stay mapped until this returns.
+
+    Args:
+        host: The worker process.
+        live: The model's tensors, by path.
+        pieces: The pieces to write.
+        source: The version.
+        fault: A fault to inject.
+
+    Returns:
+        Each piece, largest first, and its digest, read back from memory.
+    """
 
     def one(piece: Piece) -> Digest:
         array = fault.applied(piece.tensor, source)
@@ -113,5 +131,6 @@ def write_all(
 
 
 def synchronize(host: Host) -> None:
+    """Wait for all streams of the host's GPU. A no-op on a CPU."""
     if host.device.type == "cuda":
         torch.cuda.synchronize(host.device)

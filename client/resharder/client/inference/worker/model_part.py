@@ -1,8 +1,8 @@
-"""What a worker runs: the model, and beside it the drafter of vLLM's speculative decoding.
+"""The models of a worker: the model itself, and the drafter of vLLM's speculative decoding.
 
-A drafter of the model's own checkpoint (MTP layers) belongs to every version. It has a `load_weights` of its own, so it is
-recorded, routed and proven by itself. Modules that vLLM shares between the two (embedding, head) are the model's: what the
-drafter's loader would put there is left out.
+A drafter from the model's own checkpoint (MTP layers) is part of every version. It has its own
+`load_weights` and is recorded, routed and verified separately. Modules that vLLM shares between the two
+(embedding, head) belong to the model; the drafter's recording excludes them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,30 +21,44 @@ from resharder.client.inference.worker.source import Needs, VersionManifest, Ver
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, box_size
 
 MODEL, DRAFTER = "model", "drafter"
-Models = Mapping[str, torch.nn.Module]  # by these names, the model first
+Models = Mapping[str, torch.nn.Module]
+"""A worker's models by name, `MODEL` first."""
 
 
 def shared_modules(models: Models, name: str) -> frozenset[str]:
-    """Paths of modules in the one called `name` that are the model's."""
+    """Return the paths of modules in the model `name` that belong to `MODEL`; empty for `MODEL` itself."""
     owned = {id(module) for module in models[MODEL].modules()} if name != MODEL else set()
     return frozenset(path for path, module in models[name].named_modules(remove_duplicate=False) if id(module) in owned)
 
 
 @dataclass
 class ModelPart:
-    """What is known of one of them: `recording` once it was recorded, `evidence` and `route` once a version went through its
-    loader. `config` is the engine's configuration of it, `shared` what `shared_modules` says."""
+    """One model of a worker: its recording and its route."""
 
     name: str
+    """`MODEL` or `DRAFTER`."""
     config: ModelConfig
+    """The engine's configuration of the model."""
     shared: frozenset[str] = frozenset()
+    """Paths of modules that belong to `MODEL`."""
     recording: Recording | None = None
     evidence: Evidence | None = None
+    """Evidence from the first version that went through `load_weights`."""
     route: Route | None = None
+    """The route that follows from `evidence`."""
     _copy: tuple[Route, HostToDevice] | None = None
 
     def prepare(self, source: VersionSource, model: torch.nn.Module, device: torch.device) -> Prepared | None:
-        """The copy of all boxes that go straight into a GPU's memory; `source` is registered. None where there are none."""
+        """Prepare the copy of all boxed pieces to a GPU.
+
+        Args:
+            source: The version. Its pages must be registered for `device`.
+            model: The model.
+            device: The model's GPU.
+
+        Returns:
+            The copy; `None` if no box is copied straight into memory.
+        """
         if self.route is None or not self.route.boxed:
             return None
         if self._copy is None or self._copy[0] is not self.route:
@@ -54,7 +68,12 @@ class ModelPart:
         return Prepared(placed, [source.expected[piece.tensor, piece.box] for piece in self.route.boxed])
 
     def record(self, recording: Recording, manifest: VersionManifest) -> None:
-        """Raises InstallError where `manifest` lacks something that it needs, or its loader cannot be told what to leave out."""
+        """Set the recording, without shared modules.
+
+        Raises:
+            InstallError: `manifest` lacks a tensor that the model loads, or the loader of a drafter
+                cannot be recorded, so that its shared modules cannot be excluded.
+        """
         recording = recording.without(self.shared)
         if recording.unloaded and self.config.quantization is None:
             raise InstallError(
@@ -62,11 +81,11 @@ class ModelPart:
                 f"{len(recording.unloaded)} parameters: {', '.join(sorted(recording.unloaded)[:4])}"
             )
         if "" in recording.impure and self.name != MODEL:
-            raise InstallError(f"the loader of the {self.name} cannot be followed: {recording.impure['']}")
+            raise InstallError(f"cannot record the loader of the {self.name}: {recording.impure['']}")
         self.recording = recording
 
     def share(self, shared: frozenset[str]) -> None:
-        """vLLM shares modules after a drafter was loaded."""
+        """Set the shared modules. vLLM shares them after it has loaded a drafter."""
         if shared == self.shared:
             return
         self.shared = shared
@@ -76,30 +95,36 @@ class ModelPart:
             self.evidence = self.evidence.without(shared, self.recording)
             self.route = decide(self.recording, self.evidence)
 
-    def learn(self, model: torch.nn.Module, source: VersionSource) -> None:
-        """After `source` went through its loader: which boxes can go straight into memory from now on. Raises InstallError."""
+    def decide_route(self, model: torch.nn.Module, source: VersionSource) -> None:
+        """Decide the route of later versions, after `source` went through `load_weights`.
+
+        Raises:
+            InstallError: Loading made a tensor whose source weights cannot be determined.
+        """
         recording = self.known
         self.evidence = gather_evidence(model, recording, source, self.shared)
         self.route = decide(recording, self.evidence)
 
     @property
     def known(self) -> Recording:
+        """The recording. Raises `InstallError` before there is one."""
         if self.recording is None:
             raise InstallError(f"expected the {self.name} to be recorded")
         return self.recording
 
     @property
     def loaded(self) -> frozenset[str]:
-        """HF tensors that go through its loader each time, as far as that is known."""
+        """HF tensors that go through `load_weights` in each install; empty before the route is decided."""
         return self.route.loaded if self.route else frozenset()
 
     @property
     def impure(self) -> dict[str, str]:
+        """HF tensors that are not only copied, and the reasons; empty before the recording."""
         return self.recording.impure if self.recording else {}
 
 
 def needs(parts: Iterable[ModelPart]) -> Needs:
-    """The boxes of each HF tensor that any of them reads."""
+    """Return the boxes of each HF tensor that any of the parts reads."""
     boxes: dict[str, dict[Box, None]] = {}
     for part in parts:
         for name, found in part.known.needs.items():
@@ -108,18 +133,24 @@ def needs(parts: Iterable[ModelPart]) -> Needs:
 
 
 class ModelParts:
-    """The parts of one worker, and how many bytes of a version they read."""
+    """The parts of one worker."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
         self.by_name: dict[str, ModelPart] = {}
         self.needed_bytes = 0
+        """Bytes of a version that the parts read."""
 
     def part(self, name: str) -> ModelPart:
+        """Return the part, and create it on the first call."""
         return self.by_name.setdefault(name, ModelPart(name, self._host.model_config(drafter=name == DRAFTER)))
 
     def record_running(self, models: Models, get_manifest: Callable[[], VersionManifest]) -> VersionManifest | None:
-        """Record the models that were not recorded while they were loaded. Returns the manifest if that took one."""
+        """Record the running models that were not recorded during their load.
+
+        Returns:
+            The manifest if it was needed, else `None`.
+        """
         manifest = None
         for name, model in models.items():
             part = self.part(name)
@@ -140,6 +171,7 @@ class ModelParts:
         )
 
     def needs(self) -> Needs:
+        """Return the boxes of each HF tensor that the worker reads."""
         return needs(self.by_name.values())
 
     @property
@@ -148,9 +180,12 @@ class ModelParts:
         return frozenset(name for part in self.by_name.values() for name in part.loaded)
 
     def check(self, manifest: VersionManifest) -> None:
-        """Raises InstallError for a version of other tensors than were recorded."""
+        """Raise `InstallError` if the version has other tensors than the recorded ones."""
         for part in self.by_name.values():
             known = part.known.layout.tensors
             if manifest.specs != known:
                 wrong = sorted(set(manifest.specs.items()) ^ set(known.items()))[:3]
-                raise InstallError(f"{manifest.name} has other tensors than the versions before it: {wrong}; restart the server")
+                raise InstallError(
+                    f"expected {manifest.name} to have the tensors of the versions before it, these differ: {wrong}; "
+                    "restart the server"
+                )

@@ -1,6 +1,6 @@
-"""A profile of one install in one worker: torch.profiler around `apply`, then its trace and its table to the daemon.
+"""Profile of one install in one worker: torch.profiler around `apply`; its trace and table are sent to the daemon.
 
-Whatever fails here is said in the profile's place, and the install goes on as any other.
+An error of the profiler is sent in place of the profile and does not affect the install.
 """
 
 import logging
@@ -17,13 +17,13 @@ from resharder.client.rpc.channel import Channel
 from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
 
 logger = logging.getLogger("vllm.resharder.profile")
-MOST_BYTES = 60 << 20  # of a trace; the daemon takes 64 MiB with the table
+MOST_BYTES = 60 << 20  # of a trace; the daemon accepts 64 MiB for trace and table
 _ROWS = 60
 
 
 @contextmanager
 def profiled(channel: Channel, server: str, rank: int, install: str, device: torch.device) -> Iterator[None]:
-    """Profiles the block, and has its profile sent from a thread of its own. Nothing is sent of a block that raises."""
+    """Profile the block and send the profile from a new thread. Nothing is sent if the block raises."""
     profile = resources_pb2.Profile(rank=rank, install=install)
     profiler = None
     try:
@@ -46,7 +46,7 @@ def profiled(channel: Channel, server: str, rank: int, install: str, device: tor
 
 
 def _started(device: torch.device) -> Any:
-    if torch.autograd.profiler._is_profiler_enabled:  # a second one would take the first one's events
+    if torch.autograd.profiler._is_profiler_enabled:  # a second profiler would take the events of the first
         raise RuntimeError("expected no other profiler in this process, one is running")
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -66,7 +66,7 @@ def _send(channel: Channel, server: str, profiler: Any, profile: resources_pb2.P
         stub = server_pb2_grpc.ServerServiceStub(channel.grpc)
         channel.call(stub.PutProfile, server_pb2.PutProfileRequest(server=server, profile=profile), timeout=120, patience=30)
     except ResharderError as error:
-        logger.error("the profile of install %s is lost: %s", profile.install, error)
+        logger.error("cannot send the profile of install %s: %s", profile.install, error)
 
 
 def _fill(profile: resources_pb2.Profile, profiler: Any, device: torch.device) -> None:
@@ -76,6 +76,6 @@ def _fill(profile: resources_pb2.Profile, profiler: Any, device: torch.device) -
         path = Path(folder) / "trace.json.gz"
         profiler.export_chrome_trace(str(path))
         if (size := path.stat().st_size) > MOST_BYTES:
-            profile.error = f"its trace has {size} bytes, more than the {MOST_BYTES} that are sent"
+            profile.error = f"expected a trace of at most {MOST_BYTES} bytes, got {size}"
         else:
             profile.trace = path.read_bytes()

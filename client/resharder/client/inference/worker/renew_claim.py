@@ -1,8 +1,9 @@
 """The helper process that renews the claim of a booting server: `python -m resharder.client.inference.worker.renew_claim PARENT`.
 
-Loading weights, compiling and capturing graphs may keep Python's lock for longer than a lease, so no thread of the worker can
-renew it. The helper writes one line once it is up and begins to renew when it reads one. It ends with the worker that started
-it, or when a control side has attached, whose reports renew the lease from then on.
+Loading weights, compiling and capturing graphs may keep Python's lock for longer than a lease, so a thread
+of the worker could not renew it. The helper writes one line when it has started, and begins to renew when
+it reads one. It ends with its parent, the worker, or when a control side has attached: from then on that
+side's reports renew the lease.
 """
 
 import sys
@@ -14,25 +15,26 @@ from resharder.client.inference.worker.reporter import claim
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.parent_watch import end_with
 
-_AGAIN_SECONDS = 1.0  # after a renewal that failed
-_ANSWER_SECONDS = 5.0  # for one renewal
+_RETRY_SECONDS = 1.0  # after a failed renewal
+_ANSWER_SECONDS = 5.0  # timeout of one renewal
 
 
 def renew(channel: Channel, settings: PluginSettings) -> None:
-    """Returns once a control side has attached."""
+    """Renew the claim until a control side has attached."""
     while True:
-        pause = _AGAIN_SECONDS
+        pause = _RETRY_SECONDS
         try:
             answer = claim(channel, settings, boot=False, renews=True, patience=0, answer_seconds=_ANSWER_SECONDS)
             if answer.attached:
                 return
             pause = answer.lease_seconds / 4
         except ResharderError:
-            pass  # the daemon may be back later
+            pass  # retried below
         time.sleep(pause)
 
 
 def main() -> int:
+    """Run the helper process."""
     end_with(int(sys.argv[1]))
     settings = PluginSettings.from_environment()
     print("up", flush=True)

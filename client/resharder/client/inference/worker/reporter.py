@@ -1,4 +1,4 @@
-"""A worker's own word to the daemon, over a channel made after vLLM's forks."""
+"""Reports of a worker to the daemon, over a channel that is opened after vLLM's forks."""
 
 import contextlib
 import threading
@@ -11,7 +11,7 @@ from resharder.client.rpc.channel import Channel
 from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
 
 PROCESS = uuid.uuid4().hex
-_REPORT_SECONDS = 2.0  # a daemon that came back hears of this worker after at most so long
+_REPORT_SECONDS = 2.0  # interval of reports; bounds the time until a restarted daemon has a report
 
 
 def claim(
@@ -24,7 +24,24 @@ def claim(
     patience: float,
     answer_seconds: float = 30.0,
 ) -> server_pb2.Claim:
-    """`renews`: the claim is made again until a control side attaches. Raises ResharderError."""
+    """Claim the server, which registers it with the daemon.
+
+    Args:
+        channel: Channel to the daemon.
+        settings: Server, model and fleet.
+        boot: Fix the version that all ranks boot.
+        renews: The caller claims again, at least three times per lease, until a control side attaches. A
+            claim without `renews` lasts 30 minutes.
+        wait_seconds: Time for which the daemon waits for a READY version.
+        patience: Time for which to retry while the daemon is away, in seconds.
+        answer_seconds: Timeout of the answer, beyond `wait_seconds`.
+
+    Returns:
+        The claim: the model, the version to boot, access to the store, and the lease.
+
+    Raises:
+        ResharderError: The daemon is away or refuses the claim.
+    """
     stub = server_pb2_grpc.ServerServiceStub(channel.grpc)
     request = server_pb2.ClaimServerRequest(
         server=settings.server, model=settings.model, fleet=settings.fleet, wait_seconds=wait_seconds, boot=boot, renews=renews
@@ -34,35 +51,43 @@ def claim(
 
 
 class Reporter:
-    """Tells the daemon the worker's state, again and again, so that a daemon that was restarted learns it too."""
+    """Reports the worker's state periodically, so that a restarted daemon receives it too."""
 
     def __init__(self, channel: Channel, settings: PluginSettings) -> None:
         self._channel, self._settings = channel, settings
-        self._holding = self._latest = resources_pb2.Worker()
+        self._installed = self._latest = resources_pb2.Worker()
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._verification: resources_pb2.Verification | None = None
-        self.asked: Callable[[str], None] = lambda request: None  # gets the daemon's last request to verify, again and again
+        self.verify_requested: Callable[[str], None] = lambda request: None
+        """Called after each report with the id of the daemon's last request to verify."""
 
     @property
     def started(self) -> bool:
+        """Whether a report was submitted."""
         return self._thread is not None
 
     def verified(self, found: resources_pb2.Verification) -> None:
-        """Part of every report from here on."""
+        """Include a verification in all further reports."""
         with self._lock:
             self._verification = found
         self._wake.set()
 
     def report(
-        self, worker: resources_pb2.Worker, *, holds: bool, verification: resources_pb2.Verification | None = None
+        self, worker: resources_pb2.Worker, *, installed: bool, verification: resources_pb2.Verification | None = None
     ) -> None:
-        """`holds`: the report says what lies in the worker's memory, and stays true whatever is staged."""
+        """Send a report now and periodically.
+
+        Args:
+            worker: The report.
+            installed: Whether it describes the installed version. `report_installed` returns to it later.
+            verification: A verification to include.
+        """
         with self._lock:
             self._latest = worker
-            if holds:
-                self._holding = worker
+            if installed:
+                self._installed = worker
             self._verification = verification or self._verification
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="resharder-report", daemon=True)
@@ -70,26 +95,28 @@ class Reporter:
         self._wake.set()
 
     def correct(self, install: str, fingerprint: str, error: str) -> None:
-        """What was found out about what `install` brought, if that is what it holds still. Said at once, since
-        something else may be staged and be what is said again and again."""
+        """Correct the report of `install`, unless another version was installed since.
+
+        The corrected report is sent at once, because the periodic one may be about a version that is staged.
+        """
         with self._lock:
-            if self._holding.install != install:
+            if self._installed.install != install:
                 return
-            last = self._latest is self._holding
+            latest = self._latest is self._installed
             worker = resources_pb2.Worker()
-            worker.CopyFrom(self._holding)
+            worker.CopyFrom(self._installed)
             worker.fingerprint, worker.error = fingerprint, error
-            self._holding = worker
-            if last:
+            self._installed = worker
+            if latest:
                 self._latest = worker
         request = server_pb2.ReportWorkerRequest(server=self._settings.server, worker=worker)
         with contextlib.suppress(ResharderError):
             self._channel.call(server_pb2_grpc.ServerServiceStub(self._channel.grpc).ReportWorker, request, timeout=10)
 
     def report_installed(self) -> None:
-        """And no more of what it had staged."""
+        """Report the installed version again, in place of a staged one."""
         with self._lock:
-            self._latest = self._holding
+            self._latest = self._installed
         self._wake.set()
 
     def _run(self) -> None:
@@ -103,16 +130,16 @@ class Reporter:
             request = server_pb2.ReportWorkerRequest(server=self._settings.server, worker=worker)
             try:
                 answer = self._channel.call(stub.ReportWorker, request, timeout=10, patience=0)
-                self.asked(answer.verify_request)
+                self.verify_requested(answer.verify_request)
             except NotFound:
-                self._introduce()
+                self._register()
             except ResharderError:
-                pass  # said again below
+                pass  # reported again below
             self._wake.wait(_REPORT_SECONDS)
             self._wake.clear()
 
-    def _introduce(self) -> None:
-        """To a daemon that does not know the server: it knows of no install either."""
+    def _register(self) -> None:
+        """Claim the server with a daemon that has no record of it. Such a daemon has no record of an install either."""
         try:
             claim(self._channel, self._settings, boot=False, renews=True, patience=0)
         except ResharderError:

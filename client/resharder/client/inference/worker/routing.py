@@ -1,8 +1,9 @@
-"""The way of each HF tensor into a running model, decided by evidence.
+"""The route of each HF tensor into a running model, decided by evidence.
 
-The first version always goes through `load_weights`. Then every recorded region of live memory is compared with the store's
-digest of the same box: where it is equal, and nothing else was made from it, boxes go straight into memory from then on. Modules
-where it is not (packed, quantised) are loaded and processed by the engine each time.
+The first version always goes through `load_weights`. Then every recorded region of memory is compared with
+the store's digest of the same box. If they are equal and no other tensor was derived from the region, later
+versions are copied straight into it. The engine loads and processes all other modules (packed, quantised)
+in each install.
 """
 
 from collections import defaultdict
@@ -23,39 +24,42 @@ from resharder.converters.geometry.layout import ITEM_SIZES, Piece, box_size
 
 @dataclass(frozen=True)
 class Route:
-    """`boxed` pieces go straight into memory, `loaded` HF tensors through `load_weights`, which then processes `modules`.
-
-    `readable`: the loaded pieces that lie in memory as they were loaded, so that they can be proven there as well. `boxed_bytes`:
-    of all `boxed` pieces, added up here since an install has no time for thousands of them.
-    """
+    """The route of all HF tensors into one model."""
 
     boxed: tuple[Piece, ...]
+    """Pieces that are copied straight into memory."""
     loaded: frozenset[str]
+    """HF tensors that go through `load_weights`."""
     modules: frozenset[str]
+    """Paths of the modules that `load_weights` fills and the engine then processes."""
     readable: tuple[Piece, ...]
+    """Pieces of loaded tensors that memory has unchanged, so that they can be verified in memory too."""
     boxed_bytes: int = 0
+    """Bytes of all `boxed` pieces, computed once because an install has no time for a sum over thousands of pieces."""
 
 
 def first_route(recording: Recording, model: torch.nn.Module, shared: frozenset[str]) -> Route:
+    """Return the route of the first version: all tensors go through `load_weights`."""
     modules = frozenset(name for name, _ in model.named_modules(remove_duplicate=False))
     return Route((), frozenset(recording.needs), modules - shared, ())
 
 
 class Evidence(NamedTuple):
-    """After a version went through `load_weights`: locals whose memory is not what was recorded, and for each module that holds
-    derived tensors the modules they may be made from."""
+    """Evidence from the memory of a model after a version went through `load_weights`."""
 
     unlike: frozenset[str]
+    """Locals whose memory differs from what was recorded."""
     derived: dict[str, frozenset[str]]
+    """For each module that has derived tensors, the modules from which they may derive."""
 
     def without(self, modules: frozenset[str], recording: Recording) -> "Evidence":
-        """What is left of it with `modules` out of the picture; `recording` is already without them."""
+        """Return the evidence without `modules`; `recording` already excludes them."""
         derived = {module: below - modules for module, below in self.derived.items() if module not in modules}
         return Evidence(self.unlike & recording.locals.keys(), derived)
 
 
 def decide(recording: Recording, evidence: Evidence) -> Route:
-    """Raises InstallError for derived tensors that come from nothing recorded."""
+    """Decide the route of all HF tensors."""
     sources: dict[str, set[str]] = defaultdict(set)  # module -> HF tensors that end in it
     holders: dict[str, set[str]] = defaultdict(set)  # HF tensor -> modules
     for tensor, locals_ in recording.reads.items():
@@ -85,8 +89,17 @@ def decide(recording: Recording, evidence: Evidence) -> Route:
 def gather_evidence(
     model: torch.nn.Module, recording: Recording, source: VersionSource, shared: frozenset[str] = frozenset()
 ) -> Evidence:
-    """Looks at a model into which `source` was just loaded, all of it but the modules in `shared`. Raises InstallError, with its
-    name, for a tensor that loading made and that no recorded HF tensor can have been the source of."""
+    """Compare the memory of a model with the version that was just loaded.
+
+    Args:
+        model: The model.
+        recording: The model's recording.
+        source: The version that went through `load_weights`.
+        shared: Paths of modules to skip.
+
+    Raises:
+        InstallError: Loading made a tensor that cannot derive from any recorded HF tensor.
+    """
     live = live_tensors(model)
     unlike = {name for name, local in recording.locals.items() if not is_like(local, live.get(name))}
     unlike |= _overlapping(recording)
@@ -98,6 +111,7 @@ def gather_evidence(
 
 
 def is_like(local: Local, tensor: torch.Tensor | None) -> bool:
+    """Return whether a tensor has memory of the recorded shape, strides and dtype."""
     return (
         tensor is not None
         and (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype) == local[:3]
@@ -107,7 +121,7 @@ def is_like(local: Local, tensor: torch.Tensor | None) -> bool:
 
 
 def _overlapping(recording: Recording) -> set[str]:
-    """Locals of which some element is filled by more than one piece."""
+    """Return the locals that have an element which more than one piece fills."""
     by_local: dict[str, list[Piece]] = defaultdict(list)
     for piece in recording.layout.pieces:
         by_local[piece.local].append(piece)
@@ -136,7 +150,7 @@ def _derived(
     notes = inventory.NOTES.get(model)
     if notes is None:
         raise InstallError(
-            "this model was loaded by a loader that Resharder could not watch; expected --load-format auto, dummy or resharder"
+            "expected --load-format auto, dummy or resharder: Resharder cannot observe the loader that loaded this model"
         )
     paths = {id(module): path for path, module in model.named_modules()}
     read = {name for locals_ in recording.reads.values() for name in locals_}
@@ -148,13 +162,14 @@ def _derived(
         if found.path in read or found.module in shared or not (found.path in notes.made or found.parameter):
             continue
         if found.tensor.numel() == 0 or (found.path not in recording.locals and found.tensor.untyped_storage()._cdata in owners):
-            continue  # nothing in it, or another name of a parameter
+            continue  # empty, or an alias of a parameter
         below = frozenset(paths[id(m)] for m in model.get_submodule(found.module).modules())
         result[found.module] = below
         if not below & holds_weights:
             refused.append(found.path)
     if refused:
         raise InstallError(
-            f"expected every tensor that loading makes to come from a weight; of what are these made: {refused[:8]}?"
+            "expected every tensor that loading makes to derive from a weight, "
+            f"cannot determine the source weights of {refused[:8]}"
         )
     return result

@@ -1,10 +1,12 @@
-"""What a sleep at level 2 drops and no version brings back, kept on the host meanwhile.
+"""Host backup of the memory that a sleep at level 2 drops and no install restores.
 
-vLLM drops all memory that was allocated while the model was loaded, and itself keeps the model's `named_buffers()` (Worker.sleep
-in v1/worker/gpu_worker.py; the drafter's from 0.28, in 0.32 also parameters that an option names). Left to us are tensors that
-hang on modules otherwise, in attributes and closures, parameters that no HF tensor ends in, and rows of padding. What an install
-writes anyway is not kept: what boxes fill, and what vLLM makes anew from what goes through `load_weights`. Nothing moves:
-addresses stay over a sleep, and routes name tensors by path.
+vLLM drops all memory that was allocated while the model was loaded, and itself saves the model's
+`named_buffers()` (`Worker.sleep` in `v1/worker/gpu_worker.py`; from 0.28 also the drafter's, in 0.32 also
+parameters that an option names). This module saves other tensors of modules (in attributes and closures),
+parameters that no HF tensor fills, and padding rows. It does not save memory that an install writes:
+boxes, and tensors that vLLM derives from HF tensors in `load_weights`.
+
+Addresses do not change over a sleep, and routes name tensors by path, so both stay valid.
 """
 
 from collections import defaultdict
@@ -19,21 +21,30 @@ from resharder.converters.geometry.layout import Piece, box_size
 
 @dataclass(frozen=True)
 class SleepBackup:
-    """Pairs of memory, as bytes, and its copy on the host."""
+    """Copies of device memory on the host."""
 
     copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    """(device memory, host copy), both as bytes."""
 
     @property
     def size_bytes(self) -> int:
+        """Size of all copies."""
         return sum(copy.nbytes for _, copy in self.copies)
 
     def restore(self) -> None:
+        """Copy everything back to the device."""
         for memory, copy in self.copies:
             memory.copy_(copy)
 
 
 def back_up(device: torch.device, models: Models, parts: dict[str, ModelPart]) -> SleepBackup:
-    """Of what lies on `device`, which sleeps; called while it is awake."""
+    """Back up memory on `device` that no install restores. Call it before the sleep.
+
+    Args:
+        device: The device whose memory sleeps.
+        models: The worker's models.
+        parts: Recording and route of each model, by name.
+    """
     found = [
         memory
         for name, model in models.items()
@@ -45,8 +56,16 @@ def back_up(device: torch.device, models: Models, parts: dict[str, ModelPart]) -
 
 
 def not_installed(model: torch.nn.Module, part: ModelPart | None, shared: frozenset[str] = frozenset()) -> Iterator[torch.Tensor]:
-    """The memory, as bytes, that the model reads and no install writes; without a record of how versions get into it, all of it.
-    `shared` modules belong to another model."""
+    """Yield the memory that the model reads and no install writes.
+
+    Args:
+        model: The model.
+        part: Its recording and route. Without a route, all of the model's memory is yielded.
+        shared: Paths of modules that belong to another model and are skipped.
+
+    Yields:
+        Storages or parts of storages, as bytes.
+    """
     notes = inventory.NOTES.get(model, inventory.Notes())
     read = [f for f in inventory.reachable(model) if f.parameter or f.path in notes.constant or f.path in notes.made]
     known = [f for f in read if f.module not in shared]
@@ -56,7 +75,7 @@ def not_installed(model: torch.nn.Module, part: ModelPart | None, shared: frozen
     fills = defaultdict[str, list[Piece]](list)
     for piece in part.recording.layout.pieces:
         fills[piece.local].append(piece)
-    written = set()  # where memory begins that one tensor fills and an install writes
+    written = set()  # addresses of storages that one tensor fills and an install writes
     left = []
     for f in known:
         remade = f.module in part.route.modules and (f.parameter or f.path in notes.made)
@@ -72,8 +91,15 @@ def not_installed(model: torch.nn.Module, part: ModelPart | None, shared: frozen
 
 
 def gaps(pieces: Iterable[Piece], length: int) -> list[tuple[int, int]]:
-    """The runs of elements that `pieces`, none of which overlap, leave out of a tensor of `length`, whose elements lie one after
-    the other. All of it is one run where they leave something out and are not runs themselves."""
+    """Return the (begin, end) runs of elements of a contiguous tensor that no piece fills.
+
+    Args:
+        pieces: Pieces of the tensor, without overlaps.
+        length: Number of elements of the tensor.
+
+    Returns:
+        The runs; the whole tensor if there is a gap and not every piece is one run.
+    """
     pieces = list(pieces)
     sizes = [box_size(piece.box) for piece in pieces]
     ends = [p.offset + sum((r.count - 1) * s for r, s in zip(p.box, p.strides, strict=True)) + 1 for p in pieces]
@@ -87,6 +113,6 @@ def gaps(pieces: Iterable[Piece], length: int) -> list[tuple[int, int]]:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the memory that it lies in."""
+    """Return the tensor's whole storage as bytes."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,7 +1,7 @@
-"""Where a worker reads a version from: a folder of safetensors files, the store's own or a mirror of the boxes it needs.
+"""The source of a version for a worker: a folder of safetensors files, either the store's or a mirror of the needed boxes.
 
-On the daemon's host the store's files are mapped. Elsewhere a helper process fills a sparse copy of the same files in shared
-memory. What follows is the same for both.
+On the daemon's host, the store's files are mapped. On other hosts, a helper process fills a sparse copy of
+the same files in shared memory.
 """
 
 import contextlib
@@ -37,11 +37,13 @@ DESCRIPTORS = Path("/proc/self/fd")
 
 
 class StagingFailed(ResharderError):
+    """The helper process could not fetch the needed boxes."""
+
     reason = "STAGING_FAILED"
 
 
 def shares_memory(access: resources_pb2.StoreAccess, settings: PluginSettings) -> bool:
-    """Whether this process sees the daemon's store: it finds the daemon's nonce where the daemon put it."""
+    """Return whether this process can map the store's files: it can read the daemon's nonce in the store's folder."""
     if not access.nonce_file or settings.transport == GRPC:
         return False
     with contextlib.suppress(OSError):
@@ -50,9 +52,15 @@ def shares_memory(access: resources_pb2.StoreAccess, settings: PluginSettings) -
 
 
 class VersionSource:
-    """A version's tensors where this process can read them, and what the digests of the needed boxes must be.
+    """A version's tensors, mapped into this process, and the store's digests of the needed boxes.
 
-    In a mirror only the needed boxes have bytes, and not all of those where it is not `whole`.
+    Args:
+        manifest: The version's manifest.
+        folder: Folder of the files: the store's, or `/proc/self/fd` for a mirror.
+        files: The files; their paths are relative to `folder`.
+        transport: `SHARED` or `REMOTE`.
+        expected: The store's digest of each needed box, by HF tensor and box.
+        whole: Whether all needed boxes are filled. In a mirror, other boxes are always empty.
     """
 
     def __init__(
@@ -70,33 +78,44 @@ class VersionSource:
 
     @property
     def arrays(self) -> dict[str, Array]:
+        """The HF tensors as arrays of unsigned integers, by name."""
         return self._files.arrays
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
+        """The specs of the HF tensors, by name."""
         return self.manifest.specs
 
     def populate(self, names: Iterable[str]) -> None:
-        """Maps the pages of these tensors now, outside of Python's lock, so that the copies meet no page fault."""
+        """Map the pages of these tensors now, without Python's lock, so that the copies cause no page faults."""
         for name in names:
             map_pages(byte_bounds(self.arrays[name]))
 
     def register(self, boxes: Iterable[tuple[str, Box]], device: torch.device) -> bool:
-        """Whether kernels on `device` reach the pages of these boxes from now on."""
+        """Register the pages of these boxes with CUDA, so that kernels on `device` can read them.
+
+        Returns:
+            Whether CUDA registered the pages.
+        """
         self._registered = register((box_of(self.arrays[name], box) for name, box in boxes), device, gently=True)
         return self._registered is not None
 
     def close(self) -> None:
+        """Unregister and unmap the pages. A reference to an array, e.g. in a traceback, delays the unmapping."""
         if self._registered is not None:
             self._registered.close()
             self._registered = None
-        # Whoever still holds an array (a traceback, say) keeps the mapping alive until it lets go.
         with contextlib.suppress(BufferError):
             self._files.close()
 
 
 def as_torch(array: Array, dtype: str) -> torch.Tensor:
-    """The same memory as a tensor of safetensors' `dtype`. It is never written to."""
+    """Return the same memory as a tensor. Callers must not write to it.
+
+    Args:
+        array: The array; its memory may be read-only.
+        dtype: A dtype in safetensors' notation, e.g. `BF16`.
+    """
     from resharder.client.inference.recording.recorder import DTYPES
 
     with warnings.catch_warnings():
@@ -105,7 +124,13 @@ def as_torch(array: Array, dtype: str) -> torch.Tensor:
 
 
 class Stager:
-    """Makes versions readable for one worker process, one at a time."""
+    """Stages versions for one worker process, one at a time.
+
+    Args:
+        channel: Channel to the daemon.
+        access: The store's folder and nonce.
+        settings: The plugin's settings.
+    """
 
     def __init__(self, channel: Channel, access: resources_pb2.StoreAccess, settings: PluginSettings) -> None:
         self._channel, self.shared = channel, shares_memory(access, settings)
@@ -114,20 +139,30 @@ class Stager:
 
     @property
     def transport(self) -> str:
+        """`SHARED` if the store's files can be mapped, else `REMOTE`."""
         return SHARED if self.shared else REMOTE
 
     def stage(self, manifest: VersionManifest, needs: Needs, without: frozenset[str] = frozenset()) -> VersionSource:
-        """`without`: tensors that need not be fetched, since they come another way. Raises ResharderError."""
+        """Make a version's boxes readable in this process.
+
+        Args:
+            manifest: The version's manifest.
+            needs: The needed boxes of each HF tensor.
+            without: HF tensors that need not be fetched, because they arrive on the direct path.
+
+        Raises:
+            ResharderError: The boxes cannot be fetched, or their digests differ.
+        """
         with self._lock:
             expected = expected_digests(self._channel, manifest, needs)
-            wanted = {name: boxes for name, boxes in needs.items() if name not in without}
+            fetched = {name: boxes for name, boxes in needs.items() if name not in without}
             if self.shared:
                 folder, files = Path(manifest.folder), manifest.files
             else:
                 folder, files = DESCRIPTORS, self._mirror.prepare(manifest.files)
-                self._fetch(manifest, wanted, expected, [file.path for file in files])
+                self._fetch(manifest, fetched, expected, [file.path for file in files])
             source = VersionSource(manifest, folder, files, self.transport, expected, whole=self.shared or not without)
-            source.populate(wanted)
+            source.populate(fetched)
             return source
 
     def _fetch(self, manifest: VersionManifest, needs: Needs, expected: dict[tuple[str, Box], int], files: list[str]) -> None:
@@ -151,40 +186,55 @@ class Stager:
         try:
             answer = json.loads(lines[-1])
         except (IndexError, ValueError):
-            said = helper.stderr.decode(errors="replace")[-500:]
+            cause = helper.stderr.decode(errors="replace")[-500:]
             if helper.returncode == -signal.SIGBUS:
-                said = "there is no room for the boxes in RESHARDER_STAGING_DIR"
-            raise StagingFailed(f"{manifest.name}: the fetching process ended with {helper.returncode}: {said}") from None
+                cause = "RESHARDER_STAGING_DIR has no space left for the boxes"
+            raise StagingFailed(
+                f"{manifest.name}: the helper that fetches boxes ended with {helper.returncode}: {cause}"
+            ) from None
         if "error" in answer:
             raise StagingFailed(f"{manifest.name}: {answer['error']}")
         wrong = [key for key, found in zip(boxes, answer["digests"], strict=True) if expected[key] != found]
         if wrong:
-            raise StagingFailed(f"{manifest.name}: {len(wrong)} boxes arrived with other digests than the store's: {wrong[0]}")
+            raise StagingFailed(
+                f"{manifest.name}: expected the digests of the store, {len(wrong)} fetched boxes differ, e.g. {wrong[0]}"
+            )
 
     def close(self) -> None:
+        """Close the mirror's files."""
         self._mirror.close()
 
 
 class Mirror:
-    """Files in shared memory for one version after another, so that their pages stay warm. They have no names: nothing is left of
-    them when this process ends, however it ends."""
+    """Unnamed files in shared memory, reused for each version so that their pages stay warm.
+
+    The kernel removes them when this process ends.
+
+    Args:
+        root: Folder of a file system with `O_TMPFILE`.
+    """
 
     def __init__(self, root: str) -> None:
         self._root = root
-        self._files: list[tuple[int, int]] = []  # descriptor, size
+        self._files: list[tuple[int, int]] = []  # (descriptor, size)
 
-    def prepare(self, wanted: tuple[FileLayout, ...]) -> tuple[FileLayout, ...]:
-        """Sparse files with these headers; their paths are names in /proc/self/fd, here and in a process that inherits them."""
-        if [size for _, size in self._files] != [file.size for file in wanted]:
+    def prepare(self, layouts: tuple[FileLayout, ...]) -> tuple[FileLayout, ...]:
+        """Create or reuse sparse files with these sizes and write their headers.
+
+        Returns:
+            The layouts with names in `/proc/self/fd` as paths, valid here and in processes that inherit the descriptors.
+        """
+        if [size for _, size in self._files] != [file.size for file in layouts]:
             self.close()
-            for file in wanted:
+            for file in layouts:
                 descriptor = os.open(self._root, os.O_TMPFILE | os.O_RDWR, 0o600)
                 self._files.append((descriptor, file.size))
                 os.ftruncate(descriptor, file.size)
-        for (descriptor, _), file in zip(self._files, wanted, strict=True):
+        for (descriptor, _), file in zip(self._files, layouts, strict=True):
             os.pwrite(descriptor, file.header, 0)
-        return tuple(replace(file, path=str(fd)) for (fd, _), file in zip(self._files, wanted, strict=True))
+        return tuple(replace(file, path=str(fd)) for (fd, _), file in zip(self._files, layouts, strict=True))
 
     def close(self) -> None:
+        """Close the files."""
         while self._files:
             os.close(self._files.pop()[0])

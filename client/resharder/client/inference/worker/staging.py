@@ -1,4 +1,4 @@
-"""Staging of an install in a worker: a version is brought within reach while the server serves."""
+"""Staging of an install in a worker: fetch a version and prepare its copies while the server serves."""
 
 import logging
 import threading
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from resharder.client.inference.engine import Host
 from resharder.client.inference.settings import PluginSettings
-from resharder.client.inference.worker.direct_receiver import EarlyVersion, Open, Receiver
+from resharder.client.inference.worker.direct_receiver import EarlyVersion, OpenMemory, Receiver
 from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.install import Prepared
 from resharder.client.inference.worker.model_part import ModelParts, Models
@@ -21,29 +21,40 @@ logger = logging.getLogger("vllm.resharder.worker")
 
 @dataclass
 class StagedInstall:
-    """An install that is staged or being staged; `source` is set when it is complete."""
+    """An install that is staged or being staged."""
 
     install: str
+    """Id of the install."""
     version: str = ""
-    fallback: str = ""  # the READY version to keep at hand, where `version` is not READY
+    """Full name of the version."""
+    fallback: str = ""
+    """Full name of the READY version to fall back on, if `version` is not READY."""
     source: VersionSource | None = None
+    """Set when staging is complete. The fallback if `early` is set."""
     seconds: float = 0.0
+    """Duration of the staging."""
     timings: Timings = field(default_factory=list)
-    direct: Open | None = None  # the memory that trainers' ranks write to
-    prepared: dict[str, Prepared] = field(default_factory=dict)  # by part, where the source is registered
-    early: EarlyVersion | None = None  # set where `version` is not READY: `source` is then the fallback
+    direct: OpenMemory | None = None
+    """The memory that ranks write to, if the install uses the direct path."""
+    prepared: dict[str, Prepared] = field(default_factory=dict)
+    """Prepared copies by part, if the source is registered."""
+    early: EarlyVersion | None = None
+    """Set if `version` is not READY."""
 
 
 class Staging:
-    """At most one install at a time. `lock` guards what the engine's thread and the staging thread share."""
+    """The staging of one worker, at most one install at a time."""
 
     def __init__(self, host: Host, channel: Channel, settings: PluginSettings, parts: ModelParts, receiver: Receiver) -> None:
         self._host, self._channel, self._settings, self._parts, self._receiver = host, channel, settings, parts, receiver
         self.lock = threading.Lock()
+        """Guards the state that the engine's thread and the staging thread share."""
         self.stager: Stager | None = None
+        """The stager, once `open` was called."""
         self.current: StagedInstall | None = None
+        """The install that is staged or being staged."""
         self._previous: StagedInstall | None = None
-        self._fallback: VersionSource | None = None  # kept while the version that is installed is not in the store
+        self._fallback: VersionSource | None = None  # while the store does not have the installed version
 
     def open(self, access: resources_pb2.StoreAccess) -> Stager:
         """Choose the transport to the store; later calls return the same stager."""
@@ -53,6 +64,7 @@ class Staging:
 
     @property
     def transport(self) -> str:
+        """The transport to the store; empty before `open`."""
         return self.stager.transport if self.stager else ""
 
     def begin(self, install_id: str, version: str, fallback: str) -> StagedInstall | None:
@@ -67,13 +79,13 @@ class Staging:
     def drop(self) -> None:
         """Discard what is staged. Callers must hold `lock`."""
         if self.current is not None and self.current.source is not None:
-            # Unmapping millions of pages takes its time, and clients may be waiting.
+            # On a thread, because unmapping millions of pages takes long and requests may be waiting.
             threading.Thread(target=self.current.source.close, name="resharder-unmap").start()
             self.current.prepared = {}
         self.current, self._previous = None, self.current
 
     def dropped(self, install_id: str) -> StagedInstall | None:
-        """Return the record of the install that was dropped last, if it is this one."""
+        """Return the last dropped install if it is `install_id`."""
         return self._previous if self._previous is not None and self._previous.install == install_id else None
 
     def finish(self, staged: StagedInstall) -> None:
@@ -88,17 +100,27 @@ class Staging:
         found, self._fallback = self._fallback, None
         return found
 
-    def bring(
-        self, models: Models, staged: StagedInstall, memory: Open | None, manifest: VersionManifest | None
+    def stage(
+        self, models: Models, staged: StagedInstall, memory: OpenMemory | None, manifest: VersionManifest | None
     ) -> VersionSource:
-        """Fetch the version of `staged` and prepare its copies. `memory`: where ranks may write. Raises ResharderError and
-        InstallError."""
+        """Fetch the version of `staged` and prepare its copies.
+
+        Args:
+            models: The worker's models.
+            staged: The install; its fields are filled.
+            memory: The memory that ranks may write to; `None` excludes the direct path.
+            manifest: The manifest of the fallback or else of the version, if the caller has it.
+
+        Raises:
+            ResharderError: The version cannot be fetched.
+            InstallError: The version does not fit the worker, or it is not READY and cannot arrive on the direct path.
+        """
         source = self._fallback_of(staged.version) or self._fetch(models, staged, memory, manifest)
         self._register(models, staged, source)
         return source
 
     def _fetch(
-        self, models: Models, staged: StagedInstall, memory: Open | None, manifest: VersionManifest | None
+        self, models: Models, staged: StagedInstall, memory: OpenMemory | None, manifest: VersionManifest | None
     ) -> VersionSource:
         assert self.stager is not None
         manifest = manifest or get_manifest(self._channel, staged.fallback or staged.version)
@@ -114,12 +136,12 @@ class Staging:
         self._receiver.expect(memory, source.expected)
         return source
 
-    def _join_early(self, models: Models, staged: StagedInstall, memory: Open | None) -> None:
+    def _join_early(self, models: Models, staged: StagedInstall, memory: OpenMemory | None) -> None:
         version = staged.version
         if memory is None or self._parts.loaded:
-            raise InstallError(f"{version} is not READY, and not all of it can come over the direct path here")
+            raise InstallError(f"{version} is not READY, and this worker cannot receive all of it on the direct path")
         if not self._receiver.join(memory, models, version, staged.install):
-            raise InstallError(f"{version} is not READY, and its ranks cannot be reached over the direct path")
+            raise InstallError(f"{version} is not READY, and this worker has no link to its ranks")
         staged.direct, staged.early = memory, self._receiver.expect_early(memory, version)
 
     def _fallback_of(self, version: str) -> VersionSource | None:
@@ -132,7 +154,7 @@ class Staging:
         return found
 
     def _register(self, models: Models, staged: StagedInstall, source: VersionSource) -> None:
-        """Do before the pause what a GPU needs for its copies, so that the pause waits for the link alone."""
+        """Register pages and prepare copies before the pause, so that the pause takes only the time of the transfer."""
         boxed = [(piece.tensor, piece.box) for part in self._parts.by_name.values() if part.route for piece in part.route.boxed]
         if self._host.device.type != "cuda" or staged.direct is not None or not boxed:
             return
@@ -145,5 +167,5 @@ class Staging:
                     }
                     staged.prepared = {name: copy for name, copy in made.items() if copy is not None}
                     stream.synchronize()
-        except RuntimeError as error:  # no memory left for the tables
-            logger.warning("the store's pages are copied by way of CUDA's own buffers: %s", error)
+        except RuntimeError as error:  # no GPU memory left for the tables
+            logger.warning("cannot prepare copies from registered pages, CUDA copies through its own buffers: %s", error)

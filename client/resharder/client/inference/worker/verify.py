@@ -1,14 +1,15 @@
-"""Verification of what lies in a worker's memory, while the worker serves.
+"""Verification of a worker's memory while the worker serves.
 
-Compared are
+Two kinds of memory are compared:
 
-- boxes that hold HF tensors as they are, with the store's digests of the installed version;
-- every other tensor that the model reads, with a fingerprint. Tensors of modules that go through `load_weights` get a new one in
-  each install, the others keep the one of the first: no install writes them, so none may hide that they were changed.
+- boxes that contain HF tensors unchanged, with the store's digests of the installed version;
+- every other tensor that the model reads, with a fingerprint. Tensors of modules that go through
+  `load_weights` get a new fingerprint in each install. All others keep that of the first install: no
+  install writes them, so no install may hide a change.
 
-Not compared: parts of a parameter that no HF tensor fills (padding), and what a kernel keeps out of reach; `covered_bytes` counts
-what is. A thread of its own reads in slices. Whatever writes to memory or frees it holds `undisturbed`, which waits for one slice
-and ends the verification.
+Parts of a parameter that no HF tensor fills (padding) and memory that a kernel hides are not compared;
+`covered_bytes` counts the rest. A thread reads memory in slices. Code that writes to memory or frees it
+must use `exclusive`, which waits for the current slice and interrupts the verification.
 """
 
 import logging
@@ -32,40 +33,53 @@ from resharder.v1 import resources_pb2
 
 logger = logging.getLogger("vllm.resharder.verify")
 
-_SLICE_BYTES = 4 << 20  # a few milliseconds of one core, and 64 MiB of a GPU's memory
-_NAMED = 8  # different tensors
+_SLICE_BYTES = 4 << 20  # takes a few milliseconds of one core, and 64 MiB of a GPU's memory
+_MAX_NAMES = 8  # of different tensors in a report
 
 
 @dataclass
 class Baseline:
-    """Of one model: digests of what `route` put there, and fingerprints of the rest by path. `digests`: None where they are not
-    known yet. `fixed`: paths that no install writes."""
+    """The expected memory of one model."""
 
     route: Route | None = None
     digests: Mapping[tuple[str, Box], int] | None = None
+    """The store's digests of `pieces`, by HF tensor and box; `None` if they are not available yet."""
     prints: dict[str, int] = field(default_factory=dict)
+    """Fingerprints of all other tensors, by path."""
     fixed: frozenset[str] = frozenset()
+    """Paths that no install writes."""
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """All that lies in memory as HF tensors are."""
+        """The pieces that contain HF tensors unchanged."""
         return (*self.route.boxed, *self.route.readable) if self.route is not None else ()
 
 
 @dataclass
 class Comparison:
+    """The result of a comparison: how much was compared, and the paths of different tensors."""
+
     tensors: int = 0
     covered_bytes: int = 0
     different: list[str] = field(default_factory=list)
 
 
-class Disturbed(Exception):
-    """Memory was written to, or freed, while it was read."""
+class Interrupted(Exception):
+    """Memory was written or freed during a verification."""
 
 
 class Verifier:
-    """One worker's. `version` and `unverifiable` (why not; empty where it can be) are asked under the lock. `told` gets every
-    result on the verifier's thread, `altered` is called under the lock where something differs."""
+    """The verifier of one worker.
+
+    Args:
+        parts: The worker's parts, by name.
+        device: The device of the models.
+        rank: The worker's rank.
+        version: Returns the installed version. Called under the verifier's lock.
+        unverifiable: Returns the reason why memory cannot be verified now, empty if it can. Called under the lock.
+        altered: Called under the lock with a result that has differences.
+        report: Called with every result, on the thread of `verify`.
+    """
 
     def __init__(
         self,
@@ -75,61 +89,71 @@ class Verifier:
         version: Callable[[], int],
         unverifiable: Callable[[], str],
         altered: Callable[[resources_pb2.Verification], None],
-        told: Callable[[resources_pb2.Verification], None],
+        report: Callable[[resources_pb2.Verification], None],
     ) -> None:
         self._parts, self._device, self._rank = parts, device, rank
-        self._version, self._unverifiable, self._altered, self._told = version, unverifiable, altered, told
+        self._version, self._unverifiable, self._altered, self._report = version, unverifiable, altered, report
         self._expected: dict[str, Mapping[tuple[str, Box], int] | None] = {}
         self._baselines: dict[str, Baseline] = {}
         self._models: dict[str, weakref.ref[torch.nn.Module]] = {}
-        self._suspect = False  # something differed, and no install has succeeded since
-        self._still, self._epoch = threading.Lock(), 0
+        self._suspect = False  # a tensor differed, and no install has succeeded since
+        self._lock = threading.Lock()  # of memory: a slice is read, or memory is written
+        self._epoch = 0  # number of `exclusive` sections
         self._wake, self._request, self._thread = threading.Event(), "", None  # type: threading.Event, str, threading.Thread | None
 
-    # From vLLM's thread
+    # Called on vLLM's thread
 
     @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """Around all that writes to memory or frees it."""
-        with self._still:
+    def exclusive(self) -> Iterator[None]:
+        """Exclude and interrupt verification while memory is written or freed."""
+        with self._lock:
             self._epoch += 1
             yield
 
     def expect(self, part: ModelPart, expected: Mapping[tuple[str, Box], int] | None) -> None:
-        """The digests of what was just installed, by HF tensor and box; None: not known yet."""
+        """Set the store's digests of the version being installed, by HF tensor and box; `None` if not available yet."""
         self._expected[part.name] = expected
 
     def installed(self, models: Models) -> None:
-        """After an install, while the engine stands still. Raises InstallError where something differed before and it was nothing
-        that the install has brought back."""
+        """Take baselines after an install, while the engine is paused.
+
+        Raises:
+            InstallError: A tensor differed before, and the install did not restore it.
+        """
         self._models = {name: weakref.ref(model) for name, model in models.items()}
         for name, model in models.items():
             self._baselines[name] = self._baseline(name, model, self._baselines.get(name))
         self._suspect = False
 
-    def settle(self, models: Models, seconds: float) -> None:
-        """When the engine is up, before it serves. A baseline is taken of a model that was booted, and the thread begins: every
-        `seconds`; 0: on request alone."""
+    def start(self, models: Models, seconds: float) -> None:
+        """Start the thread, once the engine is up and before it serves. Later calls are no-ops.
+
+        Takes baselines of models that were booted from the daemon.
+
+        Args:
+            models: The worker's models.
+            seconds: Interval of verifications; 0 verifies on request only.
+        """
         if self._thread is not None:
             return
         if not self._baselines and not self._unverifiable():
             try:
                 self.installed(models)
-            except Exception:  # a server that cannot be verified can be followed
-                logger.exception("no baseline could be taken")
+            except Exception:  # the server can serve without verification
+                logger.exception("cannot take a baseline, the worker's memory is not verified until the next install")
         self._models = {name: weakref.ref(model) for name, model in models.items()}
         self._thread = threading.Thread(target=self._run, args=(seconds,), name="resharder-verify", daemon=True)
         self._thread.start()
 
-    # From the reporter's thread
+    # Called on the reporter's thread
 
-    def ask(self, request: str) -> None:
-        """Verifies at once, unless this request is known."""
+    def request(self, request: str) -> None:
+        """Verify at once, unless `request` is the id of the last request."""
         if request and request != self._request:
             self._request = request
             self._wake.set()
 
-    # On its own thread
+    # Called on the verifier's thread
 
     def _run(self, seconds: float) -> None:
         while True:
@@ -142,44 +166,45 @@ class Verifier:
             del models
 
     def verify(self, models: Models) -> resources_pb2.Verification:
-        began, said = time.monotonic(), resources_pb2.Verification(rank=self._rank, request=self._request)
-        said.time.GetCurrentTime()
-        with self._still:
-            epoch, said.version, said.skipped = self._epoch, self._version(), self._reason()
-        if not said.skipped:
+        """Compare memory with the baselines and report the result."""
+        began, result = time.monotonic(), resources_pb2.Verification(rank=self._rank, request=self._request)
+        result.time.GetCurrentTime()
+        with self._lock:
+            epoch, result.version, result.skipped = self._epoch, self._version(), self._reason_to_skip()
+        if not result.skipped:
             try:
-                with self._beside():
+                with self._own_stream():
                     found = self._compare(models, epoch)
-                said.tensors, said.covered_bytes = found.tensors, found.covered_bytes
-                said.different_tensors = len(found.different)
-                said.different.extend(found.different[:_NAMED])
-            except Disturbed as error:
-                said.skipped = str(error)
-            except Exception as error:  # the next one may go well
-                logger.exception("what is in memory could not be verified")
-                said.skipped = f"{type(error).__name__}: {error}"
-        said.total_bytes = sum(_needed_bytes(part, tensor) for part in self._parts.values() for tensor in part.known.needs)
-        said.seconds = time.monotonic() - began
-        with self._still:
-            if said.different_tensors and self._epoch == epoch:
+                result.tensors, result.covered_bytes = found.tensors, found.covered_bytes
+                result.different_tensors = len(found.different)
+                result.different.extend(found.different[:_MAX_NAMES])
+            except Interrupted as error:
+                result.skipped = str(error)
+            except Exception as error:  # the next verification may succeed
+                logger.exception("cannot verify the worker's memory")
+                result.skipped = f"{type(error).__name__}: {error}"
+        result.total_bytes = sum(_needed_bytes(part, tensor) for part in self._parts.values() for tensor in part.known.needs)
+        result.seconds = time.monotonic() - began
+        with self._lock:
+            if result.different_tensors and self._epoch == epoch:
                 self._suspect = True
-                self._altered(said)
-        self._told(said)
-        return said
+                self._altered(result)
+        self._report(result)
+        return result
 
-    def _reason(self) -> str:
+    def _reason_to_skip(self) -> str:
         if why := self._unverifiable():
             return why
-        return "" if self._baselines else "no baseline was taken: expected an install, or a boot from the daemon, before"
+        return "" if self._baselines else "no baseline: expected an install, or a boot from the daemon, before"
 
-    def _beside(self) -> AbstractContextManager[None]:
+    def _own_stream(self) -> AbstractContextManager[None]:
         return _on_a_stream(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _compare(self, models: Models, epoch: int) -> Comparison:
         found = Comparison()
         for name, model in models.items():
             part, baseline = self._parts[name], self._baselines[name]
-            with self._held(epoch):
+            with self._slice(epoch):
                 live = live_tensors(model)
             compared: set[str] = set()
             wrong: set[str] = set()
@@ -191,7 +216,7 @@ class Verifier:
             for path, expected in baseline.prints.items():
                 tensor = live.get(path)
                 if tensor is None and path not in part.known.locals:
-                    continue  # an attribute that is not there any more is read by nobody
+                    continue  # the attribute was removed, so the model does not read it
                 compared.add(path)
                 if tensor is None or self._print(tensor, epoch) != expected:
                     wrong.add(path)
@@ -201,32 +226,36 @@ class Verifier:
         return found
 
     def _box(self, part: ModelPart, piece: Piece, tensor: torch.Tensor | None, epoch: int) -> int | None:
-        """The digest of what lies there; None where the tensor is not the one that was recorded."""
+        """Return the digest of a piece in memory; `None` if the tensor does not have the recorded shape, strides or dtype."""
         if tensor is None or not is_like(part.known.locals[piece.local], tensor):
             return None
         specs, total = part.known.layout.tensors, 0
         for chunk in cut_chunks([piece.box], [tensor.element_size()], _SLICE_BYTES):
             for _, box in chunk:
-                with self._held(epoch):
+                with self._slice(epoch):
                     total += read_all({piece.local: tensor}, [piece.part(box)], specs)[0]
         return total & MASK
 
     def _print(self, tensor: torch.Tensor, epoch: int) -> int:
         slices, total = inventory.slices(tensor, _SLICE_BYTES), 0
         while True:
-            with self._held(epoch):
+            with self._slice(epoch):
                 digest = next(slices, None)
             if digest is None:
-                return inventory.about(tensor) ^ (total & MASK)
+                return inventory.header_fingerprint(tensor) ^ (total & MASK)
             total += digest
 
     @contextmanager
-    def _held(self, epoch: int) -> Iterator[None]:
-        """Around one slice; afterwards as much time is left to others. Raises Disturbed."""
-        with self._still:
+    def _slice(self, epoch: int) -> Iterator[None]:
+        """Lock memory for the read of one slice, then sleep as long as the read took.
+
+        Raises:
+            Interrupted: An `exclusive` section began since `epoch`.
+        """
+        with self._lock:
             began = time.perf_counter()
             if self._epoch != epoch:
-                raise Disturbed("an install, a sleep or a wake came meanwhile")
+                raise Interrupted("interrupted by an install, a sleep or a wake")
             yield
         time.sleep(time.perf_counter() - began)
 
@@ -234,21 +263,21 @@ class Verifier:
         part, digests = self._parts[name], self._expected.get(name)
         route = part.route
         if before is not None and before.route is route and route is not None and not route.modules and not self._suspect:
-            return replace(before, digests=digests)  # an install that wrote boxes alone has no time for a walk through everything
+            return replace(before, digests=digests)  # an install of boxes only has no time for an inventory
         rest = self._rest(model, part)
         fixed = frozenset(f.path for f in rest if route is None or f.module not in route.modules)
-        kept = {path: digest for path, digest in before.prints.items() if path in fixed & before.fixed} if before else {}
+        unchanged = {path: digest for path, digest in before.prints.items() if path in fixed & before.fixed} if before else {}
         if self._suspect:
-            there = {f.path: f.tensor for f in rest}
-            if wrong := sorted(path for path, digest in kept.items() if inventory.fingerprint(there[path]) != digest):
+            tensors = {f.path: f.tensor for f in rest}
+            if wrong := sorted(path for path, digest in unchanged.items() if inventory.fingerprint(tensors[path]) != digest):
                 raise InstallError(
-                    f"{len(wrong)} tensors were changed that no version brings back ({', '.join(wrong[:4])}): restart the server"
+                    f"{len(wrong)} tensors were changed that no install restores ({', '.join(wrong[:4])}): restart the server"
                 )
-        prints = {f.path: kept[f.path] if f.path in kept else inventory.fingerprint(f.tensor) for f in rest}
+        prints = {f.path: unchanged[f.path] if f.path in unchanged else inventory.fingerprint(f.tensor) for f in rest}
         return Baseline(route, digests, prints, fixed)
 
     def _rest(self, model: torch.nn.Module, part: ModelPart) -> list[inventory.Found]:
-        """Tensors that the model reads and that are not proven by boxes."""
+        """Return the tensors that the model reads and that no box verifies."""
         notes, everything = inventory.NOTES.get(model), inventory.reachable(model)
         known = set(notes.constant) | set(notes.made) if notes else set()
         boxed = {piece.local for piece in Baseline(part.route).pieces}
@@ -261,12 +290,12 @@ class Verifier:
             and f.module not in part.shared
             and f.tensor.numel()
             and f.tensor.device.type != "meta"
-            and f.tensor.untyped_storage()._cdata not in storages  # another name of a box's memory
+            and f.tensor.untyped_storage()._cdata not in storages  # not an alias of a box's memory
         ]
 
 
 def _covered(part: ModelPart, compared: set[str]) -> int:
-    """Bytes of HF tensors all of whose places were compared."""
+    """Return the needed bytes of the HF tensors whose locals were all compared."""
     reads = part.known.reads
     return sum(_needed_bytes(part, tensor) for tensor in part.known.needs if reads.get(tensor) and reads[tensor] <= compared)
 
@@ -278,7 +307,7 @@ def _needed_bytes(part: ModelPart, tensor: str) -> int:
 
 @contextmanager
 def _on_a_stream(device: torch.device) -> Iterator[None]:
-    """Reads go beside what the engine does."""
+    """Read on a stream of its own, concurrently with the engine."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
         yield
