@@ -169,8 +169,8 @@ def test_a_fleet_without_a_live_server_is_an_error_and_drained_servers_are_not_w
 @pytest.mark.parametrize(
     ("policy", "why"),
     [
-        (resources_pb2.Fleet(target=VersionTarget(kind=VersionTarget.NUMBER, version=6)), "it wants number 6"),
-        (resources_pb2.Fleet(target=VersionTarget(kind=VersionTarget.NONE)), "it wants none"),
+        (resources_pb2.Fleet(target=VersionTarget(kind=VersionTarget.NUMBER, version=6)), "its target is version 6"),
+        (resources_pb2.Fleet(target=VersionTarget(kind=VersionTarget.NONE)), "it has no target"),
         (
             resources_pb2.Fleet(refused=[resources_pb2.Refusal(version=7, reason="rolled back")]),
             "it has refused that: rolled back",

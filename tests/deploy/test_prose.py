@@ -6,13 +6,11 @@ TO_REWRITE = {
     "client/resharder/client/cli",
     "client/resharder/client/direct",
     "client/resharder/client/gpu",
-    "client/resharder/client/operator",
     "client/resharder/client/tools",
-    "client/resharder/client/trainer",
     "converters/resharder/converters/architectures",
 }
 """Folders whose prose breaks the rules so far. The set only shrinks."""
-UNDOCUMENTED, INCOMPLETE = 454, 83
+UNDOCUMENTED, INCOMPLETE = 450, 0
 """Bounds on definitions without docstring, and on functions of the public API without Args or Returns. They only shrink."""
 
 

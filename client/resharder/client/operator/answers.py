@@ -135,7 +135,7 @@ class MoveStatus:
     """A fleet's way from one version to another."""
 
     id: int
-    """Of this fleet, increasing."""
+    """Number of the move, increasing within a fleet."""
     state: MovePhase
     from_version: int
     to_version: int
@@ -200,7 +200,7 @@ class WorkerVerification:
     version: int
     tensors: int
     covered_bytes: int
-    """Of `total_bytes`, those whose place in memory was read."""
+    """Bytes, of `total_bytes`, whose place in memory was read."""
     total_bytes: int
     different_tensors: int
     different: tuple[str, ...]

@@ -45,10 +45,11 @@ class DaemonConnection:
         return self._channel.endpoint
 
     def daemon(self) -> DaemonStatus:
+        """Return the daemon's state: release, store, models, publishers."""
         return answer(DaemonStatus, self._call(self._stub.GetDaemon, operator_pb2.GetDaemonRequest()))
 
     def only_model(self) -> str:
-        """The daemon's model. Raises UsageError unless there is exactly one."""
+        """Return the daemon's model. Raises UsageError unless there is exactly one."""
         models = self.daemon().models
         if len(models) != 1:
             raise UsageError(f"expected a model's name, the daemon has {', '.join(models) or 'none'}: pass --model")

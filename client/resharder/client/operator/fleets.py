@@ -41,10 +41,20 @@ class FleetCommands(OperatorQueries):
         model: str = "",
         accept_refused: bool = False,
     ) -> FleetStatus:
-        """Change the given fields; with `model`, create the fleet if it does not exist.
+        """Change the given settings of a fleet; with `model`, create it if it does not exist.
 
         Args:
-            accept_refused: Versions that a failed move or a rollback refused may be taken again.
+            name: Name of the fleet.
+            model: Model of a new fleet.
+            target: Version to serve.
+            strategy: Way of an update through the servers.
+            pause_mode: Treatment of requests in flight.
+            max_skew: Bound on the difference between versions served at once; 0: none.
+            serve_ahead: Whether servers take versions before READY.
+            accept_refused: Permit versions again that a failed move or a rollback refused.
+
+        Returns:
+            The fleet after the change.
         """
         fleet = resources_pb2.Fleet(
             name=name,
@@ -67,7 +77,16 @@ class FleetCommands(OperatorQueries):
         return self._fleet(self._stub.UpdateFleet, request)
 
     def update(self, fleet: str = "", version: int | None = None, *, accept_refused: bool = False) -> FleetStatus:
-        """Bring a fleet to a version, or to the latest one and to later ones as they come."""
+        """Set a fleet's target to a version, or to the latest one and later ones.
+
+        Args:
+            fleet: Name of the fleet; may be omitted if the daemon has one.
+            version: Number of the version; None: the latest.
+            accept_refused: Permit refused versions again.
+
+        Returns:
+            The fleet after the change, for `wait_moved`.
+        """
         found = self.fleet(fleet)
         if version is not None:
             target = VersionTarget(TargetKind.NUMBER, version)
@@ -77,7 +96,18 @@ class FleetCommands(OperatorQueries):
         return self.set_fleet(found.name, target=target, accept_refused=accept_refused)
 
     def pin(self, fleet: str = "", version: int | None = None) -> FleetStatus:
-        """Keep a fleet on a version, by default on the one it serves now, until `update`. Raises UsageError."""
+        """Pin a fleet to a version until `update`.
+
+        Args:
+            fleet: Name of the fleet; may be omitted if the daemon has one.
+            version: Number of the version; None: the one it serves now.
+
+        Returns:
+            The fleet after the change.
+
+        Raises:
+            UsageError: the fleet serves no version.
+        """
         found = self.fleet(fleet)
         number = version or found.settled_version
         if not number:
@@ -85,10 +115,16 @@ class FleetCommands(OperatorQueries):
         return self.set_fleet(found.name, target=VersionTarget(TargetKind.NUMBER, number))
 
     def rollback(self, fleet: str = "", version: int | None = None, *, reason: str = "", request_id: str = "") -> FleetStatus:
-        """Bring a fleet back to a version, by default to the READY one before. Later versions are refused from then on.
+        """Return a fleet to an earlier version, and refuse later ones.
 
         Args:
-            request_id: A repetition with the same id is no second step back.
+            fleet: Name of the fleet; may be omitted if the daemon has one.
+            version: Number of the version; None: the READY one before.
+            reason: Reason for the journal.
+            request_id: A repetition with the same id changes nothing.
+
+        Returns:
+            The fleet after the change, for `wait_moved`.
         """
         request = operator_pb2.RollBackFleetRequest(
             fleet=self.fleet(fleet).name, version=version or 0, reason=reason, request_id=request_id or uuid.uuid4().hex
@@ -96,45 +132,103 @@ class FleetCommands(OperatorQueries):
         return self._fleet(self._stub.RollBackFleet, request)
 
     def approve(self, fleet: str = "", *, reason: str = "", move: int | None = None) -> FleetStatus:
-        """Let a move go on to its end. `move`: its id, by default the fleet's current one. Raises NotFound."""
+        """Let a move that waits or has stopped continue.
+
+        Args:
+            fleet: Name of the fleet; may be omitted if the daemon has one.
+            reason: Reason for the journal.
+            move: Id of the move; None: the current one.
+
+        Returns:
+            The fleet after the change, for `wait_moved`.
+
+        Raises:
+            NotFound: no move waits.
+        """
         return self._decide(fleet, True, reason, move)
 
     def back(self, fleet: str = "", *, reason: str = "", move: int | None = None) -> FleetStatus:
-        """End a move by going back to where it came from; its version is then refused. Raises NotFound."""
+        """End a move by returning to the previous version, and refuse the new one.
+
+        Args:
+            fleet: Name of the fleet; may be omitted if the daemon has one.
+            reason: Reason for the journal.
+            move: Id of the move; None: the current one.
+
+        Returns:
+            The fleet after the change, for `wait_moved`.
+
+        Raises:
+            NotFound: no move waits.
+        """
         return self._decide(fleet, False, reason, move)
 
     def sleep(self, fleet: str, server: str = "", *, level: int = 1) -> FleetStatus:
-        """Free the GPUs of one server, or of all in the fleet and those that join later.
+        """Free the GPUs of one server, or of all in the fleet, including later ones.
 
         Args:
+            fleet: Name of the fleet.
+            server: Id of the server; empty: all.
             level: 1: weights go to host memory; 2: they are dropped.
+
+        Returns:
+            The fleet after the change, for `wait_power`.
         """
         if level not in _SLEEP:
             raise UsageError(f"expected sleep level 1 or 2, got {level}")
         return self._set_power(fleet, server, _SLEEP[level])
 
     def wake(self, fleet: str, server: str = "", *, tag: Literal["weights"] | None = None) -> FleetStatus:
-        """Wake one server or the whole fleet. `tag`: weights alone; a second `wake` brings the rest."""
+        """Wake one server or the whole fleet.
+
+        Args:
+            fleet: Name of the fleet.
+            server: Id of the server; empty: all.
+            tag: `weights`: restore the weights only; a second `wake` restores the KV cache.
+
+        Returns:
+            The fleet after the change, for `wait_power`.
+        """
         return self._set_power(fleet, server, ServerPower.WEIGHTS_AWAKE if tag else ServerPower.AWAKE)
 
     def drain(self, fleet: str, server: str = "") -> FleetStatus:
-        """Close one server, or all that the fleet has now, to new requests."""
+        """Close one server, or all that the fleet has now, to new requests.
+
+        Args:
+            fleet: Name of the fleet.
+            server: Id of the server; empty: all.
+
+        Returns:
+            The fleet after the change, for `wait_drained`.
+        """
         return self._set_drained(fleet, server, True)
 
     def resume(self, fleet: str, server: str = "") -> FleetStatus:
-        """Open drained servers to requests again."""
+        """Open drained servers to requests again.
+
+        Args:
+            fleet: Name of the fleet.
+            server: Id of the server; empty: all.
+
+        Returns:
+            The fleet after the change, for `wait_serving`.
+        """
         return self._set_drained(fleet, server, False)
 
     def wait_moved(
         self, asked: FleetStatus, listener: waiting.FleetListener = _ignore, *, timeout: float | None = None
     ) -> FleetStatus:
-        """Wait until the move of a command has ended and the servers are where the fleet wants them.
+        """Wait until the move of a command has ended and the servers have reached the target.
 
-        Servers that are lost, asleep or drained are not waited for. `went_well` judges the result.
+        Does not wait for servers that are lost, asleep or drained. `went_well` judges the result.
 
         Args:
             asked: The command's answer.
             listener: Called with the fleet and its servers at every poll.
+            timeout: Bound in seconds; None: no bound.
+
+        Returns:
+            The fleet.
 
         Raises:
             WaitTimeout: after `timeout` seconds.
@@ -150,19 +244,59 @@ class FleetCommands(OperatorQueries):
         *,
         timeout: float | None = None,
     ) -> FleetStatus:
-        """Wait until the servers are at `power`; with AWAKE, until they serve."""
+        """Wait until servers are in a power state; with AWAKE, until they serve.
+
+        Args:
+            fleet: Name of the fleet.
+            power: Power state.
+            server: Id of the server; empty: all.
+            listener: Called with the fleet and its servers at every poll.
+            timeout: Bound in seconds; None: no bound.
+
+        Returns:
+            The fleet.
+
+        Raises:
+            WaitTimeout: after `timeout` seconds.
+        """
         return self._until(waiting.powered(power, server_name(server)), fleet, power.value, listener, timeout)
 
     def wait_drained(
         self, fleet: str, server: str = "", listener: waiting.FleetListener = _ignore, *, timeout: float | None = None
     ) -> FleetStatus:
-        """Wait until the drained servers have answered their last request."""
+        """Wait until drained servers have answered their last request.
+
+        Args:
+            fleet: Name of the fleet.
+            server: Id of the server; empty: all.
+            listener: Called with the fleet and its servers at every poll.
+            timeout: Bound in seconds; None: no bound.
+
+        Returns:
+            The fleet.
+
+        Raises:
+            WaitTimeout: after `timeout` seconds.
+        """
         return self._until(waiting.drained(server_name(server)), fleet, "the last answers", listener, timeout)
 
     def wait_serving(
         self, fleet: str, server: str = "", listener: waiting.FleetListener = _ignore, *, timeout: float | None = None
     ) -> FleetStatus:
-        """Wait until the servers serve or sleep."""
+        """Wait until servers serve or sleep.
+
+        Args:
+            fleet: Name of the fleet.
+            server: Id of the server; empty: all.
+            listener: Called with the fleet and its servers at every poll.
+            timeout: Bound in seconds; None: no bound.
+
+        Returns:
+            The fleet.
+
+        Raises:
+            WaitTimeout: after `timeout` seconds.
+        """
         return self._until(waiting.serving(server_name(server)), fleet, "SERVING", listener, timeout)
 
     def _decide(self, fleet: str, go_on: bool, reason: str, move: int | None) -> FleetStatus:

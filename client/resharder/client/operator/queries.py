@@ -1,4 +1,4 @@
-"""Queries: what a daemon has, where it is, and what has happened."""
+"""Queries of the daemon's state and of events."""
 
 import time
 from collections.abc import Iterator
@@ -20,27 +20,53 @@ class OperatorQueries(DaemonConnection):
     """Queries that change nothing."""
 
     def clock_difference(self) -> float:
-        """Seconds that the daemon's clock is ahead of this host's, to half a round trip."""
-        self.daemon()  # the time to connect is no part of a round trip
+        """Returns the seconds by which the daemon's clock is ahead of this host's, to half a round trip."""
+        self.daemon()  # the time to connect is not part of a round trip
         before = time.time()
         there = self.daemon().time
         return (there.timestamp() if there else 0.0) - (before + time.time()) / 2
 
     def versions(self, model: str = "") -> list[VersionStatus]:
-        """The versions of one model, or of all."""
+        """Return versions, newest first.
+
+        Args:
+            model: Name of the model; empty: all models.
+        """
         return list(self._versions(model))
 
     def versions_after(self, number: int, *, model: str) -> list[VersionStatus]:
-        """The versions of higher numbers, newest first. Reads no page beyond them."""
+        """Return the versions of higher numbers, newest first, without reading further pages.
+
+        Args:
+            number: Number of a version.
+            model: Name of the model.
+        """
         return list(takewhile(lambda version: version.number > number, self._versions(model)))
 
     def version(self, number: int, *, model: str = "") -> VersionStatus:
-        """One version; `model` may be omitted if the daemon has one model. Raises NotFound, UsageError."""
+        """Return one version.
+
+        Args:
+            number: Number of the version.
+            model: Name of the model; may be omitted if the daemon has one.
+
+        Raises:
+            NotFound: no such version.
+            UsageError: the daemon has several models.
+        """
         request = operator_pb2.GetVersionRequest(version=self._version_name(number, model))
         return answer(VersionStatus, self._call(self._stub.GetVersion, request))
 
     def latest(self, model: str = "") -> VersionStatus:
-        """The newest READY version; `model` may be omitted if the daemon has one model. Raises NotFound, UsageError."""
+        """Return the newest READY version.
+
+        Args:
+            model: Name of the model; may be omitted if the daemon has one.
+
+        Raises:
+            NotFound: no version is READY.
+            UsageError: the daemon has several models.
+        """
         model = model or self.only_model()
         ready = [version for version in self.versions(model) if version.state == VersionState.READY]
         if not ready:
@@ -48,27 +74,49 @@ class OperatorQueries(DaemonConnection):
         return max(ready, key=lambda version: version.number)
 
     def servers(self, fleet: str = "") -> list[ServerStatus]:
-        """The servers of one fleet, or of all."""
+        """Return servers by id.
+
+        Args:
+            fleet: Name of the fleet; empty: all.
+        """
         return self._servers(fleet)
 
     def server(self, name: str) -> ServerStatus:
-        """One server, by its id or as `servers/{id}`. Raises NotFound."""
+        """Return one server.
+
+        Args:
+            name: Id, or `servers/{id}`.
+
+        Raises:
+            NotFound: no such server.
+        """
         return one_of({server.name: server for server in self.servers()}, server_name(name), "server")
 
     def fleets(self) -> list[FleetStatus]:
+        """Return all fleets by name."""
         return self._fleets()
 
     def fleet(self, name: str = "") -> FleetStatus:
-        """One fleet; `name` may be omitted if the daemon has one fleet. Raises NotFound, UsageError."""
+        """Return one fleet.
+
+        Args:
+            name: Name of the fleet; may be omitted if the daemon has one.
+
+        Raises:
+            NotFound: no such fleet.
+            UsageError: the daemon has several fleets.
+        """
         fleets = {fleet.name: fleet for fleet in self.fleets()}
         if not name and len(fleets) > 1:
             raise UsageError(f"expected a fleet's name, the daemon has {', '.join(fleets)}: pass --fleet")
         return one_of(fleets, name or next(iter(fleets), ""), "fleet")
 
     def events(self, *, after: int = 0, last: int = 0, subject: str = "", follow: bool = False) -> Iterator[DaemonEvent]:
-        """Events, oldest first: after the event of this id, or the `last` newest (0: 100).
+        """Yield events, oldest first. Returns at the newest event unless `follow`.
 
         Args:
+            after: Id; only later events.
+            last: Without `after`, the number of newest events; 0: 100.
             subject: Resource name; only events about it.
             follow: Wait for further events, over restarts of the daemon.
         """

@@ -1,4 +1,4 @@
-"""Questions to the workers of one server, which they answer while it serves."""
+"""Diagnostics by the workers of one server, while it serves."""
 
 from collections.abc import Iterator
 
@@ -15,9 +15,19 @@ class ServerCommands(OperatorQueries):
     """Commands named as in `resharder`."""
 
     def profile_install(self, server: str, *, timeout: float | None = 600.0) -> Iterator[WorkerProfile]:
-        """Install the version that a server serves once more under a profiler; yield each worker's profile as it comes.
+        """Repeat a server's install under a profiler.
 
-        Raises Refused if the server does not serve or the install fails, WaitTimeout after `timeout` seconds, NotFound.
+        Args:
+            server: Id of the server.
+            timeout: Bound in seconds; None: no bound.
+
+        Returns:
+            Each worker's profile, as it arrives.
+
+        Raises:
+            Refused: the server does not serve, or the install fails.
+            WaitTimeout: after `timeout` seconds.
+            NotFound: no such server.
         """
         seconds = _LONGEST_WAIT if timeout is None else timeout
         request = operator_pb2.ProfileInstallRequest(server=server_name(server), wait_seconds=seconds)
@@ -25,11 +35,21 @@ class ServerCommands(OperatorQueries):
             yield answer(WorkerProfile, profile)
 
     def verify(self, server: str, *, timeout: float | None = 600.0) -> tuple[WorkerVerification, ...]:
-        """Have each worker compare its memory with the version that it holds, while the server serves; the results by rank.
+        """Let each worker compare its memory with its version, while the server serves.
 
         A server with a worker that finds a difference leaves service, and its version is installed again.
 
-        Raises Refused if a worker is missing, WaitTimeout after `timeout` seconds, NotFound.
+        Args:
+            server: Id of the server.
+            timeout: Bound in seconds; None: no bound.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            Refused: a worker is missing.
+            WaitTimeout: after `timeout` seconds.
+            NotFound: no such server.
         """
         seconds = _LONGEST_WAIT if timeout is None else timeout
         request = operator_pb2.VerifyServerRequest(server=server_name(server), wait_seconds=seconds)

@@ -23,13 +23,21 @@ class VersionCommands(OperatorQueries):
         model: str = "",
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> ExportedVersion:
-        """Write a READY version into `folder`, whole or not at all, as `from_pretrained` opens it.
+        """Write a READY version into `folder` as a checkpoint for `from_pretrained`, complete or not at all.
 
         Args:
-            folder: New or empty.
+            version: Number of the version.
+            folder: New or empty folder.
+            model: Name of the model; may be omitted if the daemon has one.
             progress: Called with the bytes so far and the bytes expected, for every part.
 
-        Raises UsageError for a folder that is not empty, CorruptData for a wrong checksum, NotFound.
+        Returns:
+            The files and bytes.
+
+        Raises:
+            UsageError: the folder is not empty.
+            CorruptData: a checksum is wrong.
+            NotFound: no such READY version.
         """
         found = self.version(version, model=model)
         with appearing(folder) as beside:
@@ -39,9 +47,18 @@ class VersionCommands(OperatorQueries):
         return ExportedVersion(found, folder, files, size)
 
     def fetch_config(self, folder: Path, *, model: str = "") -> list[str]:
-        """Write config.json and the tokenizer's files for `vllm serve FOLDER`; return their names.
+        """Write config.json and the tokenizer's files for `vllm serve FOLDER`.
 
-        Raises UsageError, NotFound.
+        Args:
+            folder: New or empty folder.
+            model: Name of the model; may be omitted if the daemon has one.
+
+        Returns:
+            The names of the files.
+
+        Raises:
+            UsageError: the folder is not empty.
+            NotFound: no such model.
         """
         stub = server_pb2_grpc.ServerServiceStub(self._channel.grpc)
         found = self._call(stub.GetModel, server_pb2.GetModelRequest(model=model or self.only_model()))
@@ -51,25 +68,52 @@ class VersionCommands(OperatorQueries):
         return [file.path for file in found.files]
 
     def gc(self, versions: Sequence[int] = (), *, keep: int = 0, dry_run: bool = False, model: str = "") -> CollectedVersions:
-        """Drop these versions, or all but the newest `keep`; versions in use are kept. `dry_run`: report only."""
+        """Delete versions, except those in use.
+
+        Args:
+            versions: Numbers of versions; empty: all but the newest `keep`.
+            keep: Number of versions to retain, at least 1 without `versions`.
+            dry_run: Delete nothing.
+            model: Name of the model; may be omitted if the daemon has one.
+
+        Returns:
+            The deleted versions, and the named ones that are in use.
+        """
         model = model or self.only_model()
         request = operator_pb2.RetireVersionsRequest(model=model, versions=versions, keep=keep, dry_run=dry_run)
         return answer(CollectedVersions, self._call(self._stub.RetireVersions, request))
 
     def archive(self, version: int, *, model: str = "") -> ArchivedVersion:
-        """Write a version to the archive; return when it is verified there."""
+        """Write a version to the archive and verify it there.
+
+        Args:
+            version: Number of the version.
+            model: Name of the model; may be omitted if the daemon has one.
+
+        Returns:
+            The archived version.
+        """
         request = operator_pb2.ArchiveVersionRequest(version=self._version_name(version, model))
         return answer(ArchivedVersion, self._channel.call(self._stub.ArchiveVersion, request, timeout=_DAY))
 
     def archived(self, model: str = "") -> list[ArchivedVersion]:
-        """The archived versions of one model, or of all."""
+        """Return archived versions.
+
+        Args:
+            model: Name of the model; empty: all.
+        """
         found = self._call(self._stub.ListArchive, operator_pb2.ListArchiveRequest(model=model))
         return [answer(ArchivedVersion, one) for one in found.versions]
 
     def restore(self, version: int, *, model: str = "") -> VersionStatus:
-        """Make an archived version READY again, under its own number.
+        """Restore an archived version, READY under its own number.
 
-        A daemon with an empty store has no model yet: name it.
+        Args:
+            version: Number of the version.
+            model: Name of the model; required by a daemon with an empty store.
+
+        Returns:
+            The version.
         """
         request = operator_pb2.RestoreVersionRequest(version=self._version_name(version, model))
         return answer(VersionStatus, self._channel.call(self._stub.RestoreVersion, request, timeout=_DAY))

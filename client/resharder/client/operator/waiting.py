@@ -29,7 +29,12 @@ def moved(asked: FleetStatus) -> Condition:
 
 
 def went_well(asked: FleetStatus, fleet: FleetStatus) -> bool:
-    """Whether the move of `asked`, and any after it, is neither FAILED nor STOPPED and left no failed servers behind."""
+    """Return whether the move of a command, and any after it, did not fail or stop and left no failed servers.
+
+    Args:
+        asked: The command's answer.
+        fleet: The fleet now.
+    """
     return not (_began(asked, fleet) and (_failed(fleet) or _phase(fleet) in _WENT_WRONG))
 
 

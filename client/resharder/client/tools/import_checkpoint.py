@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class _Opened:
-    """What a checkpoint delivers; `items` can be read several times."""
+    """Contents of a checkpoint; `items` can be read several times."""
 
     specs: Mapping[str, TensorSpec]
     declared: list[DeclaredTensor]
@@ -52,18 +52,31 @@ def import_checkpoint(
     take_over: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> VersionStatus:
-    """A checkpoint's weights as a READY version of `model`, published by a job of their own.
+    """Publish a checkpoint's weights as a READY version, by a job of its own.
 
-    `folder`: a Hugging Face checkpoint in safetensors, or a distributed checkpoint of megatron-core (`torch_dist`) under any
-    parallel layout: its folder, or the one with latest_checkpointed_iteration.txt. `config`: config.json or the folder with it,
-    which a Megatron checkpoint needs. `tokenizer`: a folder; else those files of `folder` or `config` that are a tokenizer's.
-    A part of the checkpoint is in this process's memory at a time: of Megatron's 256 MiB, and three times its largest tensor.
+    At most a part of the checkpoint is in this process's memory: of Megatron's, 256 MiB and three times its largest tensor.
 
-    The job that publishes the model is fenced by this one: while the daemon hears of its ranks, that takes `take_over`, unless it
-    is an import too. `progress(bytes, bytes of all)` is told of every part.
+    Args:
+        endpoint: `host:port`; None: RESHARDER_ENDPOINT.
+        folder: Hugging Face checkpoint in safetensors, or a distributed checkpoint of megatron-core (`torch_dist`) under any
+            parallel layout: its folder, or the one with latest_checkpointed_iteration.txt.
+        model: Name of the model.
+        step: Label of the version.
+        config: config.json or its folder, which a Megatron checkpoint needs.
+        tokenizer: Folder; by default the tokenizer's files in `folder` or `config`.
+        take_over: Fence the model's publisher even if its ranks are within their lease; an earlier import is always fenced.
+        progress: Called with the bytes so far and all bytes, for every part.
 
-    Raises UsageError, Conflict (somebody else publishes the model), UnknownTensor (missing or unexpected tensors), LayoutError
-    (other shapes), UnsupportedModel, ConversionError (it cannot be read), and what publishing raises.
+    Returns:
+        The READY version.
+
+    Raises:
+        UsageError: a missing folder or config.
+        Conflict: another job publishes the model.
+        UnknownTensor: missing or unexpected tensors.
+        LayoutError: other shapes.
+        UnsupportedModel: no table, or a quantised checkpoint.
+        ConversionError: the checkpoint cannot be read.
     """
     place = Path(folder)
     if not place.is_dir():

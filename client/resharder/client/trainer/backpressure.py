@@ -29,5 +29,5 @@ class Backpressure:
             self._ahead.append(handle)
 
     def clear(self) -> None:
-        """Forget earlier versions, once servers serve the newest one."""
+        """Drop earlier versions, when servers serve the newest one."""
         self._ahead.clear()

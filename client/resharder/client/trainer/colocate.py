@@ -1,10 +1,10 @@
 """A trainer that shares its GPUs with servers: the time in which the servers have them.
 
-    publish, READY -> memory aside -> every rank has come -> rank 0 orders AWAKE -> every live server serves the version
-    -> the body -> every rank has left, or one has failed -> asleep -> memory back -> train modes and RNG states back
+    publish, READY -> memory moved aside -> every rank has arrived -> rank 0 orders AWAKE -> every live server serves the version
+    -> the body -> every rank has left, or one has failed -> asleep -> memory restored -> train modes and RNG states restored
 
-Two rules keep ranks and servers off each other's memory. Rank 0 alone wakes, and only when every rank has moved its memory aside.
-And a rank brings its memory back only after it has seen all servers asleep at a time when rank 0 would not wake them any more.
+Two rules separate the memory of ranks and servers. Only rank 0 wakes servers, after every rank has moved its memory aside.
+A rank restores its memory only after it has seen all servers asleep at a time when rank 0 no longer wakes them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,14 +31,14 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Generation:
-    """Each of the servers serves `version` or a newer one; 0: whichever their fleet wants. `servers`: their addresses."""
+    """Each of the servers serves `version` or a newer one; 0: the version of their fleet. `servers` has their addresses."""
 
     version: int
     servers: tuple[str, ...]
 
 
 class SharedFleet:
-    """The servers of one fleet, as one generation sees them."""
+    """Servers of one fleet, as one generation sees them."""
 
     def __init__(self, operator: Operator, name: str) -> None:
         self._operator, self.name = operator, name
@@ -51,13 +51,13 @@ class SharedFleet:
         self._operator.sleep(self.name, level=level)
 
     def look(self) -> list[ServerStatus]:
-        """Those that live, and those that were lost since the first look: one lost long ago stays in the daemon's lists."""
+        """Return the live servers, and those lost since the first look: servers lost earlier remain in the daemon's lists."""
         listed = self._operator.servers(self.name)
         self._known |= {server.name for server in listed if server.state != ServerState.LOST}
         return [server for server in listed if server.name in self._known]
 
     def lagging(self, version: int) -> dict[str, str]:
-        """As the function; raises UsageError where they lag because the fleet will not take the version."""
+        """Return `lagging` servers; raise UsageError if they lag because the fleet does not take the version."""
         late = lagging(self.look(), version)
         if late and (why := next((refuses(f, version) for f in self._operator.fleets() if f.name == self.name), "")):
             raise UsageError(f"expected fleet {self.name} to take version {version}, {why}")
@@ -65,7 +65,7 @@ class SharedFleet:
 
 
 class GenerationPart:
-    """One rank's part in one generation. `timeout`: seconds for each wait but that for other ranks' bodies."""
+    """One rank's part in one generation. `timeout` bounds each wait in seconds, except that for other ranks' bodies."""
 
     def __init__(
         self,
@@ -83,9 +83,13 @@ class GenerationPart:
 
     @contextmanager
     def held(self, publish: Callable[[], Handle | None], keep: Iterable[Callable[[], Restore]]) -> Iterator[Generation]:
-        """`publish` returns what the servers should serve; None: anything. What `keep` takes down is restored in any case.
+        """Hold servers and memory for the context.
 
-        What speaks against it is found here, not before, so that the other ranks hear of it.
+        Args:
+            publish: Function that returns the version that servers should serve; None: any.
+            keep: Functions that save state and return its restoration, which always runs.
+
+        Errors are found inside, so that the other ranks are informed.
         """
         with ExitStack() as kept:
             for keeping in keep:
@@ -131,7 +135,7 @@ class GenerationPart:
         return Generation(version, tuple(servers))
 
     def _leave(self, *, failed: bool) -> None:
-        """Servers asleep, then memory back. Raises ServersNotAsleep: memory is still aside."""
+        """Put servers to sleep, then restore memory. Raises ServersNotAsleep, with memory still aside."""
         try:
             self._agree_to_end(failed)
             self._until(lambda: not occupying(self._fleet.look(), but_lost=True))
@@ -149,7 +153,7 @@ class GenerationPart:
         self._bring_back()
 
     def _agree_to_end(self, failed: bool) -> None:
-        """Returns when the servers have been told to sleep and rank 0 will not wake them any more."""
+        """Return when servers are ordered to sleep and rank 0 no longer wakes them."""
         ranks = self._ranks
         if failed:
             self._fail()
@@ -168,7 +172,7 @@ class GenerationPart:
             self._ranks.say("settled")
 
     def _wait(self, holds: Callable[[], object], what: str, found: Callable[[], str]) -> None:
-        """Raises WaitTimeout, and GenerationEnded as soon as a rank has failed."""
+        """Wait for the other ranks. Raises WaitTimeout, and GenerationEnded as soon as a rank has failed."""
 
         def over() -> object:
             if self._ranks.said("failed"):
@@ -179,7 +183,7 @@ class GenerationPart:
             raise WaitTimeout(f"expected {what} in {self._timeout:g} s: {found()}")
 
     def _until(self, holds: Callable[[], object], timeout: float | None = 0.0) -> bool:
-        """Whether it came to hold in time: `_timeout` seconds, or for ever with None."""
+        """Return whether a condition holds within `_timeout` seconds, or without bound for None."""
         backoff = Backoff(float("inf") if timeout is None else self._timeout, longest=1.0)
         while not holds():
             if not backoff.wait():
@@ -188,7 +192,7 @@ class GenerationPart:
 
 
 def ready(handle: Handle) -> bool:
-    """Waits a moment for it. Raises as `Handle.wait_ready`."""
+    """Wait until it is READY. Raises the errors of `Handle.wait_ready`."""
     with suppress(WaitTimeout):
         handle.wait_ready(1.0)
         return True
@@ -200,7 +204,7 @@ def serves(server: ServerStatus, version: int) -> bool:
 
 
 def lagging(servers: Sequence[ServerStatus], version: int) -> dict[str, str]:
-    """Why it is not so, by server, where not all that live and are not drained serve the version or a newer one."""
+    """Return the reasons, by server, of live and undrained servers that do not serve the version or a newer one."""
     live = [server for server in servers if server.state != ServerState.LOST and not server.drained]
     if not live:
         return {"the fleet": "has no live server"}
@@ -208,7 +212,7 @@ def lagging(servers: Sequence[ServerStatus], version: int) -> dict[str, str]:
 
 
 def occupying(servers: Iterable[ServerStatus], *, but_lost: bool = False) -> dict[str, str]:
-    """Those that may hold GPU memory: not asleep, as they were last seen."""
+    """Return the servers that may use GPU memory: not asleep when last seen."""
     return {
         server.name: seen(server)
         for server in servers
@@ -217,11 +221,11 @@ def occupying(servers: Iterable[ServerStatus], *, but_lost: bool = False) -> dic
 
 
 def refuses(fleet: FleetStatus, version: int) -> str:
-    """Why the fleet will not take this version by itself; empty where it may."""
+    """Return why the fleet does not take this version; empty if it does."""
     if fleet.target.kind == TargetKind.NUMBER and fleet.target.version < version:
-        return f"it wants number {fleet.target.version}"
+        return f"its target is version {fleet.target.version}"
     if fleet.target.kind == TargetKind.NONE and version:
-        return "it wants none"
+        return "it has no target"
     refused = {refusal.version: refusal.reason for refusal in fleet.refused}
     if version in refused and fleet.wanted_version <= version:
         return f"it has refused that: {refused[version]}"

@@ -39,21 +39,31 @@ def connect(
     direct_wait: float = 0.0,
     tls: Tls | None = None,
 ) -> Publisher:
-    """This rank's way to publish versions of `model`.
+    """Return this rank's publisher of a model. Nothing is sent before something is attached.
 
-    `endpoint`: `host:port`, else RESHARDER_ENDPOINT. `job`, `rank`, `world_size`: from torch.distributed where it is initialised
-    (one broadcast of a random job id), else from RESHARDER_JOB, RANK and WORLD_SIZE. `config` and `tokenizer` are for
-    `publish_tensors`.
-    `transport`: `auto` writes into the daemon's shared memory where it can, `grpc` and `shared-memory` do nothing else.
-    `max_ahead`: publish waits until fewer than so many of this trainer's versions are not served yet; None: no bound of its own.
-    `connect_timeout`: seconds for which calls are repeated while the daemon cannot be reached; `staging_timeout`: to wait for
-    room among UPLOADING versions or for servers; `register_timeout`: for the other ranks to register; None: no bound. `tls`: by
-    default what RESHARDER_TLS_* specify.
-    `direct_wait`: above 0, servers that can be reached take versions from this trainer's memory, GPU to GPU; `publish` then
-    returns when all that are expected have done so, but keeps the weights no longer than so many seconds after the version is
-    READY. Who comes later takes it from the daemon.
+    Args:
+        endpoint: `host:port`; by default RESHARDER_ENDPOINT.
+        model: Name of the model.
+        job: Id that the job's ranks share; by default RESHARDER_JOB, else a random one, broadcast over torch.distributed.
+        rank: This rank; by default torch.distributed's, else RANK, else 0.
+        world_size: Number of ranks; by default torch.distributed's, else WORLD_SIZE, else 1.
+        config: transformers config or content of config.json, for `publish_tensors`.
+        tokenizer: Object with `save_pretrained`, or a folder, for `publish_tensors`.
+        transport: `auto` writes into the daemon's shared memory if possible; `grpc` and `shared-memory` force one.
+        max_ahead: `publish` waits until fewer than this number of the trainer's versions are not served yet; None: no bound.
+        connect_timeout: Seconds for which calls are retried while the daemon cannot be reached; None: no bound.
+        staging_timeout: Seconds to wait for capacity among UPLOADING versions, or for servers; None: no bound.
+        register_timeout: Seconds to wait for the other ranks to register; None: no bound.
+        direct_wait: Above 0, servers take versions from this trainer's memory, GPU to GPU; `publish` then returns
+        when all expected
+            servers have done so, and holds the weights for at most this many seconds after READY. Later servers use the store.
+        tls: TLS settings; by default RESHARDER_TLS_*.
 
-    Raises UsageError. Nothing is sent before something is attached.
+    Returns:
+        The publisher, a context manager.
+
+    Raises:
+        UsageError: an argument is missing or wrong.
     """
     where = endpoint or os.environ.get("RESHARDER_ENDPOINT")
     if not where:

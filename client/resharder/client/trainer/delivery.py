@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from resharder.client.transport.base import Item
 
     Read = Callable[[Sequence[int]], Iterable[Item]]
-    """Returns the items at these positions of the rank's layout."""
+    """Function that returns the items at these positions of the rank's layout."""
 
 _RESTARTS = 3
 

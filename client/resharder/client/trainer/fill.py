@@ -1,4 +1,4 @@
-"""The way back: a checkpoint or a version into a trainer's model, under any parallel layout.
+"""Load a checkpoint or a version into a trainer's model, under any parallel layout.
 
 from resharder.client import fill
 
@@ -29,7 +29,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class Filled(NamedTuple):
-    """What this rank took from the source."""
+    """Result of `fill` on this rank."""
 
     source: str
     """The folder, or models/{model}/versions/{number}."""
@@ -39,7 +39,7 @@ class Filled(NamedTuple):
     """Boxes whose digest, taken of the model's own memory, is the source's: a version's manifest has it from the ranks that
     published. Boxes whose values were cast are not among them."""
     unused: tuple[str, ...]
-    """Tensors of the source that the config does not speak of; no rank has read them."""
+    """Tensors of the source that the config does not mention; no rank has read them."""
 
 
 @torch.no_grad()
@@ -52,22 +52,30 @@ def fill(
     ranks: Sequence[int] | None = None,
     shared: bool = True,
 ) -> Filled:
-    """Puts the weights of `source` into `model`, as far as this rank holds it, replicas too; padding becomes zero.
+    """Load weights into this rank's part of a model, replicas included; padding becomes zero.
 
-    `model`, `hf_config`, `rename` and `ranks` are those of `Publisher.attach`. `source`: a folder with a Hugging Face
-    checkpoint in safetensors, or `resharder://HOST:PORT/models/MODEL/versions/NUMBER` (or `latest`: what it is for rank 0, by one
-    broadcast, so every rank calls). Of either only the boxes that this rank holds are read; `shared=False` streams a version
-    even where the daemon's store could be mapped.
+    Names, shapes and dtypes are checked before the first write. Values whose dtype differs from the parameter's are cast as
+    `Tensor.copy_` casts (float32 to bfloat16: round to nearest, ties to even). An optimizer with fp32 copies must refresh them:
+    Megatron's `optimizer.reload_model_params()`. A tensor that the source lacks is filled if the model stores it
+    in the place of another one,
+    as the copies of embedding and head in MTP layers.
 
-    Where the dtype of a tensor differs from its parameter's, values are cast as `Tensor.copy_` casts (float32 to bfloat16:
-    round to nearest, ties to even). An optimizer that keeps fp32 copies must take them anew: Megatron's
-    `optimizer.reload_model_params()`.
+    Args:
+        model: Model as in `Publisher.attach`.
+        hf_config: transformers config or content of config.json.
+        source: Folder with a Hugging Face checkpoint in safetensors, or `resharder://HOST:PORT/models/MODEL/versions/NUMBER`
+            (or `latest`: rank 0's newest version, by one broadcast, so every rank calls). Only this rank's boxes are read.
+        rename: As in `Publisher.attach`.
+        ranks: As in `Publisher.attach`.
+        shared: False: stream a version even if the daemon's store can be mapped.
+        tls: TLS settings; by default RESHARDER_TLS_*.
 
-    A tensor that the source leaves out is filled all the same where the model keeps it in the place of another one, as it keeps
-    the copies of embedding and head in MTP layers.
+    Returns:
+        The source and counts of boxes.
 
-    Names, shapes and dtypes are checked before the first write. Raises UnknownTensor, LayoutError, UnsupportedModel,
-    UsageError, NotFound; and, with the model partly filled, CorruptData or DaemonUnreachable.
+    Raises:
+        UnknownTensor, LayoutError, UnsupportedModel, UsageError, NotFound: before the first write.
+        CorruptData, DaemonUnreachable: the model is partly filled.
     """
     config = plain_config(hf_config)
     layout, tensors = local_layout(model, config, rename=rename, ranks=ranks)
@@ -85,7 +93,7 @@ def fill(
 
 
 def _without_copies(layout: Layout, stored: Container[str]) -> Layout:
-    """Without tensors that are not `stored` and whose every piece lies where the model keeps one that is."""
+    """Return the boxes without copies: tensors that are not `stored` and whose every piece is in the place of a stored one."""
     kept = {_place(piece) for piece in layout.pieces if piece.tensor in stored}
     needed = {piece.tensor for piece in layout.pieces if piece.tensor in stored or _place(piece) not in kept}
     pieces = tuple(piece for piece in layout.pieces if piece.tensor in needed)
@@ -97,7 +105,7 @@ def _place(piece: Piece) -> tuple[object, ...]:
 
 
 def _check(layout: Layout, tensors: Mapping[str, torch.Tensor], source: WeightSource) -> dict[Wanted, list[Piece]]:
-    """The pieces that each box of the source goes into. Raises what cannot work."""
+    """Return the pieces that each box of the source goes into. Raises errors before the first write."""
     missing = [name for name in layout.tensors if name not in source.specs]
     if missing:
         raise UnknownTensor(f"{source.name}: {len(missing)} tensors of the model are not there: {_some(missing)}")
@@ -127,7 +135,7 @@ def _write(source: WeightSource, wanted: Mapping[Wanted, Sequence[Piece]], tenso
 
 
 def _provable(piece: Piece, layout: Layout, source: WeightSource) -> bool:
-    """Whether the model holds the very bits of the source."""
+    """Return whether the model has the exact bits of the source."""
     return not piece.plus and layout.tensors[piece.tensor].dtype == source.specs[piece.tensor].dtype
 
 

@@ -1,4 +1,4 @@
-"""What `publish` returns: a version on its way, to wait for or to look at."""
+"""Result of `publish`: a version to wait for or to look at."""
 
 import time
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ State = resources_pb2.Version.State
 
 @dataclass(frozen=True)
 class Progress:
-    """`sealed_slots` of `slots` ranks have delivered; both are 0 once the version is READY."""
+    """Progress of a version. `sealed_slots` of `slots` ranks have delivered; both are 0 once it is READY."""
 
     state: str
     received_bytes: int
@@ -24,8 +24,9 @@ class Progress:
 
 
 class Handle:
-    """One published version. `version` is its number, `step` the trainer's label on it, `trace` the W3C traceparent of its trace;
-    empty where the daemon makes none."""
+    """One published version. `version` is its number, `step` the trainer's label, `trace` the W3C
+    traceparent of its trace, empty without traces.
+    """
 
     def __init__(self, channel: Channel, version: resources_pb2.Version) -> None:
         self._channel = channel
@@ -36,17 +37,29 @@ class Handle:
         self.trace: str = version.trace
 
     def wait_ready(self, timeout: float | None = 600.0) -> None:
-        """Wait until the version is READY. `timeout`: seconds; None: no bound.
+        """Wait until the version is READY.
 
-        Raises VersionAborted, WaitTimeout, NotFound, DaemonUnreachable.
+        Args:
+            timeout: Bound in seconds; None: no bound.
+
+        Raises:
+            VersionAborted, WaitTimeout, NotFound, DaemonUnreachable.
         """
         self._wait(bound(timeout), serving=False)
 
     def wait_serving(self, timeout: float | None = 600.0) -> None:
-        """Wait until every live server of the model serves this version or a newer one. Raises as `wait_ready`."""
+        """Wait until every live server of the model serves this version or a newer one.
+
+        Args:
+            timeout: Bound in seconds; None: no bound.
+
+        Raises:
+            VersionAborted, WaitTimeout, NotFound, DaemonUnreachable.
+        """
         self._wait(bound(timeout), serving=True)
 
     def progress(self) -> Progress:
+        """Return the version's state, bytes, sealed slots and servers now."""
         version = self.get()
         done = version.state in (State.READY, State.RETIRED)
         return Progress(
@@ -60,12 +73,18 @@ class Handle:
         )
 
     def get(self, *, serving: bool = False, wait_seconds: float = 0.0) -> resources_pb2.Version:
+        """Return the version as a message.
+
+        Args:
+            serving: Wait until every live server of the model serves it, rather than until it is READY.
+            wait_seconds: Bound on the wait.
+        """
         request = publisher_pb2.WaitVersionRequest(version=self.name, wait_seconds=wait_seconds, serving=serving)
         version: resources_pb2.Version = self._channel.call(self._stub.WaitVersion, request, timeout=wait_seconds + 30)
         return version
 
     def is_gone(self) -> bool:
-        """Whether the daemon was started anew while the version was UPLOADING, and knows it no more."""
+        """Return whether a restart of the daemon has lost the version while it was UPLOADING."""
         try:
             self.get()
         except NotFound:
@@ -73,7 +92,7 @@ class Handle:
         return False
 
     def is_coming(self) -> bool:
-        """Whether the version is READY or may still be: not aborted, not gone."""
+        """Return whether the version is READY or can become READY."""
         try:
             return bool(self.get().state != State.ABORTED)
         except NotFound:
@@ -105,6 +124,6 @@ def behind(version: resources_pb2.Version) -> bool:
 
 
 def delivered(version: resources_pb2.Version, rank: int) -> bool:
-    """Whether the daemon has this rank's part already: only digests are compared then."""
+    """Return whether the daemon has this rank's slot already: then only digests are compared."""
     sealed = any(slot.rank == rank and slot.state == resources_pb2.Slot.SEALED for slot in version.slots)
     return bool(version.state != State.UPLOADING or sealed)

@@ -1,4 +1,4 @@
-"""Who this process is among the trainer's ranks: arguments, else torch.distributed, else the environment, else alone."""
+"""Rank and job of this process: arguments, else torch.distributed, else the environment, else a single rank."""
 
 import os
 import secrets
@@ -16,7 +16,9 @@ class RankIdentity:
 
 
 def identify(job: str | None, rank: int | None, world_size: int | None) -> RankIdentity:
-    """With torch.distributed initialised and no `job`, one broadcast of a random one: the only collective there is."""
+    """Return this process's identity. With torch.distributed initialised and no `job`, a random one is
+    broadcast, the only collective.
+    """
     if (rank is None) != (world_size is None):
         raise UsageError(f"expected rank and world_size together, got rank={rank}, world_size={world_size}")
     job = job or os.environ.get("RESHARDER_JOB")

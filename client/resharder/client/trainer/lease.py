@@ -1,4 +1,4 @@
-"""Keeps a rank's lease while its process lives."""
+"""Renewal of a rank's lease while its process lives."""
 
 import threading
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from resharder.v1 import publisher_pb2, publisher_pb2_grpc
 
 
 class PublisherLease:
-    """Renews three times per lease, in a thread of its own. `lost` is why it gave up: a later job, or a refusal.
+    """Thread that renews three times per lease. `lost` is the error that ended it: a newer job, or a refusal.
 
-    A daemon that does not answer is tried again; one that no longer knows the publisher is told of it by `again`. `renewed` is
-    called after every renewal.
+    Retries while the daemon does not answer. Calls `again` if a restarted daemon has lost the publisher, and `renewed` after
+    every renewal.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class PublisherLease:
             try:
                 publisher = self._channel.call(self._stub.RenewLease, request, timeout=10, patience=0)
                 raise_refusal(publisher)
-                # Another rank has registered with a daemon that was started anew.
+                # Another rank has registered with a restarted daemon.
                 if publisher.state == State.REGISTERING and self._registration.complete:
                     self._register_again()
                 self._renewed()

@@ -1,4 +1,4 @@
-"""The small files that belong to a model: config.json and the tokenizer's."""
+"""Files of a model besides its weights: config.json and the tokenizer's."""
 
 import json
 import tempfile
@@ -18,7 +18,7 @@ TOKENIZER_FILES = (
 
 
 class Saved(Protocol):
-    """What transformers can write into a folder: a config, a tokenizer."""
+    """Object that transformers can write into a folder: a config, a tokenizer."""
 
     def save_pretrained(self, save_directory: str) -> Any: ...
 
@@ -28,7 +28,9 @@ Tokenizer = Saved | str | Path
 
 
 def config_file(config: Config) -> resources_pb2.ModelFile:
-    """config.json as `save_pretrained` writes it, with `architectures`, by which vLLM picks the model, filled in if known."""
+    """Return config.json as `save_pretrained` writes it, with `architectures`, by which vLLM selects
+    the model, filled in if known.
+    """
     content = plain_config(config)
     if not content.get("architectures"):
         known = [a.name for a in ARCHITECTURES if a.model_type == content.get("model_type")]
@@ -41,12 +43,12 @@ def config_file(config: Config) -> resources_pb2.ModelFile:
 
 
 def plain_config(config: Config) -> dict[str, Any]:
-    """The content of config.json."""
+    """Return the content of config.json."""
     return dict(config) if isinstance(config, Mapping) else dict(json.loads(_saved(config)["config.json"]))
 
 
 def tokenizer_files(tokenizer: Tokenizer | None) -> list[resources_pb2.ModelFile]:
-    """From a tokenizer or from a folder that holds one."""
+    """Return the files of a tokenizer, or of a folder that contains one."""
     if tokenizer is None:
         return []
     contents = _read(Path(tokenizer)) if isinstance(tokenizer, str | Path) else _saved(tokenizer)

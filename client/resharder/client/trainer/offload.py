@@ -1,7 +1,7 @@
-"""A model's memory, moved aside to the host and brought back: bit for bit, under the same tensors.
+"""A model's memory moved to the host and restored bit for bit, under the same tensors.
 
-Storages are emptied and filled again, tensors are left as they are. So every view is right again when its storage is: Megatron's
-DDP keeps parameters and gradients in flat buffers, of which buckets and optimizers have views too. Addresses do change.
+Storages are emptied and filled again; tensors stay as they are. Every view is valid again when its storage is: Megatron's
+DDP has parameters and gradients in flat buffers, of which buckets and optimizers have views. Addresses change.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,17 +12,17 @@ from resharder.converters.models.hf_names import Model, local_of
 from torch.distributed.fsdp import FSDPModule
 
 _DEVICE = "cuda"
-_BLOCK = 1 << 28  # bytes; torch rounds pinned memory up to powers of two, and keeps what is given back for the next time
+_BLOCK = 1 << 28  # bytes; torch rounds pinned memory up to powers of two, and caches freed memory
 
 
 class Aside:
-    """Storages that are empty, and what was in them in pinned memory. Nothing is changed where the host has no room for it."""
+    """Empty storages and their content in pinned memory. Nothing is changed if the host lacks memory."""
 
     def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
         self._sizes = [(storage, storage.nbytes()) for storage in storages]
         self._devices = {storage.device for storage in storages if storage.device.type == "cuda"}
         self.size_bytes = sum(size for _, size in self._sizes)
-        self._synchronize()  # gradients and gathered parameters come on streams of their own
+        self._synchronize()  # gradients and gathered parameters are on their own streams
         self._blocks = _host_blocks(self.size_bytes, pinned=bool(self._devices))
         for there, here in self._spans():
             here.copy_(there, non_blocking=True)
@@ -30,7 +30,7 @@ class Aside:
         self._empty()
 
     def bring_back(self) -> None:
-        """May be tried again where it raises torch.OutOfMemoryError: all storages are empty then."""
+        """Restore the memory. May be repeated after torch.OutOfMemoryError: all storages are empty then."""
         try:
             for storage, size in self._sizes:
                 storage.resize_(size)
@@ -53,7 +53,7 @@ class Aside:
             torch.cuda.synchronize(device)
 
     def _spans(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The same bytes in a storage and in a block."""
+        """Return the same bytes in a storage and in a block."""
         blocks = iter(self._blocks)
         here = torch.empty(0, dtype=torch.uint8)
         for storage, _ in self._sizes:
@@ -66,8 +66,9 @@ class Aside:
 
 
 def set_aside(model: Model) -> Aside:
-    """Parameters, gradients (Megatron's `main_grad` as well) and buffers of a model, those of them that are on a GPU. Raises
-    UsageError where their memory cannot be moved."""
+    """Move parameters, gradients (Megatron's `main_grad` included) and buffers on a GPU to the host.
+    Raises UsageError if their memory cannot be moved.
+    """
     storages: dict[int, torch.UntypedStorage] = {}
     for module in (module for root in roots_of(model) for module in root.modules()):
         _refuse_fixed(module)
@@ -84,7 +85,7 @@ def set_aside(model: Model) -> Aside:
 
 
 def roots_of(model: Model) -> list[torch.nn.Module]:
-    """None for a state dict."""
+    """Return the modules of a model; None for a state dict."""
     if isinstance(model, Mapping):
         return []
     return [model] if isinstance(model, torch.nn.Module) else list(model)
@@ -101,7 +102,7 @@ def _tensors(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _refuse_fixed(module: torch.nn.Module) -> None:
-    """What was registered with NCCL or captured in a CUDA graph is used by its address."""
+    """Refuse memory that is registered with NCCL or captured in a CUDA graph, which is used by its address."""
     config, ddp = getattr(module, "config", None), getattr(module, "ddp_config", None)
     graphs = getattr(config, "cuda_graph_impl", None) not in (None, "none")
     if graphs or getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False):

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class Publisher:
-    """Made by `connect`. A context manager; one thread at a time publishes."""
+    """One rank's publisher, made by `connect`. A context manager; one thread at a time publishes."""
 
     def __init__(
         self,
@@ -98,15 +98,21 @@ class Publisher:
         check_replicas: bool = False,
         wait: bool = True,
     ) -> None:
-        """Registers what this rank holds of a model: Megatron's chunks, or a module (its parts, a state dict) of DTensors and
-        plain tensors with HF names, wrapped or not.
+        """Register this rank's layout of a model, and wait for the other ranks unless `wait` is False.
 
-        `hf_config`: a transformers config or the content of config.json. `tokenizer`: an object with `save_pretrained`, or a
-        folder. For DTensors: `rename` from names in memory to names on disk, `ranks` that hold the whole of `model` between
-        them where not all do (a pipeline stage's). `check_replicas`: first compare what all ranks hold of the same elements (a
-        collective of torch's default group). Waits for all ranks unless `wait` is False. Raises ConversionError for a model that
-        is not understood (FP8 parameters, an unknown family) and, as ReplicasDiffer, for replicas that differ; LayoutRejected,
-        OutOfRoom, StaleEpoch, UsageError.
+        Args:
+            model: Megatron's chunks, or a module (its parts, a state dict) of DTensors and plain tensors with HF
+            names, wrapped or not.
+            hf_config: transformers config or content of config.json.
+            tokenizer: Object with `save_pretrained`, or a folder.
+            rename: For DTensors: function from names in memory to names on disk.
+            ranks: For DTensors: ranks that together have the whole of `model`, as those of a pipeline stage; None: all.
+            check_replicas: Compare all ranks' replicas first, a collective of torch's default group.
+            wait: Wait for all ranks to register.
+
+        Raises:
+            ConversionError: an unsupported model (FP8 parameters, an unknown family), or replicas that differ.
+            LayoutRejected, OutOfRoom, StaleEpoch, UsageError.
         """
         from resharder.converters.models import local_layout, megatron_chunks
 
@@ -122,14 +128,24 @@ class Publisher:
             self._register(rank_layout_of(layout), wait)
 
     def attach_config(self, hf_config: Config, tokenizer: Tokenizer | None = None) -> None:
-        """The files that the model's versions carry, for a trainer that publishes tensors."""
+        """Set the model's files, for a trainer that publishes tensors.
+
+        Args:
+            hf_config: transformers config or content of config.json.
+            tokenizer: Object with `save_pretrained`, or a folder.
+        """
         self._files = [config_file(hf_config), *tokenizer_files(tokenizer)]
         self._shapes = _known_shapes(hf_config)
 
     def attach_tensors(self, declared: Iterable[DeclaredTensor], *, wait: bool = True) -> None:
-        """Registers what this rank will give to `publish_tensors`: (name, dtype, shape of the whole tensor[, index]).
+        """Register the tensors that this rank will pass to `publish_tensors`.
 
-        Raises LayoutRejected, OutOfRoom, StaleEpoch, UsageError.
+        Args:
+            items: (name, dtype, shape of the whole tensor[, index]).
+            wait: Wait for all ranks to register.
+
+        Raises:
+            LayoutRejected, OutOfRoom, StaleEpoch, UsageError.
         """
         with self._alone():
             self._live, self._model, self._chunks = None, None, ()
@@ -138,13 +154,19 @@ class Publisher:
             self._register(declared_rank_layout(declared), wait)
 
     def publish(self, step: int, *, sync: bool = False, direct: bool = True) -> Handle:
-        """Hands this rank's part of the attached model over; returns when the trainer may change its weights.
+        """Deliver this rank's part of the attached model. The weights may change when it returns.
 
-        `sync`: gather parameters first that `overlap_param_gather` left stale (a collective). `direct`: False where servers are
-        to take this version from the daemon, though `connect` was given a `direct_wait`; alike on all ranks.
+        Args:
+            step: Label of the version; a step is a version within the job.
+            sync: Gather parameters that `overlap_param_gather` left stale, a collective.
+            direct: False: servers take this version from the daemon despite `direct_wait`; the same on all ranks.
 
-        Raises StaleParameters where `sync` is False and some are stale, StaleEpoch, Conflict, VersionAborted, OutOfRoom,
-        WaitTimeout, DaemonUnreachable; the version is aborted then.
+        Returns:
+            A handle of the version.
+
+        Raises:
+            StaleParameters: parameters are stale and `sync` is False.
+            StaleEpoch, Conflict, VersionAborted, OutOfRoom, WaitTimeout, DaemonUnreachable: the version is aborted.
         """
         with self._alone():
             live = self._live
@@ -154,11 +176,21 @@ class Publisher:
             return self._publish(step, live.items, direct=direct)
 
     def publish_tensors(self, step: int, items: Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]) -> Handle:
-        """Hands over HF tensors that the trainer has made itself: (hf_name, tensor) or (hf_name, index, part), spread over
-        the ranks in any way, in any order, each element on one rank. A tensor may be reused as soon as the next one is asked for.
+        """Deliver HF tensors, divided over the ranks in any way and order, with each element on one rank.
 
-        Without `attach_tensors` before, the first call registers what comes; it reads `items` twice, so those of a plain iterator
-        are kept until it returns. Raises as `publish`.
+        A tensor may be reused when the iterator is asked for the next item. Without `attach_tensors`, the first
+        call registers the items and
+        reads them twice, so those of a plain iterator stay in memory until it returns.
+
+        Args:
+            step: Label of the version.
+            items: (hf_name, tensor) or (hf_name, index, part), or a function that returns them.
+
+        Returns:
+            A handle of the version.
+
+        Raises:
+            The errors of `publish`.
         """
         with self._alone():
             if self._live is not None:
@@ -184,16 +216,29 @@ class Publisher:
         timeout: float | None = 600.0,
         publish: bool = True,
     ) -> Iterator[Generation]:
-        """Gives the GPUs to the servers that share them, for as long as the block lasts; every rank enters and leaves.
+        """Lend the GPUs to the servers that share them for the duration of the block. Every rank enters and leaves.
 
-        At entry: `publish(step)` unless it is published (`publish=False`: nothing is); models in eval mode; with `offload`
-        parameters, gradients and buffers in host memory; every live server of `fleet` (the model's default one) awake, with
-        this version or a newer one. At exit, however the block ends: servers asleep at `level`, memory back, and every
-        module's train mode and all RNG states as they were. `timeout`: seconds for each wait but that for other ranks to leave;
-        None: no bound.
+        At entry: `publish(step)` unless it is published; models in eval mode; with `offload`, parameters,
+        gradients and buffers in host memory;
+        every live server of `fleet` awake, with this version or a newer one. At exit, however the block ends: servers asleep at
+        `level`, memory restored, and every module's train mode and all RNG states as before.
 
-        Raises as `publish`, WaitTimeout, which names the servers that lag, GenerationEnded, where another rank failed, and
-        UsageError; at exit ServersNotAsleep: what is aside stays there until `bring_back`.
+        Args:
+            step: Label of the version.
+            fleet: Name of the fleet; by default the model's.
+            level: Sleep level of the servers.
+            offload: Free the model's GPU memory.
+            timeout: Bound in seconds on each wait, except that for other ranks to leave; None: no bound.
+            publish: False: publish nothing.
+
+        Returns:
+            A context of the generation.
+
+        Raises:
+            WaitTimeout: with the servers that lag.
+            GenerationEnded: another rank failed.
+            ServersNotAsleep: at exit; memory stays aside until `bring_back`.
+            UsageError, and the errors of `publish`.
         """
         from resharder.client.trainer.offload import roots_of, set_aside
 
@@ -228,18 +273,24 @@ class Publisher:
             self._sharing.release()
 
     def bring_back(self) -> None:
-        """What a generation has left aside, after ServersNotAsleep or an interrupt. The servers must be asleep or gone."""
+        """Restore the memory that a generation has left aside, after ServersNotAsleep or an interrupt.
+        The servers must be asleep or gone.
+        """
         if self._aside is not None:
             self._aside.bring_back()
             self._aside = None
 
     def abort(self, reason: str = "the trainer asked for it") -> None:
-        """Gives up the newest version that this rank has published, unless it is READY."""
+        """Abort the newest version that this rank has published, unless it is READY.
+
+        Args:
+            reason: Reason for the version's state.
+        """
         if (newest := self._session.newest) is not None:
             self._session.abort(newest.name, reason)
 
     def close(self) -> None:
-        """Ends the lease's renewal and the channel. Versions that every rank has sealed are not touched."""
+        """End the lease's renewal and the channel. Versions that every rank has sealed remain."""
         self._session.close()
         self._delivery.close()
         self._channel.close()
@@ -260,7 +311,7 @@ class Publisher:
             yield
 
     def _published(self, step: int) -> Handle:
-        """The newest version, if it is of this step, else a new one."""
+        """Return the newest version if it is of this step, else publish."""
         newest = self._session.newest
         if newest is not None and newest.step == step and newest.is_coming():
             return newest
@@ -289,7 +340,9 @@ class Publisher:
     def _register(self, rank_layout: RankLayout, wait: bool) -> None:
         self._session.register(self._files, rank_layout)
         self._delivery.declare()
-        compile_for(ITEM_SIZES[spec.dtype] for spec in rank_layout.tensors.values())  # while others register, not in a publish
+        compile_for(
+            ITEM_SIZES[spec.dtype] for spec in rank_layout.tensors.values()
+        )  # while others register, rather than in a publish
         if wait:
             self._session.assignment()
 
@@ -308,7 +361,7 @@ def _opened(items: Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]) ->
 
 
 def _known_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Of whole tensors, where the family has a table."""
+    """Return the shapes of whole tensors, if the family has a table."""
     with suppress(ConversionError):
         return expected_shapes(plain_config(config))
     return {}

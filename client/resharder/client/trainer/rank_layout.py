@@ -1,4 +1,4 @@
-"""What a rank holds, as it registers it, and where to read it at each publish."""
+"""Boxes that a rank registers, and where to read them at each publish."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Index = tuple[int | slice, ...]
 TensorItem = tuple[str, torch.Tensor] | tuple[str, Index, torch.Tensor]
-"""(hf_name, whole tensor) or (hf_name, index, the part that the index selects)."""
+"""(hf_name, whole tensor) or (hf_name, index, part that the index selects)."""
 
 
 class RankBox(NamedTuple):
@@ -26,7 +26,7 @@ class RankBox(NamedTuple):
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The boxes that a rank registers, and the HF tensors that they are part of, by name."""
+    """Boxes that a rank registers, and their HF tensors by name."""
 
     tensors: dict[str, TensorSpec]
     boxes: tuple[RankBox, ...]
@@ -37,8 +37,9 @@ class RankLayout:
 
 
 class DeclaredTensor(NamedTuple):
-    """A whole HF tensor, or the part of it that `part` selects, that a rank will deliver. `shape` is the whole tensor's;
-    `dtype` is torch's, or safetensors' name."""
+    """Whole HF tensor, or its part by `part`, that a rank delivers. `shape` is the whole tensor's;
+    `dtype` is torch's, or safetensors' name.
+    """
 
     name: str
     dtype: torch.dtype | str
@@ -51,7 +52,9 @@ def rank_layout_of(layout: Layout) -> RankLayout:
 
 
 def declared_rank_layout(declared: Iterable[DeclaredTensor | tuple[Any, ...]]) -> RankLayout:
-    """Raises UsageError for a dtype that safetensors lacks, two shapes of one tensor, or a piece declared twice."""
+    """Return the layout of declared tensors. Raises UsageError for a dtype that safetensors lacks, two
+    shapes of one tensor, or a piece declared twice.
+    """
     specs: dict[str, TensorSpec] = {}
     boxes: dict[tuple[str, Box], RankBox] = {}
     for entry in declared:
@@ -69,7 +72,7 @@ def declared_rank_layout(declared: Iterable[DeclaredTensor | tuple[Any, ...]]) -
 
 
 def declare(items: Iterable[TensorItem], shapes: Mapping[str, tuple[int, ...]]) -> list[DeclaredTensor]:
-    """What `items` would deliver; `shapes` gives the whole tensor's where an item is a part."""
+    """Return the declaration of `items`; `shapes` has the whole tensor's shape for an item that is a part."""
     declared = []
     for item in items:
         name, index, tensor = split_item(item)
@@ -101,7 +104,7 @@ def dtype_name(name: str, dtype: torch.dtype | str) -> str:
 
 
 def box_of(name: str, index: Index | None, shape: tuple[int, ...]) -> Box:
-    """The box that `tensor[index]` selects; an integer selects a box of one. Raises UsageError where there is none."""
+    """Return the box that `tensor[index]` selects; an integer selects a box of one. Raises UsageError for an invalid index."""
     if index is None:
         return full_box(shape)
     if len(index) > len(shape):
@@ -121,7 +124,7 @@ def box_of(name: str, index: Index | None, shape: tuple[int, ...]) -> Box:
 
 
 class LiveTensors:
-    """A model's own tensors, read where they are at each publish."""
+    """A model's own tensors, read in place at each publish."""
 
     def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor]):
         self._pieces, self._tensors = layout.pieces, tensors
@@ -129,12 +132,14 @@ class LiveTensors:
 
     @property
     def device(self) -> torch.device | None:
-        """That of all of them, if it is one."""
+        """Device of all tensors, if it is one."""
         devices = {tensor.device for tensor in self._tensors.values()}
         return devices.pop() if len(devices) == 1 else None
 
     def items(self, positions: Iterable[int]) -> list["Item"]:
-        """Raises UsageError where a tensor has changed its shape, strides or dtype since the model was attached."""
+        """Yield the tensors. Raises UsageError if a tensor has changed its shape, strides or dtype
+        since the model was attached.
+        """
         for name, tensor in self._tensors.items():
             if _memory_form(tensor) != self._known[name]:
                 raise UsageError(
@@ -149,8 +154,9 @@ def _memory_form(tensor: torch.Tensor) -> str:
 
 
 def assigned_items(rank_layout: RankLayout, positions: Iterable[int], items: Iterable[TensorItem]) -> Iterator["Item"]:
-    """Those of `items` that are assigned, by their number in the slot. Raises UsageError unless `items` are exactly what the rank
-    registered, in any order."""
+    """Yield the assigned items with their number in the slot. Raises UsageError unless `items` are
+    exactly the registered ones, in any order.
+    """
     numbers = {position: number for number, position in enumerate(positions)}
     open_ = dict(rank_layout.positions)
     for item in items:
@@ -181,5 +187,5 @@ def _count(box: Box) -> int:
 
 
 def _same_shape(tensor: torch.Tensor, box: Box) -> bool:
-    """Equal but for the dimensions of one that integer indices leave out."""
+    """Return whether shapes are equal except for dimensions of one that integer indices omit."""
     return [n for n in tensor.shape if n != 1] == [n for n in box_shape(box) if n != 1]

@@ -1,4 +1,4 @@
-"""A rank's registration with the daemon and what it is to send."""
+"""A rank's registration with the daemon, and the boxes that it sends."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ _POLL_SECONDS = 20.0
 
 
 class Registration:
-    """One publisher as the daemon knows it. `assignment` asks once and keeps the answer."""
+    """One publisher of the daemon. `assignment` requests it once and caches the answer."""
 
     def __init__(
         self, channel: Channel, publisher: resources_pb2.Publisher, identity: RankIdentity, rank_layout: RankLayout
@@ -34,11 +34,11 @@ class Registration:
 
     @property
     def complete(self) -> bool:
-        """Whether every rank had registered when this one asked."""
+        """Return whether every rank had registered when this one did."""
         return self._assigned is not None
 
     def assignment(self, timeout: float) -> tuple[AssignedSlot, Sequence[int]]:
-        """The slot, and for each of its boxes the position in what the rank registered. Waits for all ranks to register.
+        """Return the slot, and the position of each of its boxes in the rank's registration, after all ranks have registered.
 
         Raises LayoutRejected, OutOfRoom, StaleEpoch, WaitTimeout after `timeout` seconds.
         """
@@ -79,7 +79,7 @@ class Registration:
 def register(
     channel: Channel, model: str, files: Sequence[resources_pb2.ModelFile], identity: RankIdentity, rank_layout: RankLayout
 ) -> Registration:
-    """Claims the model for the job and registers this rank's layout. The model's files are rank 0's.
+    """Claim the model for the job and register this rank's layout. The model's files come from rank 0.
 
     Raises LayoutRejected, OutOfRoom, StaleEpoch.
     """

@@ -1,6 +1,6 @@
-"""How the ranks of a trainer tell each other how far they are: words in the store of torch's default group. No collective.
+"""Messages by which the ranks of a trainer report their progress: counters in the store of torch's default group. No collective.
 
-A word is counted, so that asking whether all have said it is one short call; it is never said twice by one rank.
+A counter shows with one short call whether all ranks have reported; a rank never reports twice.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from resharder.client.trainer.identity import RankIdentity
 from torch._C._distributed_c10d import HashStore, Store
 
 _WORDS = ("aside", "settled", "left", "failed", "ended")
-_meetings: Counter[str] = Counter()  # a key of the store means one thing for as long as the process lives
+_meetings: Counter[str] = Counter()  # a key of the store has one meaning for the life of the process
 
 
 class Ranks:
@@ -30,20 +30,20 @@ class Ranks:
             self._store.add(self._key(self._number, word), 1)
 
     def said(self, word: str) -> int:
-        """By how many ranks."""
+        """Return the number of ranks that have reported."""
         return self._store.add(self._key(self._number, word), 0)
 
     def all_said(self, word: str) -> bool:
         return self.said(word) == self._world_size
 
     def absent(self) -> str:
-        """The ranks that have not said anything at this meeting. Asks rank by rank."""
+        """Return the ranks that have not reported at this meeting, rank by rank."""
         keys = {rank: f"{self._scope}/rank {rank}" for rank in range(self._world_size)}
         came = {rank for rank, key in keys.items() if self._store.check([key]) and self._store.get(key) == self._mark.encode()}
         return f"ranks {sorted(keys.keys() - came)} have not"
 
     def forget_earlier(self) -> None:
-        """The meeting before, once all have come to this one."""
+        """Remove the previous meeting, after all ranks have joined this one."""
         for word in _WORDS:
             self._store.delete_key(self._key(self._number - 1, word))
 
@@ -52,7 +52,9 @@ class Ranks:
 
 
 def meet(identity: RankIdentity, model: str) -> Ranks:
-    """Every rank comes to every meeting. Raises UsageError where torch.distributed does not span the trainer's ranks."""
+    """Return the next meeting, which every rank must join. Raises UsageError if torch.distributed does
+    not span the trainer's ranks.
+    """
     scope = f"resharder/{identity.job}/{model}"
     return Ranks(_store(identity), identity.rank, identity.world_size, scope, _number(scope))
 

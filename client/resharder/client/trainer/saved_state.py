@@ -1,6 +1,6 @@
-"""What a trainer must find again as it left it: train modes and the states of random number generators.
+"""State of a trainer that must survive a generation: train modes and random number generators.
 
-Each function takes the state down and returns what restores it.
+Each function saves the state and returns a function that restores it.
 """
 
 import random
@@ -13,7 +13,7 @@ import torch
 
 
 def eval_mode(roots: Sequence[torch.nn.Module]) -> Callable[[], None]:
-    """Restores `training` of every module by itself: a trainer may keep frozen parts in eval mode."""
+    """Set eval mode, and restore `training` of each module: a trainer may have frozen parts in eval mode."""
     modes = [(module, module.training) for root in roots for module in root.modules()]
 
     def restore() -> None:
@@ -26,7 +26,7 @@ def eval_mode(roots: Sequence[torch.nn.Module]) -> Callable[[], None]:
 
 
 def keep_rng() -> Callable[[], None]:
-    """Python's, numpy's, torch's on the host and on every GPU, and Megatron's tracker's, where there is one."""
+    """Save Python's, numpy's and torch's generators on the host and every GPU, and Megatron's tracker, if there is one."""
     python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     restore_tracker = _keep_tracker()
@@ -43,9 +43,9 @@ def keep_rng() -> Callable[[], None]:
 
 
 def _keep_tracker() -> Callable[[], None]:
-    """Its states are tensors, which it replaces, or with CUDA graphs generators, which go on."""
+    """Save the tracker's states, which are tensors that it replaces, or with CUDA graphs generators that it advances."""
     module: Any = sys.modules.get("megatron.core.tensor_parallel.random")
-    tracker: Any = getattr(module, "_CUDA_RNG_STATE_TRACKER", None)  # the function that returns it would make one
+    tracker: Any = getattr(module, "_CUDA_RNG_STATE_TRACKER", None)  # the function that returns the tracker would create one
     if tracker is None or not tracker.is_initialized():
         return lambda: None
     states = tracker.get_states()

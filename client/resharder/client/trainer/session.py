@@ -137,7 +137,7 @@ class PublisherSession:
                 self.abort(version.name, f"rank {rank} delivered step {newest.step} to a daemon that is gone")
 
     def abort(self, name: str, reason: str) -> None:
-        """Abort a version. Errors are dropped: the daemon aborts it too when the lease ends."""
+        """Abort a version. Errors are dropped: the daemon also aborts it when the lease expires."""
         request = publisher_pb2.AbortVersionRequest(version=name, epoch=self.epoch, reason=reason)
         with suppress(ResharderError):
             self._channel.call(self._stub.AbortVersion, request, timeout=5, patience=0)
