@@ -4,8 +4,6 @@ from tools.prose import check, incomplete, pages, sources, undocumented
 
 TO_REWRITE = {
     "client/resharder/client/cli",
-    "client/resharder/client/direct",
-    "client/resharder/client/gpu",
     "client/resharder/client/tools",
     "converters/resharder/converters/architectures",
 }

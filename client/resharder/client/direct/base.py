@@ -16,7 +16,7 @@ from resharder.client.gpu.streams import WorkStream
 
 
 class DirectFailed(ResharderError):
-    """The group can do nothing more; the next one is to be a new one. `torn`, from a transfer: targets may hold a mix."""
+    """The group is unusable; the next transfer needs a new one. With `torn`, targets may have a mix."""
 
     reason = "DIRECT_FAILED"
 
@@ -26,38 +26,41 @@ class DirectFailed(ResharderError):
 
 
 class PeerMessage(NamedTuple):
-    """A message: `memory` is bytes in one dimension, contiguous."""
+    """Message. `memory` is contiguous bytes in one dimension."""
 
     peer: int
     memory: torch.Tensor
 
 
 class Pending(Protocol):
-    """Messages under way."""
+    """Messages in progress."""
 
     def wait(self, deadline: float) -> None:
-        """Until they are there, or until `deadline` (time.monotonic), then DirectFailed."""
+        """Wait until the messages have arrived. Raises DirectFailed at `deadline` (time.monotonic)."""
 
     def come_before(self, stream: WorkStream, deadline: float) -> None:
-        """What `stream` gets to do from now on comes after them. Without streams that is to wait."""
+        """Order later work of `stream` after the messages; without streams, wait for them."""
 
 
 class DirectGroup(Protocol):
-    """What processes send over; `size` of them. Their ranks are those of all that met, not all of whom need be in it. One thread
-    at a time uses it; `abort` and `close` may come from any."""
+    """Processes that exchange messages; `size` is their number. Ranks are those of all that met, some
+    of which may be outside of the group. One thread at a time uses it; any thread may call `abort`
+    and `close`.
+    """
 
     rank: int
     size: int
 
     def post(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], deadline: float) -> Pending:
-        """Begins to send and receive, on the current stream where there are streams. Both sides of a pair post alike, in the same
-        order. Raises DirectFailed."""
+        """Begin to send and receive, on the current stream if there are streams. Both sides of a pair
+        post in the same order. Raises DirectFailed.
+        """
 
     def check(self) -> None:
-        """Raises DirectFailed where the group was aborted or lost a member, as far as that shows."""
+        """Raise DirectFailed if the group was aborted or is known to have lost a member."""
 
     def abort(self, why: str) -> None:
-        """Whoever waits for this group, in this process, gets DirectFailed at once. Nothing raises."""
+        """Let every wait for this group in this process raise DirectFailed at once."""
 
     def close(self) -> None:
-        """Lets go of everything. Nothing of the group writes into memory any more."""
+        """Release all resources. The group writes to no memory afterwards."""

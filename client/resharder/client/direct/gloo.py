@@ -1,4 +1,4 @@
-"""The direct path's group on CPUs, over gloo."""
+"""Group of the direct path on CPUs, over gloo."""
 
 import datetime
 import threading
@@ -16,7 +16,7 @@ _PATIENCE = datetime.timedelta(milliseconds=1)
 
 
 class GlooGroup:
-    """Messages of a pair are told apart by their number."""
+    """Group over gloo. A tag distinguishes the messages of a pair."""
 
     def __init__(self, store: Any, rank: int, members: Sequence[int], timeout: float) -> None:
         self.rank, self.size, self._why = rank, len(members), ""
@@ -58,7 +58,7 @@ class GlooGroup:
         self._cut()
 
     def _cut(self) -> None:
-        """gloo has nothing else that ends the waits of other threads: one that ran out of time closes all connections."""
+        """Close all connections, the only way in gloo to end the waits of other threads."""
         with self._lock:
             gloo = self._gloo
             for peer in range(self.size):

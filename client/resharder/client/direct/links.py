@@ -1,7 +1,7 @@
 """A process's links to groups, reused from version to version.
 
-Meeting a group takes seconds, in which servers that have met before may be paused for a transfer
-from this rank: `TransferLinks` meets each group in a thread of its own.
+Forming a group takes seconds, in which servers with an existing group may be paused for a transfer
+from this rank: `TransferLinks` forms each group in a thread of its own.
 """
 
 import threading
@@ -21,22 +21,24 @@ from resharder.converters.errors import ConversionError
 from resharder.converters.wire.direct import copies_from_proto
 from resharder.v1 import direct_pb2, direct_pb2_grpc
 
-_ASK = 10.0  # seconds that the call itself may take
-_LONGEST = 60.0  # seconds of a call that waits
+_ASK = 10.0  # bound in seconds on the call itself
+_LONGEST = 60.0  # seconds of a waiting call
 _NEVER_SET = "over"  # a key that no member sets
 _OVER = "NOT_OFFERED"
 
 Failed = Callable[[str, Exception], None]
-"""Told of a group that goes wrong, in any thread; its link is dropped by then."""
+"""Function called, on any thread, when a group has failed; its link is dropped by then."""
 
 
 class TransferLink:
-    """One process's side of a group, kept from version to version. `memory`: for packing, where several links share it."""
+    """One process's side of a group, reused from version to version. `memory` is the packing buffer,
+    if several links share it.
+    """
 
     def __init__(
         self, channel: Channel, message: direct_pb2.DirectLink, device: torch.device, memory: torch.Tensor | None = None
     ) -> None:
-        """Raises DirectFailed where the members do not meet, or this one cannot."""
+        """Form the group. Raises DirectFailed if members are missing, or this one cannot join."""
         self.id, self.seconds, self._channel = message.group, message.seconds, channel
         group: DirectGroup | None = None
         try:
@@ -55,11 +57,11 @@ class TransferLink:
 
     @property
     def received(self) -> int:
-        """Bytes that come with each version."""
+        """Bytes received with each version."""
         return self._transfer.schedule.received
 
     def prepare(self, sources: Tensors, targets: Tensors) -> None:
-        """Raises DirectFailed where tensors are not as they were declared."""
+        """Prepare a transfer. Raises DirectFailed if tensors differ from their declaration."""
         try:
             self._transfer.prepare(sources, targets)
         except (KeyError, ValueError, RuntimeError) as error:
@@ -67,16 +69,17 @@ class TransferLink:
 
     @property
     def complete(self) -> dict[str, int]:
-        """The last round that writes into each target local."""
+        """Last round that writes into each target local."""
         return self._transfer.schedule.complete
 
     def run(self, follower: Follower | None = None, meanwhile: Callable[[], None] | None = None) -> Seconds:
-        """As `Transfer.run` has it. Raises DirectFailed; the link is of no use then."""
+        """Run a transfer as `Transfer.run`. Raises DirectFailed; the link is then unusable."""
         return self._transfer.run(self.seconds, follower, meanwhile)
 
     def watched(self) -> AbstractContextManager[None]:
-        """A transfer that runs inside fails as soon as the group is over for the daemon, as when a rank's stream has ended; NCCL
-        does not notice that its process is gone."""
+        """Let a transfer in the context fail as soon as the group is over for the daemon, as when a
+        rank's stream has ended: NCCL does not detect that a peer's process is gone.
+        """
         return until_over(self._channel, self.id, self.seconds, self._transfer.group.abort)
 
     def close(self) -> None:
@@ -85,7 +88,7 @@ class TransferLink:
 
 @contextmanager
 def until_over(channel: Channel, group: str, seconds: float, over: Callable[[str], None]) -> Iterator[None]:
-    """Calls `over`, in another thread, if the daemon says meanwhile that the group is; not where it says nothing."""
+    """Call `over`, on another thread, when the daemon reports that the group is over; not while it cannot be reached."""
 
     def heard(call: Any) -> None:
         if not call.cancelled() and (error := call.exception()) is not None and (said := channel.error(error)).reason == _OVER:
@@ -101,21 +104,21 @@ def until_over(channel: Channel, group: str, seconds: float, over: Callable[[str
 
 
 def _peers(found: Schedule) -> tuple[list[int], list[int]]:
-    """Whom it sends to, and whom it receives from."""
+    """Return the ranks to which this one sends, and from which it receives."""
     sends = {post.peer for each in found.rounds for post in each.sends}
     return sorted(sends), sorted({post.peer for each in found.rounds for post in each.receives})
 
 
 class TransferLinks:
-    """`tensors` are what is sent. One thread at a time asks."""
+    """Links of one process. `tensors` are the sources. One thread at a time calls its methods."""
 
     def __init__(self, tensors: Tensors, device: torch.device) -> None:
         self._tensors, self._device = tensors, device
         self._met: dict[str, Future[TransferLink | None]] = {}
-        self._preparing = threading.Lock()  # kernels are compiled
+        self._preparing = threading.Lock()  # compiles kernels
 
     def meet(self, group: str, make: Callable[[], TransferLink], failed: Failed) -> None:
-        """Begins to. `make` is called on a stream of its own; it raises DirectFailed, or RuntimeError where no memory is left."""
+        """Begin to form a group. `make` runs on a stream of its own and raises DirectFailed, or RuntimeError without memory."""
         met = self._met[group] = Future[TransferLink | None]()
 
         def run() -> None:
@@ -132,7 +135,7 @@ class TransferLinks:
         threading.Thread(target=run, name="resharder-meet", daemon=True).start()
 
     def get(self, group: str) -> TransferLink:
-        """Once it has been met. Raises DirectFailed where there is none."""
+        """Return the link when it is formed. Raises DirectFailed if there is none."""
         met = self._met.get(group)
         link = met.result() if met is not None else None
         if link is None:
@@ -140,7 +143,7 @@ class TransferLinks:
         return link
 
     def prepare(self, failed: Failed) -> None:
-        """Looks where the tensors are, for each link that has been met; the others do so when they have."""
+        """Prepare each link that is formed; others prepare when they are."""
         for group, met in list(self._met.items()):
             link = met.result() if met.done() else None
             if link is not None:
@@ -160,7 +163,7 @@ class TransferLinks:
         return link
 
     def drop(self, group: str) -> None:
-        """Lets go of it, or will when it has been met."""
+        """Drop a link, or drop it when it is formed."""
         met = self._met.pop(group, None)
         if met is not None:
             met.add_done_callback(lambda done: link.close() if (link := done.result()) is not None else None)
@@ -171,7 +174,7 @@ class TransferLinks:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Neither behind what the current stream has, nor before what that gets."""
+        """Return a stream that is ordered neither after nor before the current one."""
         if self._device.type != "cuda":
             yield
             return

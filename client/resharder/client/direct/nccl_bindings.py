@@ -1,7 +1,7 @@
-"""Communicators of our own, by NCCL's C interface (nccl.h, 2.18 and later), from the library that torch has loaded.
+"""Communicators by NCCL's C interface (nccl.h, 2.18 and later), from the library that torch has loaded.
 
-They never block: what takes time is asked for again and again until a deadline, and then aborted. So no thread hangs in them, no
-other thread is needed to free one, and no watchdog knows of them.
+They never block: slow operations are polled until a deadline, then aborted. No thread hangs in them, no
+other thread is needed to free one, and no watchdog monitors them.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """As of 2.17; later libraries fill in what came later."""
+    """ncclConfig_t of 2.17; later libraries fill in later fields."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -62,7 +62,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
 
 @lru_cache(maxsize=1)
 def _library() -> Any:
-    """Raises DirectFailed where there is none."""
+    """Return NCCL's library. Raises DirectFailed if there is none."""
     try:
         library = ctypes.CDLL("libnccl.so.2")
     except OSError as error:
@@ -77,15 +77,20 @@ def _library() -> Any:
 
 
 class PairCommunicator:
-    """A communicator of two: this process and `peer`, each with a GPU of its own.
+    """Communicator of two processes, this one and `peer`, each with its own GPU.
 
-    For one thread at a time; `abort` may come from any.
+    For one thread at a time; any thread may call `abort`.
     """
 
     def __init__(self, store: Any, rank: int, peer: int, device: torch.device, timeout: float, ctas: int | None) -> None:
-        """They meet at a torch Store. `ctas`: multiprocessors that NCCL may use of each GPU, None: as it likes.
+        """Form the communicator through a torch Store.
 
-        Raises DirectFailed where the other is not there within `timeout` seconds.
+        Args:
+            ctas: Multiprocessors of each GPU that NCCL may use; None: NCCL's choice.
+            timeout: Seconds to wait for the peer.
+
+        Raises:
+            DirectFailed: the peer is missing.
         """
         self.rank, self._device, self._why = rank, device, ""
         self._nccl, self._communicator = _library(), ctypes.c_void_p()
@@ -117,7 +122,7 @@ class PairCommunicator:
     def post(
         self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], stream: torch.cuda.Stream, deadline: float
     ) -> None:
-        """Begins to send and receive these, in this order, on `stream`. Raises DirectFailed."""
+        """Begin to send and receive these messages, in this order, on `stream`. Raises DirectFailed."""
         with torch.cuda.device(self._device):
             self._called("ncclGroupStart")
             try:
@@ -140,7 +145,7 @@ class PairCommunicator:
         return DirectFailed(f"rank {self.rank}: NCCL ({what}): {words}")
 
     def check(self) -> None:
-        """Raises DirectFailed where it was aborted, or where NCCL says that it cannot go on."""
+        """Raise DirectFailed if the communicator was aborted or NCCL reports an error."""
         if self._why or not self._communicator:
             raise DirectFailed(self._why or "the group is closed")
         state = self._state()
@@ -165,12 +170,14 @@ class PairCommunicator:
         self._why = self._why or why
 
     def close(self) -> None:
-        """Frees it, and ends its kernels that are on their way; what was begun here should have ended.
+        """Free the communicator and end its running kernels; its messages should have ended.
 
-        Always by aborting: ncclCommDestroy waits for the other side to let go too (NCCL's manual calls it intra-node collective;
-        its proxy serves until every peer has hung up), and a rank that trains asks nobody for a while. So does an abort, by
-        NCCL's proxy.cc, where NCCL does not use CUDA's virtual memory; `NcclGroup.close` waits no longer than its bound. It
-        waits for the whole GPU: kernels of other communicators must be able to end, so that several are closed at once.
+        Always aborts: ncclCommDestroy waits until the other side destroys as well (NCCL's manual calls it an
+        intra-node collective;
+        its proxy serves until every peer has disconnected), and a training rank may not do so for a while. Without
+        CUDA's virtual memory,
+        an abort waits too, by NCCL's proxy.cc; `NcclGroup.close` bounds the wait. It
+        waits for the whole GPU: kernels of other communicators must be able to end, so several are closed at once.
         """
         communicator, self._communicator = self._communicator, ctypes.c_void_p()
         self._why = self._why or "the group is closed"

@@ -1,6 +1,6 @@
-"""The direct path's group on GPUs: a communicator for each pair that something goes between.
+"""Group of the direct path on GPUs: a communicator for each pair with traffic.
 
-NCCL divides 32 channels by the members of a communicator and gives a message no more than its part: 8 of 32 among four, which
+NCCL divides 32 channels by the members of a communicator and uses only a message's share: 8 of 32 among four, which
 makes the transfer of a dense model a third longer and that of a mixture of experts a tenth (benchmarks/results/direct_path.md).
 """
 
@@ -22,13 +22,15 @@ _CLOSING = 5.0  # seconds; an abort takes half of one
 
 
 def ctas_of(most_peers: int) -> int | None:
-    """Of each communicator, where a process has up to so many. None, as NCCL likes it (32), for one or two; with more, NCCL's
-    buffers should take about as much memory as for two, which was not measured."""
+    """Return the multiprocessors of each communicator of a process that has this many. None, NCCL's
+    choice (32), for one or two; with more, NCCL's buffers should take about as much memory as for
+    two, which was not measured.
+    """
     return None if most_peers <= 2 else max(_LEAST_CTAS, _CTAS // most_peers)
 
 
 class NcclGroup:
-    """`rank` and its `peers`, each process with a GPU of its own."""
+    """Group of `rank` and its `peers`, each process with its own GPU."""
 
     def __init__(
         self, store: Any, rank: int, peers: Iterable[int], device: torch.device, timeout: float, most_peers: int
@@ -37,7 +39,7 @@ class NcclGroup:
         self._pairs: dict[int, tuple[PairCommunicator, torch.cuda.Stream]] = {}
         deadline = time.monotonic() + timeout
         try:
-            for low, high in sorted((min(rank, peer), max(rank, peer)) for peer in peers):  # all in one order: no ring waits
+            for low, high in sorted((min(rank, peer), max(rank, peer)) for peer in peers):  # all in one order: no cycle of waits
                 within = torch._C._distributed_c10d.PrefixStore(f"pair {low} {high}", store)
                 peer, left = (high if low == rank else low), max(0.001, deadline - time.monotonic())
                 pair = PairCommunicator(within, rank, peer, device, left, ctas_of(most_peers))
@@ -79,7 +81,7 @@ class NcclGroup:
             raise self.fail(str(error)) from error
 
     def fail(self, why: str) -> DirectFailed:
-        """Ends what is on its way, kernels too."""
+        """End messages in progress, kernels included."""
         self.abort(why)
         self.close()
         return DirectFailed(self._why)
@@ -87,15 +89,17 @@ class NcclGroup:
     def abort(self, why: str) -> None:
         self._why = self._why or why
         for pair, _ in self._pairs.values():
-            pair.abort(self._why)  # whoever waits asks for it all the time
+            pair.abort(self._why)  # polled by every wait
 
     def close(self) -> None:
-        """All at the same time: none could be freed while another's kernels wait for a peer that does not answer. Returns after
-        `_CLOSING` seconds in any case; what is not free by then is when the other side has closed too, and the log says so."""
+        """Close all communicators at once: none could be freed while another's kernels wait for an
+        unresponsive peer. Returns after `_CLOSING` seconds at the latest; what is not freed by then
+        is freed when the other side closes, and logged.
+        """
         self._why = self._why or "the group is closed"
         closing = [threading.Thread(target=pair.close, name="resharder-nccl", daemon=True) for pair, _ in self._pairs.values()]
         deadline = time.monotonic() + _CLOSING
-        with suppress(RuntimeError):  # no thread begins while the process ends
+        with suppress(RuntimeError):  # no thread starts at interpreter exit
             for thread in closing:
                 thread.start()
             for thread in closing:

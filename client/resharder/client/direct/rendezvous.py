@@ -1,4 +1,4 @@
-"""How the members of a group find each other: keys in a torch Store that the daemon keeps, then a process group of their own."""
+"""Rendezvous of a group's members: keys in a torch Store on the daemon, then a process group of their own."""
 
 import datetime
 import json
@@ -19,7 +19,7 @@ _ASK = 10.0  # seconds of one call
 
 
 class DaemonStore(dist.Store):  # type: ignore[name-defined,misc]
-    """A torch Store whose keys the daemon keeps, as long as the group."""
+    """torch Store whose keys the daemon holds for the life of the group."""
 
     def __init__(self, channel: Channel, group: str) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class DaemonStore(dist.Store):  # type: ignore[name-defined,misc]
             found = self._ask(key, min(left, _ASK))
             if found is not None:
                 return found
-        raise RuntimeError(f"group {self._group}: nobody set {key} in time")
+        raise RuntimeError(f"group {self._group}: no member set {key} in time")
 
     def _ask(self, key: str, seconds: float) -> bytes | None:
         request = direct_pb2.GetGroupKeyRequest(group=self._group, key=key, wait_seconds=seconds)
@@ -57,7 +57,7 @@ class DaemonStore(dist.Store):  # type: ignore[name-defined,misc]
         return answer.value if answer.HasField("value") else None
 
     def _call(self, method: Any, request: Any, seconds: float = 0.0) -> Any:
-        """Raises RuntimeError: that is what torch expects of a Store."""
+        """Call the daemon. Raises RuntimeError, as torch expects of a Store."""
         try:
             return self._channel.call(method, request, timeout=seconds + _ASK, patience=0)
         except ResharderError as error:
@@ -74,10 +74,18 @@ def make_group(
     peers: Iterable[int] | None = None,
     most_peers: int = 0,
 ) -> DirectGroup:
-    """Meets others of `size` processes at a torch Store under `prefix`, which is to be another for each group. `peers`: those
-    that this one exchanges something with, and they with it; all by default. Only those make up the group that are connected by
-    that, for it fails for all. `most_peers`: the most that any of them has, alike for all. Raises DirectFailed where they are not
-    there within `timeout` seconds."""
+    """Form a group of `size` processes through a torch Store.
+
+    Args:
+        prefix: Prefix of keys, different for each group.
+        peers: Ranks with which this one exchanges messages, and they with it; by default all. The group consists of connected
+            ranks only, because it fails for all.
+        most_peers: Largest number of peers of a rank, the same on all.
+        timeout: Seconds to wait for members.
+
+    Raises:
+        DirectFailed: members are missing.
+    """
     within = PrefixStore(f"resharder/{prefix}", store)
     if device.type == "cuda":
         from resharder.client.direct.nccl_group import NcclGroup
@@ -91,7 +99,7 @@ def make_group(
 
 
 def connected(store: Any, rank: int, peers: Iterable[int], deadline: float) -> list[int]:
-    """All that `rank` reaches from peer to peer, and itself, when each says at the store whom it exchanges something with."""
+    """Return all ranks that `rank` reaches from peer to peer, itself included, from the peers that each rank stores."""
     store.set(f"peers/{rank}", json.dumps(sorted(peers)))
     found, left = set[int](), [rank]
     try:
@@ -106,8 +114,9 @@ def connected(store: Any, rank: int, peers: Iterable[int], deadline: float) -> l
 
 
 def connect(group: DirectGroup, device: torch.device, sends: Sequence[int], receives: Sequence[int], timeout: float) -> None:
-    """A byte to and from each of these ranks, in a round of its own: connections take a fraction of a second when they are first
-    used, and servers need not be paused for that."""
+    """Exchange a byte with each of these ranks, in a round of its own: first use of a connection takes
+    a fraction of a second, for which servers need not pause.
+    """
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
     deadline = time.monotonic() + timeout
     got = [PeerMessage(peer, torch.empty_like(byte)) for peer in sorted(receives)]

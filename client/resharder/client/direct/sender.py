@@ -1,4 +1,4 @@
-"""A rank's side of the direct path: it offers the version that lies in its memory, and sends what it is told to."""
+"""A rank's side of the direct path: it offers the version in its memory and executes the daemon's tasks."""
 
 import logging
 import threading
@@ -25,12 +25,13 @@ from resharder.v1 import direct_pb2, direct_pb2_grpc
 
 logger = logging.getLogger(__name__)
 _UNKNOWN = "MEMORY_UNKNOWN"
-_GIVEN_UP = 5.0  # seconds until the daemon has noticed that a version is ABORTED
+_GIVEN_UP = 5.0  # seconds until the daemon notices that a version is ABORTED
 
 
 class Offering:
-    """One version's, in a thread of its own. Its work comes after what the current stream has when it begins, and beside what
-    that gets later, which is the hand-over to the daemon."""
+    """Offer of one version, on a thread of its own. Its work is ordered after the current stream's at
+    the start, and runs beside later work of that stream, which delivers to the daemon.
+    """
 
     def __init__(self, sender: "Sender", request: direct_pb2.OfferVersionRequest) -> None:
         stream = sender.beside()
@@ -44,19 +45,19 @@ class Offering:
         self._thread.start()
 
     def wait(self, seconds: float) -> None:
-        """Returns when the tensors may change: when nobody needs the offer any more, or after `seconds`, which ends it."""
+        """Return when the tensors may change: when no server needs the offer, or after `seconds`, which ends it."""
         self._thread.join(min(seconds, threading.TIMEOUT_MAX))
         for call in self._calls:
             call.cancel()
         self._thread.join()
 
     def give_up(self) -> None:
-        """The version will not be complete."""
+        """End the offer: the version will not be complete."""
         self.wait(_GIVEN_UP)
 
 
 class Sender:
-    """Of one attached model. Nothing in here raises where a transfer goes wrong: then servers take the staged path."""
+    """Sender of one attached model. No method raises for a failed transfer: servers then use the staged path."""
 
     def __init__(self, channel: Channel, rank: int, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
         self._channel, self._rank, self._tensors, self._process = channel, rank, tensors, uuid.uuid4().hex
@@ -64,23 +65,23 @@ class Sender:
         self._layout = layout_to_proto(pack({rank: layout}))
         self._links = TransferLinks(tensors, self._device)
         self._memory = xxhash.xxh3_128_hexdigest(self._layout.SerializeToString(deterministic=True))
-        self._sent: dict[str, SentDigests] = {}  # by group, once it was asked for their digests
+        self._sent: dict[str, SentDigests] = {}  # by group, after its first DIGEST task
         self._buffers: torch.Tensor | None = None
         self._stream: Any = None
 
     def declare(self, publisher: str) -> None:
-        """Raises ResharderError."""
+        """Declare the layout. Raises ResharderError."""
         declare(self._channel, self._member(publisher), self._memory, self._layout)
 
     def offer(self, publisher: str, version: str, wait_seconds: float) -> Offering:
-        """The tensors are read until it has ended. One at a time."""
+        """Offer a version. The tensors are read until the offer ends. One offer at a time."""
         request = direct_pb2.OfferVersionRequest(
             member=self._member(publisher), version=version, memory=self._memory, wait_seconds=wait_seconds
         )
         return Offering(self, request)
 
     def beside(self) -> AbstractContextManager[Any]:
-        """To be on a stream of its own, behind all that the current one has by now."""
+        """Use a stream of its own, after all current work of the current one."""
         if self._device.type != "cuda":
             return nullcontext()
         if self._stream is None:
@@ -89,7 +90,7 @@ class Sender:
         return torch.cuda.stream(self._stream)
 
     def serve(self, request: direct_pb2.OfferVersionRequest, calls: list[Any]) -> None:
-        """Puts its calls into `calls`."""
+        """Execute the offer's tasks; put its calls into `calls`."""
         try:
             try:
                 self._serve(request, calls)
@@ -105,7 +106,7 @@ class Sender:
         call = direct_pb2_grpc.DirectServiceStub(self._channel.grpc).OfferVersion(request)
         calls.append(call)
         try:
-            self._links.prepare(partial(self._failed, request.member))  # not while servers wait
+            self._links.prepare(partial(self._failed, request.member))  # rather than while servers wait
             for task in self._channel.stream(call):
                 match task.kind:
                     case direct_pb2.DirectTask.LINK:
@@ -124,7 +125,7 @@ class Sender:
         try:
             if self._buffers is None or self._buffers.numel() < message.staging_bytes:
                 self._buffers = torch.empty(message.staging_bytes, dtype=torch.uint8, device=self._device)
-        except RuntimeError as error:  # there is no memory left
+        except RuntimeError as error:  # out of memory
             failed(message.group, error)
             return
         self._links.meet(message.group, partial(TransferLink, self._channel, message, self._device, self._buffers), failed)
@@ -132,7 +133,7 @@ class Sender:
     def _run(self, member: direct_pb2.Member, group: str) -> None:
         try:
             link = self._links.get(group)
-            with DRIVER_LOCK.priority():  # by the hand-over, which goes on beside it
+            with DRIVER_LOCK.priority():  # by the delivery, which continues
                 took = link.run()
         except DirectFailed as error:
             self._failed(member, group, error)

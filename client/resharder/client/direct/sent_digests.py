@@ -1,4 +1,4 @@
-"""What a rank says of what it sends: the digest of each box as it lies in its memory, with what is added on the way."""
+"""Digests of the boxes that a rank sends, as they are in its memory, with constants added."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +14,7 @@ from resharder.converters.storage.digest import digest_torch
 
 
 class SentDigests:
-    """Over one group, version after version."""
+    """Digests for one group, version after version."""
 
     def __init__(self, pieces: Pieces[int], device: torch.device) -> None:
         self._pieces, self._on_gpu = pieces, device.type == "cuda"
@@ -22,7 +22,7 @@ class SentDigests:
         self._digester = CachedDigester(_take(pieces, self._plain), device)
 
     def digests(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
-        """In the order of the pieces. After what the current stream has yet to do. Raises DirectFailed."""
+        """Return the digests in the order of the pieces, after the current stream's pending work. Raises DirectFailed."""
         try:
             _check_inside(self._pieces, tensors)
             if not self._on_gpu:
@@ -46,7 +46,7 @@ def _digest(sent: Pieces[int], i: int, tensors: Mapping[str, torch.Tensor]) -> i
 
 
 def _check_inside(sent: Pieces[int], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises ValueError."""
+    """Raise ValueError for a piece outside of its tensor."""
     ends = sent.offset + ((sent.boxes.count - 1) * sent.strides).sum(axis=1)
     used = np.unique(sent.local).tolist()
     room = np.zeros(len(sent.locals), np.int64)

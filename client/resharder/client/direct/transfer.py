@@ -1,4 +1,4 @@
-"""Runs a schedule: round after round packed, sent, received and unpacked, each while the others are at it."""
+"""Execution of a schedule: rounds are packed, sent, received and unpacked concurrently."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -15,21 +15,21 @@ from resharder.converters.geometry.piece_arrays import Ints
 from resharder.converters.models.tensor_io import view_of
 
 Tensors = Mapping[str, torch.Tensor]
-_AHEAD = 8  # rounds that the host may be ahead of the device: the driver's queue of launches is not endless
+_AHEAD = 8  # rounds that the host may be ahead of the device: the driver's queue of launches is bounded
 
 
 class Follower(Protocol):
-    """Works on what has arrived while the rest is on its way, on the current stream: `resharder.client.gpu.digest.Digester`."""
+    """Work on arrived data while the rest is in progress, on the current stream: `resharder.client.gpu.digest.Digester`."""
 
     def begin(self) -> None:
-        """A transfer begins."""
+        """Begin a transfer."""
 
     def arrived(self, number: int) -> None:
-        """Round `number` is in its targets, once the current stream comes to this."""
+        """Round `number` is in its targets, when the current stream reaches this point."""
 
 
 class Seconds(NamedTuple):
-    """What a transfer took, and how long its parts were at work, one beside the other. `wire` includes waiting for others."""
+    """Durations of a transfer and of its concurrent parts. `wire` includes waits for peers."""
 
     total: float
     pack: float
@@ -41,7 +41,7 @@ class Transfer:
     """One process's side of one plan over one group: made once, prepared and run for every version, by one thread at a time."""
 
     def __init__(self, schedule: Schedule, group: DirectGroup, device: torch.device, memory: torch.Tensor | None = None) -> None:
-        """`memory`: of the device, for buffers; transfers that do not run at once may share it."""
+        """Make a transfer. `memory` is device memory for buffers; transfers that do not run at once may share it."""
         self.schedule, self.group, self._device = schedule, group, device
         slots = min(SLOTS, len(schedule.rounds) - 1)
         sizes = [*[schedule.pack_slot] * slots, *[schedule.unpack_slot] * slots, schedule.ready_size]
@@ -61,13 +61,13 @@ class Transfer:
 
     @property
     def staging(self) -> int:
-        """Bytes of the device that its buffers take."""
+        """Bytes of device memory of its buffers."""
         return sum(buffer.numel() for buffer in (*self._packed, *self._unpacked, self._ready))
 
     def prepare(self, sources: Tensors, targets: Tensors) -> None:
-        """Looks where the tensors are. To be called before each version: it does nothing where none has moved, but asks them all.
+        """Locate the tensors. Called before each version; cheap if none has moved.
 
-        Raises KeyError and ValueError for tensors that are not as scheduled.
+        Raises KeyError and ValueError for tensors that differ from the schedule.
         """
         s = self.schedule
         pointers = [sources[s.source_locals[i]].data_ptr() for i in self._reads]
@@ -94,13 +94,18 @@ class Transfer:
         self._tables, self._sources, self._pointers = (packs, unpacks, local), sources, pointers
 
     def run(self, timeout: float, follower: Follower | None = None, meanwhile: Callable[[], None] | None = None) -> Seconds:
-        """Every target is filled when it returns. Sources stay as they are until then; work on them that the current stream has
-        yet to do comes first. What `follower` has begun by then comes before what the current stream gets to do afterwards.
-        `meanwhile` is called when the last round has been begun: the host has nothing else to do. Where it raises DirectFailed
-        the transfer has failed.
+        """Fill every target. Sources must not change until it returns; pending work of the current stream on them
+        comes first. Work that `follower` has begun
+        precedes later work of the current stream.
 
-        Raises DirectFailed after `timeout` seconds, or when the group is aborted or loses a member, with `torn` where targets may
-        hold a mix; the group is closed then and nothing writes to them any more.
+        Args:
+            timeout: Bound in seconds.
+            follower: Work on arrived data.
+            meanwhile: Called after the last round has begun. The transfer fails if it raises DirectFailed.
+
+        Raises:
+            DirectFailed: after `timeout` seconds, or when the group is aborted or loses a member; with `torn` if targets may
+                have a mix. The group is closed then and writes to no target.
         """
         started, begun = time.monotonic(), False
         try:
@@ -126,8 +131,9 @@ class Transfer:
         return self.schedule.received > 0 or len(self.schedule.local.rows) > 0
 
     def _rounds(self, deadline: float, follower: Follower | None, meanwhile: Callable[[], None] | None) -> None:
-        """Round 0 needs no slots. Round `k` takes the slots of `k - 2`, packed once that was sent, received once that was
-        unpacked."""
+        """Run the rounds. Round 0 needs no slots. Round `k` uses the slots of `k - 2`, packed after
+        that was sent, received after that was unpacked.
+        """
         packs, _, local = self._tables
         for stream in (*self._streams, self._follow):
             stream.begin()
@@ -184,7 +190,7 @@ class Transfer:
 
 
 def _buffers(sizes: list[int], device: torch.device, memory: torch.Tensor | None) -> list[torch.Tensor]:
-    """Each beginning at a multiple of `ALIGN`. Raises ValueError where `memory` is too small."""
+    """Return buffers aligned to `ALIGN`. Raises ValueError if `memory` is too small."""
     spaces = [-(-size // ALIGN) * ALIGN for size in sizes]
     if memory is None:
         memory = torch.empty(sum(spaces) + ALIGN, dtype=torch.uint8, device=device)
@@ -196,7 +202,7 @@ def _buffers(sizes: list[int], device: torch.device, memory: torch.Tensor | None
 
 
 def _used(*locals_: Ints | list[int]) -> list[int]:
-    """Numbers of local tensors, each once; slots are none."""
+    """Return the numbers of local tensors, each once, without slots."""
     found = np.unique(np.concatenate([np.asarray(some, np.int64) for some in locals_]))
     numbers: list[int] = found[found >= 0].tolist()
     return numbers
@@ -213,7 +219,7 @@ def _part(post: Post, names: tuple[str, ...], tensors: Tensors, slots: list[torc
 
 
 def _bytes(name: str, tensor: torch.Tensor, needed: int) -> torch.Tensor:
-    """The first bytes of a tensor's memory."""
+    """Return the first bytes of a tensor's memory."""
     item = tensor.element_size()
     elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if not tensor.numel() or elements * item < needed:

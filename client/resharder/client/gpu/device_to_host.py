@@ -1,7 +1,8 @@
-"""Boxes of a GPU's tensors into the host's pages, by way of pinned buffers: a kernel fills one while threads empty another.
+"""Boxes of GPU tensors into host pages, by way of pinned buffers: a kernel fills one while threads empty another.
 
-The same kernel could write to the pages themselves, were they registered with CUDA for each version. That takes time, and so does
-releasing them, for which the verification of the version waits; other threads' kernels wait in both. 61 GB were READY after 7.3 s
+The kernel could write to the pages directly, if they were registered with CUDA for each version. Registration and
+release take time, for
+which the verification of the version waits, and other threads' kernels wait in both. 61 GB were READY after 7.3 s
 that way and after 5.6 s this way (benchmarks/results/direct_install.md).
 """
 
@@ -30,10 +31,10 @@ _RUN = 2 << 20  # bytes that a thread copies at a time, so that all have as much
 
 
 class DeviceToHost:
-    """Planned once for a layout and run for every version. Its buffers, pinned where the tensors are a GPU's, are kept."""
+    """Copy that is planned once for a layout and run for every version. Its buffers, pinned for GPU tensors, are permanent."""
 
     def __init__(self, layout: Layout, device: torch.device, threads: int, buffer_bytes: int = BUFFER_BYTES) -> None:
-        """The pieces' `plus` is not looked at: values are copied as they are. `buffer_bytes`: of each of three."""
+        """Plan the copy. Values are copied without the pieces' `plus`. `buffer_bytes` is the size of each of three buffers."""
         self._device, self._threads = device, threads
         copies = copies_of(plan_pieces(pack({0: layout}), pack({0: _whole(layout)})), [0], [0])
         self._sources, self._targets = copies.source_locals, copies.target_locals
@@ -44,13 +45,13 @@ class DeviceToHost:
             torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(min(_BUFFERS, self._rounds))
         ]
         self._copies, self._digester = WorkStream(device), CachedDigester(layout, device)
-        self._fill: tuple[Ints, Table] | None = None  # and where tensors lie for it
+        self._fill: tuple[Ints, Table] | None = None  # and the location of tensors for it
 
     def run(self, arrays: Mapping[str, Array], tensors: Tensors) -> list[int]:
-        """Copies after what the current stream has yet to do, and returns the digests of what lies on the device, in the order of
-        the layout's pieces, when all of it is in `arrays`, whole tensors in mapped pages.
+        """Copy after the current stream's pending work, and return the digests of the device's boxes, in the order
+        of the layout's pieces, when all are in `arrays`, whole tensors in mapped pages.
 
-        Raises KeyError and ValueError for tensors that are not as the layout has them.
+        Raises KeyError and ValueError for tensors that differ from the layout.
         """
         source = addresses_of(self._sources, tensors, range(len(self._sources)))
         ends = [(arrays[n].ctypes.data, arrays[n].ctypes.data + arrays[n].nbytes) for n in self._targets]
@@ -76,12 +77,12 @@ class DeviceToHost:
         def begin(k: int) -> None:
             if k >= len(self._buffers):
                 _all(emptied[k - len(self._buffers)])
-            with DRIVER_LOCK.background(), self._copies.work():  # beside this, transfers took 300 ms that take 180
+            with DRIVER_LOCK.background(), self._copies.work():  # beside this, transfers took 300 ms instead of 180
                 fill.run(k, target_base=self._at(k))
                 filled.append(self._copies.mark())
 
         for k in range(self._rounds):
-            for ahead in range(len(filled), min(k + 2, self._rounds)):  # the next one while this one is waited for
+            for ahead in range(len(filled), min(k + 2, self._rounds)):  # the next one while waiting for this one
                 begin(ahead)
             if filled[k] is not None:
                 filled[k].synchronize()
@@ -95,13 +96,13 @@ class DeviceToHost:
 
 
 def _all(futures: Sequence[Future[None]]) -> None:
-    """Raises what any of them raised, when none is at work any more."""
+    """Wait for all, then raise the first exception of any."""
     for future in wait(futures).done:
         future.result()
 
 
 def _whole(layout: Layout) -> Layout:
-    """The same boxes in whole tensors."""
+    """Return the same boxes in whole tensors."""
     pieces = []
     for piece in layout.pieces:
         offset, strides, step = 0, list[int](), 1
@@ -114,8 +115,10 @@ def _whole(layout: Layout) -> Layout:
 
 
 def through_buffers(moves: Moves, buffer_bytes: int, shares: int) -> tuple[Moves, Moves]:
-    """Two moves for each: into a buffer, and from there; the buffer is the slot, and larger than any of them. The second ones
-    have `shares` rounds for each of the first ones', with about as many bytes each, and neighbours that lie alike are joined."""
+    """Return two moves for each box: into a buffer, and from there; the buffer is the slot, and larger
+    than any box. The second moves have `shares` rounds for each of the first ones', with about
+    equal bytes, and adjacent moves with equal strides are joined.
+    """
     order = np.lexsort((moves.target_at, moves.target))
     m = Moves(*(column[order] for column in moves))
     sizes = -(-m.rows * m.width // _ALIGN) * _ALIGN
@@ -127,7 +130,7 @@ def through_buffers(moves: Moves, buffer_bytes: int, shares: int) -> tuple[Moves
 
 
 def _rounds(sizes: Ints, most: int) -> tuple[Ints, Ints]:
-    """Of things in a row: the round of each, with at most `most` bytes, and where it begins among its round's."""
+    """Return the round of each item in a row, with at most `most` bytes per round, and its start in the round."""
     ends = np.cumsum(sizes)
     number, at = np.zeros(len(sizes), np.int64), ends - sizes
     first, k = 0, 0
@@ -141,7 +144,7 @@ def _rounds(sizes: Ints, most: int) -> tuple[Ints, Ints]:
 
 
 def _joined(m: Moves) -> Moves:
-    """What follows each other in the slot and in the target: one after the other without a gap, or rows with the same gaps."""
+    """Join moves that follow each other in the slot and in the target: without a gap, or as rows with equal gaps."""
     flat = (m.rows == 1) | (m.target_stride == m.width)
     rows, width = np.where(flat, 1, m.rows), np.where(flat, m.rows * m.width, m.width)
     m = m._replace(rows=rows, width=width)
@@ -160,7 +163,7 @@ def _joined(m: Moves) -> Moves:
 
 
 def _share(m: Moves, shares: int) -> Ints:
-    """By the bytes before it in its round."""
+    """Return the share of each move, by the bytes before it in its round."""
     most = (m.source_at + m.rows * m.width).max(initial=1)
     found: Ints = m.source_at * shares // most
     return found

@@ -1,4 +1,4 @@
-"""Digests of all boxes that a process has of a version: on a GPU a few kernels, however many tensors there are."""
+"""Digests of all boxes of a process: on a GPU in a few kernels, however many tensors there are."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -13,13 +13,15 @@ from resharder.converters.geometry.piece_arrays import Ints, Pieces, pack
 from resharder.converters.storage.digest import column_weights
 
 _VECTOR = 16  # bytes
-_IN_WORDS = (2, 4)  # bytes of an element that words of 4 bytes are made of
-_NEVER = 1 << 62  # a number that nothing arrives with
-_ROWS = 64  # of an item: enough of them to be many, enough in each to be worth a program
+_IN_WORDS = (2, 4)  # bytes of an element that can be read in words of 4 bytes
+_NEVER = 1 << 62  # a number without arrivals
+_ROWS = 64  # of an item: small enough for many items, large enough for a program
 
 
 class _Items(NamedTuple):
-    """Rows for the kernel, on the device, sorted by when what they read has arrived; `parts`: first and end of each number's."""
+    """Rows for the kernel, on the device, sorted by the arrival of their data; `parts` has first and
+    end of each number's rows.
+    """
 
     rows: torch.Tensor
     parts: dict[int, tuple[int, int]]
@@ -27,7 +29,7 @@ class _Items(NamedTuple):
 
 
 class Digester:
-    """Digests of the pieces of one layout at their present addresses; a tensor that moves needs a new one."""
+    """Digests of the pieces of one layout at their current addresses; a tensor that moves needs a new one."""
 
     def __init__(
         self,
@@ -36,8 +38,9 @@ class Digester:
         device: torch.device,
         complete: Mapping[str, int] | None = None,
     ) -> None:
-        """`complete`: the number of what comes last into each local tensor, where `arrived` is called; without it all is done at
-        the end."""
+        """Prepare digests. `complete` has the number of the last arrival into each local tensor, if
+        `arrived` is called; otherwise all work is done at the end.
+        """
         pieces = pack({0: layout}) if isinstance(layout, Layout) else layout
         dimensions = np.array([max(1, len(spec.shape)) for spec in pieces.specs], np.int64)[pieces.tensor]
         sizes = np.array([ITEM_SIZES[spec.dtype] for spec in pieces.specs], np.int64)
@@ -48,7 +51,7 @@ class Digester:
         weights = torch.from_numpy(column_weights(-(-columns // _VECTOR) * _VECTOR).astype(np.int32))
         of_elements, of_halves = weights.to(device), weights.view(-1, 2).T.contiguous().to(device)
         self._found = torch.zeros(len(pieces), dtype=torch.int64, device=device)
-        self._left: set[int] | None = None  # numbers whose digests are not begun; None: nothing is
+        self._left: set[int] | None = None  # numbers whose digests have not begun; None: none
         self._items: list[_Items] = []
         words: dict[int, list[Ints]] = {}
         for d in np.unique(dimensions).tolist():
@@ -64,15 +67,15 @@ class Digester:
             add = partial(_add_words, of_halves if size == 2 else of_elements[None], self._found)
             self._items.append(_sorted(np.concatenate(some), last[pieces.local], device, add))
         if device.type == "cuda":
-            self.digests()  # has the kernels made, which takes a second
+            self.digests()  # compiles kernels, which takes a second
 
     def begin(self) -> None:
-        """Of one version. On the current stream, as the following."""
+        """Begin with a version, on the current stream."""
         self._found.zero_()
         self._left = {number for items in self._items for number in items.parts}
 
     def arrived(self, number: int) -> None:
-        """Begins with the digests of all that is there once `number` is, after what the current stream has yet to do."""
+        """Begin the digests of all boxes that are complete at `number`, after the current stream's pending work."""
         if self._left is not None and number in self._left:
             self._left.remove(number)
             with torch.cuda.device(self._found.device) if self._found.is_cuda else nullcontext():
@@ -82,8 +85,9 @@ class Digester:
                         items.add(items.rows[first:end])
 
     def digests(self) -> list[int]:
-        """As `converters.storage.digest` has them, in the order of the layout's pieces, of all of them. After what the current
-        stream has yet to do."""
+        """Return the digests of `converters.storage.digest`, in the order of the layout's pieces,
+        after the current stream's pending work.
+        """
         if self._left is None:
             self.begin()
         for number in sorted(self._left or ()):
@@ -94,7 +98,7 @@ class Digester:
 
 
 class CachedDigester:
-    """The `Digester` of one layout, reused from version to version and replaced when a tensor has moved."""
+    """`Digester` of one layout, reused from version to version and replaced when a tensor has moved."""
 
     def __init__(self, layout: Layout | Pieces[int], device: torch.device, complete: Mapping[str, int] | None = None) -> None:
         """Takes the arguments of `Digester`."""
@@ -104,7 +108,7 @@ class CachedDigester:
         self._made: tuple[list[int], Digester] | None = None
 
     def at(self, tensors: Mapping[str, torch.Tensor]) -> Digester:
-        """Where these lie. Raises KeyError where one is missing."""
+        """Return the digester for tensors at their current addresses. Raises KeyError if one is missing."""
         where = [tensors[name].data_ptr() for name in self._names]
         if self._made is None or self._made[0] != where:
             self._made = where, Digester(self._pieces, tensors, self._device, self._complete)
@@ -112,7 +116,7 @@ class CachedDigester:
 
 
 def _sorted(rows: Ints, last: Ints, device: torch.device, add: Callable[[torch.Tensor], None]) -> _Items:
-    """`last`: of each piece."""
+    """Return rows sorted by `last` of each piece."""
     numbers = last[rows[:, 7] >> 32]
     order = np.argsort(numbers, kind="stable")
     found, begins = np.unique(numbers[order], return_index=True)
@@ -136,7 +140,7 @@ def _add_elements(weights: torch.Tensor, found: torch.Tensor, size: int, rows: t
 def _items(
     pieces: Pieces[int], which: Ints, d: int, size: int, begins: Ints
 ) -> tuple[Ints, "np.ndarray[tuple[int], np.dtype[np.bool_]]"]:
-    """Rows for the kernel, in elements, and which of them can go in words."""
+    """Return rows for the kernel, in elements, and which of them can be read in words."""
     start, count, step = (part[which, :d] for part in pieces.boxes)
     strides = pieces.strides[which, :d]
     shape = np.array([(pieces.specs[t].shape or (1,)) for t in pieces.tensor[which].tolist()], np.int64).reshape(-1, d)
@@ -169,7 +173,7 @@ def _items(
 
 
 def _in_words(items: Ints, size: int) -> Ints:
-    """With widths and columns in words of 4 bytes, and strides of rows in 16 bytes."""
+    """Return rows with widths and columns in words of 4 bytes, and row strides in 16 bytes."""
     items = items.copy()
     items[:, 2] = items[:, 2] * size // 4
     items[:, 3] = items[:, 3] * size // _VECTOR

@@ -1,4 +1,4 @@
-"""Boxes of HF tensors from the host's registered pages to a GPU's tensors: any strides, in a kernel or two."""
+"""Boxes of HF tensors from registered host pages to a GPU's tensors, with any strides, in a kernel or two."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class HostToDevice:
-    """Planned once for a layout, placed for every version."""
+    """Copy that is planned once for a layout and placed for every version."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        """The pieces' `plus` is not looked at: values are copied as they are."""
+        """Plan the copy. Values are copied without the pieces' `plus`."""
         self._layout, self._device = layout, device
         whole = folder_layout({piece.tensor: layout.tensors[piece.tensor] for piece in layout.pieces})
         copies = copies_of(plan_pieces(pack({0: whole}), pack({0: layout})), [0], [0])
@@ -31,8 +31,9 @@ class HostToDevice:
         self._digester = CachedDigester(layout, device)
 
     def place(self, arrays: Mapping[str, Array], tensors: Tensors) -> "BoundCopy":
-        """For tensors that lie still, and `arrays` in registered pages. Raises KeyError and ValueError for tensors that are not
-        as the layout has them."""
+        """Place the copy for tensors that do not move, and `arrays` in registered pages. Raises
+        KeyError and ValueError for tensors that differ from the layout.
+        """
         host = np.array([(arrays[n].ctypes.data, arrays[n].ctypes.data + arrays[n].nbytes) for n in self._names], np.int64)
         device = addresses_of(self._locals, tensors, range(len(self._locals)))
         check_fit(self._moves, self._names, host.reshape(-1, 2), self._locals, device)
@@ -45,7 +46,7 @@ class HostToDevice:
 
 @dataclass(frozen=True)
 class BoundCopy:
-    """`where`: the addresses of local tensors."""
+    """Copy with addresses. `where` has the addresses of local tensors."""
 
     layout: Layout
     where: dict[str, int]
@@ -53,11 +54,12 @@ class BoundCopy:
     digester: Digester
 
     def is_at(self, tensors: Tensors) -> bool:
-        """Whether it was placed for these."""
+        """Return whether it was placed for these tensors."""
         return all(tensors[name].data_ptr() == at for name, at in self.where.items())
 
     def run(self) -> list[int]:
-        """Copies, and takes the digests of what lies on the device then, in the order of the layout's pieces. After what the
-        current stream has yet to do; returns when it is done."""
+        """Copy, and return the digests of the device's boxes, in the order of the layout's pieces.
+        Runs after the current stream's pending work; returns when it is done.
+        """
         self.table.run(0)
         return self.digester.digests()

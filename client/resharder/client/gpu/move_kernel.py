@@ -1,4 +1,4 @@
-"""The kernel that moves tiles on a GPU. Triton comes with torch where CUDA does."""
+"""Kernel that moves tiles on a GPU. Triton comes with CUDA builds of torch."""
 
 import torch
 import triton  # type: ignore[import-untyped,unused-ignore]
@@ -9,7 +9,7 @@ WARPS = 8
 VECTORS = 2048  # in flight at a time; 32 KiB in vectors of 16 bytes
 COLUMNS = 6
 WORDS = {16: (tl.int64, 2), 8: (tl.int64, 1), 4: (tl.int32, 1), 2: (tl.int16, 1), 1: (tl.int8, 1)}
-"""Bytes that are moved at a time, as (type, how many of it)."""
+"""Bytes that are moved at a time, as (type, count)."""
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator,unused-ignore]
@@ -37,8 +37,10 @@ def _move(table, count, source_base, target_base, TYPE: tl.constexpr, LANES: tl.
 
 
 def move(table: torch.Tensor, word: int, source_base: int, target_base: int) -> None:
-    """Each row of `table` (int64, on the device): where a tile begins, counted from `source_base` and from `target_base`, rows,
-    width, and the strides of rows on both sides, the last three in words of `word` bytes. On the current stream."""
+    """Move tiles, on the current stream. Each row of `table` (int64, on the device) has the start of a
+    tile from `source_base` and from `target_base`, rows, width, and the row strides of both sides,
+    the last three in words of `word` bytes.
+    """
     kind, lanes = WORDS[word]
     programs = max(1, min(PROGRAMS, len(table)))
     _move[(programs,)](table, len(table), source_base, target_base, kind, lanes, VECTORS, num_warps=WARPS)

@@ -1,6 +1,6 @@
-"""What a pair of processes exchanges, taken apart the same way on both sides, from its copies alone.
+"""Messages of a pair of processes, derived the same way on both sides from its copies.
 
-Runs of `direct_bytes` or more go from memory to memory; what is a run on one side alone is packed or unpacked on the other; the
+Runs of `direct_bytes` or more go from memory to memory; a run on one side only is packed or unpacked on the other; the
 rest is both.
 """
 
@@ -17,8 +17,9 @@ _MEMORY, _PACKED, _UNPACKED, _BOTH = range(4)
 
 
 class Message(NamedTuple):
-    """`size` bytes from byte `source_at` of `source` to byte `target_at` of `target`: a local tensor's number, or -1 for the
-    pair's part of a slot. Both sides list their pair's messages alike."""
+    """`size` bytes from byte `source_at` of `source` to byte `target_at` of `target`: a local tensor's
+    number, or -1 for the pair's part of a slot. Both sides list the messages in the same order.
+    """
 
     round: int
     source: int
@@ -30,8 +31,10 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class PairExchange:
-    """What a pair exchanges. Tile `i` is of round `round[i]` and lies at `packed_at[i]` and `unpacked_at[i]` of the pair's part
-    of its slot there, -1 where it is not packed or not unpacked; `packed[k]` and `unpacked[k]` are the sizes of those parts."""
+    """Exchange of a pair. Tile `i` is of round `round[i]`, at `packed_at[i]` and `unpacked_at[i]` of
+    the pair's part of its slot, -1 if it is not packed or not unpacked; `packed[k]` and
+    `unpacked[k]` are the sizes of those parts.
+    """
 
     rounds: int
     messages: tuple[Message, ...]
@@ -60,7 +63,7 @@ def pair_of(copies: Copies, quota: int, direct_bytes: int) -> PairExchange:
     most = quota - TILE - ALIGN
     share = int(up(-(-total // max(1, -(-total // most))), 16))
     number = position // max(1, share) + 1
-    _, number = np.unique(number, return_inverse=True)  # without rounds that no tile begins in
+    _, number = np.unique(number, return_inverse=True)  # without empty rounds
     number = number.astype(np.int64) + 1
     rounds = int(number.max(initial=0)) + 1
     kinds, runs = kind[tiles.box], run[tiles.box]
@@ -75,7 +78,7 @@ def pair_of(copies: Copies, quota: int, direct_bytes: int) -> PairExchange:
         np.maximum.at(last, number[there], (place + tiles.sizes)[there])
         parts.append(tuple(np.where(last > 0, last - first, 0).tolist()))
         in_slot.append(np.where(there, place - first[number], -1))
-    # One message for what lies together: a run's tiles of one round, or all the tiles of a round that are packed and unpacked.
+    # One message for contiguous bytes: a run's tiles of one round, or all tiles of a round that are packed and unpacked.
     new = np.ones(len(number), bool)
     both = kinds == _BOTH
     new[1:] = (number[1:] != number[:-1]) | (kinds[1:] != kinds[:-1]) | (~both[1:] & (runs[1:] != runs[:-1]))
@@ -93,7 +96,7 @@ def pair_of(copies: Copies, quota: int, direct_bytes: int) -> PairExchange:
 
 
 def _stream(sizes: Ints, begins: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> Ints:
-    """Where each box begins when they follow each other; those that begin a run do so at multiples of 16 bytes."""
+    """Return the start of each box when they follow each other; the first box of a run starts at a multiple of 16 bytes."""
     group = np.cumsum(begins) - 1
     total = np.bincount(group, sizes, int(group[-1]) + 1 if len(group) else 0).astype(np.int64)
     padded = up(total, 16)
@@ -104,7 +107,7 @@ def _stream(sizes: Ints, begins: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -
 
 
 def _kinds(copies: Copies, shape: Shape, direct_bytes: int) -> tuple[Ints, Ints, Ints]:
-    """How each copy goes, the run that it is part of, and an order in which runs are together and go as their memory does."""
+    """Return the kind of each copy, its run, and an order in which runs are contiguous and in the order of their memory."""
     sizes, made = shape.sizes, copies.plus != 0
     in_source, in_target = shape.dense_in_source & ~made, shape.dense_in_target
     kind = np.full(len(copies), _BOTH)
@@ -136,7 +139,7 @@ def _kinds(copies: Copies, shape: Shape, direct_bytes: int) -> tuple[Ints, Ints,
 
 
 def _from_memory_to_memory(copies: Copies, sizes: Ints, run: Ints, which: Ints) -> list[Message]:
-    """One message for each run; `which` has them in order."""
+    """Return one message for each run, in the order of `which`."""
     begins = np.flatnonzero(np.diff(run[which], prepend=-1))
     total = np.add.reduceat(sizes[which], begins) if len(begins) else begins
     return [

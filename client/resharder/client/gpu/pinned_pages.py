@@ -1,6 +1,6 @@
-"""Pages of the host that a GPU's kernels reach: registered with CUDA, at the addresses that they have here.
+"""Host pages that a GPU's kernels can access: registered with CUDA, at their addresses in this process.
 
-What CUDA does not know is copied by way of buffers of its own, at 6 to 8 GB/s on a host whose link does 55; kernels reach
+CUDA copies other pages through its own buffers, at 6 to 8 GB/s on a host whose link does 55; kernels read
 registered pages at 51 (benchmarks/results/staged_gpu.md).
 """
 
@@ -21,15 +21,15 @@ from resharder.converters.storage.digest import Array
 from resharder.converters.storage.pages import Span, forget_pages
 
 logger = logging.getLogger(__name__)
-_AT_ONCE = 64 << 20  # bytes: other threads' kernels wait while the driver registers some
+_AT_ONCE = 64 << 20  # bytes: other threads' kernels wait during a registration
 _FLAGS = 1 | 2 | 8  # cudaHostRegister's Portable, Mapped and ReadOnly
 _SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-_GAP = 16 << 20  # bytes between spans that are registered too: a call waits for kernels under way, and takes as long as these
+_GAP = 16 << 20  # bytes between spans that are registered as well: a call waits for running kernels, as long as these take
 Result = TypeVar("Result")
 
 
 class Registered:
-    """Until `close`, which comes before the pages are unmapped."""
+    """Registered pages, until `close`, which precedes unmapping."""
 
     def __init__(self, spans: list[Span], device: torch.device, gently: bool) -> None:
         self._spans, self._device, self._gently = spans, device, gently
@@ -41,9 +41,10 @@ class Registered:
 
 
 def register(arrays: Iterable[Array], device: torch.device, *, gently: bool = False) -> Registered | None:
-    """The pages that `arrays` lie in, mapped already, for kernels that read. `gently`: leaves half of the time, here and in
-    `close`, to other threads of this process, whose kernels wait while the driver is at work. None where CUDA does not take the
-    pages; the log says why."""
+    """Register the pages of `arrays`, which are mapped already, for kernels that read. `gently` leaves
+    half of the time, here and in `close`, to other threads of this process, whose kernels wait
+    while the driver works. Returns None if CUDA refuses; the log has the reason.
+    """
     if not _same_address(device):
         logger.info("%s does not reach the host's pages at their own addresses", device)
         return None
@@ -51,13 +52,14 @@ def register(arrays: Iterable[Array], device: torch.device, *, gently: bool = Fa
 
 
 def box_of(array: Array, box: Box) -> Array:
-    """A view, also where there are no dimensions."""
+    """Return the box of a view, also without dimensions."""
     return array[box_index(box)] if box else array
 
 
 def spans_of(arrays: Iterable[Array], gap: int = 0) -> list[Span]:
-    """Begin and end of the pages that they lie in, in parts of at most 64 MiB; joined where they touch, or lie in one map with at
-    most `gap` bytes between them."""
+    """Return begin and end of their pages, in parts of at most 64 MiB; joined if they touch, or are in
+    one map with at most `gap` bytes between them.
+    """
     page = mmap.PAGESIZE
     joined: list[list[int]] = []
     for low, high, map_ in sorted((*byte_bounds(array), _map_of(array)) for array in arrays if array.nbytes):
@@ -70,12 +72,14 @@ def spans_of(arrays: Iterable[Array], gap: int = 0) -> list[Span]:
 
 
 def _map_of(array: Array) -> int:
-    """Alike for all arrays that were cut from one."""
+    """Return a key that is equal for all arrays of one map."""
     return id(array if array.base is None else array.base)
 
 
 def _beside(work: Callable[[], Result]) -> Result:
-    """In a thread of its own: CUDA remembers an error for the thread that met it, and torch would raise it at the next kernel."""
+    """Run on a thread of its own: CUDA stores an error for the thread that caused it, and torch would
+    raise it at the next kernel.
+    """
     with ThreadPoolExecutor(1, "resharder-pages") as thread:
         return thread.submit(work).result()
 
@@ -96,7 +100,7 @@ def _register(spans: list[Span], device: torch.device, gently: bool) -> Register
 
 
 def _let_go(spans: list[Span], device: torch.device, gently: bool) -> None:
-    """Also takes the pages out of this process's tables, which would hold up others' if it were done at once."""
+    """Release pages, and remove them from this process's tables, which would delay other unmaps if done at once."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
         for begin, end in spans:

@@ -1,8 +1,8 @@
-"""Who sends which bytes when: what one process does for one version, made of its copies once and used for every version.
+"""Schedule of one process for a version: bytes to send and receive in each round, derived from its copies once and reused.
 
-Each pair of processes takes its bytes apart the same way (`pairs`), from the copies alone. Round 0 is all that nobody packs,
-so that the wire is busy from the start; in each round after it a pair moves at most `quota` bytes through slots of buckets. While
-one round is on the wire the next is packed and the last unpacked, hence two slots on each side.
+Each pair of processes divides its bytes the same way (`pairs`), from the copies alone. Round 0 has all bytes that are not packed,
+so that the link is busy from the start; in each later round, a pair moves at most `quota` bytes through slots. While
+one round is in transit, the next is packed and the last unpacked, hence two slots on each side.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,10 @@ SLOTS = 2
 
 
 class Moves(NamedTuple):
-    """Tiles of a round that are packed, unpacked or copied: from byte `source_at` of `source` to byte `target_at` of `target`: a
-    local tensor's number, -1 for the slot, -2 for the buffer of what was made ready."""
+    """Tiles of a round that are packed, unpacked or copied: from byte `source_at` of `source` to byte
+    `target_at` of `target`: a local tensor's number, -1 for the slot, -2 for the buffer of computed
+    elements.
+    """
 
     round: Ints
     source: Ints
@@ -35,7 +37,7 @@ class Moves(NamedTuple):
 
 
 class Post(NamedTuple):
-    """A message as one side sees it: `size` bytes at `at` of local tensor `local`, or of the slot where that is -1."""
+    """Message as one side sees it: `size` bytes at `at` of local tensor `local`, or of the slot for -1."""
 
     peer: int
     local: int
@@ -49,7 +51,7 @@ class Round(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """Before sending: the elements of `view` of source `local`, with `plus` added, go to byte `at` of a buffer."""
+    """Before sending: the elements of `view` of source `local`, plus `plus`, go to byte `at` of a buffer."""
 
     local: int
     view: StridedView
@@ -59,8 +61,9 @@ class Ready(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What rank `rank` does. `packs` and `unpacks` are sorted by round. Sizes are bytes: `pack_slot` and `unpack_slot` exist
-    `SLOTS` times each where there are rounds enough, `ready_size` once."""
+    """Work of rank `rank`. `packs` and `unpacks` are sorted by round. Sizes are bytes: `pack_slot` and
+    `unpack_slot` exist `SLOTS` times each if there are enough rounds, `ready_size` once.
+    """
 
     rank: int
     source_locals: tuple[str, ...]
@@ -81,7 +84,7 @@ class Schedule:
 
     @property
     def complete(self) -> dict[str, int]:
-        """The last round that writes into each target local, once it is unpacked."""
+        """Last round that writes into each target local, when it is unpacked."""
         into = [(post.local, k) for k, each in enumerate(self.rounds) for post in each.receives if post.local >= 0]
         for moves in (self.unpacks, self.local):
             into += zip(moves.target.tolist(), moves.round.tolist(), strict=True)
@@ -104,10 +107,10 @@ class Schedule:
 
 
 def quota_of(most_peers: int, most_made: int, staging_bytes: int) -> int:
-    """Bytes that each pair may move through a slot, so that no process needs more than `staging_bytes`; the others are what
-    `Copies` says of all copies of a plan.
+    """Return the bytes that each pair may move through a slot, so that no process needs more than `staging_bytes`;
+    the other arguments are those of `Copies` for a whole plan.
 
-    Raises ValueError where that is too little to work with.
+    Raises ValueError if that is too little.
     """
     quota = (staging_bytes - most_made) // (SLOTS * max(1, most_peers)) // ALIGN * ALIGN
     if quota < (needed := up(2 * (TILE + ALIGN), ALIGN)):
@@ -117,7 +120,9 @@ def quota_of(most_peers: int, most_made: int, staging_bytes: int) -> int:
 
 
 def schedule(copies: Copies, rank: int, quota: int, direct_bytes: int = DIRECT_BYTES) -> Schedule:
-    """`copies` may be all of a plan or `rank`'s own; every process needs the same `quota` and `direct_bytes`."""
+    """Return the schedule of `rank`. `copies` may be all of a plan or the rank's own; every process
+    needs the same `quota` and `direct_bytes`.
+    """
     copies = copies.of(rank)
     pairs = sorted({*zip(copies.source.tolist(), copies.target.tolist(), strict=True)})
     ready, ready_at = _ready(copies, rank)
@@ -163,7 +168,7 @@ def schedule(copies: Copies, rank: int, quota: int, direct_bytes: int = DIRECT_B
 
 
 def _ready(copies: Copies, rank: int) -> tuple[tuple[Ready, ...], Ints]:
-    """Also: where in that buffer each copy begins."""
+    """Return the elements to compute before sending, and the start of each copy in their buffer."""
     mine = (copies.plus != 0) & (copies.source == rank)
     sizes = np.where(mine, copies.made, 0)
     at = np.cumsum(sizes) - sizes
@@ -184,7 +189,7 @@ def _ready(copies: Copies, rank: int) -> tuple[tuple[Ready, ...], Ints]:
 
 
 def _moves(copies: Copies, pair: PairExchange, base: dict[int, int], ready_at: Ints, sends: bool) -> Moves:
-    """What one side of the pair packs or unpacks."""
+    """Return the tiles that one side of the pair packs or unpacks."""
     at = pair.packed_at if sends else pair.unpacked_at
     which = at >= 0
     tiles, number = pair.tiles.take(which), pair.round[which]
@@ -209,7 +214,7 @@ def _within(copies: Copies, tiles: Tiles) -> Moves:
 
 
 def _joined(moves: list[Moves]) -> Moves:
-    """Sorted by round."""
+    """Join moves, sorted by round."""
     if not moves:
         return Moves(*(np.zeros(0, np.int64) for _ in Moves._fields))
     joined = Moves(*(np.concatenate(columns) for columns in zip(*moves, strict=True)))

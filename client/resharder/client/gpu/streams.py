@@ -1,5 +1,6 @@
-"""Streams of a GPU by what they do, and what their work takes. On a CPU the same calls order nothing: there one thing follows the
-other."""
+"""GPU streams by purpose, and the durations of their work. On a CPU, the same calls order nothing,
+because work is sequential.
+"""
 
 import time
 from collections.abc import Iterator
@@ -65,7 +66,7 @@ class WorkStream:
 
     @property
     def seconds(self) -> float:
-        """Of work since `begin`; after `drain`."""
+        """Seconds of work since `begin`, after `drain`."""
         return self._seconds + float(sum(a.elapsed_time(b) for a, b in self._spans)) / 1000
 
 

@@ -1,4 +1,4 @@
-"""Strided boxes cut into tiles: rows of bytes, small enough that many of them share a kernel evenly."""
+"""Division of strided boxes into tiles: rows of bytes, small enough that many of them share a kernel evenly."""
 
 from typing import Any, NamedTuple
 
@@ -10,8 +10,9 @@ TILE = 128 << 10  # bytes; none is larger
 
 
 class Shape(NamedTuple):
-    """Boxes in bytes, dimensions in the order of the target's memory, joined where both sides have no gap. The last dimension is
-    contiguous on both sides."""
+    """Boxes in bytes, dimensions in the order of the target's memory, joined if both sides have no
+    gap. The last dimension is contiguous on both sides.
+    """
 
     counts: Ints  # (boxes, dimensions)
     source_strides: Ints
@@ -27,7 +28,7 @@ class Shape(NamedTuple):
 
     @property
     def dense_in_source(self) -> "np.ndarray[Any, np.dtype[np.bool_]]":
-        """Whether the box is one run of bytes there, in the order that it has in the target."""
+        """Whether the box is one run of bytes in the source, in the target's order."""
         return _dense(self.counts, self.source_strides)
 
     @property
@@ -42,7 +43,7 @@ def _dense(counts: Ints, strides: Ints) -> "np.ndarray[Any, np.dtype[np.bool_]]"
 
 
 def shape_of(copies: Copies) -> Shape:
-    """Where something is added on the way the source is a dense box of its own, made before sending."""
+    """Return the shape of copies. If a constant is added, the source is a dense box of its own, computed before sending."""
     counts = np.column_stack([copies.counts, copies.item])
     one = np.ones((len(copies), 1), np.int64)
     own = np.cumprod(counts[:, ::-1], axis=1)[:, ::-1] // counts
@@ -60,7 +61,7 @@ def shape_of(copies: Copies) -> Shape:
 
 
 def _join(shape: Shape, j: int) -> None:
-    """Dimension `j - 1` with `j`, in place, where there is no gap between; those before move up."""
+    """Join dimension `j - 1` with `j`, in place, if there is no gap between them; earlier dimensions move up."""
     counts, source, target = shape
     span = counts[:, j]
     gapless = (source[:, j - 1] == source[:, j] * span) & (target[:, j - 1] == target[:, j] * span)
@@ -72,8 +73,10 @@ def _join(shape: Shape, j: int) -> None:
 
 
 class Tiles(NamedTuple):
-    """Tile `i` is `rows[i]` rows of `width[i]` bytes of box `box[i]`; `source` and `target` say where it begins on either side
-    and `at` where in the box's bytes, in the order of the target's memory."""
+    """Tiles. Tile `i` is `rows[i]` rows of `width[i]` bytes of box `box[i]`; `source` and `target`
+    have its start on either side, and `at` its start in the box's bytes, in the order of the
+    target's memory.
+    """
 
     box: Ints
     at: Ints
@@ -94,7 +97,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(shape: Shape, source: Ints, target: Ints) -> Tiles:
-    """Boxes that begin at `source` and `target`, in tiles: box by box, in the order of the target's memory."""
+    """Return the tiles of boxes that begin at `source` and `target`: box by box, in the order of the target's memory."""
     counts, rows, width = shape.counts, shape.counts[:, -2], shape.counts[:, -1]
     outer = counts[:, :-2].prod(axis=1)
     wide = width > TILE
@@ -125,6 +128,6 @@ def tiles_of(shape: Shape, source: Ints, target: Ints) -> Tiles:
 
 
 def expand(counts: Ints) -> tuple[Ints, Ints]:
-    """For each of `counts[i]` things of `i`: `i`, and its number among them."""
+    """Return for each of `counts[i]` items of `i`: `i`, and its number among them."""
     parent = np.repeat(np.arange(len(counts)), counts)
     return parent, np.arange(len(parent)) - np.repeat(np.cumsum(counts) - counts, counts)
