@@ -108,7 +108,7 @@ def test_too_little_shared_memory_is_said_with_how_much_it_takes(
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=total, free=total // 20))
     check = doctor.shared_memory_room(tmp_path)
     assert check.verdict == ("fail" if total == 64 << 20 else "warn")
-    assert "reserves 4 times its model, in 80% of the room: give it 5 times the model" in check.mend
+    assert "reserves 4 times its model, in 80% of the space: give it 5 times the model" in check.mend
 
 
 @pytest.mark.parametrize(

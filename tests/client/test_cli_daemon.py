@@ -50,25 +50,26 @@ def said(*arguments: object) -> str:
 def test_a_fleet_is_made_moved_pinned_and_rolled_back(daemon: Daemon) -> None:
     assert "expected a fleet, the daemon has no moved" in resharder("update", 1, "--fleet", "moved").err
     assert (
-        said("fleet", "set", "moved", "--model", "policy", "--want", 1) == "moved wants version 1, is at 1: pinned to version 1\n"
+        said("fleet", "set", "moved", "--model", "policy", "--want", 1)
+        == "moved targets version 1, is at 1: pinned to version 1\n"
     )
     with SimulatedServer(daemon, "moved-a", fleet="moved"), SimulatedServer(daemon, "moved-b", fleet="moved"):
         done = resharder("update", 2, "--fleet", "moved", *WAIT)
-        assert (done.code, done.out) == (0, "moved wants version 2, is at 2: pinned to version 2\n")
+        assert (done.code, done.out) == (0, "moved targets version 2, is at 2: pinned to version 2\n")
         assert done.err.splitlines()[-1] == "moved: 1 → 2 DONE, 2/2 serve 2; pinned to version 2"
         said("fleet", "set", "moved", "--rolling", 1, "--max-failures", 1, "--pause-mode", "wait", "--max-skew", 2)
-        assert said("update", "latest", "--fleet", "moved", *WAIT).startswith("moved wants latest, is at 3")
-        assert said("rollback", "--fleet", "moved", "--reason", "too slow", *WAIT).startswith("moved wants latest, is at 2")
+        assert said("update", "latest", "--fleet", "moved", *WAIT).startswith("moved targets latest, is at 3")
+        assert said("rollback", "--fleet", "moved", "--reason", "too slow", *WAIT).startswith("moved targets latest, is at 2")
         shown = said("fleet", "show", "moved").splitlines()
         assert "refused     version 3: too slow" in shown
         assert "moves       1 at a time, stops after 1 failure" in shown
-        assert said("pin", "--fleet", "moved", *WAIT).startswith("moved wants version 2")
+        assert said("pin", "--fleet", "moved", *WAIT).startswith("moved targets version 2")
         servers = answer("servers", "--fleet", "moved")["servers"]
         assert {(server["name"], server["state"], server["version"]) for server in servers} == {
             ("servers/moved-a", "SERVING", 2),
             ("servers/moved-b", "SERVING", 2),
         }
-        assert said("update", "--accept-refused", "--fleet", "moved", *WAIT).startswith("moved wants latest, is at 3")
+        assert said("update", "--accept-refused", "--fleet", "moved", *WAIT).startswith("moved targets latest, is at 3")
 
 
 def test_a_canary_is_approved_or_sent_back(daemon: Daemon) -> None:
@@ -77,7 +78,7 @@ def test_a_canary_is_approved_or_sent_back(daemon: Daemon) -> None:
         said("fleet", "set", "tried", "--canary", 1, "--approve")
         said("update", 2, "--fleet", "tried")
         wait_until(lambda: answer("fleet", "show", "tried")["fleet"]["move"]["state"] == "HOLDING", "the canary serves")
-        assert said("approve", "--fleet", "tried", *WAIT).startswith("tried wants version 2, is at 2")
+        assert said("approve", "--fleet", "tried", *WAIT).startswith("tried targets version 2, is at 2")
         said("update", 3, "--fleet", "tried")
         wait_until(lambda: answer("fleet", "show", "tried")["fleet"]["move"]["state"] == "HOLDING", "the canary serves")
         done = resharder("update", 3, "--fleet", "tried", "--wait", "--timeout", 0.1)

@@ -58,7 +58,7 @@ def test_update_waits_for_the_end_of_the_move_and_says_how_it_goes(fake: FakeOpe
 
     fake.later(lambda: None, lambda: moving(fake, Move.MOVING), one_there, one_there, lambda: arrived(fake))
     done = resharder("update", "2", "--wait", "--timeout", 60)
-    assert (done.code, done.out) == (0, "policy wants version 2, is at 2\n")
+    assert (done.code, done.out) == (0, "policy targets version 2, is at 2\n")
     assert done.err.splitlines() == [
         "policy: 1 → 2 MOVING, 0/2 serve 2; servers/a SERVING; servers/b SERVING",
         "policy: 1 → 2 MOVING, 1/2 serve 2; servers/b SERVING",
@@ -75,7 +75,7 @@ def test_a_move_that_fails_exits_5_and_going_back_as_asked_exits_0(fake: FakeOpe
     moving(fake, Move.TRYING)
     fake.later(lambda: None, failed)
     done = resharder("update", "--wait")
-    assert (done.code, done.out) == (5, "policy wants latest, one move in 9 s, is at 1: canary a: no room\n")
+    assert (done.code, done.out) == (5, "policy targets latest, one move in 9 s, is at 1: canary a: no room\n")
     moving(fake, Move.HOLDING)
     fake.later(lambda: None, lambda: moving(fake, Move.BACK), failed)
     assert resharder("back", "--reason", "slow", "--wait").code == 0
@@ -96,7 +96,7 @@ def test_what_does_not_come_in_time_exits_6_with_the_reason(fake: FakeOperator) 
 
 
 def test_pin_takes_what_is_served_and_update_keeps_the_pace(fake: FakeOperator) -> None:
-    assert resharder("pin").out == "policy wants version 1, is at 1\n"
+    assert resharder("pin").out == "policy targets version 1, is at 1\n"
     assert resharder("update").code == 0
     assert answer("fleet", "set", "--want", "latest", "--every", 60)["target"] == {
         "kind": "LATEST", "version": 0, "every_seconds": 60.0,

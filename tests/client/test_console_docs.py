@@ -11,7 +11,7 @@ PAGE = """\
 $ resharderd --listen 127.0.0.1:7677 &
 $ resharder fleet set \\
     --rolling 2
-policy wants latest
+policy targets latest
   and more
 
 $ resharder status
@@ -36,7 +36,7 @@ def test_commands_are_read_with_their_output_and_where_they_stand() -> None:
     found = steps(PAGE)
     assert found == [
         Step("resharderd --listen 127.0.0.1:7677 &", "", 4),
-        Step("resharder fleet set \\\n    --rolling 2", "policy wants latest\n  and more", 5),
+        Step("resharder fleet set \\\n    --rolling 2", "policy targets latest\n  and more", 5),
         Step("resharder status", "", 10),
         Step("resharder gc", "", 23),
     ]

@@ -194,7 +194,7 @@ def test_a_megatron_checkpoint_of_another_model_is_refused(daemon: Daemon, saved
     refuse(ConversionError, "expected a description of tensors, found posix.mkdir", cut)
     assert not (tmp_path / "done").exists()
     (cut / "latest_checkpointed_iteration.txt").write_text("6")
-    refuse(UsageError, "iter_0000006, as .* says, found no metadata.json", cut)
+    refuse(UsageError, "iter_0000006 by .*, found no metadata.json", cut)
 
 
 def test_what_is_no_checkpoint_is_refused_by_what_was_expected(daemon: Daemon, tmp_path: Path) -> None:

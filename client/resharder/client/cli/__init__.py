@@ -1,4 +1,4 @@
-"""`resharder`: the operator's command, made of the operator SDK.
+"""`resharder`, the operator's command, on top of the operator SDK.
 
 Commands are in modules along the flow: show, watch, fleets, power, versions, check. Exit codes are in `app`.
 """
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else its core writes between our lines; grpc reads it when first imported
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC's core logs between lines of output; grpc reads it on import
 
 # isort: split
 from resharder.client.cli import check, fleets, power, probe, profile, show, verify, versions, watch
@@ -20,7 +20,7 @@ _CODES: dict[type[ResharderError], int] = {UsageError: 2, DaemonUnreachable: 3, 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command and ends the process with one of the exit codes that `app` lists."""
+    """Run the command and end the process with an exit code of `app`."""
     try:
         app(arguments, prog_name="resharder")
     except ResharderError as error:

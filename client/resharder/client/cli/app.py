@@ -1,4 +1,4 @@
-"""The Typer application and what its commands share: options, sections of the help, exit codes."""
+"""The Typer application, and what its commands share: options, sections of the help, exit codes."""
 
 from collections.abc import Callable
 from enum import Enum
@@ -19,7 +19,7 @@ Exit codes:
   6    what was waited for did not come within --timeout
   130  ended by Ctrl-C (`watch` and `events --follow`: 0)
 
-A fleet's name can be left out where the daemon has one fleet alone. `resharder COMMAND --help` says more;
+A fleet's name may be omitted if the daemon has one fleet. `resharder COMMAND --help` has details;
 `resharder --install-completion` makes the shell complete commands, fleets, servers and versions.
 """
 WENT_WRONG = 5
@@ -75,7 +75,7 @@ VersionName = Annotated[
         metavar="VERSION", help="A number, `latest`, or models/MODEL/versions/NUMBER.", autocompletion=completion.versions
     ),
 ]
-Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Kept with the decision, for whoever reads `events`.")]
+Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason for the journal (`events`).")]
 Wait = Annotated[bool, typer.Option("--wait", help="Until it is done; progress goes to standard error.")]
 Timeout = Annotated[
     float, typer.Option("--timeout", metavar="SECONDS", min=0, help="--wait, but no longer, and exit 6 then. 0: no bound.")

@@ -1,4 +1,4 @@
-"""Beforehand: does it fit (`check`), which families there are, what to mend on this host (`doctor`)."""
+"""Checks in advance: layouts (`check`), model families, and this host (`doctor`)."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from resharder.client.cli.output import count_up, print_json, print_table, size
 
 @command(Section.CHECK)
 def doctor(endpoint: Endpoint = None, as_json: AsJson = False) -> None:
-    """Look at this host, and at the daemon from it, and say what to mend. Exits 1 if something must be."""
+    """Check this host, and the daemon from it, and print what to change. Exits 1 for problems."""
     from resharder.client.tools.doctor import examine
 
     checks = list(examine(endpoint))
@@ -45,7 +45,7 @@ def check(
     server_ep: Annotated[bool, typer.Option("--server-ep", help="Experts are spread over its tp x dp workers.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say beforehand whether a trainer and a server fit a model.
+    """Check in advance whether a trainer and a server fit a model.
 
     And what each process sends and receives. From the config alone: no weights, no GPU, any number of ranks. Exits 4 with the
     reason if something does not fit.
@@ -83,7 +83,7 @@ def check(
 
 @command(Section.CHECK)
 def architectures(as_json: AsJson = False) -> None:
-    """The model families that a Megatron trainer can attach, and what proves each."""
+    """List the model families that a Megatron trainer can attach, with their tests."""
     from resharder.converters.architectures import ARCHITECTURES, NOT_BUILT
 
     if as_json:

@@ -1,4 +1,4 @@
-"""What the shell completes: names that the daemon knows. It answers within a second or nothing is completed."""
+"""Shell completion of the daemon's names, within a second."""
 
 from collections.abc import Callable, Iterable
 
@@ -20,7 +20,7 @@ def models(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def servers(context: typer.Context, incomplete: str) -> list[str]:
-    """Their ids: shells break words at other characters."""
+    """Return ids of servers: shells break words at other characters."""
     return _known(context, incomplete, lambda operator: (server.name.partition("/")[2] for server in operator.servers()))
 
 
@@ -29,7 +29,7 @@ def versions(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def numbers(context: typer.Context, incomplete: str) -> list[str]:
-    """Of READY versions."""
+    """Return the numbers of READY versions."""
     ready, model = VersionState.READY, context.params.get("model") or ""
     return _known(context, incomplete, lambda operator: (str(v.number) for v in operator.versions(model) if v.state == ready))
 

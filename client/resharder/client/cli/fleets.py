@@ -1,4 +1,4 @@
-"""Moving fleets: fleet set and show, update, pin, rollback, approve, back."""
+"""Commands that update fleets: fleet set and show, update, pin, rollback, approve, back."""
 
 from enum import Enum
 from typing import Annotated
@@ -44,7 +44,8 @@ def set_(
         int | None, typer.Option("--max-failures", metavar="M", min=1, help="Stop when M of them failed; 1 if not given.")
     ] = None,
     canary: Annotated[
-        int | None, typer.Option("--canary", metavar="K", min=1, help="K servers first; the rest as --rolling says, or all back.")
+        int | None,
+        typer.Option("--canary", metavar="K", min=1, help="K servers first; the others as with --rolling, or all back."),
     ] = None,
     hold: Annotated[float | None, typer.Option("--hold", metavar="SECONDS", min=0, help="Canaries serve so long first.")] = None,
     approve: Annotated[bool, typer.Option("--approve", help="Canaries wait for `resharder approve`, or `back`.")] = False,
@@ -66,9 +67,9 @@ def set_(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say which version a fleet wants and how it moves; what is not given stays as it is. A new NAME with --model is a new fleet.
+    """Set a fleet's target and update strategy; other settings stay. A new NAME with --model creates a fleet.
 
-    \b
+
     resharder fleet set --rolling 2 --max-failures 1
     resharder fleet set --canary 1 --hold 60 --approve --rolling 4
     resharder fleet set tests --model policy --want 12 --pause-mode wait
@@ -96,7 +97,7 @@ def set_(
 
 @fleet.command("show")
 def show_(name: Name = "", endpoint: Endpoint = None, as_json: AsJson = False) -> None:
-    """All there is to know of a fleet: want, motion, its last move, what it refuses, its servers."""
+    """Show a fleet: target, update strategy, last move, refused versions, servers."""
     with Operator(endpoint) as operator:
         found = operator.fleet(name)
         servers = operator.servers(found.name)
@@ -118,7 +119,7 @@ def update(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bring a fleet to the latest version, and to later ones as they come; or to version N. It moves as `fleet set` says."""
+    """Update a fleet to the latest version and later ones, or to version N, by the strategy of `fleet set`."""
     target = target_of(version)
     with Operator(endpoint) as operator:
         if target.kind == TargetKind.NONE:
@@ -137,7 +138,7 @@ def pin(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Keep a fleet on version N, or on what it serves now, whatever comes. `update` lets it go on."""
+    """Pin a fleet to version N, or to the one it serves now, until `update`."""
     with Operator(endpoint) as operator:
         end_move(operator, operator.pin(fleet, version or None), wait, timeout, as_json)
 
@@ -152,7 +153,7 @@ def rollback(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bring a fleet back to the version before, or to N. What came after it is then refused: `latest` does not take it."""
+    """Return a fleet to the previous version, or to N. Later versions are then refused: `latest` skips them."""
     with Operator(endpoint) as operator:
         end_move(operator, operator.rollback(fleet, version or None, reason=reason), wait, timeout, as_json)
 
@@ -166,7 +167,7 @@ def approve(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let a move go on to its end: a canary that waits, or one that has STOPPED."""
+    """Complete a move: a canary that waits, or a move that has STOPPED."""
     with Operator(endpoint) as operator:
         end_move(operator, operator.approve(fleet, reason=reason), wait, timeout, as_json)
 
@@ -180,14 +181,14 @@ def back(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """End a move by going back to where it came from. Its version is then refused: `latest` does not take it."""
+    """End a move by returning to the previous version. Its version is then refused: `latest` skips it."""
     with Operator(endpoint) as operator:
         end_move(operator, operator.back(fleet, reason=reason), wait, timeout, as_json, back=True)
 
 
 def _known(operator: Operator, name: str) -> str:
-    """A typing error makes no new fleet. Raises NotFound."""
-    if name in operator.daemon().models:  # its default fleet, whether anyone follows it yet or not
+    """Return a fleet that exists, so that a typing error creates none. Raises NotFound."""
+    if name in operator.daemon().models:  # its default fleet, with or without servers
         return name
     try:
         return operator.fleet(name).name
@@ -196,7 +197,7 @@ def _known(operator: Operator, name: str) -> str:
 
 
 def _facts(fleet: FleetStatus) -> list[tuple[str, str]]:
-    """What there is to say of a fleet, with titles."""
+    """Return the facts about a fleet, with titles."""
     move, facts = fleet.move, [("fleet", fleet.name), ("model", fleet.model), ("wants", format.target(fleet.target))]
     facts += [("now", f"version {fleet.wanted_version}" if fleet.wanted_version else "no version yet")]
     facts += [("at", f"version {fleet.settled_version}" if fleet.settled_version else "no version yet")]

@@ -1,4 +1,4 @@
-"""Fleets, servers, moves and events in words and as rows of tables."""
+"""Fleets, servers, moves and events as text and as rows of tables."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -112,7 +112,7 @@ def state(server: ServerStatus) -> str:
 
 
 def progress(fleet: FleetStatus, servers: Sequence[ServerStatus]) -> str:
-    """One line of where a fleet is: its move, and the servers that are not there, with why."""
+    """Return a line about a fleet's progress: its move, and the servers that lag, with reasons."""
     live = [s for s in servers if s.state != ServerState.LOST]
     there = sum(s.state == ServerState.SERVING and s.version == fleet.wanted_version for s in live)
     others = (f"{s.name} {state(s)}" for s in live if s.state != ServerState.SERVING or s.version != fleet.wanted_version)
@@ -121,15 +121,15 @@ def progress(fleet: FleetStatus, servers: Sequence[ServerStatus]) -> str:
 
 
 def states(servers: Iterable[ServerStatus]) -> str:
-    """One line of what servers are at."""
+    """Return a line about the states of servers."""
     return "; ".join(f"{server.name} {state(server)}" for server in servers) or "no servers"
 
 
 def outcome(fleet: FleetStatus) -> str:
-    """One line of what a fleet wants and why it is where it is."""
+    """Return a line about a fleet's target, its version and the reason."""
     failed = fleet.move.failed if fleet.move and fleet.move.state == MovePhase.DONE else {}
     reasons = (fleet.reason, *(f"failed: {server}: {error}" for server, error in sorted(failed.items())))
-    line = f"{fleet.name} wants {target(fleet.target)}, is at {number(fleet.settled_version)}"
+    line = f"{fleet.name} targets {target(fleet.target)}, is at {number(fleet.settled_version)}"
     return ": ".join(filter(None, (line, "; ".join(filter(None, reasons)))))
 
 

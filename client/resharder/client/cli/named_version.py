@@ -1,4 +1,4 @@
-"""Versions as operators type them: a number, `latest`, or models/MODEL/versions/NUMBER."""
+"""Names of versions on the command line: a number, `latest`, or models/MODEL/versions/NUMBER."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _NAME = re.compile(r"models/(?P<model>[^/]+)/versions/(?P<number>\d+)")
 
 
 def named_version(operator: Operator, text: str, model: str = "") -> VersionStatus:
-    """Raises NotFound, UsageError."""
+    """Return a version by its name. Raises NotFound, UsageError."""
     if text == "latest":
         return operator.latest(model)
     if found := _NAME.fullmatch(text):
@@ -22,7 +22,7 @@ def named_version(operator: Operator, text: str, model: str = "") -> VersionStat
 
 
 def archived_version(archived: Sequence[ArchivedVersion], text: str) -> ArchivedVersion:
-    """Raises NotFound, and UsageError where several models have it."""
+    """Return an archived version by its name. Raises NotFound, and UsageError if several models have it."""
     if not text.startswith("models/") and text != "latest" and not text.isdigit():
         raise _not_a_version(text)
     chosen = [one for one in archived if text in ("latest", one.name, str(one.number))]

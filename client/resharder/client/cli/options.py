@@ -1,4 +1,4 @@
-"""Command-line options as the target and the update strategy of a fleet. Pure; raises UsageError for contradictions."""
+"""Command-line options as a fleet's target and update strategy. Pure; raises UsageError for contradictions."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class StrategyOptions:
 
 
 def target_of(text: str, every: float | None = None) -> VersionTarget:
-    """`latest`, a version's number, or `none`; `every`: seconds, at most one move in so many."""
+    """Return the target for `latest`, a version's number, or `none`. `every` is the least interval between moves in seconds."""
     if every is not None and text != "latest":
         raise UsageError(f"expected --every with `latest` alone, got it with {text!r}")
     if text.isdigit() and int(text):
@@ -32,7 +32,7 @@ def target_of(text: str, every: float | None = None) -> VersionTarget:
 
 
 def strategy_of(options: StrategyOptions) -> UpdateStrategy | None:
-    """None if no option is about the strategy."""
+    """Return the update strategy; None without an option about it."""
     o = options
     ways = [o.all_at_once, o.rolling is not None or o.canary is not None, o.atomic]
     if sum(ways) > 1:

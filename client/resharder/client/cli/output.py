@@ -17,12 +17,12 @@ Row = Sequence[str]
 
 
 def console() -> Console:
-    """Piped output is for programs: no row is folded to fit a terminal."""
+    """Return a console. Piped output is for programs: rows are not folded to fit a terminal."""
     return Console(width=None if sys.stdout.isatty() else 1000, markup=False, highlight=False)
 
 
 def table(titles: Sequence[str], rows: Iterable[Row]) -> Table | str:
-    """Or a sentence, where there is no row."""
+    """Print a table, or a sentence if it has no row."""
     rows = list(rows)
     if not rows:
         return f"no {titles[0] or titles[1]}s"
@@ -47,7 +47,7 @@ def one_line(value: object) -> str:
 
 
 def plain(answer: Any) -> dict[str, Any]:
-    """An answer as in protobuf's JSON, but for 64-bit integers, which are numbers."""
+    """Convert an answer to protobuf's JSON, except for 64-bit integers, which are numbers."""
     found = ((wire_name(field), getattr(answer, field.name)) for field in fields(answer))
     return {name: _plain(value) for name, value in found if value is not None}
 
@@ -63,7 +63,7 @@ def _plain(value: Any) -> Any:
 
 
 def _stamp(moment: datetime) -> str:
-    """Protobuf prints no fraction, three digits or six."""
+    """Format a time as protobuf does: no fraction, three digits or six."""
     digits = "seconds" if not moment.microsecond else "microseconds" if moment.microsecond % 1000 else "milliseconds"
     return moment.replace(tzinfo=None).isoformat(timespec=digits) + "Z"
 
@@ -89,7 +89,7 @@ def count_up(what: str, done: int, total: int) -> None:
 
 
 class Bar:
-    """A progress bar on standard error; none for JSON."""
+    """Progress bar on standard error; none for JSON."""
 
     def __init__(self, silent: bool, title: str, total: int | None) -> None:
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())

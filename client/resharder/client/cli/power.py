@@ -1,4 +1,4 @@
-"""Sleep and wake, drain and resume: of a whole fleet, or of one server."""
+"""Commands for sleep and wake, drain and resume, of a fleet or one server."""
 
 from enum import Enum
 from typing import Annotated
@@ -30,7 +30,7 @@ def sleep(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Free the GPUs of servers: they answer 503 until `wake`. Of a fleet: servers that come later sleep too."""
+    """Free the GPUs of servers: they answer 503 until `wake`. For a fleet, later servers sleep too."""
     _require_name(fleet, server)
     power = ServerPower.ASLEEP_1 if level == 1 else ServerPower.ASLEEP_2
     maintain(
@@ -50,7 +50,7 @@ def wake(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Wake servers. They serve when the version that their fleet wants by now is installed and proven."""
+    """Wake servers. They serve after their fleet's current version is installed and verified."""
     maintain(
         lambda operator, name, one: operator.wake(name, one, tag="weights" if tag else None),
         _at(ServerPower.WEIGHTS_AWAKE if tag else ServerPower.AWAKE),
@@ -67,7 +67,7 @@ def drain(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Before maintenance: no new requests; those in flight are answered. --wait until the last one is."""
+    """Before maintenance: accept no new requests; those in flight complete. --wait until the last one has."""
     _require_name(fleet, server)
     maintain(
         Operator.drain,
@@ -85,7 +85,7 @@ def resume(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """After `drain`: take requests again."""
+    """After `drain`: accept requests again."""
     maintain(
         Operator.resume,
         lambda operator, name, one, listener, seconds: operator.wait_serving(name, one, listener, timeout=seconds),

@@ -1,4 +1,4 @@
-"""`resharder probe`: whether this server should be given requests, for readiness probes and health checks of load balancers."""
+"""`resharder probe`: whether this server should receive requests, for readiness probes and load balancers."""
 
 import os
 import urllib.error
@@ -14,7 +14,7 @@ from resharder.client.errors import DaemonUnreachable, NotFound, UsageError, Wai
 from resharder.client.operator import Operator
 from resharder.client.operator.connection import server_name
 
-_SECONDS = 3.0  # for each answer: probes have little time
+_SECONDS = 3.0  # bound on each answer: probes have little time
 _NOT_READY = 1
 
 
@@ -29,11 +29,11 @@ def probe(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Whether a server should be given requests. Exits 1 if not.
+    """Check whether a server should receive requests. Exits 1 if not.
 
-    It should not while its gate is shut (--url), or while it is further behind the version that it is to serve than the bounds
-    allow and others of its fleet are nearer. A server that waits for its turn in a move is not behind. Where the daemon cannot be
-    reached or does not know the server, the gate alone decides.
+    It should not while its gate is closed (--url), or while it lags behind its target by more than the bounds
+    and others of its fleet are closer. A server that waits for its turn in a move does not lag. If the daemon cannot be
+    reached or the server is unknown to it, only the gate decides.
     """
     ready, reason = _gate(url) if url else (True, "")
     found = ServerLag()
@@ -48,7 +48,7 @@ def probe(
 
 
 def _gate(url: str) -> tuple[bool, str]:
-    """Whether it answers 200, and what it says if not. Raises UsageError for what is no HTTP address."""
+    """Return whether the URL answers 200, and the answer if not. Raises UsageError for an invalid URL."""
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"expected an http or https address in --url, got {url!r}")
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -63,7 +63,7 @@ def _gate(url: str) -> tuple[bool, str]:
 
 
 def _look(server: str, endpoint: str | None) -> tuple[ServerLag, str]:
-    """Its lag, and a sentence. Raises UsageError, and Refused where the daemon says no to the question itself."""
+    """Return a server's lag, and a sentence. Raises UsageError, and Refused if the daemon refuses the query."""
     if not server:
         raise UsageError("expected a server, got none: pass --server or set RESHARDER_SERVER_ID")
     try:
@@ -82,5 +82,5 @@ def _look(server: str, endpoint: str | None) -> tuple[ServerLag, str]:
         return ServerLag(), f"the daemon does not know {server_name(server)}"
     except (DaemonUnreachable, WaitTimeout) as error:
         return ServerLag(), f"the gate alone decides: {error}"
-    far = f"{behind.versions} behind for {behind.seconds:.0f} s" if behind.versions else "nobody in its fleet is nearer"
+    far = f"{behind.versions} behind for {behind.seconds:.0f} s" if behind.versions else "no server of its fleet is closer"
     return behind, f"{found.name} serves version {found.version}, is to serve {found.wanted_version}: {far}; {found.reason}"

@@ -1,4 +1,4 @@
-"""Profiles: where the time of an install goes, on the machine that it matters on."""
+"""Profiles of installs on a production server."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,9 +32,9 @@ def install(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Install what a server serves once more, with every worker under torch.profiler.
+    """Repeat a server's install, with every worker under torch.profiler.
 
-    It is an install as any other: the server pauses for it, and proves it. Writes SERVER-rankN.json.gz, a trace for Perfetto or
+    Like any install, it pauses the server and is verified. Writes SERVER-rankN.json.gz, a trace for Perfetto or
     chrome://tracing, and SERVER-rankN.txt, a table, for each worker; prints the table of the slowest.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def install(
 
 
 def _servers(operator: Operator, name: str) -> list[str]:
-    """The ids. Raises NotFound."""
+    """Return the ids of servers. Raises NotFound."""
     servers = operator.servers()
     ids = {server.name.partition("/")[2] for server in servers}
     if (id := name.removeprefix("servers/")) in ids:

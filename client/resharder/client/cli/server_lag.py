@@ -1,7 +1,7 @@
-"""Lag of one server behind its own `wanted_version`, for readiness probes: pure functions.
+"""Lag of one server behind its own target, for readiness probes: pure functions.
 
-A server that waits for its turn in a move is not behind, nor is one while no server of its fleet serves a version nearer to the
-wanted one: without it clients would get nothing newer. The lag of a fleet is the daemon's own metric (docs/metrics.md).
+A server that waits for its turn in a move does not lag, nor does one while no server of its fleet serves a version closer to the
+target: without it, clients would get nothing newer. The lag of a fleet is the daemon's metric (docs/metrics.md).
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,14 +13,15 @@ from resharder.client.operator.states import ServerState
 
 
 class ServerLag(NamedTuple):
-    """`versions`: how many READY ones are between what it serves and what it is to serve. `seconds`: since the first of those was
-    READY; where it is to go back, since the fleet's move began."""
+    """Lag of a server. `versions`: READY ones between its version and its target. `seconds`: since the
+    first of those became READY; for a move back, since the fleet's move began.
+    """
 
     versions: int = 0
     seconds: float = 0.0
 
     def beyond(self, versions: int, seconds: float) -> bool:
-        """Bounds of 0 are none."""
+        """Return whether the lag exceeds bounds; 0: no bound."""
         return bool(self.versions) and (0 < versions < self.versions or 0 < seconds < self.seconds)
 
 
@@ -31,8 +32,14 @@ def server_lag(
     versions: Sequence[VersionStatus],
     now: datetime | None,
 ) -> ServerLag:
-    """`others`: the servers of its fleet, itself among them or not. `versions`: of its model, with all that are nearer to what is
-    wanted than the one it serves. `now`: by the daemon's clock."""
+    """Return a server's lag.
+
+    Args:
+        server: The server.
+        others: Servers of its fleet, with or without itself.
+        versions: Versions of its model, including all that are closer to the target than its own.
+        now: Time by the daemon's clock.
+    """
     served, wanted = server.version, server.wanted_version
     if not served or served == wanted or not _anyone_nearer(server, others):
         return ServerLag()

@@ -1,4 +1,4 @@
-"""What is where: status, servers, versions, events."""
+"""Commands that show state: status, servers, versions, events."""
 
 from typing import Annotated
 
@@ -14,7 +14,7 @@ OfFleet = Annotated[str, typer.Option("--fleet", metavar="NAME", help="Only of t
 
 
 def picture(operator: Operator, daemon: DaemonStatus, fleets: list[FleetStatus], servers: list[ServerStatus]) -> Group:
-    """All of a daemon, for eyes."""
+    """Return the whole state of a daemon, for display."""
     used, limit = size(daemon.store_used_bytes), size(daemon.store_limit_bytes)
     return Group(
         f"daemon {daemon.release} at {operator.endpoint}, started {time_of(daemon.start_time)}",
@@ -30,7 +30,7 @@ def picture(operator: Operator, daemon: DaemonStatus, fleets: list[FleetStatus],
 
 @command(Section.LOOK)
 def status(endpoint: Endpoint = None, as_json: AsJson = False) -> None:
-    """Everything at once: daemon, store, publishers, fleets, and why each server is where it is."""
+    """Show the daemon, store, publishers, fleets, and each server with the reason of its state."""
     with Operator(endpoint) as operator:
         daemon, fleets, servers = operator.daemon(), operator.fleets(), operator.servers()
         if as_json:
@@ -40,7 +40,7 @@ def status(endpoint: Endpoint = None, as_json: AsJson = False) -> None:
 
 @command(Section.LOOK)
 def servers(fleet: OfFleet = "", endpoint: Endpoint = None, as_json: AsJson = False) -> None:
-    """Every vLLM server: what it serves, what it wants, and why it is where it is."""
+    """Show every vLLM server: version, target, and the reason of its state."""
     with Operator(endpoint) as operator:
         found = operator.servers(operator.fleet(fleet).name if fleet else "")
     if as_json:
@@ -50,7 +50,7 @@ def servers(fleet: OfFleet = "", endpoint: Endpoint = None, as_json: AsJson = Fa
 
 @command(Section.LOOK)
 def versions(model: ModelName = "", endpoint: Endpoint = None, as_json: AsJson = False) -> None:
-    """Every version, newest first: state, step, size, who serves it."""
+    """Show every version, newest first: state, step, size, servers."""
     with Operator(endpoint) as operator:
         found = sorted(operator.versions(model), key=lambda v: (v.model, -v.number))
     if as_json:
@@ -68,9 +68,9 @@ def events(
     endpoint: Endpoint = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
-    """What happened, oldest first: to versions, servers, fleets, and what operators asked for."""
+    """Show events, oldest first: of versions, servers and fleets, and operators' requests."""
     with Operator(endpoint) as operator:
-        operator.daemon()  # not there at all is said at once
+        operator.daemon()  # an unreachable daemon is an error at once
         try:
             for event in operator.events(last=last, subject=subject, follow=follow):
                 print(one_line(plain(event)) if as_json else format.event_line(event), flush=True)

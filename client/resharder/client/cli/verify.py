@@ -1,4 +1,4 @@
-"""Verification: what lies in the memory of a server's workers, against the version that they hold."""
+"""Verification of the memory of a server's workers against their version."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -20,10 +20,10 @@ def verify(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare what a server has in memory with the version that it holds, while it serves.
+    """Compare a server's memory with its version, while it serves.
 
     Exit 1: a worker's memory differs; the server leaves service and its version is installed again. Exit 4: a worker cannot be
-    verified now (it sleeps, or holds no version).
+    verified now (it sleeps, or has no version).
     """
     with Operator(endpoint) as operator:
         found = operator.verify(server, timeout=timeout)

@@ -1,4 +1,4 @@
-"""Versions: copies of them, the archive, and their end."""
+"""Commands on versions: copies, the archive, deletion."""
 
 import sys
 import warnings
@@ -23,7 +23,7 @@ def export(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a version as a checkpoint that `from_pretrained` opens. Whole and checked, or not at all."""
+    """Write a version as a checkpoint for `from_pretrained`, complete and verified, or not at all."""
     with Operator(endpoint) as operator:
         wanted = named_version(operator, version, model)
         with Bar(as_json, f"version {wanted.number}", wanted.size_bytes) as progress:
@@ -46,15 +46,13 @@ def import_(
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", metavar="DIR", help="If neither DIR nor --config has the tokenizer.")
     ] = None,
-    take_over: Annotated[
-        bool, typer.Option("--take-over", help="Also from a trainer that is alive, which then cannot publish any more.")
-    ] = False,
+    take_over: Annotated[bool, typer.Option("--take-over", help="Also fence a live trainer, which then cannot publish.")] = False,
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a checkpoint folder a version: no trainer is needed. Megatron's may be of any parallel layout.
+    """Make a version of a checkpoint folder, without a trainer. Megatron's may have any parallel layout.
 
-    \b
+
     resharder import checkpoints/step-100 --model policy --step 100
     resharder import runs/7/checkpoints --config Qwen3-8B
     """
@@ -92,7 +90,7 @@ def fetch_config(
 
 @command(Section.VERSIONS)
 def archive(version: VersionName, model: ModelName = "", endpoint: Endpoint = None, as_json: AsJson = False) -> None:
-    """Write a version to the daemon's archive now; done when it is verified there."""
+    """Write a version to the daemon's archive and verify it there."""
     with Operator(endpoint) as operator:
         wanted = named_version(operator, version, model)
         done = operator.archive(wanted.number, model=wanted.model)
@@ -103,7 +101,7 @@ def archive(version: VersionName, model: ModelName = "", endpoint: Endpoint = No
 
 @command(Section.VERSIONS)
 def archived(model: ModelName = "", endpoint: Endpoint = None, as_json: AsJson = False) -> None:
-    """What lies in the archive."""
+    """List the archive."""
     with Operator(endpoint) as operator:
         found = operator.archived(model)
     if as_json:
@@ -126,7 +124,7 @@ def restore(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bring a version back from the archive, under its own number; on an empty host too."""
+    """Restore a version from the archive, under its own number; on an empty host too."""
     with Operator(endpoint) as operator:
         wanted = archived_version(operator.archived(model), version)
         done = operator.restore(wanted.number, model=wanted.model)
@@ -147,11 +145,11 @@ def gc(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Drop versions that nothing uses. Says what goes and what is kept by whom, and asks before it drops."""
+    """Delete unused versions after a confirmation, and list the users of the others."""
     if bool(versions) == bool(keep):
         raise UsageError("expected the numbers of versions, or --keep N for all but the N newest")
     if as_json and not (dry_run or yes):
-        raise UsageError("expected --yes or --dry-run with --json: it asks nobody")
+        raise UsageError("expected --yes or --dry-run with --json")
     with Operator(endpoint) as operator:
         model = model or operator.only_model()
         if not (dry_run or yes):
@@ -176,7 +174,7 @@ def _print_retired(answer: CollectedVersions, what: str) -> None:
 
 
 def _agreed(count: int) -> bool:
-    """Raises UsageError where nobody can be asked."""
+    """Return the operator's confirmation. Raises UsageError without a terminal."""
     if not sys.stdin.isatty():
-        raise UsageError("expected --yes where nobody can be asked, or --dry-run")
+        raise UsageError("expected --yes or --dry-run without a terminal")
     return typer.confirm(f"Drop {several(count, 'version')}?")

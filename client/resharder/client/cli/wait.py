@@ -1,4 +1,4 @@
-"""The end of a command on a fleet: at once, or with `--wait` when its effect has come."""
+"""End of a command on a fleet: at once, or with `--wait` after its effect."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +14,7 @@ from resharder.client.operator.states import MovePhase
 from resharder.client.operator.waiting import FleetListener, went_well
 
 Act = Callable[[Operator, str, str], FleetStatus]
-"""With the fleet's name, and servers/{id} or nothing for all of them."""
+"""Function of the fleet's name, and servers/{id} or nothing for all of them."""
 Until = Callable[[Operator, str, str, FleetListener, float | None], object]
 """The same, with a listener and seconds."""
 
@@ -39,7 +39,7 @@ def show(fleet: FleetStatus, as_json: bool) -> None:
 def maintain(
     act: Act, until: Until, fleet: str, server: str, wait: bool, timeout: float, endpoint: str | None, as_json: bool
 ) -> None:
-    """Act on the fleet or the server, wait if asked to, and print the servers concerned."""
+    """Act on the fleet or the server, wait if requested, and print the servers concerned."""
     with Operator(endpoint) as operator:
         name, one = _target(operator, fleet, server)
         act(operator, name, one)
@@ -57,7 +57,7 @@ def maintain(
 
 
 def _target(operator: Operator, fleet: str, server: str) -> tuple[str, str]:
-    """(fleet, servers/{id} or empty). Raises UsageError, NotFound."""
+    """Return (fleet, servers/{id} or empty). Raises UsageError, NotFound."""
     if not server:
         return operator.fleet(fleet).name, ""
     found = operator.server(server)
@@ -67,7 +67,7 @@ def _target(operator: Operator, fleet: str, server: str) -> tuple[str, str]:
 
 
 def _on_change(line: Callable[[FleetStatus, Sequence[ServerStatus]], str], silent: bool) -> FleetListener:
-    """A listener that prints a line to standard error whenever it changes."""
+    """Return a listener that prints a line to standard error whenever it changes."""
     before = ""
 
     def listener(fleet: FleetStatus, servers: Sequence[ServerStatus]) -> None:

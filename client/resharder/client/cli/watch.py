@@ -1,4 +1,4 @@
-"""`watch`: the picture of `status`, live on a terminal, else a snapshot for each change."""
+"""`watch`: the output of `status`, live on a terminal, else a snapshot for each change."""
 
 import sys
 import time
@@ -21,13 +21,13 @@ def watch(
     every: Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.1, help="Between two looks.")] = 1.0,
     endpoint: Endpoint = None,
 ) -> None:
-    """The picture of `status`, kept up to date until Ctrl-C; into a pipe: once for every change."""
+    """Show `status`, updated until Ctrl-C; in a pipe, once for every change."""
     with Operator(endpoint) as operator:
 
         def look() -> Group:
             return picture(operator, operator.daemon(), operator.fleets(), operator.servers())
 
-        look()  # a daemon that is not there is an error here, and only a line of the picture later
+        look()  # an unreachable daemon is an error here, and a line of the output later
         try:
             (_live if sys.stdout.isatty() else _changes)(lambda: _or_gone(look), every)
         except KeyboardInterrupt:

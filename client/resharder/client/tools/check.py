@@ -1,5 +1,5 @@
-"""`resharder check`: whether a trainer's layout and a server's fit a model, and what each process would send and receive, from a
-config alone: no weights, no GPUs, any number of ranks.
+"""`resharder check`: whether a trainer's layout and a server's fit a model, and what each process sends and
+receives, from a config alone: no weights, no GPUs, any number of ranks.
 
 The trainer's half needs megatron-core, the server's half vLLM, in this environment; each can be checked without the other.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, Any]
 Progress = Callable[[str, int, int], None]
-"""Called with what is being laid out, how many are done and how many there are."""
+"""Function called with the current part, its number of finished items and its number of items."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,16 @@ class Side:
 
     @property
     def imbalance(self) -> float:
-        """The largest over the mean."""
+        """Largest over mean."""
         return max(self.bytes_each) * len(self.bytes_each) / self.total if self.total else 1.0
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was found. `sends`: what each trainer rank hands to the daemon; `receives`: what each worker takes from it; `direct`:
-    what ranks would send straight to the workers of one server, those that do, in `copies` copies. None where that side was not
-    asked about."""
+    """Result of a check. `sends`: bytes from each trainer rank to the daemon; `receives`: bytes from
+    it to each worker; `direct`: bytes that ranks send straight to the workers of one server, in
+    `copies` copies. None if that side was not requested.
+    """
 
     architecture: str
     tensors: int
@@ -59,11 +60,11 @@ class Report:
     direct: Side | None
     copies: int
     through_load_weights: tuple[str, ...]
-    """Tensors that some worker takes whole, because its loader does more than copy."""
+    """Tensors that some worker loads whole, because its loader does more than copy."""
 
 
 def read_config(path: Path) -> Config:
-    """The config.json at `path`, or in the folder. Raises UsageError."""
+    """Return the config.json at `path`, or in the folder. Raises UsageError."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text())
@@ -75,7 +76,7 @@ def read_config(path: Path) -> Config:
 
 
 def parallel(world: int, tp: int, pp: int, vpp: int, cp: int, ep: int, etp: int) -> "Parallel":
-    """A trainer's sizes; 0 for `vpp` and `etp`: none given. Raises UsageError."""
+    """Return a trainer's sizes; 0 for `vpp` and `etp`: none. Raises UsageError."""
     _positive(world=world, tp=tp, pp=pp, cp=cp, ep=ep)
     _need("megatron.core", "a trainer's layout needs megatron-core here: pip install 'resharder[megatron]'")
     from resharder.converters.models.megatron.worlds import Parallel
@@ -84,7 +85,7 @@ def parallel(world: int, tp: int, pp: int, vpp: int, cp: int, ep: int, etp: int)
 
 
 def server(tp: int, pp: int, dp: int, ep: bool) -> "ServerSizes":
-    """A server's sizes. Raises UsageError."""
+    """Return a server's sizes. Raises UsageError."""
     _positive(server_tp=tp, server_pp=pp, server_dp=dp)
     _need("vllm", "a server's layout needs vllm here: install it, or check the trainer alone")
     from resharder.client.inference.vllm.blueprint import ServerSizes
@@ -93,7 +94,7 @@ def server(tp: int, pp: int, dp: int, ep: bool) -> "ServerSizes":
 
 
 def settings(pairs: Sequence[str]) -> dict[str, Any]:
-    """From `key=JSON`; what is no JSON is a string. Raises UsageError."""
+    """Return settings of `key=JSON`; other values are strings. Raises UsageError."""
     found = {}
     for pair in pairs:
         key, separator, value = pair.partition("=")
@@ -130,10 +131,11 @@ def check(
     options: Mapping[str, Any] | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Report:
-    """Lays out every rank and every worker, and plans. `options` are those of `building.build_chunks`.
+    """Lay out every rank and every worker, and plan. `options` are those of `build.build_chunks`.
 
-    Raises LayoutError (naming the tensor, what was expected and what was found) and UnsupportedModel, also for what Megatron or
-    vLLM refuses.
+    Raises LayoutError (with the tensor, what was expected and what was found) and UnsupportedModel, also for
+    refusals of Megatron or
+    vLLM.
     """
     shapes = expected_shapes(config)
     kind = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(dtype)
@@ -164,7 +166,7 @@ def _side(sizes: Ints | None) -> Side | None:
 
 
 def _whole(specs: Mapping[str, TensorSpec], names: tuple[str, ...] | None = None) -> Layout:
-    """Tensors as they are in a checkpoint."""
+    """Return tensors as in a checkpoint."""
     pieces = []
     for name in specs if names is None else names:
         strides = [1]
@@ -188,7 +190,7 @@ def _ranks(config: Config, trainer: "Parallel", dtype: str, options: Mapping[str
 
 @contextmanager
 def _refused_by(who: str) -> Iterator[None]:
-    """What `who` raises for sizes, settings and models that it refuses, as one error."""
+    """Convert the errors with which `who` refuses sizes, settings and models to one."""
     try:
         yield
     except ConversionError:

@@ -1,4 +1,4 @@
-"""Looks at a host, and at the daemon from it: what could keep Resharder from working well here, and what would mend it."""
+"""Diagnosis of a host, and of the daemon from it: problems for Resharder, and their solutions."""
 
 import importlib.metadata
 import os
@@ -18,10 +18,10 @@ from resharder.client.transport.shared_memory import shares_memory
 Verdict = Literal["ok", "warn", "fail"]
 
 SHARED_MEMORY = Path("/dev/shm")
-# What a daemon reserves with the options that it has unless told otherwise: docs/operator.md, "How large /dev/shm must be".
+# Reserve of a daemon with default options: docs/operator.md, "Size /dev/shm".
 RESERVED_VERSIONS, STORE_SHARE = 4, 0.8
 _ROOM = (
-    f"a daemon with the default keep_count reserves {RESERVED_VERSIONS} times its model, in {STORE_SHARE:.0%} of the room: "
+    f"a daemon with the default keep_count reserves {RESERVED_VERSIONS} times its model, in {STORE_SHARE:.0%} of the space: "
     f"give it {RESERVED_VERSIONS / STORE_SHARE:g} times the model"
 )
 _MOUNTS = Path("/proc/self/mounts")
@@ -40,7 +40,7 @@ _OLDEST = {
 
 
 class Check(NamedTuple):
-    """`mend` says what to do where `verdict` is not ok."""
+    """Result of a check. `mend` states what to do if `verdict` is not ok."""
 
     name: str
     verdict: Verdict
@@ -103,7 +103,7 @@ def shared_memory_room(folder: Path) -> Check:
 
 
 def shared_memory_speed(folder: Path) -> Check:
-    """Rewrites pages that are there already, as a recycled version's are."""
+    """Rewrite existing pages, like those of a recycled version."""
     name = "shared memory speed"
     block = bytes(1 << 20)
     try:
@@ -115,7 +115,7 @@ def shared_memory_speed(folder: Path) -> Check:
                     file.write(block)
                 rate = _PROBE_BYTES / (time.perf_counter() - start)
     except OSError as error:
-        return Check(name, "fail", f"cannot write to {folder}: {error.strerror}", f"make {folder} writable and give it room")
+        return Check(name, "fail", f"cannot write to {folder}: {error.strerror}", f"make {folder} writable and give it space")
     found = f"{rate / 1e9:.1f} GB/s, one core"
     if rate < _WARM_RATE:
         return Check(name, "warn", found, "expected at least 2 GB/s: look for a busy host, swapping or a CPU limit")
@@ -129,7 +129,9 @@ class Mount(NamedTuple):
 
 
 def mount_of(folder: Path, mounts: str) -> Mount | None:
-    """The filesystem that `folder` is on; `mounts` is the content of /proc/self/mounts, where later lines cover earlier ones."""
+    """Return the filesystem of `folder`; `mounts` is the content of /proc/self/mounts, where later
+    lines override earlier ones.
+    """
     path, best = folder.resolve(), None
     for line in mounts.splitlines():
         _, point, kind, options, *_ = line.split()
@@ -139,8 +141,9 @@ def mount_of(folder: Path, mounts: str) -> Mount | None:
 
 
 def huge_pages(folder: Path, mounts: str, policy: str) -> Check:
-    """Whether files of a tmpfs get huge pages. `policy` is shmem_enabled's content, the choice in brackets: `deny` and `force` go
-    before every mount's own option, which is `never` where it is not named."""
+    """Return whether files of a tmpfs get huge pages. `policy` is shmem_enabled's content, the choice
+    in brackets: `deny` and `force` override every mount's option, which is `never` by default.
+    """
     name, mount = "huge pages in shared memory", mount_of(folder, mounts)
     chosen = policy.partition("[")[2].partition("]")[0]
     if mount is None or mount.kind != "tmpfs":

@@ -1,4 +1,4 @@
-"""Checkpoints that become versions, so that no trainer is needed.
+"""Import of checkpoints as versions, without a trainer.
 
 import_checkpoint("daemon:7677", "/checkpoints/Qwen3-8B", "policy")
 import_checkpoint("daemon:7677", "/runs/7/checkpoints", "policy", config="/checkpoints/Qwen3-8B")   # Megatron's, torch_dist
@@ -106,18 +106,18 @@ def _refuse_live(operator: Operator, model: str, take_over: bool) -> None:
         if publisher.model == model and live and not take_over:
             raise Conflict(
                 f"{publisher.name} of job {publisher.job} is alive, {publisher.live_ranks} of {publisher.world_size} ranks: an "
-                "import would fence that trainer, which could not publish any more; end it first, or take the model over"
+                "import would fence that trainer, which could then not publish; end it first, or take the model over"
             )
 
 
 def _torch_dist_folder(folder: Path) -> Path | None:
-    """The folder of a distributed checkpoint, itself or the newest iteration's. Raises UsageError."""
+    """Return the folder of a distributed checkpoint: this one, or the newest iteration's. Raises UsageError."""
     tracker = folder / "latest_checkpointed_iteration.txt"
     if tracker.is_file():
         said = tracker.read_text().strip()
         folder = folder / (f"iter_{int(said):07d}" if said.isdigit() else said)
         if not (folder / "metadata.json").is_file():
-            raise UsageError(f"expected a torch_dist checkpoint in {folder}, as {tracker} says, found no metadata.json")
+            raise UsageError(f"expected a torch_dist checkpoint in {folder} by {tracker}, found no metadata.json")
     return folder if (folder / "metadata.json").is_file() and (folder / ".metadata").is_file() else None
 
 
@@ -161,7 +161,7 @@ def _declared(layout: Layout) -> list[DeclaredTensor]:
 
 
 def _check_against(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], where: str) -> None:
-    """Names and shapes, where the family has a table. Raises UnknownTensor, LayoutError."""
+    """Compare names and shapes with the family's table, if it has one. Raises UnknownTensor, LayoutError."""
     try:
         shapes = expected_shapes(config)
     except UnsupportedModel:
@@ -169,7 +169,7 @@ def _check_against(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], w
     missing, unexpected = [name for name in shapes if name not in specs], [name for name in specs if name not in shapes]
     if missing or unexpected:
         raise UnknownTensor(
-            f"{where}: expected the {len(shapes)} tensors that the config speaks of; {len(missing)} are not there "
+            f"{where}: expected the {len(shapes)} tensors of the config; {len(missing)} are not there "
             f"{missing[:4]}, {len(unexpected)} are there that it does not speak of {unexpected[:4]}"
         )
     for name, shape in shapes.items():
