@@ -90,6 +90,68 @@ def test_every_value_that_decides_a_cut_is_compared(family: str) -> None:
         setattr(holder, attribute, right)
 
 
+COMPARED = {
+    "llama": {
+        "num_layers": "num_hidden_layers",
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_attention_heads",
+        "num_query_groups": "num_key_value_heads",
+        "kv_channels": "head_dim",
+        "multi_latent_attention": "latent attention",
+        "attention_output_gate": "gated attention",
+        "gated_linear_unit": "a gated MLP",
+        "rotary_interleaved": "rotation of neighbouring channels",
+        "num_moe_experts": "number of experts",
+        "mtp_num_layers": "number of layers that predict further tokens",
+    },
+    "deepseek_v3": {
+        "q_lora_rank": "q_lora_rank",
+        "kv_lora_rank": "kv_lora_rank",
+        "qk_head_dim": "qk_nope_head_dim",
+        "qk_pos_emb_head_dim": "qk_rope_head_dim",
+        "v_head_dim": "v_head_dim",
+        "moe_shared_expert_intermediate_size": "width of the shared experts",
+        "moe_ffn_hidden_size": "width of an expert",
+        "multi_latent_attention": "latent attention",
+        "num_moe_experts": "number of experts",
+        "mtp_num_layers": "number of layers that predict further tokens",
+    },
+    "qwen3_next": {
+        "linear_num_key_heads": "linear_num_key_heads",
+        "linear_num_value_heads": "linear_num_value_heads",
+        "linear_key_head_dim": "linear_key_head_dim",
+        "linear_value_head_dim": "linear_value_head_dim",
+        "linear_conv_kernel_dim": "linear_conv_kernel_dim",
+        "attention_output_gate": "gated attention",
+    },
+    "glm": {"rotary_interleaved": "rotation of neighbouring channels"},
+    "nemotron": {"gated_linear_unit": "a gated MLP"},
+}
+"""By attribute of Megatron's config, the name in the message, in families with and without the option."""
+
+
+@pytest.mark.parametrize(("family", "attribute"), [(family, key) for family, names in COMPARED.items() for key in names])
+def test_a_model_with_another_value_is_refused_by_the_name_in_the_config(family: str, attribute: str) -> None:
+    config = tiny_hf.tiny_config(family)
+    chunks: Any = build(config)
+    right = getattr(chunks[0].config, attribute)
+    wrong = not right if right in (None, True, False) else right + 1
+    setattr(chunks[0].config, attribute, wrong)
+    given = rf"({right!r}|None)" if not right else repr(right)
+    message = rf"{COMPARED[family][attribute]} is {given} in the config, the model has {attribute}={wrong!r}"
+    with pytest.raises(LayoutError, match=message):
+        local_layout(chunks, config)
+
+
+@pytest.mark.parametrize("attribute", ["num_query_groups", "kv_channels"])
+def test_latent_attention_is_not_cut_by_groups(attribute: str) -> None:
+    config = tiny_hf.tiny_config("deepseek_v3")
+    chunks: Any = build(config)
+    expected = local_layout(chunks, config)[0]
+    setattr(chunks[0].config, attribute, 2 * getattr(chunks[0].config, attribute))
+    assert local_layout(chunks, config)[0] == expected
+
+
 @pytest.mark.parametrize("layers", [2, 3])
 def test_a_config_with_more_layers_than_the_model_is_refused(layers: int) -> None:
     config = tiny_hf.tiny_config("llama", num_hidden_layers=layers)

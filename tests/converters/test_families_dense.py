@@ -81,6 +81,11 @@ def test_norms_after_attention_and_mlp_may_be_parts_of_the_layer(saved: Callable
         ("qwen2_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
         ("mistral", {"sliding_window": None}),
         ("olmoe", {"norm_topk_prob": True}),
+        ("glm", {"attention_bias": False}),
+        ("qwen2_moe", {"qkv_bias": False}),
+        ("deepseek_v2", {"num_experts_per_tok": 3}),  # more than the best of each group
+        ("deepseek_v2_lite", {"num_experts_per_tok": 3}),
+        ("mixtral", {"sliding_window": 9}),
     ],
 )
 def test_options_of_a_family_are_those_of_the_checkpoint(

@@ -32,7 +32,16 @@ KILLED, SURVIVED = "killed", "survived"
 
 CONVERTERS = "converters/resharder/converters"
 QUICK = ("tables", "checkpoint", "megatron_tables", "architectures")
-FAMILIES = ("agreement", "megatron", "families_dense", "families_hybrid", "families_mla", "megatron_layouts", "dtensor")
+FAMILIES = (
+    "recipes",
+    "agreement",
+    "megatron",
+    "families_dense",
+    "families_hybrid",
+    "families_mla",
+    "megatron_layouts",
+    "dtensor",
+)
 SUITES = (
     Suite(
         "converters",
@@ -96,7 +105,9 @@ def start(mutant: Mutant, suite: Suite, covered: Sequence[Covered]) -> int:
     os._exit(0)
 
 
-def outcomes(wanted: Sequence[Mutant], suite: Suite, covered: Sequence[Covered], jobs: int) -> Iterator[tuple[Mutant, str, float]]:
+def outcomes(
+    wanted: Sequence[Mutant], suite: Suite, covered: Sequence[Covered], jobs: int
+) -> Iterator[tuple[Mutant, str, float]]:
     """Try edits, several at a time.
 
     Returns:

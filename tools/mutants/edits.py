@@ -228,10 +228,10 @@ class _Finder:
             if re.search(rf"(?<![a-z]){word}(?![a-z])", inner):
                 new = re.sub(rf"(?<![a-z]){word}(?![a-z])", EXCHANGED[word], inner)
                 yield self._edit(f"{inner} → {new}", node, f'{text[: quote + 1]}{new}"')
-        yield self._edit(f"{inner} renamed", node, f'{text[:quote + 1]}{inner}_x"')
+        yield self._edit(f"{inner} renamed", node, f'{text[: quote + 1]}{inner}_x"')
 
     def _call(self, node: ast.Call) -> Iterator[_Edit]:
-        if isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "zip", "TypeVar"):
+        if isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "refuse", "zip", "TypeVar"):
             return
         text = self._text(node.func)
         yield from self._swapped([argument for argument in node.args if not isinstance(argument, ast.Starred)])
@@ -242,7 +242,7 @@ class _Finder:
             if not isinstance(keyword.value, ast.Constant) or not isinstance(keyword.value.value, bool):
                 dropped = self._source[start:end].decode()
                 yield self._edit(f"dropped: {dropped} of {text}", keyword.value, "", start=start, end=self._past_comma(end))
-        flat = text == "whole" and len(node.args) == 2
+        flat = text in ("whole", "joined") and len(node.args) == 2
         if text in ("whole", "Weight", "joined") and not flat and all(keyword.arg != "transpose" for keyword in node.keywords):
             weight = self._text(node)
             yield self._edit(f"transposed: {weight}", node, f"__import__('dataclasses').replace({weight}, transpose=True)")
@@ -257,7 +257,8 @@ class _Finder:
     def _swapped(self, items: list[ast.expr]) -> Iterator[_Edit]:
         """Neighbours exchanged."""
         for one, other in pairwise(items):
-            if _kind(one) != _kind(other) or self._text(one) == self._text(other):
+            calls = isinstance(one, ast.Call) and len(items) > 4  # a list of families: its order is of no matter
+            if calls or _kind(one) != _kind(other) or self._text(one) == self._text(other):
                 continue
             (start, middle), (after, end) = self._span(one), self._span(other)
             new = self._text(other) + self._source[middle:after].decode() + self._text(one)
@@ -267,9 +268,7 @@ class _Finder:
         text = self._text(test)
         return self._edit(f"not: {text}", test, f"(not ({text}))")
 
-    def _edit(
-        self, text: str, node: ast.expr | ast.stmt, new: str, *, start: int | None = None, end: int | None = None
-    ) -> _Edit:
+    def _edit(self, text: str, node: ast.expr | ast.stmt, new: str, *, start: int | None = None, end: int | None = None) -> _Edit:
         first, last = self._span(node)
         short = re.sub(r"\s+", " ", text)
         return _Edit(short, node, first if start is None else start, last if end is None else end, new)
