@@ -13,7 +13,7 @@ from tests.support.megatron_models import build_model
 import torch
 from megatron.core import parallel_state
 from resharder.converters.architectures import architecture_of
-from resharder.converters.architectures.agreement import compared, is_padding
+from resharder.converters.architectures.agreement import compared, disagreements, is_padding
 from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import LayoutError, UnsupportedModel
 from resharder.converters.models.megatron.layout import local_layout, local_pieces
@@ -143,6 +143,11 @@ def test_a_model_with_another_value_is_refused_by_the_name_in_the_config(family:
         local_layout(chunks, config)
 
 
+def test_a_value_that_a_model_does_not_have_is_not_compared() -> None:
+    config = tiny_hf.tiny_config("llama")
+    assert disagreements(architecture_of(config).recipe(config), {}) == []
+
+
 @pytest.mark.parametrize("attribute", ["num_query_groups", "kv_channels"])
 def test_latent_attention_is_not_cut_by_groups(attribute: str) -> None:
     config = tiny_hf.tiny_config("deepseek_v3")
@@ -201,6 +206,15 @@ def test_padding_as_megatron_adds_it_is_taken(multiple: int, tp: int) -> None:
     assert layout.tensors["lm_head.weight"].shape[0] == 1003
 
 
+def test_a_rank_of_padding_alone_has_no_rows_of_the_vocabulary() -> None:
+    config = tiny_hf.tiny_config("llama", vocab_size=100)
+    fakepg.enter(3, 4)
+    chunks = build_model(config, tp=4, vocab_multiple=64, device="meta", init_model_with_meta_device=True)
+    layout, tensors = local_layout(chunks, config)
+    assert tensors["0.output_layer.weight"].shape == (64, 128)
+    assert layout.tensors.keys().isdisjoint({"lm_head.weight", "model.embed_tokens.weight"})
+
+
 # What else a model cannot be laid out by
 
 
@@ -225,3 +239,8 @@ def test_process_groups_without_parallel_state_are_refused_by_what_is_missing() 
 def test_a_multimodal_model_is_told_of_its_text_config_only_where_that_has_a_table(inner: str, advice: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"multimodal and has no table; {advice}.*{inner}"):
         expected_shapes({"model_type": "any_vl", "text_config": {"model_type": inner}})
+
+
+def test_a_multimodal_config_without_a_text_config_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="multimodal and has no table; nor has that of its language model"):
+        expected_shapes({"model_type": "any_vl", "text_config": None})

@@ -147,6 +147,9 @@ CASES: tuple[tuple[str, Settings, Settings], ...] = (
     ("qwen3_moe", {"decoder_sparse_step": 3, "mlp_only_layers": None}, {"moe_layer_freq": [0, 0, 1, 0]}),
     ("qwen3_moe", {"decoder_sparse_step": None, "mlp_only_layers": [1]}, {"moe_layer_freq": [1, 0, 1, 1]}),
     ("deepseek_v3", {}, {"moe_router_dtype": "fp32"}),
+    ("llama", {}, {"hidden_dropout": 0.0, "attention_dropout": 0.0, "add_bias_linear": False}),
+    ("qwen3_moe", {}, {"moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall"}),
+    ("qwen3_5_moe", {"intermediate_size": None}, {"ffn_hidden_size": 64}),
     ("deepseek_v2", {"n_group": None}, {"moe_router_num_groups": None}),
 )
 

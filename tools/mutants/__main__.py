@@ -12,6 +12,7 @@ import argparse
 import importlib.abc
 import importlib.util
 import os
+import re
 import signal
 import sys
 import time
@@ -56,6 +57,14 @@ SUITES = (
         tuple(f"tests/converters/test_{name}.py" for name in QUICK),
         tuple(f"tests/converters/test_{name}.py" for name in FAMILIES),
     ),
+    Suite(
+        "vllm",
+        ("vllm.engine.arg_utils", "vllm.model_executor.models", "transformers.models.auto"),
+        ("client/resharder/client/inference/vllm/blueprint.py",),
+        (),
+        ("tests/vllm/test_targets.py",),
+        "[llama] or [qwen3_moe] or [deepseek_v3]",
+    ),
 )
 
 
@@ -96,11 +105,11 @@ def start(mutant: Mutant, suite: Suite, covered: Sequence[Covered]) -> int:
     os.dup2(null, 1)
     os.dup2(null, 2)
     sys.meta_path.insert(0, _Edited(mutant))
-    nodes = tests_of(mutant, covered)
+    nodes = tests_of(mutant, suite, covered)
     for quick in (True, False):
         wanted = [node for node in nodes if (node.partition("::")[0] in suite.quick) == quick]
         files = sorted({node.partition("::")[0] for node in wanted})
-        if files and run_pytest(files, Selection(wanted)):
+        if files and run_pytest(files, suite.select, Selection(wanted)):
             os._exit(1)
     os._exit(0)
 
@@ -143,38 +152,57 @@ def listed() -> dict[str, str]:
     return found
 
 
+def run(suite: Suite, asked: argparse.Namespace) -> int:
+    """Try the edits of a suite that were asked for, and print those whose outcome is not the expected one.
+
+    Args:
+        suite: The suite.
+        asked: The command's options.
+
+    Returns:
+        The exit status.
+    """
+    chosen = {*asked.file, *(f"{name}.py" for name in asked.family)}
+    files = [file for file in suite.sources() if not chosen or file.name in chosen]
+    every = [mutant for file in files for mutant in mutants(file)]
+    found = [mutant for mutant in every if re.search(asked.match, mutant.name)]
+    if asked.list or not found:
+        print(*(mutant.name for mutant in found), sep="\n", flush=True)
+        return 0
+    names, wrong, count = {mutant.name for mutant in every}, 0, Counter[str]()
+    equivalent = {name for name in listed() if name.partition(":")[0] in {file.name for file in files}}
+    for name in sorted(equivalent - names):
+        wrong += 1
+        print(f"listed as equivalent, but there is no such edit: {name}")
+    covered = coverage(suite)
+    print(f"{suite.name}: {len(found)} edits, {len(covered)} tests", flush=True)
+    for mutant, outcome, seconds in outcomes(found, suite, covered, asked.jobs):
+        expected = SURVIVED if mutant.name in equivalent else KILLED
+        count["equivalent" if outcome == expected == SURVIVED else outcome] += 1
+        if outcome != expected:
+            wrong += 1
+            print(f"{outcome}: {mutant.name} (line {mutant.lines.start}, {seconds:.0f} s)", flush=True)
+    print(f"{suite.name}: " + ", ".join(f"{count[kind]} {kind}" for kind in (KILLED, "equivalent", SURVIVED)), flush=True)
+    return int(wrong > 0)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", action="append", default=[], metavar="NAME", help="edits of this family's module alone")
     parser.add_argument("--file", action="append", default=[], metavar="NAME", help="edits of this file alone")
+    parser.add_argument("--match", default="", metavar="REGEX", help="edits whose names match alone")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="edits tried at a time")
     parser.add_argument("--list", action="store_true", help="name the edits and run nothing")
     asked = parser.parse_args()
-    chosen = {*asked.file, *(f"{name}.py" for name in asked.family)}
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    equivalent, every, wrong, count = listed(), set[str](), 0, Counter[str]()
-    for suite in SUITES:
-        found = [mutant for file in suite.sources() if not chosen or file.name in chosen for mutant in mutants(file)]
-        every |= {mutant.name for mutant in found}
-        if asked.list or not found:
-            print(*(mutant.name for mutant in found), sep="\n")
-            continue
-        covered = coverage(suite)
-        for mutant, outcome, seconds in outcomes(found, suite, covered, asked.jobs):
-            expected = SURVIVED if mutant.name in equivalent else KILLED
-            count["equivalent" if outcome == expected == SURVIVED else outcome] += 1
-            if outcome != expected:
-                wrong += 1
-                print(f"{outcome}: {mutant.name} (line {mutant.lines.start}, {seconds:.0f} s)", flush=True)
-    for name in sorted(set(equivalent) - every):
-        if not chosen or name.partition(":")[0] in chosen:
-            wrong += 1
-            print(f"listed as equivalent, but there is no such edit: {name}")
-    print(", ".join(f"{count[kind]} {kind}" for kind in (KILLED, "equivalent", SURVIVED)))
-    return int(wrong > 0)
+    status = 0
+    for suite in SUITES:  # each in a process of its own: Megatron and vLLM never share one
+        child = os.fork()
+        if not child:
+            os._exit(run(suite, asked))
+        status |= os.waitpid(child, 0)[1]
+    return int(status != 0)
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    os._exit(status)  # Triton's bindings print their leaks otherwise
+    sys.exit(main())

@@ -21,7 +21,7 @@ from tools.mutants.edits import Mutant
 
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".pytest_cache/mutants"
-OPTIONS = ("-q", "-x", "-W", "ignore", "-k", "not wrong_line", "--import-mode=importlib")
+OPTIONS = ("-q", "-x", "-W", "ignore", "--import-mode=importlib")
 PLUGINS = ("cacheprovider", "unraisableexception", "threadexception", "faulthandler")  # left out, for they take half a second
 PRELOADED = re.compile(r"(transformers|hypothesis|megatron|safetensors|tokenizers|numpy|torch\.(distributed|testing))(\.|$)")
 
@@ -34,6 +34,8 @@ class Suite(NamedTuple):
     files: tuple[str, ...]
     quick: tuple[str, ...]
     tests: tuple[str, ...]
+    select: str = "not wrong_line"
+    """pytest's `-k`: a table with another mistake beside says nothing."""
 
     def sources(self) -> list[Path]:
         """Return the files to edit."""
@@ -48,22 +50,22 @@ class Covered(NamedTuple):
     lines: dict[str, set[int]]
 
 
-def tests_of(mutant: Mutant, covered: Sequence[Covered]) -> list[str]:
+def tests_of(mutant: Mutant, suite: Suite, covered: Sequence[Covered]) -> list[str]:
     """Choose the tests of a mutant.
 
     Args:
         mutant: An edit.
+        suite: Its suite.
         covered: All tests.
 
     Returns:
-        Node ids of the tests that run the lines of the edit, else any line of its file; those of the file's own first, then the
-        fastest.
+        Node ids of the tests that run the lines of the edit; for lines that run at import, of the quick tests and of all that run
+        any line of its file. The tests named like the file come first, then the fastest.
     """
-    file = str(mutant.file)
-    there = [test for test in covered if file in test.lines]
-    exact = [test for test in there if not test.lines[file].isdisjoint(mutant.lines)]
-    own = f"test_{mutant.file.stem}.py"
-    return [test.node for test in sorted(exact or there, key=lambda test: (own not in test.node, test.seconds))]
+    file, own = str(mutant.file), f"test_{mutant.file.stem}.py"
+    found = [test for test in covered if not test.lines.get(file, set()).isdisjoint(mutant.lines)]
+    found = found or [test for test in covered if file in test.lines or test.node.startswith(suite.quick)]
+    return [test.node for test in sorted(found, key=lambda test: (own not in test.node, test.seconds))]
 
 
 def coverage(suite: Suite) -> list[Covered]:
@@ -89,7 +91,7 @@ def coverage(suite: Suite) -> list[Covered]:
         child = os.fork()
         if not child:
             recorder = _Recorder({str(file) for file in files})
-            failed = run_pytest(tests, recorder)
+            failed = run_pytest(tests, suite.select, recorder)
             found = [
                 (node, seconds, {file: sorted(some) for file, some in lines.items()}) for node, seconds, lines in recorder.found
             ]
@@ -108,11 +110,12 @@ def coverage(suite: Suite) -> list[Covered]:
     return [Covered(node, seconds, {file: set(some) for file, some in lines.items()}) for node, seconds, lines in result["tests"]]
 
 
-def run_pytest(tests: Sequence[str], *plugins: object) -> int:
+def run_pytest(tests: Sequence[str], select: str, *plugins: object) -> int:
     """Run pytest in this process, with temporary folders that go with it.
 
     Args:
-        tests: Files or node ids, relative to the root.
+        tests: Files, relative to the root.
+        select: pytest's `-k`.
         plugins: Plugins beside pytest's own.
 
     Returns:
@@ -121,7 +124,7 @@ def run_pytest(tests: Sequence[str], *plugins: object) -> int:
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         left_out = [option for plugin in PLUGINS for option in ("-p", f"no:{plugin}")]
-        arguments = [*OPTIONS, *left_out, f"--rootdir={ROOT}", f"--basetemp={folder}/tests", *tests]
+        arguments = [*OPTIONS, *left_out, "-k", select, f"--rootdir={ROOT}", f"--basetemp={folder}/tests", *tests]
         return int(pytest.main(arguments, plugins=list(plugins)))
 
 

@@ -66,6 +66,7 @@ COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Is: "is not",
     ast.IsNot: "is",
 }
+COMMUTATIVE = {"max", "min", "gcd", "intersect", "intersect_ranges", "set", "frozenset"}
 NAME = re.compile(r"[\w.{}]+")
 
 
@@ -143,8 +144,10 @@ class _Finder:
                     yield from self._node(statement, name)
                 return
             case ast.AnnAssign():
-                if node.value:
+                if node.value and not (isinstance(node.annotation, ast.Name) and node.annotation.id == "TypeAlias"):
                     yield from self._node(node.value, within)
+                return
+            case ast.Call(func=ast.Name(id="TypeVar")):
                 return
             case ast.Subscript(value=ast.Name(id="dict" | "list" | "tuple" | "frozenset" | "Mapping" | "Callable")):
                 return
@@ -184,7 +187,8 @@ class _Finder:
                 yield from self._swapped(items)
                 for item, following in pairwise(items):
                     if _kind(item) == _kind(following) and _kind(item) in ("text", "tuple"):
-                        yield self._edit(f"dropped: {self._text(item)}", item, "", end=self._span(following)[0])
+                        new, end = f"{self._text(following)},", self._past_comma(self._span(following)[1])
+                        yield self._edit(f"dropped: {self._text(item)}", item, new, end=end)
             case ast.BinOp() | ast.BoolOp() | ast.Compare() | ast.UnaryOp(op=ast.Not()):
                 yield from self._operator(node)
 
@@ -231,10 +235,11 @@ class _Finder:
         yield self._edit(f"{inner} renamed", node, f'{text[: quote + 1]}{inner}_x"')
 
     def _call(self, node: ast.Call) -> Iterator[_Edit]:
-        if isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "refuse", "zip", "TypeVar"):
-            return
         text = self._text(node.func)
-        yield from self._swapped([argument for argument in node.args if not isinstance(argument, ast.Starred)])
+        if text in ("isinstance", "refuse", "zip"):
+            return
+        if text not in COMMUTATIVE:
+            yield from self._swapped([argument for argument in node.args if not isinstance(argument, ast.Starred)])
         for keyword in node.keywords:
             start, end = self._keyword(keyword)
             if keyword.arg == "transpose" or isinstance(keyword.value, ast.BoolOp):
@@ -258,7 +263,7 @@ class _Finder:
         """Neighbours exchanged."""
         for one, other in pairwise(items):
             calls = isinstance(one, ast.Call) and len(items) > 4  # a list of families: its order is of no matter
-            if calls or _kind(one) != _kind(other) or self._text(one) == self._text(other):
+            if calls or isinstance(one, ast.Starred) or _kind(one) != _kind(other) or self._text(one) == self._text(other):
                 continue
             (start, middle), (after, end) = self._span(one), self._span(other)
             new = self._text(other) + self._source[middle:after].decode() + self._text(one)

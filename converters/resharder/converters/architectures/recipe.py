@@ -1,7 +1,9 @@
 """How megatron-core is told to build a family: plain data that follows from config.json, no Megatron and no torch.
 
-`building.py` makes models of it, for `resharder check` and for the tests that compare Megatron's logits with transformers'. A
-trainer builds its model as it likes; a layout never depends on a recipe.
+`models/megatron/build.py` makes models of it, for `resharder check` and for the tests that compare Megatron's logits with
+transformers'. A trainer builds its model as it likes, but not of other sizes: before a layout is made, the values that
+`agreement.py` names are compared with those of the trainer's model, and a model that differs is refused. The other values of a
+recipe have no effect on layouts.
 """
 
 from dataclasses import dataclass, field, replace
@@ -35,7 +37,7 @@ class Recipe:
     it knows nothing of."""
 
     transformer: dict[str, Any]
-    model: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any]
     attributes: dict[str, Any] = field(default_factory=dict)
     extras: Extras = Extras()
 
