@@ -17,6 +17,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from resharder.converters import architectures
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import Layout, box_index
 from resharder.converters.geometry.plan import plan
@@ -174,6 +175,20 @@ def test_a_parameter_that_the_table_does_not_know_is_refused_by_name(chunk: Any)
         layout_of(chunk)
 
 
+def test_rows_that_the_table_leaves_out_are_refused_by_name(chunk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = architectures.architecture_of(tiny_hf.tiny_config("qwen3"))
+
+    def without_up(config: Any) -> dict[str, Any]:
+        table = dict(right.table(config))
+        key = "decoder.layers.1.mlp.linear_fc1.weight"
+        table[key] = tuple(replace(weight, runs=weight.runs[:1]) for weight in table[key])
+        return table
+
+    monkeypatch.setattr(architectures, "ARCHITECTURES", (replace(right, table=without_up),))
+    with pytest.raises(LayoutError, match=r"linear_fc1\.weight: expected HF rows for 96 rows in the table, found 0"):
+        layout_of(chunk)
+
+
 def test_a_parameter_that_is_not_placed_is_refused_by_name(chunk: Any) -> None:
     chunk.decoder.layers[1].mlp.register_parameter("adapter", torch.nn.Parameter(torch.zeros(3)))  # MLP lists its linears only
     with pytest.raises(LayoutError, match=r"0\.decoder\.layers\.1\.mlp\.adapter: .* found none"):
@@ -218,6 +233,12 @@ def test_layers_that_the_config_does_not_have_are_refused(chunk: Any) -> None:
 def test_an_output_layer_of_its_own_is_refused_where_the_config_ties_it(chunk: Any) -> None:
     with pytest.raises(LayoutError, match="tie_word_embeddings is True in the config, the model has share_embed"):
         layout_of(chunk, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize("spec", ["local", "te"])
+def test_a_single_expert_is_laid_out(spec: Spec) -> None:
+    model = model_of("qwen3_moe", num_experts=1, num_experts_per_tok=1, norm_topk_prob=False)
+    assert_rebuilt(model, rebuild(model, 2, spec=spec, tp=2))
 
 
 def test_another_number_of_experts_is_refused() -> None:

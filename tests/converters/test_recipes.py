@@ -155,9 +155,9 @@ CASES: tuple[tuple[str, Settings, Settings], ...] = (
 
 
 def recipe_of(config: Settings) -> Settings:
-    """All settings of a recipe, by name."""
+    """All settings of a recipe, by name; with latent attention the transformer's rotation is the one in use."""
     recipe = architecture_of(config).recipe(config)
-    return recipe.transformer | recipe.model | recipe.attributes | asdict(recipe.extras)
+    return recipe.model | recipe.transformer | recipe.attributes | asdict(recipe.extras)
 
 
 def changed(family: str, changes: Settings) -> Settings:
