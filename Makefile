@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check lint docs types proto proto-check unit test-compat bench fuzz docs-metrics docs-picture clean
+.PHONY: setup demo test check lint docs types proto proto-check unit test-compat bench fuzz mutants docs-metrics docs-picture clean
 
 setup: $(VENV)/.ready
 
@@ -89,6 +89,10 @@ fuzz: setup
 	$(BIN)/pip install -q --group fuzz
 	$(BIN)/python -m tools.fuzz --inputs $(or $(N),1000000)
 	$(BIN)/python -m tools.fuzz_guided -runs=$(or $(RUNS),50000)
+
+# Edits of the family tables, one at a time: an edit that no test notices is a survivor. FAMILY=qwen3 for one module, JOBS=2.
+mutants: setup
+	$(BIN)/python -m tools.mutants $(if $(FAMILY),--family $(FAMILY)) --jobs $(or $(JOBS),1)
 
 # Generated: what the daemon and the plugin count, and a picture of the status page (needs Debian's Chromium).
 docs-metrics: setup

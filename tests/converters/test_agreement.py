@@ -13,7 +13,7 @@ from tests.support.megatron_models import build_model
 import torch
 from megatron.core import parallel_state
 from resharder.converters.architectures import architecture_of
-from resharder.converters.architectures.agreement import compared, is_padding
+from resharder.converters.architectures.agreement import compared, disagreements, is_padding
 from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import LayoutError, UnsupportedModel
 from resharder.converters.models.megatron.layout import local_layout, local_pieces
@@ -90,6 +90,73 @@ def test_every_value_that_decides_a_cut_is_compared(family: str) -> None:
         setattr(holder, attribute, right)
 
 
+COMPARED = {
+    "llama": {
+        "num_layers": "num_hidden_layers",
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_attention_heads",
+        "num_query_groups": "num_key_value_heads",
+        "kv_channels": "head_dim",
+        "multi_latent_attention": "latent attention",
+        "attention_output_gate": "gated attention",
+        "gated_linear_unit": "a gated MLP",
+        "rotary_interleaved": "rotation of neighbouring channels",
+        "num_moe_experts": "number of experts",
+        "mtp_num_layers": "number of layers that predict further tokens",
+    },
+    "deepseek_v3": {
+        "q_lora_rank": "q_lora_rank",
+        "kv_lora_rank": "kv_lora_rank",
+        "qk_head_dim": "qk_nope_head_dim",
+        "qk_pos_emb_head_dim": "qk_rope_head_dim",
+        "v_head_dim": "v_head_dim",
+        "moe_shared_expert_intermediate_size": "width of the shared experts",
+        "moe_ffn_hidden_size": "width of an expert",
+        "multi_latent_attention": "latent attention",
+        "num_moe_experts": "number of experts",
+        "mtp_num_layers": "number of layers that predict further tokens",
+    },
+    "qwen3_next": {
+        "linear_num_key_heads": "linear_num_key_heads",
+        "linear_num_value_heads": "linear_num_value_heads",
+        "linear_key_head_dim": "linear_key_head_dim",
+        "linear_value_head_dim": "linear_value_head_dim",
+        "linear_conv_kernel_dim": "linear_conv_kernel_dim",
+        "attention_output_gate": "gated attention",
+    },
+    "glm": {"rotary_interleaved": "rotation of neighbouring channels"},
+    "nemotron": {"gated_linear_unit": "a gated MLP"},
+}
+"""By attribute of Megatron's config, the name in the message, in families with and without the option."""
+
+
+@pytest.mark.parametrize(("family", "attribute"), [(family, key) for family, names in COMPARED.items() for key in names])
+def test_a_model_with_another_value_is_refused_by_the_name_in_the_config(family: str, attribute: str) -> None:
+    config = tiny_hf.tiny_config(family)
+    chunks: Any = build(config)
+    right = getattr(chunks[0].config, attribute)
+    wrong = not right if right in (None, True, False) else right + 1
+    setattr(chunks[0].config, attribute, wrong)
+    given = rf"({right!r}|None)" if not right else repr(right)
+    message = rf"{COMPARED[family][attribute]} is {given} in the config, the model has {attribute}={wrong!r}"
+    with pytest.raises(LayoutError, match=message):
+        local_layout(chunks, config)
+
+
+def test_a_value_that_a_model_does_not_have_is_not_compared() -> None:
+    config = tiny_hf.tiny_config("llama")
+    assert disagreements(architecture_of(config).recipe(config), {}) == []
+
+
+@pytest.mark.parametrize("attribute", ["num_query_groups", "kv_channels"])
+def test_latent_attention_is_not_cut_by_groups(attribute: str) -> None:
+    config = tiny_hf.tiny_config("deepseek_v3")
+    chunks: Any = build(config)
+    expected = local_layout(chunks, config)[0]
+    setattr(chunks[0].config, attribute, 2 * getattr(chunks[0].config, attribute))
+    assert local_layout(chunks, config)[0] == expected
+
+
 @pytest.mark.parametrize("layers", [2, 3])
 def test_a_config_with_more_layers_than_the_model_is_refused(layers: int) -> None:
     config = tiny_hf.tiny_config("llama", num_hidden_layers=layers)
@@ -139,6 +206,15 @@ def test_padding_as_megatron_adds_it_is_taken(multiple: int, tp: int) -> None:
     assert layout.tensors["lm_head.weight"].shape[0] == 1003
 
 
+def test_a_rank_of_padding_alone_has_no_rows_of_the_vocabulary() -> None:
+    config = tiny_hf.tiny_config("llama", vocab_size=100)
+    fakepg.enter(3, 4)
+    chunks = build_model(config, tp=4, vocab_multiple=64, device="meta", init_model_with_meta_device=True)
+    layout, tensors = local_layout(chunks, config)
+    assert tensors["0.output_layer.weight"].shape == (64, 128)
+    assert layout.tensors.keys().isdisjoint({"lm_head.weight", "model.embed_tokens.weight"})
+
+
 # What else a model cannot be laid out by
 
 
@@ -163,3 +239,8 @@ def test_process_groups_without_parallel_state_are_refused_by_what_is_missing() 
 def test_a_multimodal_model_is_told_of_its_text_config_only_where_that_has_a_table(inner: str, advice: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"multimodal and has no table; {advice}.*{inner}"):
         expected_shapes({"model_type": "any_vl", "text_config": {"model_type": inner}})
+
+
+def test_a_multimodal_config_without_a_text_config_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="multimodal and has no table; nor has that of its language model"):
+        expected_shapes({"model_type": "any_vl", "text_config": None})

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from resharder.converters.architectures import table_of
 from resharder.converters.architectures.checkpoint import config_dict, expected_shapes
 from resharder.converters.errors import UnsupportedModel
 from transformers import Qwen3Config
@@ -60,6 +61,15 @@ def test_a_transformers_config_says_the_same_as_its_dict() -> None:
     assert expected_shapes(config) == expected_shapes(config.to_dict())
 
 
+def test_a_config_may_hold_what_json_does_not() -> None:
+    assert expected_shapes(QWEN3_8B | {"dtype": object()}) == expected_shapes(QWEN3_8B)
+
+
+def test_a_table_is_made_once_for_equal_configs() -> None:
+    reordered = dict(reversed(QWEN3_8B.items()))
+    assert table_of(reordered)[0] is table_of(QWEN3_8B)[0]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -70,6 +80,8 @@ def test_a_transformers_config_says_the_same_as_its_dict() -> None:
         ({"hidden_size": None}, "hidden_size should be a positive integer, is None"),
         ({"num_hidden_layers": -1}, "num_hidden_layers should be a positive integer, is -1"),
         ({"vocab_size": "many"}, "vocab_size should be a positive integer, is 'many'"),
+        ({"vocab_size": 0}, "vocab_size should be a positive integer, is 0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers should be a positive integer, is True"),
         ({"num_key_value_heads": 5}, "32 attention heads do not divide into 5"),
     ],
 )

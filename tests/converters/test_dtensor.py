@@ -307,3 +307,66 @@ def test_what_holds_no_plain_values_is_refused() -> None:
         local_layout({"w": torch.zeros(4, dtype=torch.float8_e4m3fn)}, NOBODY)
     with pytest.raises(UnknownTensor, match="w: expected a tensor, found int"):
         local_layout({"w": 3}, NOBODY)  # type: ignore[dict-item]
+    with pytest.raises(UnsupportedModel, match=r"w: expected a plain tensor or a DTensor of plain ones, found Quantised"):
+        local_layout({"w": torch.zeros(4).as_subclass(Quantised)}, NOBODY)
+    with pytest.raises(UnsupportedModel, match="expected a module, a list of them or a state dict, found int"):
+        local_layout([3], NOBODY)  # type: ignore[list-item]
+
+
+class Quantised(torch.Tensor):
+    """A tensor whose elements are not what its dtype says."""
+
+
+def test_a_split_factor_that_no_order_of_cuts_has_is_refused() -> None:
+    fakepg.enter(0, 4)
+    placements = [_StridedShard(0, split_factor=5), Shard(0)]
+    part = DTensor.from_local(
+        numbers(2, 4), init_device_mesh("cpu", (2, 2)), placements, run_check=False, shape=torch.Size((8, 4)), stride=(4, 1)
+    )
+    with pytest.raises(LayoutError, match=r"w: .* over mesh \(2, 2\): expected a split factor among \[1, 2\], found 5"):
+        local_layout({"w": part}, NOBODY)
+
+
+# Names and owners
+
+
+def test_wrappers_are_no_part_of_a_name() -> None:
+    wrapped = "module._fsdp_wrapped_module.layers.0._checkpoint_wrapped_module._orig_mod.w"
+    layout, tensors = local_layout({wrapped: numbers(3, 2)}, NOBODY)
+    assert set(layout.tensors) == set(tensors) == {"layers.0.w"}
+
+
+def test_state_that_is_no_tensor_is_left_out_where_it_is_transformer_engines() -> None:
+    layout, _ = local_layout({"w": numbers(3, 2), "w._extra_state": b""}, NOBODY)  # type: ignore[dict-item]
+    assert set(layout.tensors) == {"w"}
+
+
+def test_two_tensors_of_one_name_are_refused_but_for_one_memory() -> None:
+    tensor = numbers(3, 2)
+    layout, _ = local_layout({"w": tensor, "module.w": tensor.detach()}, NOBODY)
+    assert set(layout.tensors) == {"w"}
+    with pytest.raises(UnknownTensor, match=r"w: expected one tensor of this name, found two: the second is module\.w"):
+        local_layout({"w": tensor, "module.w": tensor.clone()}, NOBODY)
+
+
+def test_parts_of_a_model_are_laid_out_together() -> None:
+    parts = [torch.nn.ModuleDict({name: torch.nn.Linear(2, 3, bias=False)}) for name in ("a", "b")]
+    layout, tensors = local_layout(parts, NOBODY)
+    assert set(layout.tensors) == {"a.weight", "b.weight"}
+    assert torch.equal(tensors["b.weight"], parts[1]["b"].weight)
+
+
+def test_stacked_experts_of_other_dimensions_are_refused_by_name() -> None:
+    config = tiny_hf.tiny_config("qwen3_moe", num_hidden_layers=1)
+    with pytest.raises(UnknownTensor, match=r"1 that it does not have: model\.layers\.0\.mlp\.experts\.down_proj"):
+        local_layout({"model.layers.0.mlp.experts.down_proj": numbers(8, 128)}, config)
+
+
+def test_the_first_rank_owns_plain_tensors() -> None:
+    for rank in (0, 1):
+        fakepg.enter(rank, 2)
+        layout, _ = local_layout({"w": numbers(3, 2)}, NOBODY)
+        assert [piece.replica for piece in layout.pieces] == [rank > 0]
+    fakepg.leave()
+    layout, _ = local_layout({"w": numbers(3, 2)}, NOBODY)
+    assert [piece.replica for piece in layout.pieces] == [False]

@@ -9,13 +9,14 @@ import torch
 
 from tests.support import fakepg, tiny_hf
 from tests.support.megatron_logits import difference
-from tests.support.megatron_models import build_model
+from tests.support.megatron_models import Spec, build_model
 from tests.support.megatron_rebuild import Model, assert_rebuilt, rebuild
 
 # isort: split
 from resharder.converters.architectures import architecture_of
 from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import UnsupportedModel
+from resharder.converters.models.megatron.extras import PostNormed, TEPostNormed
 from resharder.converters.models.megatron.layout import local_layout
 
 Chunks = list[torch.nn.Module]
@@ -72,7 +73,38 @@ def test_norms_after_attention_and_mlp_may_be_parts_of_the_layer(saved: Callable
     assert_rebuilt(model, rebuild(model, 4, move_into_layers, spec="te", tp=2, pp=2))
 
 
+def keep_names(chunks: Chunks) -> Chunks:
+    """As specs without fused modules have them that do not rename their norms."""
+    for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):  # type: ignore[union-attr]
+        layer.submodules_config.sharded_state_dict_keys_map = {}
+    return chunks
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_norms_before_attention_and_mlp_may_have_names_of_their_own(
+    saved: Callable[..., tuple[Path, Model]], family: str
+) -> None:
+    _, model = saved(family)
+    assert_rebuilt(model, rebuild(model, 2, keep_names, tp=2))
+
+
+@pytest.mark.parametrize("family", ["olmoe", "minimax_m2"])
+def test_norms_over_all_heads_are_cut_with_the_heads(saved: Callable[..., tuple[Path, Model]], family: str) -> None:
+    _, model = saved(family)
+    assert_rebuilt(model, rebuild(model, 2, tp=2))
+
+
+@pytest.mark.parametrize(("spec", "linear"), [("local", PostNormed), ("te", TEPostNormed)])
+def test_a_model_has_the_modules_of_its_spec(spec: Spec, linear: type[torch.nn.Module]) -> None:
+    fakepg.enter(0, 1)
+    chunks: Any = build_model(tiny_hf.tiny_config("glm4"), spec=spec)
+    layers = chunks[0].decoder.layers
+    assert {type(module) for layer in layers for module in (layer.self_attention.linear_proj, layer.mlp.linear_fc2)} == {linear}
+
+
 # Options
+
+BASES = {"sliding_attention": 3e3, "full_attention": 5e5}
 
 
 @pytest.mark.parametrize(
@@ -81,6 +113,16 @@ def test_norms_after_attention_and_mlp_may_be_parts_of_the_layer(saved: Callable
         ("qwen2_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
         ("mistral", {"sliding_window": None}),
         ("olmoe", {"norm_topk_prob": True}),
+        ("glm", {"attention_bias": False}),
+        ("qwen2_moe", {"qkv_bias": False}),
+        ("deepseek_v2", {"num_experts_per_tok": 3}),  # more than the best of each group
+        ("deepseek_v2_lite", {"num_experts_per_tok": 3}),
+        ("mixtral", {"sliding_window": 9}),
+        ("olmoe", {"rms_norm_eps": 0.1}),
+        (
+            "gemma3",
+            {"rope_parameters": {name: {"rope_type": "default", "rope_theta": base} for name, base in BASES.items()}},
+        ),
     ],
 )
 def test_options_of_a_family_are_those_of_the_checkpoint(
@@ -91,9 +133,10 @@ def test_options_of_a_family_are_those_of_the_checkpoint(
     assert difference((config, checkpoint), folder, "local") < 2e-5
 
 
-@pytest.mark.parametrize("changes", [{"attention_bias": True}, {"mlp_bias": True}])
+@pytest.mark.parametrize("changes", [{"attention_bias": True, "mlp_bias": False}, {"attention_bias": False, "mlp_bias": True}])
 def test_biases_in_attention_or_mlp_alone_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedModel, match="all linears of attention and MLP, or to none"):
+    given = ", ".join(f"{name}={value}" for name, value in changes.items())
+    with pytest.raises(UnsupportedModel, match=f"{given}: Megatron adds biases to all linears of attention and MLP, or to none"):
         expected_shapes(tiny_hf.tiny_config("llama", **changes))
 
 

@@ -83,6 +83,12 @@ def test_glm_without_head_norms_or_biases_has_none(options: dict[str, Any], tens
     assert len(every) - len(fewer) == 93 * tensors
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v2_lite", "deepseek_v3"])
+def test_latent_attention_has_as_many_keys_as_queries_whatever_the_config_says(family: str) -> None:
+    config = tiny_hf.tiny_config(family)
+    assert expected_shapes(config | {"num_key_value_heads": 2}) == expected_shapes(config)
+
+
 # What layers that predict compute
 
 

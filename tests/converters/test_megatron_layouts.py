@@ -14,9 +14,10 @@ from tests.support.weights import random_weights
 
 # isort: split
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from resharder.converters import architectures
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import Layout, box_index
 from resharder.converters.geometry.plan import plan
@@ -81,6 +82,14 @@ def test_only_the_first_data_parallel_rank_owns() -> None:
     layout, _ = local_layout(build_model(config), config)
     assert layout.pieces
     assert all(piece.replica for piece in layout.pieces)
+
+
+def test_the_first_context_parallel_rank_owns() -> None:
+    config, _ = model_of("qwen3")
+    for rank in (0, 1):
+        fakepg.enter(rank, 2)
+        layout, _ = local_layout(build_model(config, spec="te", cp=2), config)
+        assert {piece.replica for piece in layout.pieces} == {rank == 1}
 
 
 def test_layouts_of_real_sizes_need_no_memory() -> None:
@@ -166,8 +175,28 @@ def test_a_parameter_that_the_table_does_not_know_is_refused_by_name(chunk: Any)
         layout_of(chunk)
 
 
+def test_rows_that_the_table_leaves_out_are_refused_by_name(chunk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = architectures.architecture_of(tiny_hf.tiny_config("qwen3"))
+
+    def without_up(config: Any) -> dict[str, Any]:
+        table = dict(right.table(config))
+        key = "decoder.layers.1.mlp.linear_fc1.weight"
+        table[key] = tuple(replace(weight, runs=weight.runs[:1]) for weight in table[key])
+        return table
+
+    monkeypatch.setattr(architectures, "ARCHITECTURES", (replace(right, table=without_up),))
+    with pytest.raises(LayoutError, match=r"linear_fc1\.weight: expected HF rows for 96 rows in the table, found 0"):
+        layout_of(chunk)
+
+
 def test_a_parameter_that_is_not_placed_is_refused_by_name(chunk: Any) -> None:
     chunk.decoder.layers[1].mlp.register_parameter("adapter", torch.nn.Parameter(torch.zeros(3)))  # MLP lists its linears only
+    with pytest.raises(LayoutError, match=r"0\.decoder\.layers\.1\.mlp\.adapter: .* found none"):
+        layout_of(chunk)
+
+
+def test_a_parameter_without_elements_is_not_taken_for_a_freed_one(chunk: Any) -> None:
+    chunk.decoder.layers[1].mlp.register_parameter("adapter", torch.nn.Parameter(torch.zeros(0)))
     with pytest.raises(LayoutError, match=r"0\.decoder\.layers\.1\.mlp\.adapter: .* found none"):
         layout_of(chunk)
 
@@ -189,6 +218,13 @@ def test_a_shape_that_the_config_does_not_have_is_refused_with_both(chunk: Any, 
         layout_of(chunk, **changes)
 
 
+def test_embeddings_of_another_width_are_no_padding(chunk: Any) -> None:
+    chunk.embedding.word_embeddings.weight = torch.nn.Parameter(torch.zeros(502, 64))
+    message = r"word_embeddings\.weight: expected \(1003, 128\) or more rows \(padding\) .* found \(1004, 64\)"
+    with pytest.raises(LayoutError, match=message):
+        layout_of(chunk)
+
+
 def test_layers_that_the_config_does_not_have_are_refused(chunk: Any) -> None:
     with pytest.raises(LayoutError, match="num_hidden_layers is 3 in the config, the model has num_layers=4"):
         layout_of(chunk, num_hidden_layers=3)
@@ -197,6 +233,12 @@ def test_layers_that_the_config_does_not_have_are_refused(chunk: Any) -> None:
 def test_an_output_layer_of_its_own_is_refused_where_the_config_ties_it(chunk: Any) -> None:
     with pytest.raises(LayoutError, match="tie_word_embeddings is True in the config, the model has share_embed"):
         layout_of(chunk, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize("spec", ["local", "te"])
+def test_a_single_expert_is_laid_out(spec: Spec) -> None:
+    model = model_of("qwen3_moe", num_experts=1, num_experts_per_tok=1, norm_topk_prob=False)
+    assert_rebuilt(model, rebuild(model, 2, spec=spec, tp=2))
 
 
 def test_another_number_of_experts_is_refused() -> None:
@@ -220,6 +262,31 @@ def test_a_dtype_without_proof_is_refused(chunk: Any) -> None:
     chunk.double()
     with pytest.raises(UnsupportedModel, match=r"found torch\.float64"):
         layout_of(chunk)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "F16"), (torch.bfloat16, "BF16"), (torch.float32, "F32")])
+def test_a_tensor_is_published_in_the_dtype_that_the_model_has(chunk: Any, dtype: torch.dtype, name: str) -> None:
+    layout, _ = local_layout([chunk.to(dtype)], tiny_hf.tiny_config("qwen3"))
+    assert {spec.dtype for spec in layout.tensors.values()} == {name}
+
+
+def test_experts_of_two_dtypes_that_are_one_tensor_on_disk_are_refused() -> None:
+    config, _ = model_of("gpt_oss")
+    fakepg.enter(0, 1)
+    chunks: Any = build_model(config)
+    chunks[0].decoder.layers[0].mlp.experts.local_experts[3].linear_fc2.weight.data = torch.zeros(128, 192).bfloat16()
+    with pytest.raises(LayoutError, match=r"experts\.3\S*: holds model\.layers\.0\.mlp\.experts\.down_proj as BF16, .* as F32"):
+        local_layout(chunks, config)
+
+
+def test_padding_is_that_of_as_many_ranks_as_are_said() -> None:
+    config, _ = model_of("llama", vocab_size=1100)
+    fakepg.enter(0, 1)
+    chunks = build_model(config, vocab_multiple=256)
+    with pytest.raises(LayoutError, match="found 1280: the config leaves out 180 rows"):
+        local_layout(chunks, config)
+    layout, _ = local_layout(chunks, config, padded_for=2)
+    assert layout.tensors["lm_head.weight"].shape == (1100, 128)
 
 
 @pytest.mark.parametrize(
@@ -246,6 +313,44 @@ def test_a_factory_that_does_not_say_where_all_its_memory_belongs_is_refused(
 
     linear.sharded_state_dict = other
     with pytest.raises(error, match=r"0\.decoder\.layers\.0\.mlp\.linear_fc2\.weight: .*" + message):
+        layout_of(chunk)
+
+
+def with_state(chunk: Any, change: Callable[[Any], Any]) -> None:
+    """Changes how one linear places its weight."""
+    linear = chunk.decoder.layers[0].mlp.linear_fc2
+    honest = linear.sharded_state_dict
+
+    def other(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        state: dict[str, Any] = honest(*args, **kwargs)
+        return {key: change(value) if key.endswith("weight") else value for key, value in state.items()}
+
+    linear.sharded_state_dict = other
+
+
+def test_a_factory_may_build_views_in_lists_tuples_and_dicts(chunk: Any) -> None:
+    config = tiny_hf.tiny_config("qwen3")
+    expected, _ = local_layout([chunk], config)
+
+    def build(shard: Any) -> Any:
+        rows = shard.data.shape[0]
+        return {"weight": [(replace(shard, data=shard.data.narrow(dim=0, start=0, length=rows)),)]}
+
+    with_state(chunk, lambda shard: ShardedTensorFactory(shard.key, shard.data, lambda *_: build(shard), lambda s: s, 0))
+    assert local_layout([chunk], config)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda shard: shard.data, "Parameter"),
+        (lambda shard: ShardedObject(shard.key, shard.data, (1,), (0,)), "ShardedObject"),
+    ],
+    ids=["a parameter", "an object"],
+)
+def test_state_that_is_not_sharded_is_refused_by_name(chunk: Any, change: Callable[[Any], Any], found: str) -> None:
+    with_state(chunk, change)
+    with pytest.raises(UnknownTensor, match=rf"linear_fc2\.weight: expected a sharded tensor in .*, found {found}"):
         layout_of(chunk)
 
 
@@ -317,6 +422,22 @@ def test_nothing_is_stale_without_overlap() -> None:
     wrapped[0].finish_grad_sync()
     assert stale_parameters(wrapped) == []
     assert stale_parameters(build_model(config)) == []
+
+
+@pytest.mark.parametrize(("optimizer", "gather"), [(True, False), (False, True)])
+def test_nothing_is_stale_where_parameters_are_gathered_at_once(optimizer: bool, gather: bool) -> None:
+    config, _ = model_of("qwen3")
+    fakepg.enter(0, 2)
+    (chunk,) = build_model(config)
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=optimizer, overlap_param_gather=gather, overlap_grad_reduce=True
+    )
+    wrapped: Any = DistributedDataParallel(chunk.config, settings, chunk)
+    for group in wrapped.bucket_groups:
+        for parameter in group.params:
+            group.register_grad_ready(parameter)
+    train([wrapped])
+    assert stale_parameters([wrapped]) == []
 
 
 def train(wrapped: Any) -> None:

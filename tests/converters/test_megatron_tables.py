@@ -30,6 +30,12 @@ def test_any_part_of_a_transposed_interleaved_stacked_weight_is_found(expert: in
     assert np.array_equal(part, whole[rows.start : rows.last + 1, columns.start : columns.last + 1])
 
 
+def test_a_single_row_has_one_form_whatever_the_step() -> None:
+    """Boxes are compared where ranks and replicas are."""
+    (overlap,) = interleaved(1).overlaps((Range(6, 1), Range(0, 5)))
+    assert overlap.box == (Range(1, 1), Range(0, 5), Range(5, 1))
+
+
 def test_the_shape_of_a_stacked_tensor_comes_from_all_its_lines() -> None:
     table = {"linear_fc1.weight": tuple(interleaved(expert) for expert in range(EXPERTS))}
     assert hf_shapes(table) == {"gate_up_proj": (EXPERTS, HIDDEN, 2 * FFN)}

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from resharder.converters.architectures import table_of
 from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import UnsupportedModel
 
@@ -48,3 +49,10 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(family: str, field:
     config = tiny_hf.tiny_config(family)
     left_out = {key: value for key, value in config.items() if key != field}
     assert expected_shapes(left_out) == expected_shapes(config | {field: default})
+
+
+@pytest.mark.parametrize("family", tiny_hf.FAMILIES)
+def test_the_vocabulary_alone_may_have_rows_of_padding(family: str) -> None:
+    table, _ = table_of(tiny_hf.tiny_config(family))
+    padded = {key for key, weights in table.items() if any(weight.padded for weight in weights)}
+    assert padded == table.keys() & {"embedding.word_embeddings.weight", "output_layer.weight"}

@@ -32,7 +32,7 @@ class Sizes:
     groups: int
     head_dim: int
     tied: bool
-    gain: float = 1.0
+    gain: float
 
     @classmethod
     def of(cls, config: HFConfig, *, gain: float = 1.0) -> "Sizes":

@@ -1,7 +1,9 @@
-"""How megatron-core is told to build a family: plain data that follows from config.json, no Megatron and no torch.
+"""Recipes: how megatron-core builds a family. Plain data from config.json, without Megatron and torch.
 
-`building.py` makes models of it, for `resharder check` and for the tests that compare Megatron's logits with transformers'. A
-trainer builds its model as it likes; a layout never depends on a recipe.
+`models/megatron/build.py` builds models from them, for `resharder check` and for the tests that compare Megatron's logits with
+those of transformers. A trainer builds its own model, with the same sizes: before a layout is made, the values that
+`agreement.py` lists are compared with those of the trainer's model, and a model that differs is refused. Other values of a
+recipe have no effect on layouts.
 """
 
 from dataclasses import dataclass, field, replace
@@ -13,10 +15,17 @@ from resharder.converters.architectures.table import HFConfig
 
 @dataclass(frozen=True)
 class Extras:
-    """What megatron-core has no argument for and `extras.py` adds. `post_norms`: norms of what attention and MLP give, before it
-    is added to the hidden states. `whole_norms`: query and key norms that run over all heads at once. `embedding_scale`: a
-    factor of the embeddings. `attention_softcap`, `logit_softcap`: x becomes cap * tanh(x / cap). `local_rotary_base`: that of
-    layers whose attention has a window. `clip_qkv`: the limit of queries, keys and values, which is refused."""
+    """Features without an argument in megatron-core, which `extras.py` adds.
+
+    Attributes:
+        post_norms: Norms of the outputs of attention and MLP, before they are added to the hidden states.
+        whole_norms: Query and key norms over all heads at once.
+        embedding_scale: Factor of the embeddings.
+        attention_softcap: Bound of the scores: x becomes cap * tanh(x / cap).
+        logit_softcap: Bound of the logits.
+        local_rotary_base: Rotary base of layers whose attention has a window.
+        clip_qkv: Bound of queries, keys and values, which is refused.
+    """
 
     post_norms: bool = False
     whole_norms: bool = False
@@ -29,23 +38,30 @@ class Extras:
 
 @dataclass(frozen=True)
 class Recipe:
-    """`transformer`: arguments of megatron-core's TransformerConfig (of MLATransformerConfig where they say
-    `multi_latent_attention`), an activation by its name in torch.nn.functional or megatron.core.activations. `model`:
-    arguments of GPTModel. `attributes`: what GPTModel reads off its config though no argument sets it (YaRN's). `extras`: what
-    it knows nothing of."""
+    """Arguments with which megatron-core builds a model.
+
+    Attributes:
+        transformer: Arguments of TransformerConfig (of MLATransformerConfig with `multi_latent_attention`). An activation is its
+            name in torch.nn.functional or megatron.core.activations.
+        model: Arguments of GPTModel.
+        attributes: Attributes that GPTModel reads off its config without an argument (YaRN's).
+        extras: Features without an argument.
+    """
 
     transformer: dict[str, Any]
-    model: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any]
     attributes: dict[str, Any] = field(default_factory=dict)
     extras: Extras = Extras()
 
     def but(self, model: dict[str, Any] | None = None, **transformer: Any) -> "Recipe":
-        """The same with some arguments changed or added."""
+        """Return the same recipe with some arguments changed or added."""
         return replace(self, transformer=self.transformer | transformer, model=self.model | (model or {}))
 
 
 def decoder_recipe(config: HFConfig, **transformer: Any) -> Recipe:
-    """A pre-norm decoder with RMSNorm, rotary embeddings, grouped-query attention and a gated SiLU MLP, without biases."""
+    """Return the recipe of a pre-norm decoder with RMSNorm, rotary embeddings, grouped-query attention
+    and a gated SiLU MLP, without biases.
+    """
     size = Sizes.of(config)
     rope = config.get("rope_parameters") or {}
     common = {
@@ -74,14 +90,16 @@ def decoder_recipe(config: HFConfig, **transformer: Any) -> Recipe:
 
 
 def partial_rotary(config: HFConfig, default: float) -> dict[str, Any]:
-    """GPTModel's argument of how much of a head is rotated."""
+    """Return GPTModel's argument for the rotated part of a head."""
     rope = config.get("rope_parameters") or {}
     return {"rotary_percent": rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or default}
 
 
 def window(config: HFConfig) -> dict[str, Any]:
-    """TransformerConfig's arguments of attention over the last `sliding_window` tokens, in the layers that `layer_types` says, or
-    in all. Megatron's window is how many it looks back besides the token itself."""
+    """Return TransformerConfig's arguments of attention over the last `sliding_window` tokens, in the
+    layers of `layer_types`, or in all. Megatron's window is the number of earlier tokens, besides
+    the token itself.
+    """
     if not config.get("sliding_window"):
         return {}
     layers = [kind == "sliding_attention" for kind in config.get("layer_types") or ()]
@@ -90,7 +108,7 @@ def window(config: HFConfig) -> dict[str, Any]:
 
 
 def routed(config: HFConfig, experts: int, ffn: int, *, sparse: list[bool], **transformer: Any) -> dict[str, Any]:
-    """TransformerConfig's arguments of routed experts; `sparse` says which layers have them."""
+    """Return TransformerConfig's arguments of routed experts; `sparse` marks the layers that have them."""
     return {
         "num_moe_experts": experts,
         "moe_layer_freq": [int(layer) for layer in sparse],

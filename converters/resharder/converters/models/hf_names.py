@@ -75,7 +75,7 @@ def stored_tensors(found: Mapping[str, torch.Tensor], config: HFConfig, *, whole
         return {name: [Stored(name, full_box(tuple(tensor.shape)))] for name, tensor in kept.items()}
     stored = {name: _stored(name, tuple(tensor.shape), expected) for name, tensor in found.items()}
     held = {_memory(found[name]) for name, parts in stored.items() if parts}
-    unknown = [name for name, parts in stored.items() if not parts and _memory(found[name]) not in held]
+    unknown = [name for name in stored if _memory(found[name]) not in held]
     given = {part.name: part for parts in stored.values() for part in parts}
     missing = [name for name in expected if name not in given] if whole else []
     if unknown or missing:

@@ -1,0 +1,208 @@
+"""Edit the family tables one place at a time and run the tests: an edit that no test notices is a survivor.
+
+    python -m tools.mutants [--family gemma2] [--file table.py] [--jobs 2]
+
+The edits are those of `edits.py`: names, numbers, dimensions, transposes and flags changed, rules dropped or exchanged, guards
+negated. Each is run in a fork that reads the edited source instead of the file, by the tests that run its lines, the fastest
+first; no file is ever changed. `equivalent.toml` lists the edits that change nothing, with the reason. The exit code is 1 where
+an edit survives that is not listed, or a listed one is killed or does not exist.
+"""
+
+import argparse
+import importlib.abc
+import importlib.util
+import os
+import re
+import signal
+import sys
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+from tools.mutants.coverage import ROOT, Covered, Selection, Suite, coverage, run_pytest, tests_of
+from tools.mutants.edits import Mutant, mutants
+
+EQUIVALENT = Path(__file__).parent / "equivalent.toml"
+LIMIT = 300  # seconds for one edit
+KILLED, SURVIVED = "killed", "survived"
+
+
+CONVERTERS = "converters/resharder/converters"
+QUICK = ("tables", "checkpoint", "megatron_tables", "architectures")
+FAMILIES = (
+    "recipes",
+    "agreement",
+    "megatron",
+    "families_dense",
+    "families_hybrid",
+    "families_mla",
+    "megatron_layouts",
+    "dtensor",
+)
+SUITES = (
+    Suite(
+        "converters",
+        ("tests.support.megatron_shim", "megatron.core.models.gpt", "transformers.models.auto", "torch.distributed.fsdp"),
+        (
+            f"{CONVERTERS}/architectures/*.py",
+            f"{CONVERTERS}/models/dtensor.py",
+            f"{CONVERTERS}/models/hf_names.py",
+            f"{CONVERTERS}/models/megatron/layout.py",
+            f"{CONVERTERS}/models/megatron/extras.py",
+        ),
+        tuple(f"tests/converters/test_{name}.py" for name in QUICK),
+        tuple(f"tests/converters/test_{name}.py" for name in FAMILIES),
+    ),
+    Suite(
+        "vllm",
+        ("vllm.engine.arg_utils", "vllm.model_executor.models", "transformers.models.auto"),
+        ("client/resharder/client/inference/vllm/blueprint.py",),
+        (),
+        ("tests/vllm/test_targets.py",),
+        "[llama] or [qwen3_moe] or [deepseek_v3]",
+    ),
+)
+
+
+class _Edited(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Gives one module another source."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        path = mutant.file.relative_to(ROOT).with_suffix("")
+        parts = path.parts[1:-1] if path.name == "__init__" else path.parts[1:]
+        self._name, self._mutant, self._package = ".".join(parts), mutant, path.name == "__init__"
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        folder = [str(self._mutant.file.parent)] if self._package else None
+        return importlib.util.spec_from_file_location(fullname, self._mutant.file, loader=self, submodule_search_locations=folder)
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(compile(self._mutant.source, str(self._mutant.file), "exec"), vars(module))
+
+
+def start(mutant: Mutant, suite: Suite, covered: Sequence[Covered]) -> int:
+    """Run the tests on an edit, in a fork that ends with 0 where all pass.
+
+    Args:
+        mutant: The edit.
+        suite: Its suite.
+        covered: The suite's tests.
+
+    Returns:
+        The process id.
+    """
+    child = os.fork()
+    if child:
+        return child
+    signal.alarm(LIMIT)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    sys.meta_path.insert(0, _Edited(mutant))
+    nodes = tests_of(mutant, suite, covered)
+    for quick in (True, False):
+        wanted = [node for node in nodes if (node.partition("::")[0] in suite.quick) == quick]
+        files = sorted({node.partition("::")[0] for node in wanted})
+        if files and run_pytest(files, suite.select, Selection(wanted)):
+            os._exit(1)
+    os._exit(0)
+
+
+def outcomes(
+    wanted: Sequence[Mutant], suite: Suite, covered: Sequence[Covered], jobs: int
+) -> Iterator[tuple[Mutant, str, float]]:
+    """Try edits, several at a time.
+
+    Returns:
+        Each edit with its outcome and its seconds, as they end. An edit that runs into the limit is killed.
+    """
+    running: dict[int, tuple[Mutant, float]] = {}
+    waiting = list(reversed(wanted))
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            mutant = waiting.pop()
+            running[start(mutant, suite, covered)] = mutant, time.perf_counter()
+        process, status = os.wait()
+        mutant, began = running.pop(process)
+        yield mutant, KILLED if status else SURVIVED, time.perf_counter() - began
+
+
+def listed() -> dict[str, str]:
+    """Edits that change nothing.
+
+    Returns:
+        By name, the reason.
+
+    Raises:
+        ValueError: One is listed twice, or without a reason.
+    """
+    found: dict[str, str] = {}
+    for entry in tomllib.loads(EQUIVALENT.read_text())["equivalent"]:
+        for edit in entry["edits"]:
+            name = f"{entry['file']}: {entry['within']}: {edit}"
+            if name in found or not entry["reason"]:
+                raise ValueError(f"{name}: expected one entry with a reason")
+            found[name] = entry["reason"]
+    return found
+
+
+def run(suite: Suite, asked: argparse.Namespace) -> int:
+    """Try the edits of a suite that were asked for, and print those whose outcome is not the expected one.
+
+    Args:
+        suite: The suite.
+        asked: The command's options.
+
+    Returns:
+        The exit status.
+    """
+    chosen = {*asked.file, *(f"{name}.py" for name in asked.family)}
+    files = [file for file in suite.sources() if not chosen or file.name in chosen]
+    every = [mutant for file in files for mutant in mutants(file)]
+    found = [mutant for mutant in every if re.search(asked.match, mutant.name)]
+    if asked.list or not found:
+        print(*(mutant.name for mutant in found), sep="\n", flush=True)
+        return 0
+    names, wrong, count = {mutant.name for mutant in every}, 0, Counter[str]()
+    equivalent = {name for name in listed() if name.partition(":")[0] in {file.name for file in files}}
+    for name in sorted(equivalent - names):
+        wrong += 1
+        print(f"listed as equivalent, but there is no such edit: {name}")
+    covered = coverage(suite)
+    print(f"{suite.name}: {len(found)} edits, {len(covered)} tests", flush=True)
+    for mutant, outcome, seconds in outcomes(found, suite, covered, asked.jobs):
+        expected = SURVIVED if mutant.name in equivalent else KILLED
+        count["equivalent" if outcome == expected == SURVIVED else outcome] += 1
+        if outcome != expected:
+            wrong += 1
+            print(f"{outcome}: {mutant.name} (line {mutant.lines.start}, {seconds:.0f} s)", flush=True)
+    print(f"{suite.name}: " + ", ".join(f"{count[kind]} {kind}" for kind in (KILLED, "equivalent", SURVIVED)), flush=True)
+    return int(wrong > 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", action="append", default=[], metavar="NAME", help="edits of this family's module alone")
+    parser.add_argument("--file", action="append", default=[], metavar="NAME", help="edits of this file alone")
+    parser.add_argument("--match", default="", metavar="REGEX", help="edits whose names match alone")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="edits tried at a time")
+    parser.add_argument("--list", action="store_true", help="name the edits and run nothing")
+    asked = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    status = 0
+    for suite in SUITES:  # each in a process of its own: Megatron and vLLM never share one
+        child = os.fork()
+        if not child:
+            os._exit(run(suite, asked))
+        status |= os.waitpid(child, 0)[1]
+    return int(status != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""Which test runs which lines, and how long it takes: a mutant is given only to the tests that run what it changes."""
+
+import contextlib
+import gc
+import hashlib
+import importlib
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+
+from tools.mutants.edits import Mutant
+
+ROOT = Path(__file__).parents[2]
+CACHE = ROOT / ".pytest_cache/mutants"
+OPTIONS = ("-q", "-x", "-W", "ignore", "--import-mode=importlib")
+PLUGINS = ("cacheprovider", "unraisableexception", "threadexception", "faulthandler")  # left out, for they take half a second
+PRELOADED = re.compile(r"(transformers|hypothesis|megatron|safetensors|tokenizers|numpy|torch\.(distributed|testing))(\.|$)")
+
+
+class Suite(NamedTuple):
+    """Sources with the tests of theirs, and the modules to import first. `quick`: tests that import little."""
+
+    name: str
+    preload: tuple[str, ...]
+    files: tuple[str, ...]
+    quick: tuple[str, ...]
+    tests: tuple[str, ...]
+    select: str = "not wrong_line"
+    """pytest's `-k`: a table with another mistake beside says nothing."""
+
+    def sources(self) -> list[Path]:
+        """Return the files to edit."""
+        return [file for pattern in self.files for file in sorted(ROOT.glob(pattern))]
+
+
+class Covered(NamedTuple):
+    """One test: its seconds, and the lines of each file that it runs."""
+
+    node: str
+    seconds: float
+    lines: dict[str, set[int]]
+
+
+def tests_of(mutant: Mutant, suite: Suite, covered: Sequence[Covered]) -> list[str]:
+    """Choose the tests of a mutant.
+
+    Args:
+        mutant: An edit.
+        suite: Its suite.
+        covered: All tests.
+
+    Returns:
+        Node ids of the tests that run the lines of the edit; for lines that run at import, of the quick tests and of all that run
+        any line of its file. The tests named like the file come first, then the fastest.
+    """
+    file, own = str(mutant.file), f"test_{mutant.file.stem}.py"
+    found = [test for test in covered if not test.lines.get(file, set()).isdisjoint(mutant.lines)]
+    found = found or [test for test in covered if file in test.lines or test.node.startswith(suite.quick)]
+    return [test.node for test in sorted(found, key=lambda test: (own not in test.node, test.seconds))]
+
+
+def coverage(suite: Suite) -> list[Covered]:
+    """Run all tests without an edit, in a fork, and import what they import of others' modules.
+
+    Args:
+        suite: The suite. The result is kept until a source or a test changes.
+
+    Returns:
+        Every test.
+
+    Raises:
+        RuntimeError: A test fails without an edit.
+    """
+    files, tests = suite.sources(), [*suite.quick, *suite.tests]
+    sources = sorted([*files, *(ROOT / "tests").rglob("*.py"), *Path(__file__).parent.glob("*.py")])
+    key = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    kept = CACHE / f"{suite.name}.json"
+    for module in suite.preload:
+        importlib.import_module(module)
+    if not kept.exists() or json.loads(kept.read_text())["key"] != key:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        child = os.fork()
+        if not child:
+            recorder = _Recorder({str(file) for file in files})
+            failed = run_pytest(tests, suite.select, recorder)
+            found = [
+                (node, seconds, {file: sorted(some) for file, some in lines.items()}) for node, seconds, lines in recorder.found
+            ]
+            modules = [name for name in sys.modules if PRELOADED.match(name)]
+            kept.write_text(json.dumps({"key": key, "tests": found, "modules": modules}))
+            os._exit(failed)
+        if os.waitpid(child, 0)[1]:
+            kept.unlink(missing_ok=True)
+            raise RuntimeError(f"{suite.name}: the tests fail without an edit")
+    result = json.loads(kept.read_text())
+    for module in result["modules"]:
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    return [Covered(node, seconds, {file: set(some) for file, some in lines.items()}) for node, seconds, lines in result["tests"]]
+
+
+def run_pytest(tests: Sequence[str], select: str, *plugins: object) -> int:
+    """Run pytest in this process, with temporary folders that go with it.
+
+    Args:
+        tests: Files, relative to the root.
+        select: pytest's `-k`.
+        plugins: Plugins beside pytest's own.
+
+    Returns:
+        The exit status.
+    """
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        left_out = [option for plugin in PLUGINS for option in ("-p", f"no:{plugin}")]
+        arguments = [*OPTIONS, *left_out, "-k", select, f"--rootdir={ROOT}", f"--basetemp={folder}/tests", *tests]
+        return int(pytest.main(arguments, plugins=list(plugins)))
+
+
+class Selection:
+    """A plugin of pytest that runs some tests alone, in their order."""
+
+    def __init__(self, nodes: Sequence[str]) -> None:
+        self._places = {node: place for place, node in enumerate(nodes)}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = sorted((item for item in items if item.nodeid in self._places), key=lambda item: self._places[item.nodeid])
+
+
+class _Recorder:
+    """A plugin of pytest that traces every test."""
+
+    def __init__(self, files: set[str]) -> None:
+        self._files = files
+        self._lines: dict[str, set[int]] = {}
+        self.found: list[Covered] = []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        architectures: Any = sys.modules.get("resharder.converters.architectures")
+        if architectures:
+            architectures._table_of.cache_clear()
+        self._lines = {}
+        start = time.perf_counter()
+        sys.settrace(self._call)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            self.found.append(Covered(item.nodeid, time.perf_counter() - start, self._lines))
+
+    def _call(self, frame: FrameType, event: str, argument: object) -> Any:
+        return self._line if frame.f_code.co_filename in self._files else None
+
+    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
+        self._lines.setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
+        return self._line
