@@ -4,6 +4,7 @@ import os
 import pty
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -56,3 +57,27 @@ def test_events_follow_goes_on_after_what_it_has_told_and_ends_by_ctrl_c(fake: F
         assert following.returncode == 0
     first, second, *_ = fake.asked
     assert [(first.last, first.after), (second.last, second.after)] == [(20, 0), (0, 7)]  # type: ignore[attr-defined]
+
+
+INTERRUPTED_IN_DEL = """
+import os, signal, sys, time
+from resharder.client import cli
+
+class Call:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+def wait(arguments, prog_name):
+    call = Call()
+    del call
+    time.sleep(60)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+cli.app = wait
+cli.main()
+"""
+
+
+def test_ctrl_c_that_arrives_in_a_finalizer_ends_the_command() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IN_DEL], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (130, "")

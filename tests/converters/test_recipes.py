@@ -155,9 +155,10 @@ CASES: tuple[tuple[str, Settings, Settings], ...] = (
 
 
 def recipe_of(config: Settings) -> Settings:
-    """All settings of a recipe, by name; with latent attention the transformer's rotation is the one in use."""
+    """All settings of a recipe, by name; latent attention reads its rotation from the transformer's alone."""
     recipe = architecture_of(config).recipe(config)
-    return recipe.model | recipe.transformer | recipe.attributes | asdict(recipe.extras)
+    model = {key: value for key, value in recipe.model.items() if "q_lora_rank" not in recipe.transformer or key != "rotary_base"}
+    return model | recipe.transformer | recipe.attributes | asdict(recipe.extras)
 
 
 def changed(family: str, changes: Settings) -> Settings:

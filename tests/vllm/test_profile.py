@@ -84,7 +84,7 @@ def test_a_fleet_is_profiled_server_by_server_and_people_get_the_table(daemon: D
 
 def test_nobody_is_profiled_who_is_not_there_or_not_serving(daemon: Daemon, server: Profiling) -> None:
     with Operator(daemon.endpoint) as operator:
-        with pytest.raises(NotFound, match="is not known here"):
+        with pytest.raises(NotFound, match="is unknown"):
             list(operator.profile_install("nobody", timeout=60))
         operator.drain("policy", "left")
         with pytest.raises(Refused, match="does not just serve what it should"):

@@ -57,14 +57,6 @@ SUITES = (
         tuple(f"tests/converters/test_{name}.py" for name in QUICK),
         tuple(f"tests/converters/test_{name}.py" for name in FAMILIES),
     ),
-    Suite(
-        "vllm",
-        ("vllm.engine.arg_utils", "vllm.model_executor.models", "transformers.models.auto"),
-        ("client/resharder/client/inference/vllm/blueprint.py",),
-        (),
-        ("tests/vllm/test_targets.py",),
-        "[llama] or [qwen3_moe] or [deepseek_v3]",
-    ),
 )
 
 

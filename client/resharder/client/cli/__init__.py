@@ -4,7 +4,9 @@ Commands are in modules along the flow: show, watch, fleets, power, versions, ch
 """
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC's core logs between lines of output; grpc reads it on import
@@ -21,6 +23,7 @@ _CODES: dict[type[ResharderError], int] = {UsageError: 2, DaemonUnreachable: 3, 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and end the process with an exit code of `app`."""
+    sys.unraisablehook = _interrupt_again
     try:
         app(arguments, prog_name="resharder")
     except ResharderError as error:
@@ -34,3 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _end(error: Exception, code: int) -> None:
     print(f"resharder: {error}", file=sys.stderr)
     sys.exit(code)
+
+
+def _interrupt_again(ignored: "sys.UnraisableHookArgs") -> None:
+    """Repeat an interrupt that Python discarded.
+
+    A signal's handler runs between any two instructions of the main thread. Where these belong to a `__del__`, for example
+    of a gRPC call, Python discards the KeyboardInterrupt.
+    """
+    if ignored.exc_type is KeyboardInterrupt:
+        threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(ignored)

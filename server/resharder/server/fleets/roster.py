@@ -104,7 +104,7 @@ class Roster:
         """Return a server. Raises ResourceNotFound (SERVER_UNKNOWN)."""
         found = self.by_id.get(id)
         if found is None:
-            raise ResourceNotFound("SERVER_UNKNOWN", f"server {id!r} is unknown; it has to claim its id first")
+            raise unknown_server(id)
         return found
 
     def servers(self, fleet: str = "") -> list[ServerView]:

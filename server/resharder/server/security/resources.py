@@ -70,7 +70,7 @@ def _server(name: str, world: World) -> Resource:
     id = name.removeprefix("servers/")
     fleet = world.fleet_of(id)
     if not fleet:
-        raise ResourceNotFound("SERVER_UNKNOWN", f"server {id!r} is not known here; it has to claim its id first")
+        raise unknown_server(id)
     return Resource(f"fleets/{fleet}", "", (fleet,))
 
 

@@ -83,3 +83,8 @@ class Unauthenticated(DaemonError):
 
 class PermissionDenied(DaemonError):
     code = grpc.StatusCode.PERMISSION_DENIED
+
+
+def unknown_server(id: str) -> ResourceNotFound:
+    """Return the error for a server that has not claimed its id, or was forgotten."""
+    return ResourceNotFound("SERVER_UNKNOWN", f"server {id!r} is unknown; it has to claim its id first")
