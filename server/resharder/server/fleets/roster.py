@@ -10,7 +10,7 @@ from resharder.server.fleets.explain import explain, explain_fleet, state_of
 from resharder.server.fleets.pins import FleetPins
 from resharder.server.fleets.seen_versions import SeenVersions
 from resharder.server.infra.change_signal import ChangeSignal
-from resharder.server.state.errors import ResourceNotFound
+from resharder.server.state.errors import ResourceNotFound, unknown_server
 from resharder.server.state.fleet import Fleet, PauseMode, View
 from resharder.server.state.server import Server, Settings
 

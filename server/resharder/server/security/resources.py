@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from resharder.server.rpc.admission import model_of_chunk
 from resharder.server.rpc.methods import About, Method
 from resharder.server.security.rules import Resource
-from resharder.server.state.errors import ResourceNotFound
+from resharder.server.state.errors import unknown_server
 
 
 class World(Protocol):
