@@ -52,3 +52,36 @@ def test_test_files_keep_to_their_bound() -> None:
 def test_no_test_module_imports_another() -> None:
     imports = re.compile(r"^from tests(?!\.support)[.\w]*\.test_|^from tests(?!\.support)[.\w]+ import test_", re.MULTILINE)
     assert [str(path.relative_to(ROOT)) for path in TESTS if imports.search(path.read_text())] == []
+
+
+def names_of(node: ast.AST) -> str:
+    return ast.unparse(node) if isinstance(node, ast.Attribute | ast.Name) else ""
+
+
+def test_the_daemon_reads_no_clock_but_the_given_one() -> None:
+    """Outside of default arguments, nothing reads the time by itself, so a test can set the clock of any object."""
+    reads = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / "server").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and names_of(node.func) in ("time.time", "time.monotonic", "datetime.now", "datetime.utcnow")
+    ]
+    assert reads == []
+
+
+def test_no_call_of_an_object_is_assigned_after_it_was_made() -> None:
+    """What an object calls comes with its constructor, or by a method (`observe`) where the caller is made later."""
+    trees = {path: list(ast.walk(ast.parse(path.read_text()))) for path in SOURCES}
+    annotated = [node for nodes in trees.values() for node in nodes if isinstance(node, ast.AnnAssign)]
+    calls = {names_of(node.target).removeprefix("self.") for node in annotated if "Callable" in ast.unparse(node.annotation)}
+    assigned = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {names_of(target)}"
+        for path, nodes in trees.items()
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and names_of(target.value) not in ("self", "cls") and target.attr in calls
+    ]
+    assert len(calls) > 10
+    assert assigned == ["client/resharder/client/inference/worker/profile.py:74 profile.table"]  # text of a message

@@ -127,7 +127,7 @@ def test_an_install_is_counted_once_in_all_its_phases_though_its_orders_come_aga
 def test_the_lease_says_when_it_ends(registry: CollectorRegistry, look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: 1_000_000.0)
     lease = ServerLease(lambda: 40.0)
-    lease.renewed = Numbers(registry).renewed
+    lease.observe(Numbers(registry).renewed)
     lease.renew(55.0)
     assert look("lease_expiry_timestamp_seconds") == 1_000_015.0
     lease.renew(50.0)
