@@ -72,7 +72,7 @@ def test_a_stage_that_is_missing_is_named_by_its_first_tensor(monkeypatch: pytes
         return ((rank, layout if rank < 2 else Layout({}, ())) for rank, layout in everyone(config, trainer, **options))
 
     monkeypatch.setattr("resharder.converters.models.megatron.worlds.world_layouts", without_the_last_stage)
-    with pytest.raises(LayoutError, match=r"model\.norm\.weight: the targets want it, no source holds it"):
+    with pytest.raises(LayoutError, match=r"model\.norm\.weight: expected by the targets, but no source has it"):
         checked("qwen3", 4, tp=2, pp=2)
 
 
@@ -108,7 +108,7 @@ def test_the_command_plans_a_trainer_and_a_server_without_cuda_or_transformer_en
 def test_the_command_says_what_does_not_fit_and_exits_4(tmp_path: Path) -> None:
     done = run(tiny_hf.tiny_config("qwen3", vocab_size=1024), tmp_path, "--world", "6", "--tp", "4")
     assert (done.returncode, done.stdout) == (4, "")
-    assert done.stderr.splitlines()[-1].startswith("resharder: expected a world that tp x cp x pp = 4")
+    assert done.stderr.splitlines()[-1].startswith("resharder: expected a world size that tp x cp x pp = 4")
     assert "Traceback" not in done.stderr
 
 

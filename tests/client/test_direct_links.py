@@ -70,7 +70,7 @@ def test_a_link_is_there_while_another_is_being_met(site: Site) -> None:
 def test_one_that_was_dropped_while_it_was_met_is_closed_when_it_has_been(site: Site) -> None:
     met = site.meet("left")
     site.links.drop("left")
-    with pytest.raises(DirectFailed, match="no link of group left"):
+    with pytest.raises(DirectFailed, match="expected a link of group left, found none"):
         site.links.get("left")
     met.set()
     wait_until(lambda: "left" in site.made, "it has been met")
@@ -82,7 +82,7 @@ def test_one_that_fails_is_told_of_and_gone(site: Site) -> None:
     assert site.failed.wait(BOUND)
     assert site.failures == [("wrong", "not as it was declared")]
     assert site.made["wrong"].closed.is_set()
-    with pytest.raises(DirectFailed, match="no link of group wrong"):
+    with pytest.raises(DirectFailed, match="expected a link of group wrong, found none"):
         site.links.get("wrong")
 
 

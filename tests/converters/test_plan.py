@@ -161,7 +161,7 @@ def test_holders_whose_boxes_overlap_without_being_the_same_are_refused() -> Non
     one = Layout({"w": SPEC}, (Piece("w", rows(0, 6), "a", 0, (6, 1)),))
     other = Layout({"w": SPEC}, (Piece("w", rows(5, 5), "a", 0, (6, 1)),))
     wanted = Layout({"w": SPEC}, (Piece("w", full_box(SPEC.shape), "b", 0, (6, 1)),))
-    with pytest.raises(LayoutError, match=r"w: expected the same boxes .* found \[0:6, 0:6\] and \[5:10, 0:6\]"):
+    with pytest.raises(LayoutError, match=r"w: expected equal boxes .* found \[0:6, 0:6\] and \[5:10, 0:6\]"):
         plan({0: one, 1: other}, {0: wanted})
 
 

@@ -1,7 +1,7 @@
-"""Errors that clients of the daemon raise: one tree.
+"""Errors that clients of the daemon raise, as one tree.
 
 ResharderError
-├── UsageError            the call itself cannot work: a missing argument, a wrong index, a folder that is not empty
+├── UsageError            invalid use: a missing argument, a wrong index, a folder that is not empty
 ├── DaemonUnreachable     no answer within the time given
 ├── WaitTimeout           the daemon answers, but the wait (for a version, for other ranks) has ended without a result
 ├── Refused               the daemon refuses; `reason` is the cause
@@ -19,9 +19,9 @@ ResharderError
 ├── ServersNotAsleep      a generation has ended, and servers may still occupy the GPUs: parameters were not brought back
 ├── GenerationEnded       another rank has left the generation with an error
 └── ConversionError       a model, layout or checkpoint that cannot be converted; also a ValueError
-    ├── LayoutError       a layout with a hole, an overlap, or a shape that does not fit
-    ├── ReplicasDiffer    ranks hold different values of the same elements
-    ├── UnknownTensor     a name that the model's table, or its checkpoint, lacks
+    ├── LayoutError       a layout with a hole or an overlap, or a tensor whose shape or dtype does not fit
+    ├── ReplicasDiffer    ranks with different values of the same elements
+    ├── UnknownTensor     a tensor name that the model's table or the checkpoint lacks
     └── UnsupportedModel  an architecture or parallel layout that is not verified
 """
 
@@ -68,70 +68,106 @@ DOMAIN = "resharder"
 
 
 class UsageError(ResharderError):
+    """Invalid use of the API: a missing argument, a wrong index, a folder that is not empty."""
+
     reason = "USAGE"
 
 
 class DaemonUnreachable(ResharderError):
+    """No answer of the daemon within the time given. The call may be repeated."""
+
     reason = "UNREACHABLE"
 
 
 class WaitTimeout(ResharderError):
+    """The daemon answered, but the wait ended without a result; the same wait may succeed later."""
+
     reason = "TIMEOUT"
 
 
 class Refused(ResharderError):
+    """The daemon refused the call; `reason` is its reason (docs/errors.md). Also raised for reasons
+    without a class of their own.
+    """
+
     reason = "REFUSED"
 
 
 class LayoutRejected(Refused):
+    """The slots of all ranks do not tile the model, or a rank's slot is invalid. The message names the tensor."""
+
     reason = "LAYOUT_MISMATCH"
 
 
 class StaleEpoch(Refused):
+    """A newer job has claimed the model; this job can no longer write."""
+
     reason = "STALE_EPOCH"
 
 
 class Conflict(Refused):
+    """The resource exists with other content: other bytes of (epoch, step), or another registration of this rank."""
+
     reason = "CONFLICT"
 
 
 class OutOfRoom(Refused):
+    """The store has no capacity for the model, its medium is full, or too many versions are UPLOADING."""
+
     reason = "NO_ROOM"
 
 
 class StoreFailed(Refused):
+    """A file operation of the daemon failed. It may succeed when the medium works again."""
+
     reason = "STORE_FAILED"
 
 
 class MessageTooLarge(Refused):
+    """One message exceeds the daemon's bound, as may a registration of very many tensors."""
+
     reason = "MESSAGE_TOO_LARGE"
 
 
 class AccessDenied(Refused):
+    """No valid certificate or token, or one without the role that the call needs."""
+
     reason = "NOT_ALLOWED"
 
 
 class NotFound(Refused):
+    """No such model, version, publisher or server."""
+
     reason = "NOT_FOUND"
 
 
 class CorruptData(Refused):
+    """Received bytes differ from those sent. Nothing is changed."""
+
     reason = "CHECKSUM"
 
 
 class VersionAborted(ResharderError):
+    """The version ended before READY and will never be READY."""
+
     reason = "ABORTED"
 
 
 class StaleParameters(ResharderError):
+    """This rank's parameters are older than those of other ranks (megatron-core's `overlap_param_gather`)."""
+
     reason = "STALE_PARAMETERS"
 
 
 class ServersNotAsleep(ResharderError):
+    """A generation has ended while servers may still occupy the GPUs. Parameters were not brought back."""
+
     reason = "NOT_ASLEEP"
 
 
 class GenerationEnded(ResharderError):
+    """Another rank has left the generation with an error."""
+
     reason = "GENERATION_ENDED"
 
 
@@ -168,12 +204,12 @@ _BY_CODE: dict[grpc.StatusCode, type[ResharderError]] = {
 }
 
 
-# gRPC's own refusal, which it makes before the daemon sees the message.
+# Message of gRPC itself, which refuses the call before it reaches the daemon's code.
 _TOO_LARGE = re.compile(r"(?:Received|Sent) message larger than max \((\d+) vs\. (\d+)\)")
 
 
 def error_of(error: grpc.RpcError, endpoint: str) -> ResharderError:
-    """The typed form of a failed call."""
+    """Return the typed form of a failed call to the daemon at `endpoint`."""
     code, details = error.code(), error.details() or ""
     reason = reason_of(error)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not reason and (found := _TOO_LARGE.search(details)):
@@ -192,13 +228,13 @@ def error_of(error: grpc.RpcError, endpoint: str) -> ResharderError:
 
 
 def refusal(name: str, said: str) -> ResharderError:
-    """The typed form of a resource's `REASON: message`."""
+    """Return the typed form of a resource's `REASON: message`; `name` is the resource's."""
     reason, _, message = said.partition(": ")
     return _BY_REASON.get(reason, Refused)(f"{name}: {message} [{reason}]", reason)
 
 
 def reason_of(error: grpc.RpcError) -> str:
-    """The reason of the google.rpc.ErrorInfo in the call's trailing metadata; empty if there is none."""
+    """Return the reason of the google.rpc.ErrorInfo in the call's trailing metadata; an empty string if there is none."""
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
             for detail in status_pb2.Status.FromString(value).details:

@@ -1,6 +1,7 @@
-"""Durations of phases, for reports from which the daemon creates traces (docs/tracing.md), and links
-between a version's trace and a trainer's own. Without OpenTelemetry in the trainer, nothing is
-linked or imported.
+"""Durations of phases, for reports from which the daemon creates traces (docs/tracing.md), and links between a version's trace
+and a trainer's own.
+
+OpenTelemetry is never imported here. Without it in the trainer, there are no links.
 """
 
 import sys
@@ -16,7 +17,7 @@ Timings = list[resources_pb2.Timing]
 
 @contextmanager
 def timed(timings: Timings, phase: str) -> Iterator[None]:
-    """Append the duration of a block, however it ends."""
+    """Append the start time and duration of a block to `timings`, also if the block raises."""
     timing = resources_pb2.Timing(phase=phase)
     timing.start_time.GetCurrentTime()
     began = monotonic()

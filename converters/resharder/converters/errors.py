@@ -24,19 +24,19 @@ class ConversionError(ResharderError, ValueError):
 
 
 class LayoutError(ConversionError):
-    """A layout with a hole, an overlap, or a shape that does not fit."""
+    """A layout with a hole or an overlap, or a tensor whose shape or dtype does not fit."""
 
     reason = "LAYOUT_MISMATCH"
 
 
 class ReplicasDiffer(ConversionError):
-    """Ranks hold different values of the same elements."""
+    """Ranks with different values of the same elements."""
 
     reason = "REPLICAS_DIFFER"
 
 
 class UnknownTensor(ConversionError):
-    """A name that the model's table, or its checkpoint, lacks."""
+    """A tensor name that the model's table or the checkpoint lacks."""
 
     reason = "UNKNOWN_TENSOR"
 

@@ -1,10 +1,10 @@
-"""The interface of a process group for direct transfers: NCCL on GPUs, gloo on CPUs.
+"""Interface of process groups for direct transfers: NCCL on GPUs, gloo on CPUs.
 
 A group needs no default group of `torch.distributed` and leaves an existing one alone.
 
-torch's ProcessGroupNCCL is not used: on a failure its watchdog informs every group of the process
-through the default store, sleeps for a minute before it cleans up, and by default ends the process
-(ProcessGroupNCCL.cpp, torch 2.11). `nccl_group` calls NCCL itself.
+torch's ProcessGroupNCCL is not used: on a failure, its watchdog informs every group of the process through the default store,
+sleeps for a minute before it cleans up, and by default ends the process (ProcessGroupNCCL.cpp, torch 2.11). `nccl_group` calls
+NCCL itself.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,9 @@ from resharder.client.gpu.streams import WorkStream
 
 
 class DirectFailed(ResharderError):
-    """The group is unusable; the next transfer needs a new one. With `torn`, targets may have a mix."""
+    """Failure of a group, which is then unusable; the next transfer needs a new one. With `torn`,
+    targets may have a mix of versions.
+    """
 
     reason = "DIRECT_FAILED"
 
@@ -26,7 +28,7 @@ class DirectFailed(ResharderError):
 
 
 class PeerMessage(NamedTuple):
-    """Message. `memory` is contiguous bytes in one dimension."""
+    """Message to or from rank `peer`. `memory` is contiguous, one-dimensional and of dtype uint8."""
 
     peer: int
     memory: torch.Tensor
@@ -43,24 +45,26 @@ class Pending(Protocol):
 
 
 class DirectGroup(Protocol):
-    """Processes that exchange messages; `size` is their number. Ranks are those of all that met, some
-    of which may be outside of the group. One thread at a time uses it; any thread may call `abort`
-    and `close`.
+    """Processes that exchange messages; `size` is their number.
+
+    Ranks are those of all processes that met, of which some may be outside of the group. One thread at a time may use a group;
+    any thread may call `abort` and `close`.
     """
 
     rank: int
     size: int
 
     def post(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], deadline: float) -> Pending:
-        """Begin to send and receive, on the current stream if there are streams. Both sides of a pair
-        post in the same order. Raises DirectFailed.
+        """Begin to send and receive, on the current stream if there are streams.
+
+        Both sides of a pair must post their messages in the same order. Raises DirectFailed.
         """
 
     def check(self) -> None:
         """Raise DirectFailed if the group was aborted or is known to have lost a member."""
 
     def abort(self, why: str) -> None:
-        """Let every wait for this group in this process raise DirectFailed at once."""
+        """Make every wait for this group in this process raise DirectFailed at once."""
 
     def close(self) -> None:
         """Release all resources. The group writes to no memory afterwards."""

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from resharder.client.direct.base import DirectFailed, PeerMessage
 from resharder.client.gpu.streams import WorkStream
 
-_UNUSED = 0x7FFFFFFF  # a tag
+_UNUSED = 0x7FFFFFFF  # tag that no message has
 _PATIENCE = datetime.timedelta(milliseconds=1)
 
 
 class GlooGroup:
-    """Group over gloo. A tag distinguishes the messages of a pair."""
+    """Group over gloo on CPUs. A tag numbers the messages of a pair."""
 
     def __init__(self, store: Any, rank: int, members: Sequence[int], timeout: float) -> None:
         self.rank, self.size, self._why = rank, len(members), ""
@@ -33,6 +33,7 @@ class GlooGroup:
             raise DirectFailed(f"expected {size} processes to meet within {timeout:g} s: {error}") from error
 
     def post(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], deadline: float) -> "_GlooWork":
+        """Begin to send and receive. Raises DirectFailed."""
         self.check()
         works = []
         try:
@@ -47,18 +48,21 @@ class GlooGroup:
         return _GlooWork(self, works)
 
     def failed(self, error: Exception) -> DirectFailed:
+        """Return the error for a failed message: the reason of `abort`, if there was one, else gloo's error."""
         return DirectFailed(self._why or f"rank {self.rank}: {error}")
 
     def check(self) -> None:
+        """Raise DirectFailed if the group was aborted or closed. A lost member shows only when a message fails."""
         if self._why or self._gloo is None:
             raise DirectFailed(self._why or "the group is closed")
 
     def abort(self, why: str) -> None:
+        """Make waits of other threads raise DirectFailed, by closing all connections."""
         self._why = self._why or why
         self._cut()
 
     def _cut(self) -> None:
-        """Close all connections, the only way in gloo to end the waits of other threads."""
+        """Close all connections, gloo's only way to end the waits of other threads."""
         with self._lock:
             gloo = self._gloo
             for peer in range(self.size):
@@ -69,6 +73,7 @@ class GlooGroup:
                         return
 
     def close(self) -> None:
+        """Close all connections and release the group."""
         self._cut()
         self._gloo = None
 

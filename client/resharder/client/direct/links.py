@@ -1,7 +1,7 @@
 """A process's links to groups, reused from version to version.
 
-Forming a group takes seconds, in which servers with an existing group may be paused for a transfer
-from this rank: `TransferLinks` forms each group in a thread of its own.
+Forming a group takes seconds, in which servers of an existing group may be paused for a transfer from this rank. `TransferLinks`
+therefore forms each group on a thread of its own.
 """
 
 import threading
@@ -21,24 +21,32 @@ from resharder.converters.errors import ConversionError
 from resharder.converters.wire.direct import copies_from_proto
 from resharder.v1 import direct_pb2, direct_pb2_grpc
 
-_ASK = 10.0  # bound in seconds on the call itself
-_LONGEST = 60.0  # seconds of a waiting call
+_ASK = 10.0  # seconds allowed for a call beyond its wait
+_LONGEST = 60.0  # longest wait of a call, in seconds
 _NEVER_SET = "over"  # a key that no member sets
 _OVER = "NOT_OFFERED"
 
 Failed = Callable[[str, Exception], None]
-"""Function called, on any thread, when a group has failed; its link is dropped by then."""
+"""Callback for a failed group, with the group and the error. Called on any thread, after the link was dropped."""
 
 
 class TransferLink:
-    """One process's side of a group, reused from version to version. `memory` is the packing buffer,
-    if several links share it.
-    """
+    """One process's side of a group, reused from version to version."""
 
     def __init__(
         self, channel: Channel, message: direct_pb2.DirectLink, device: torch.device, memory: torch.Tensor | None = None
     ) -> None:
-        """Form the group. Raises DirectFailed if members are missing, or this one cannot join."""
+        """Form the group.
+
+        Args:
+            channel: Channel to the daemon.
+            message: The daemon's description of the link, with the process's copies.
+            device: Device of the tensors.
+            memory: Memory on `device` for packing; links that share it must not run at once. By default each link has its own.
+
+        Raises:
+            DirectFailed: Members are missing, or this process cannot join.
+        """
         self.id, self.seconds, self._channel = message.group, message.seconds, channel
         group: DirectGroup | None = None
         try:
@@ -57,11 +65,11 @@ class TransferLink:
 
     @property
     def received(self) -> int:
-        """Bytes received with each version."""
+        """Bytes that this process receives with each version."""
         return self._transfer.schedule.received
 
     def prepare(self, sources: Tensors, targets: Tensors) -> None:
-        """Prepare a transfer. Raises DirectFailed if tensors differ from their declaration."""
+        """Locate the tensors for the next transfer. Raises DirectFailed if they differ from their declaration."""
         try:
             self._transfer.prepare(sources, targets)
         except (KeyError, ValueError, RuntimeError) as error:
@@ -69,26 +77,31 @@ class TransferLink:
 
     @property
     def complete(self) -> dict[str, int]:
-        """Last round that writes into each target local."""
+        """Last round that writes into each target tensor, by its name."""
         return self._transfer.schedule.complete
 
     def run(self, follower: Follower | None = None, meanwhile: Callable[[], None] | None = None) -> Seconds:
-        """Run a transfer as `Transfer.run`. Raises DirectFailed; the link is then unusable."""
+        """Run a transfer, as `Transfer.run`. Raises DirectFailed; the link is then unusable."""
         return self._transfer.run(self.seconds, follower, meanwhile)
 
     def watched(self) -> AbstractContextManager[None]:
-        """Let a transfer in the context fail as soon as the group is over for the daemon, as when a
-        rank's stream has ended: NCCL does not detect that a peer's process is gone.
+        """Make a transfer inside the context fail as soon as the daemon ends the group, as when a rank's stream has ended.
+
+        NCCL does not detect that a peer's process is gone.
         """
         return until_over(self._channel, self.id, self.seconds, self._transfer.group.abort)
 
     def close(self) -> None:
+        """Close the group. The link is then unusable."""
         self._transfer.group.close()
 
 
 @contextmanager
 def until_over(channel: Channel, group: str, seconds: float, over: Callable[[str], None]) -> Iterator[None]:
-    """Call `over`, on another thread, when the daemon reports that the group is over; not while it cannot be reached."""
+    """Call `over`, on another thread, when the daemon reports that the group has ended.
+
+    An unreachable daemon is no such report.
+    """
 
     def heard(call: Any) -> None:
         if not call.cancelled() and (error := call.exception()) is not None and (said := channel.error(error)).reason == _OVER:
@@ -110,15 +123,26 @@ def _peers(found: Schedule) -> tuple[list[int], list[int]]:
 
 
 class TransferLinks:
-    """Links of one process. `tensors` are the sources. One thread at a time calls its methods."""
+    """Links of one process. One thread at a time may call its methods.
+
+    Args:
+        tensors: Sources of all transfers.
+        device: Device of the tensors.
+    """
 
     def __init__(self, tensors: Tensors, device: torch.device) -> None:
         self._tensors, self._device = tensors, device
         self._met: dict[str, Future[TransferLink | None]] = {}
-        self._preparing = threading.Lock()  # compiles kernels
+        self._preparing = threading.Lock()  # preparation compiles kernels
 
     def meet(self, group: str, make: Callable[[], TransferLink], failed: Failed) -> None:
-        """Begin to form a group. `make` runs on a stream of its own and raises DirectFailed, or RuntimeError without memory."""
+        """Begin to form a group, on a thread and stream of its own.
+
+        Args:
+            group: Name of the group.
+            make: Forms the group. Raises DirectFailed, or RuntimeError if memory is exhausted.
+            failed: Called if `make` raises.
+        """
         met = self._met[group] = Future[TransferLink | None]()
 
         def run() -> None:
@@ -135,15 +159,15 @@ class TransferLinks:
         threading.Thread(target=run, name="resharder-meet", daemon=True).start()
 
     def get(self, group: str) -> TransferLink:
-        """Return the link when it is formed. Raises DirectFailed if there is none."""
+        """Return the link of a group, once it is formed. Raises DirectFailed if there is none."""
         met = self._met.get(group)
         link = met.result() if met is not None else None
         if link is None:
-            raise DirectFailed(f"there is no link of group {group}")
+            raise DirectFailed(f"expected a link of group {group}, found none")
         return link
 
     def prepare(self, failed: Failed) -> None:
-        """Prepare each link that is formed; others prepare when they are."""
+        """Prepare every link that is formed. Links that are being formed prepare themselves."""
         for group, met in list(self._met.items()):
             link = met.result() if met.done() else None
             if link is not None:
@@ -163,18 +187,19 @@ class TransferLinks:
         return link
 
     def drop(self, group: str) -> None:
-        """Drop a link, or drop it when it is formed."""
+        """Drop the link of a group, if necessary as soon as it is formed."""
         met = self._met.pop(group, None)
         if met is not None:
             met.add_done_callback(lambda done: link.close() if (link := done.result()) is not None else None)
 
     def close(self) -> None:
+        """Drop all links."""
         for group in list(self._met):
             self.drop(group)
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Return a stream that is ordered neither after nor before the current one."""
+        """Use a new stream that is ordered neither after nor before the current one."""
         if self._device.type != "cuda":
             yield
             return

@@ -1,7 +1,7 @@
-"""Communicators by NCCL's C interface (nccl.h, 2.18 and later), from the library that torch has loaded.
+"""Communicators through NCCL's C interface (nccl.h, 2.18 and later), from the library that torch has loaded.
 
-They never block: slow operations are polled until a deadline, then aborted. No thread hangs in them, no
-other thread is needed to free one, and no watchdog monitors them.
+Calls never block: slow operations are polled until a deadline, then aborted. No thread can hang in a call, so no other thread is
+needed to free one, and there is no watchdog.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
 _UNDEFINED = -(2**31)
 NAP = 50e-6  # seconds
-_SPINS = 200  # before the first nap
+_SPINS = 200  # polls before the first nap
 
 
 class _UniqueId(ctypes.Structure):
@@ -27,7 +27,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """ncclConfig_t of 2.17; later libraries fill in later fields."""
+    """ncclConfig_t of NCCL 2.17. Later libraries fill in later fields."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -79,18 +79,22 @@ def _library() -> Any:
 class PairCommunicator:
     """Communicator of two processes, this one and `peer`, each with its own GPU.
 
-    For one thread at a time; any thread may call `abort`.
+    One thread at a time may use it; any thread may call `abort`.
     """
 
     def __init__(self, store: Any, rank: int, peer: int, device: torch.device, timeout: float, ctas: int | None) -> None:
         """Form the communicator through a torch Store.
 
         Args:
-            ctas: Multiprocessors of each GPU that NCCL may use; None: NCCL's choice.
+            store: Store that both processes share, with a prefix of their own.
+            rank: Rank of this process.
+            peer: Rank of the other process.
+            device: GPU of this process.
             timeout: Seconds to wait for the peer.
+            ctas: Multiprocessors of each GPU that NCCL may use; None for NCCL's choice.
 
         Raises:
-            DirectFailed: the peer is missing.
+            DirectFailed: The peer is missing, or NCCL reports an error.
         """
         self.rank, self._device, self._why = rank, device, ""
         self._nccl, self._communicator = _library(), ctypes.c_void_p()
@@ -132,7 +136,7 @@ class PairCommunicator:
                         self._called(function, *where, self._communicator, stream.cuda_stream)
             finally:
                 self._called("ncclGroupEnd")
-            self._settle(deadline, f"rank {self.rank}: the messages could not be begun in time")
+            self._settle(deadline, f"rank {self.rank}: could not begin the messages in time")
 
     def _called(self, name: str, *arguments: Any) -> None:
         found = getattr(self._nccl, name)(*arguments)
@@ -167,17 +171,16 @@ class PairCommunicator:
         self.check()
 
     def abort(self, why: str) -> None:
+        """Make waits in progress raise DirectFailed. `close` frees the communicator."""
         self._why = self._why or why
 
     def close(self) -> None:
-        """Free the communicator and end its running kernels; its messages should have ended.
+        """Free the communicator and end its running kernels. Its messages should have ended before.
 
-        Always aborts: ncclCommDestroy waits until the other side destroys as well (NCCL's manual calls it an
-        intra-node collective;
-        its proxy serves until every peer has disconnected), and a training rank may not do so for a while. Without
-        CUDA's virtual memory,
-        an abort waits too, by NCCL's proxy.cc; `NcclGroup.close` bounds the wait. It
-        waits for the whole GPU: kernels of other communicators must be able to end, so several are closed at once.
+        Always aborts: ncclCommDestroy waits until the other side destroys its communicator as well (NCCL's manual calls it an
+        intra-node collective; its proxy serves until every peer has disconnected), and a training rank may not do so for a
+        while. Without CUDA's virtual memory, an abort also waits, by NCCL's proxy.cc; `NcclGroup.close` bounds that wait. An
+        abort waits for the whole GPU: kernels of other communicators must be able to end, so several are closed at once.
         """
         communicator, self._communicator = self._communicator, ctypes.c_void_p()
         self._why = self._why or "the group is closed"

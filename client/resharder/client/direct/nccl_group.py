@@ -1,7 +1,8 @@
 """Group of the direct path on GPUs: a communicator for each pair with traffic.
 
-NCCL divides 32 channels by the members of a communicator and uses only a message's share: 8 of 32 among four, which
-makes the transfer of a dense model a third longer and that of a mixture of experts a tenth (benchmarks/results/direct_path.md).
+NCCL divides its 32 channels by the members of a communicator, and a message uses only its share, 8 of 32 among four members. That
+would make the transfer of a dense model a third longer and that of a mixture of experts a tenth
+(benchmarks/results/direct_path.md).
 """
 
 import logging
@@ -18,13 +19,14 @@ from resharder.client.gpu.streams import WorkStream
 
 logger = logging.getLogger(__name__)
 _CTAS, _LEAST_CTAS = 64, 4
-_CLOSING = 5.0  # seconds; an abort takes half of one
+_CLOSING = 5.0  # seconds; an abort takes half a second
 
 
 def ctas_of(most_peers: int) -> int | None:
-    """Return the multiprocessors of each communicator of a process that has this many. None, NCCL's
-    choice (32), for one or two; with more, NCCL's buffers should take about as much memory as for
-    two, which was not measured.
+    """Return the multiprocessors for each communicator of a process with this many peers, or None for NCCL's choice (32).
+
+    NCCL chooses for one or two peers. With more, NCCL's buffers should take about as much memory as for two; that was not
+    measured.
     """
     return None if most_peers <= 2 else max(_LEAST_CTAS, _CTAS // most_peers)
 
@@ -39,7 +41,8 @@ class NcclGroup:
         self._pairs: dict[int, tuple[PairCommunicator, torch.cuda.Stream]] = {}
         deadline = time.monotonic() + timeout
         try:
-            for low, high in sorted((min(rank, peer), max(rank, peer)) for peer in peers):  # all in one order: no cycle of waits
+            # The same order on all ranks, so that their waits form no cycle.
+            for low, high in sorted((min(rank, peer), max(rank, peer)) for peer in peers):
                 within = torch._C._distributed_c10d.PrefixStore(f"pair {low} {high}", store)
                 peer, left = (high if low == rank else low), max(0.001, deadline - time.monotonic())
                 pair = PairCommunicator(within, rank, peer, device, left, ctas_of(most_peers))
@@ -52,6 +55,10 @@ class NcclGroup:
         self.size = 1 + len(self._pairs)
 
     def post(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], deadline: float) -> "_RecordedEvent":
+        """Begin to send and receive, on one stream per pair.
+
+        The messages follow the current stream's pending work, and its later work follows the messages. Raises DirectFailed.
+        """
         self.check()
         here = torch.cuda.current_stream(self._device)
         begun = []
@@ -67,6 +74,7 @@ class NcclGroup:
         return _RecordedEvent(self, here)
 
     def check(self) -> None:
+        """Raise DirectFailed, and close the group, if it was aborted or NCCL reports an error of any pair."""
         with self._failing_together():
             for pair, _ in self._pairs.values():
                 pair.check()
@@ -81,20 +89,22 @@ class NcclGroup:
             raise self.fail(str(error)) from error
 
     def fail(self, why: str) -> DirectFailed:
-        """End messages in progress, kernels included."""
+        """Close the group, which ends messages in progress with their kernels, and return the error to raise."""
         self.abort(why)
         self.close()
         return DirectFailed(self._why)
 
     def abort(self, why: str) -> None:
+        """Make every wait for this group raise DirectFailed. Resources are released by `close`."""
         self._why = self._why or why
         for pair, _ in self._pairs.values():
             pair.abort(self._why)  # polled by every wait
 
     def close(self) -> None:
-        """Close all communicators at once: none could be freed while another's kernels wait for an
-        unresponsive peer. Returns after `_CLOSING` seconds at the latest; what is not freed by then
-        is freed when the other side closes, and logged.
+        """Close all communicators at once: none could be freed while another's kernels wait for an unresponsive peer.
+
+        Returns after `_CLOSING` seconds at the latest. Communicators that are not freed by then are logged, and freed when the
+        other side closes.
         """
         self._why = self._why or "the group is closed"
         closing = [threading.Thread(target=pair.close, name="resharder-nccl", daemon=True) for pair, _ in self._pairs.values()]
@@ -105,7 +115,7 @@ class NcclGroup:
             for thread in closing:
                 thread.join(max(0.0, deadline - time.monotonic()))
             if left := sum(thread.is_alive() for thread in closing):
-                logger.warning("rank %d: NCCL still waits for the other side of %d pairs", self.rank, left)
+                logger.warning("rank %d: NCCL still waits for the other side of %d pairs to close", self.rank, left)
 
 
 class _RecordedEvent:
@@ -118,7 +128,7 @@ class _RecordedEvent:
         while not self._event.query():
             self._group.check()
             if time.monotonic() > deadline:
-                raise self._group.fail(f"rank {self._group.rank}: the messages did not arrive in time")
+                raise self._group.fail(f"rank {self._group.rank}: messages did not arrive in time")
             time.sleep(NAP)
 
     def come_before(self, stream: WorkStream, deadline: float) -> None:

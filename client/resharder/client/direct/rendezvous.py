@@ -1,4 +1,4 @@
-"""Rendezvous of a group's members: keys in a torch Store on the daemon, then a process group of their own."""
+"""Rendezvous of a group's members: keys in a torch Store on the daemon, then a process group of the members alone."""
 
 import datetime
 import json
@@ -15,11 +15,11 @@ from resharder.client.rpc.channel import Channel
 from resharder.v1 import direct_pb2, direct_pb2_grpc
 from torch._C._distributed_c10d import PrefixStore
 
-_ASK = 10.0  # seconds of one call
+_ASK = 10.0  # seconds: longest wait of one call, and time allowed for the call itself
 
 
 class DaemonStore(dist.Store):  # type: ignore[name-defined,misc]
-    """torch Store whose keys the daemon holds for the life of the group."""
+    """torch Store whose keys are on the daemon, for the life of the group. Methods raise RuntimeError, as torch expects."""
 
     def __init__(self, channel: Channel, group: str) -> None:
         super().__init__()
@@ -27,20 +27,27 @@ class DaemonStore(dist.Store):  # type: ignore[name-defined,misc]
         self._stub = direct_pb2_grpc.DirectServiceStub(channel.grpc)
 
     def set(self, key: str, value: bytes | str) -> None:
+        """Set a key for all members of the group."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._call(self._stub.SetGroupKey, direct_pb2.SetGroupKeyRequest(group=self._group, key=key, value=data))
 
     def get(self, key: str) -> bytes:
+        """Return the value of a key, as soon as a member has set it. Raises RuntimeError after the store's timeout."""
         return self._get(key, self._timeout)
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        """Return when members have set all keys. Raises RuntimeError if one is missing after
+        `timeout`, by default the store's.
+        """
         for key in keys:
             self._get(key, timeout or self._timeout)
 
     def check(self, keys: list[str]) -> bool:
+        """Return whether all keys are set, without waiting."""
         return all(self._ask(key, 0.0) is not None for key in keys)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Set the store's timeout, 30 s at first."""
         self._timeout = timeout
 
     def _get(self, key: str, timeout: datetime.timedelta) -> bytes:
@@ -49,7 +56,7 @@ class DaemonStore(dist.Store):  # type: ignore[name-defined,misc]
             found = self._ask(key, min(left, _ASK))
             if found is not None:
                 return found
-        raise RuntimeError(f"group {self._group}: no member set {key} in time")
+        raise RuntimeError(f"group {self._group}: expected a member to set {key} within {timeout.total_seconds():g} s")
 
     def _ask(self, key: str, seconds: float) -> bytes | None:
         request = direct_pb2.GetGroupKeyRequest(group=self._group, key=key, wait_seconds=seconds)
@@ -77,14 +84,18 @@ def make_group(
     """Form a group of `size` processes through a torch Store.
 
     Args:
+        store: Store that all processes share.
         prefix: Prefix of keys, different for each group.
-        peers: Ranks with which this one exchanges messages, and they with it; by default all. The group consists of connected
-            ranks only, because it fails for all.
-        most_peers: Largest number of peers of a rank, the same on all.
+        rank: Rank of this process.
+        size: Number of processes that meet.
+        device: Device of the messages; its type selects NCCL or gloo.
         timeout: Seconds to wait for members.
+        peers: Ranks with which this one exchanges messages, the same pairs on both sides; by default all. The group has connected
+            ranks only, because a failure ends it for all its members.
+        most_peers: Largest number of peers of any rank, the same on all.
 
     Raises:
-        DirectFailed: members are missing.
+        DirectFailed: Members are missing.
     """
     within = PrefixStore(f"resharder/{prefix}", store)
     if device.type == "cuda":
@@ -99,7 +110,7 @@ def make_group(
 
 
 def connected(store: Any, rank: int, peers: Iterable[int], deadline: float) -> list[int]:
-    """Return all ranks that `rank` reaches from peer to peer, itself included, from the peers that each rank stores."""
+    """Return all ranks that `rank` reaches from peer to peer, itself included. Each rank stores its peers under a key."""
     store.set(f"peers/{rank}", json.dumps(sorted(peers)))
     found, left = set[int](), [rank]
     try:
@@ -109,13 +120,14 @@ def connected(store: Any, rank: int, peers: Iterable[int], deadline: float) -> l
                 found.add(each)
                 left += json.loads(store.get(f"peers/{each}"))
     except (RuntimeError, ValueError) as error:
-        raise DirectFailed(f"expected rank {each} to say in time whom it sends to: {error}") from error
+        raise DirectFailed(f"expected rank {each} to store its peers in time: {error}") from error
     return sorted(found)
 
 
 def connect(group: DirectGroup, device: torch.device, sends: Sequence[int], receives: Sequence[int], timeout: float) -> None:
-    """Exchange a byte with each of these ranks, in a round of its own: first use of a connection takes
-    a fraction of a second, for which servers need not pause.
+    """Exchange a byte with each of these ranks, in a round of its own.
+
+    The first use of a connection takes a fraction of a second, for which servers then need not pause.
     """
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
     deadline = time.monotonic() + timeout

@@ -29,8 +29,9 @@ _GIVEN_UP = 5.0  # seconds until the daemon notices that a version is ABORTED
 
 
 class Offering:
-    """Offer of one version, on a thread of its own. Its work is ordered after the current stream's at
-    the start, and runs beside later work of that stream, which delivers to the daemon.
+    """Offer of one version, on a thread of its own.
+
+    Its work follows the current stream's pending work, and runs beside later work of that stream, which delivers to the daemon.
     """
 
     def __init__(self, sender: "Sender", request: direct_pb2.OfferVersionRequest) -> None:
@@ -45,19 +46,22 @@ class Offering:
         self._thread.start()
 
     def wait(self, seconds: float) -> None:
-        """Return when the tensors may change: when no server needs the offer, or after `seconds`, which ends it."""
+        """Return when the tensors may change: when no server needs the offer.
+
+        After `seconds`, ends the offer.
+        """
         self._thread.join(min(seconds, threading.TIMEOUT_MAX))
         for call in self._calls:
             call.cancel()
         self._thread.join()
 
     def give_up(self) -> None:
-        """End the offer: the version will not be complete."""
+        """End the offer, because the version will not be complete."""
         self.wait(_GIVEN_UP)
 
 
 class Sender:
-    """Sender of one attached model. No method raises for a failed transfer: servers then use the staged path."""
+    """Sender of one attached model. A failed transfer raises no error: servers then take the staged path."""
 
     def __init__(self, channel: Channel, rank: int, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
         self._channel, self._rank, self._tensors, self._process = channel, rank, tensors, uuid.uuid4().hex
@@ -65,7 +69,7 @@ class Sender:
         self._layout = layout_to_proto(pack({rank: layout}))
         self._links = TransferLinks(tensors, self._device)
         self._memory = xxhash.xxh3_128_hexdigest(self._layout.SerializeToString(deterministic=True))
-        self._sent: dict[str, SentDigests] = {}  # by group, after its first DIGEST task
+        self._sent: dict[str, SentDigests] = {}  # by group, from its first DIGEST task on
         self._buffers: torch.Tensor | None = None
         self._stream: Any = None
 
@@ -74,14 +78,17 @@ class Sender:
         declare(self._channel, self._member(publisher), self._memory, self._layout)
 
     def offer(self, publisher: str, version: str, wait_seconds: float) -> Offering:
-        """Offer a version. The tensors are read until the offer ends. One offer at a time."""
+        """Offer a version on a new thread. The tensors are read until the offer ends. There may be one offer at a time.
+
+        `wait_seconds` is the time for which the tensors stay unchanged after the version is READY, while servers are expected.
+        """
         request = direct_pb2.OfferVersionRequest(
             member=self._member(publisher), version=version, memory=self._memory, wait_seconds=wait_seconds
         )
         return Offering(self, request)
 
     def beside(self) -> AbstractContextManager[Any]:
-        """Use a stream of its own, after all current work of the current one."""
+        """Return the context of a separate stream, ordered after the current stream's pending work."""
         if self._device.type != "cuda":
             return nullcontext()
         if self._stream is None:
@@ -90,7 +97,7 @@ class Sender:
         return torch.cuda.stream(self._stream)
 
     def serve(self, request: direct_pb2.OfferVersionRequest, calls: list[Any]) -> None:
-        """Execute the offer's tasks; put its calls into `calls`."""
+        """Execute the tasks of an offer. Its calls are appended to `calls`, for cancellation by other threads."""
         try:
             try:
                 self._serve(request, calls)
@@ -100,13 +107,13 @@ class Sender:
                 self.declare(request.member.owner)
                 self._serve(request, calls)
         except ResharderError as error:
-            logger.warning("%s goes to servers over the staged path: %s", request.version, error)
+            logger.warning("servers take the staged path for %s: %s", request.version, error)
 
     def _serve(self, request: direct_pb2.OfferVersionRequest, calls: list[Any]) -> None:
         call = direct_pb2_grpc.DirectServiceStub(self._channel.grpc).OfferVersion(request)
         calls.append(call)
         try:
-            self._links.prepare(partial(self._failed, request.member))  # rather than while servers wait
+            self._links.prepare(partial(self._failed, request.member))  # now rather than while servers wait
             for task in self._channel.stream(call):
                 match task.kind:
                     case direct_pb2.DirectTask.LINK:
@@ -133,7 +140,7 @@ class Sender:
     def _run(self, member: direct_pb2.Member, group: str) -> None:
         try:
             link = self._links.get(group)
-            with DRIVER_LOCK.priority():  # by the delivery, which continues
+            with DRIVER_LOCK.priority():  # over the delivery, which continues
                 took = link.run()
         except DirectFailed as error:
             self._failed(member, group, error)
@@ -146,7 +153,7 @@ class Sender:
             if task.HasField("sent"):
                 self._sent[task.group] = SentDigests(layout_from_proto(task.sent, self._rank), self._device)
             if task.group not in self._sent:
-                raise DirectFailed(f"rank {self._rank} does not know what it sends over group {task.group}")
+                raise DirectFailed(f"rank {self._rank}: expected boxes in the first DIGEST task of group {task.group}, got none")
             digests = self._sent[task.group].digests(self._tensors)
             said = direct_pb2.PutDigestsRequest(member=request.member, group=task.group, version=request.version, digests=digests)
             stub = direct_pb2_grpc.DirectServiceStub(self._channel.grpc)
@@ -155,7 +162,7 @@ class Sender:
             self._failed(request.member, task.group, error)
 
     def _failed(self, member: direct_pb2.Member, group: str, error: Exception) -> None:
-        logger.warning("the direct path fails: %s", error)
+        logger.warning("a transfer over the direct path failed: %s", error)
         self._drop(group)
         try:
             finish(self._channel, member, group, str(error))
@@ -167,6 +174,7 @@ class Sender:
         self._links.drop(group)
 
     def close(self) -> None:
+        """Drop all links, and the memory for packing."""
         self._sent.clear()
         self._links.close()
         self._buffers = None

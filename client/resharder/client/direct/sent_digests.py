@@ -1,4 +1,4 @@
-"""Digests of the boxes that a rank sends, as they are in its memory, with constants added."""
+"""Digests of the boxes that a rank sends, computed from its memory with constants added."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +14,7 @@ from resharder.converters.storage.digest import digest_torch
 
 
 class SentDigests:
-    """Digests for one group, version after version."""
+    """Digests of the boxes that a rank sends over one group, for every version."""
 
     def __init__(self, pieces: Pieces[int], device: torch.device) -> None:
         self._pieces, self._on_gpu = pieces, device.type == "cuda"
@@ -32,7 +32,7 @@ class SentDigests:
             for i in self._changed.tolist():
                 found[i] = _digest(self._pieces, i, tensors)
         except (KeyError, ValueError, RuntimeError) as error:
-            raise DirectFailed(f"digests of what is sent: {error}") from error
+            raise DirectFailed(f"cannot compute the digests of sent boxes: {error}") from error
         digests: list[int] = found.tolist()
         return digests
 
@@ -54,7 +54,7 @@ def _check_inside(sent: Pieces[int], tensors: Mapping[str, torch.Tensor]) -> Non
         tensor = tensors[sent.locals[number]]
         room[number] = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
     if len(outside := np.flatnonzero(ends >= room[sent.local])):
-        raise ValueError(f"expected boxes inside of {sent.locals[sent.local[outside[0]]]}, got one that ends behind it")
+        raise ValueError(f"expected boxes inside of {sent.locals[sent.local[outside[0]]]}, got one that ends after it")
 
 
 def _take(sent: Pieces[int], which: Ints) -> Pieces[int]:

@@ -1,4 +1,4 @@
-"""Execution of a schedule: rounds are packed, sent, received and unpacked concurrently."""
+"""Execution of a schedule: packing, sending, receiving and unpacking of successive rounds overlap."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -15,21 +15,21 @@ from resharder.converters.geometry.piece_arrays import Ints
 from resharder.converters.models.tensor_io import view_of
 
 Tensors = Mapping[str, torch.Tensor]
-_AHEAD = 8  # rounds that the host may be ahead of the device: the driver's queue of launches is bounded
+_AHEAD = 8  # rounds that the host may be ahead of the device, whose queue of launches is bounded
 
 
 class Follower(Protocol):
-    """Work on arrived data while the rest is in progress, on the current stream: `resharder.client.gpu.digest.Digester`."""
+    """Work on arrived data while the transfer continues, on the current stream: `resharder.client.gpu.digest.Digester`."""
 
     def begin(self) -> None:
-        """Begin a transfer."""
+        """Begin with a transfer."""
 
     def arrived(self, number: int) -> None:
-        """Round `number` is in its targets, when the current stream reaches this point."""
+        """Begin work on round `number`, whose data are in their targets when the current stream reaches this point."""
 
 
 class Seconds(NamedTuple):
-    """Durations of a transfer and of its concurrent parts. `wire` includes waits for peers."""
+    """Durations of a transfer and of its concurrent parts, in seconds. `wire` includes waits for peers."""
 
     total: float
     pack: float
@@ -38,10 +38,20 @@ class Seconds(NamedTuple):
 
 
 class Transfer:
-    """One process's side of one plan over one group: made once, prepared and run for every version, by one thread at a time."""
+    """One process's side of one plan over one group, prepared and run for every version, by one thread at a time."""
 
     def __init__(self, schedule: Schedule, group: DirectGroup, device: torch.device, memory: torch.Tensor | None = None) -> None:
-        """Make a transfer. `memory` is device memory for buffers; transfers that do not run at once may share it."""
+        """Allocate the buffers of a transfer.
+
+        Args:
+            schedule: Rounds of this process.
+            group: Group of all processes of the plan.
+            device: Device of the tensors.
+            memory: Memory on `device` for the buffers; transfers that share it must not run at once. By default it is allocated.
+
+        Raises:
+            ValueError: `memory` is too small.
+        """
         self.schedule, self.group, self._device = schedule, group, device
         slots = min(SLOTS, len(schedule.rounds) - 1)
         sizes = [*[schedule.pack_slot] * slots, *[schedule.unpack_slot] * slots, schedule.ready_size]
@@ -61,11 +71,11 @@ class Transfer:
 
     @property
     def staging(self) -> int:
-        """Bytes of device memory of its buffers."""
+        """Bytes of device memory of all buffers."""
         return sum(buffer.numel() for buffer in (*self._packed, *self._unpacked, self._ready))
 
     def prepare(self, sources: Tensors, targets: Tensors) -> None:
-        """Locate the tensors. Called before each version; cheap if none has moved.
+        """Locate the tensors. Must be called before each version; fast if no tensor has moved.
 
         Raises KeyError and ValueError for tensors that differ from the schedule.
         """
@@ -94,8 +104,9 @@ class Transfer:
         self._tables, self._sources, self._pointers = (packs, unpacks, local), sources, pointers
 
     def run(self, timeout: float, follower: Follower | None = None, meanwhile: Callable[[], None] | None = None) -> Seconds:
-        """Fill every target. Sources must not change until it returns; pending work of the current stream on them
-        comes first. Work that `follower` has begun
+        """Fill every target.
+
+        Begins after the current stream's pending work. Sources must not change until it returns. Work that `follower` has begun
         precedes later work of the current stream.
 
         Args:
@@ -104,8 +115,8 @@ class Transfer:
             meanwhile: Called after the last round has begun. The transfer fails if it raises DirectFailed.
 
         Raises:
-            DirectFailed: after `timeout` seconds, or when the group is aborted or loses a member; with `torn` if targets may
-                have a mix. The group is closed then and writes to no target.
+            DirectFailed: After `timeout` seconds, or when the group is aborted or loses a member; with `torn` if targets may
+                have a mix of versions. The group is then closed and writes to no target.
         """
         started, begun = time.monotonic(), False
         try:
@@ -131,8 +142,10 @@ class Transfer:
         return self.schedule.received > 0 or len(self.schedule.local.rows) > 0
 
     def _rounds(self, deadline: float, follower: Follower | None, meanwhile: Callable[[], None] | None) -> None:
-        """Run the rounds. Round 0 needs no slots. Round `k` uses the slots of `k - 2`, packed after
-        that was sent, received after that was unpacked.
+        """Run the rounds.
+
+        Round 0 needs no slots. Round `k` uses the slots of round `k - 2`: it packs after that round was sent, and receives
+        after that round was unpacked.
         """
         packs, _, local = self._tables
         for stream in (*self._streams, self._follow):
@@ -202,7 +215,7 @@ def _buffers(sizes: list[int], device: torch.device, memory: torch.Tensor | None
 
 
 def _used(*locals_: Ints | list[int]) -> list[int]:
-    """Return the numbers of local tensors, each once, without slots."""
+    """Return the numbers of local tensors, each once, without the negative numbers of buffers."""
     found = np.unique(np.concatenate([np.asarray(some, np.int64) for some in locals_]))
     numbers: list[int] = found[found >= 0].tolist()
     return numbers
@@ -219,7 +232,7 @@ def _part(post: Post, names: tuple[str, ...], tensors: Tensors, slots: list[torc
 
 
 def _bytes(name: str, tensor: torch.Tensor, needed: int) -> torch.Tensor:
-    """Return the first bytes of a tensor's memory."""
+    """Return the first `needed` bytes of a tensor's memory."""
     item = tensor.element_size()
     elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if not tensor.numel() or elements * item < needed:

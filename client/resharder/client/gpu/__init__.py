@@ -1,1 +1,1 @@
-"""GPU kernels, streams and pinned memory, and the copies and digests made of them."""
+"""GPU kernels, streams and pinned memory, and the copies and digests built on them."""

@@ -1,9 +1,8 @@
-"""Boxes of GPU tensors into host pages, by way of pinned buffers: a kernel fills one while threads empty another.
+"""Copies from GPU tensors to host pages through pinned buffers: a kernel fills one buffer while threads empty another.
 
-The kernel could write to the pages directly, if they were registered with CUDA for each version. Registration and
-release take time, for
-which the verification of the version waits, and other threads' kernels wait in both. 61 GB were READY after 7.3 s
-that way and after 5.6 s this way (benchmarks/results/direct_install.md).
+A kernel could write to the pages directly if they were registered with CUDA for each version. But the verification of the
+version waits for registration and release, and so do other threads' kernels. 61 GB were READY after 7.3 s that way and after
+5.6 s this way (benchmarks/results/direct_install.md).
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,14 +26,23 @@ Tensors = Mapping[str, torch.Tensor]
 BUFFER_BYTES = 64 << 20
 _BUFFERS = 3
 _ALIGN = 16  # bytes: the widest words of the kernel
-_RUN = 2 << 20  # bytes that a thread copies at a time, so that all have as much to do
+_RUN = 2 << 20  # bytes that a thread copies at a time, which divides the work evenly
 
 
 class DeviceToHost:
-    """Copy that is planned once for a layout and run for every version. Its buffers, pinned for GPU tensors, are permanent."""
+    """Copy that is planned once for a layout and run for every version. Its buffers, pinned for GPU
+    tensors, exist as long as it does.
+    """
 
     def __init__(self, layout: Layout, device: torch.device, threads: int, buffer_bytes: int = BUFFER_BYTES) -> None:
-        """Plan the copy. Values are copied without the pieces' `plus`. `buffer_bytes` is the size of each of three buffers."""
+        """Plan the copy. Values are copied without the pieces' `plus`.
+
+        Args:
+            layout: Boxes in the device's tensors.
+            device: Device of the tensors.
+            threads: Threads that empty buffers.
+            buffer_bytes: Size of each of three buffers.
+        """
         self._device, self._threads = device, threads
         copies = copies_of(plan_pieces(pack({0: layout}), pack({0: _whole(layout)})), [0], [0])
         self._sources, self._targets = copies.source_locals, copies.target_locals
@@ -45,13 +53,20 @@ class DeviceToHost:
             torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(min(_BUFFERS, self._rounds))
         ]
         self._copies, self._digester = WorkStream(device), CachedDigester(layout, device)
-        self._fill: tuple[Ints, Table] | None = None  # and the location of tensors for it
+        self._fill: tuple[Ints, Table] | None = None  # (addresses of the tensors, table made for them)
 
     def run(self, arrays: Mapping[str, Array], tensors: Tensors) -> list[int]:
-        """Copy after the current stream's pending work, and return the digests of the device's boxes, in the order
-        of the layout's pieces, when all are in `arrays`, whole tensors in mapped pages.
+        """Copy, after the current stream's pending work, and return when all boxes are in `arrays`.
 
-        Raises KeyError and ValueError for tensors that differ from the layout.
+        Args:
+            arrays: Whole HF tensors in mapped pages, by name.
+            tensors: Local tensors by name.
+
+        Returns:
+            Digests of the boxes as the device has them, in the order of the layout's pieces.
+
+        Raises:
+            KeyError, ValueError: Tensors differ from the layout.
         """
         source = addresses_of(self._sources, tensors, range(len(self._sources)))
         ends = [(arrays[n].ctypes.data, arrays[n].ctypes.data + arrays[n].nbytes) for n in self._targets]
@@ -77,12 +92,15 @@ class DeviceToHost:
         def begin(k: int) -> None:
             if k >= len(self._buffers):
                 _all(emptied[k - len(self._buffers)])
-            with DRIVER_LOCK.background(), self._copies.work():  # beside this, transfers took 300 ms instead of 180
+            with (
+                DRIVER_LOCK.background(),
+                self._copies.work(),
+            ):  # without the lock, concurrent transfers took 300 ms instead of 180
                 fill.run(k, target_base=self._at(k))
                 filled.append(self._copies.mark())
 
         for k in range(self._rounds):
-            for ahead in range(len(filled), min(k + 2, self._rounds)):  # the next one while waiting for this one
+            for ahead in range(len(filled), min(k + 2, self._rounds)):  # fills the next buffer while waiting for this one
                 begin(ahead)
             if filled[k] is not None:
                 filled[k].synchronize()
@@ -96,13 +114,13 @@ class DeviceToHost:
 
 
 def _all(futures: Sequence[Future[None]]) -> None:
-    """Wait for all, then raise the first exception of any."""
+    """Wait for all futures, then raise the exception of one that failed."""
     for future in wait(futures).done:
         future.result()
 
 
 def _whole(layout: Layout) -> Layout:
-    """Return the same boxes in whole tensors."""
+    """Return the layout of the same boxes in whole HF tensors."""
     pieces = []
     for piece in layout.pieces:
         offset, strides, step = 0, list[int](), 1
@@ -115,9 +133,10 @@ def _whole(layout: Layout) -> Layout:
 
 
 def through_buffers(moves: Moves, buffer_bytes: int, shares: int) -> tuple[Moves, Moves]:
-    """Return two moves for each box: into a buffer, and from there; the buffer is the slot, and larger
-    than any box. The second moves have `shares` rounds for each of the first ones', with about
-    equal bytes, and adjacent moves with equal strides are joined.
+    """Return two moves for each box: into a buffer, and out of it.
+
+    The buffer is the slot of the moves; it must be larger than any box. The moves out of it have `shares` rounds, with about
+    equal bytes, for each round of the moves into it. Adjacent moves with equal strides are joined.
     """
     order = np.lexsort((moves.target_at, moves.target))
     m = Moves(*(column[order] for column in moves))
@@ -130,7 +149,7 @@ def through_buffers(moves: Moves, buffer_bytes: int, shares: int) -> tuple[Moves
 
 
 def _rounds(sizes: Ints, most: int) -> tuple[Ints, Ints]:
-    """Return the round of each item in a row, with at most `most` bytes per round, and its start in the round."""
+    """Return the round of each item and its start in the round, with at most `most` bytes per round. Items keep their order."""
     ends = np.cumsum(sizes)
     number, at = np.zeros(len(sizes), np.int64), ends - sizes
     first, k = 0, 0
@@ -144,7 +163,7 @@ def _rounds(sizes: Ints, most: int) -> tuple[Ints, Ints]:
 
 
 def _joined(m: Moves) -> Moves:
-    """Join moves that follow each other in the slot and in the target: without a gap, or as rows with equal gaps."""
+    """Join moves that follow each other both in the slot and in the target: without a gap, or as rows with equal gaps."""
     flat = (m.rows == 1) | (m.target_stride == m.width)
     rows, width = np.where(flat, 1, m.rows), np.where(flat, m.rows * m.width, m.width)
     m = m._replace(rows=rows, width=width)
@@ -163,7 +182,7 @@ def _joined(m: Moves) -> Moves:
 
 
 def _share(m: Moves, shares: int) -> Ints:
-    """Return the share of each move, by the bytes before it in its round."""
+    """Return the share of each move, from the number of bytes before it in its round."""
     most = (m.source_at + m.rows * m.width).max(initial=1)
     found: Ints = m.source_at * shares // most
     return found

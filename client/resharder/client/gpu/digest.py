@@ -1,4 +1,4 @@
-"""Digests of all boxes of a process: on a GPU in a few kernels, however many tensors there are."""
+"""Digests of all boxes of a process, on a GPU in a few kernels for any number of tensors."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -13,14 +13,15 @@ from resharder.converters.geometry.piece_arrays import Ints, Pieces, pack
 from resharder.converters.storage.digest import column_weights
 
 _VECTOR = 16  # bytes
-_IN_WORDS = (2, 4)  # bytes of an element that can be read in words of 4 bytes
-_NEVER = 1 << 62  # a number without arrivals
-_ROWS = 64  # of an item: small enough for many items, large enough for a program
+_IN_WORDS = (2, 4)  # sizes, in bytes, of elements that can be read in words of 4 bytes
+_NEVER = 1 << 62  # number of no arrival
+_ROWS = 64  # rows of an item: small enough for many items, large enough for one program of the kernel
 
 
 class _Items(NamedTuple):
-    """Rows for the kernel, on the device, sorted by the arrival of their data; `parts` has first and
-    end of each number's rows.
+    """Items for the kernel, on the device, sorted by the arrival of their data.
+
+    `parts` has, for each number of an arrival, the first and end of its items.
     """
 
     rows: torch.Tensor
@@ -29,7 +30,7 @@ class _Items(NamedTuple):
 
 
 class Digester:
-    """Digests of the pieces of one layout at their current addresses; a tensor that moves needs a new one."""
+    """Digests of the pieces of one layout at their current addresses. If a tensor moves, a new one is needed."""
 
     def __init__(
         self,
@@ -38,8 +39,14 @@ class Digester:
         device: torch.device,
         complete: Mapping[str, int] | None = None,
     ) -> None:
-        """Prepare digests. `complete` has the number of the last arrival into each local tensor, if
-        `arrived` is called; otherwise all work is done at the end.
+        """Prepare the digests; compiles kernels, which takes a second.
+
+        Args:
+            layout: Boxes in the local tensors.
+            tensors: Local tensors by name, on `device`.
+            device: Device that computes.
+            complete: Number of the last arrival into each local tensor, if the caller will call `arrived`. Otherwise all work
+                is done by `digests`.
         """
         pieces = pack({0: layout}) if isinstance(layout, Layout) else layout
         dimensions = np.array([max(1, len(spec.shape)) for spec in pieces.specs], np.int64)[pieces.tensor]
@@ -51,7 +58,7 @@ class Digester:
         weights = torch.from_numpy(column_weights(-(-columns // _VECTOR) * _VECTOR).astype(np.int32))
         of_elements, of_halves = weights.to(device), weights.view(-1, 2).T.contiguous().to(device)
         self._found = torch.zeros(len(pieces), dtype=torch.int64, device=device)
-        self._left: set[int] | None = None  # numbers whose digests have not begun; None: none
+        self._left: set[int] | None = None  # arrivals whose digests have not begun; None between versions
         self._items: list[_Items] = []
         words: dict[int, list[Ints]] = {}
         for d in np.unique(dimensions).tolist():
@@ -70,12 +77,12 @@ class Digester:
             self.digests()  # compiles kernels, which takes a second
 
     def begin(self) -> None:
-        """Begin with a version, on the current stream."""
+        """Begin a version, on the current stream."""
         self._found.zero_()
         self._left = {number for items in self._items for number in items.parts}
 
     def arrived(self, number: int) -> None:
-        """Begin the digests of all boxes that are complete at `number`, after the current stream's pending work."""
+        """Begin the digests of boxes that are complete with arrival `number`, after the current stream's pending work."""
         if self._left is not None and number in self._left:
             self._left.remove(number)
             with torch.cuda.device(self._found.device) if self._found.is_cuda else nullcontext():
@@ -85,8 +92,9 @@ class Digester:
                         items.add(items.rows[first:end])
 
     def digests(self) -> list[int]:
-        """Return the digests of `converters.storage.digest`, in the order of the layout's pieces,
-        after the current stream's pending work.
+        """Return the digests, in the order of the layout's pieces, after the current stream's pending work.
+
+        They equal those of `converters.storage.digest`.
         """
         if self._left is None:
             self.begin()
@@ -101,14 +109,14 @@ class CachedDigester:
     """`Digester` of one layout, reused from version to version and replaced when a tensor has moved."""
 
     def __init__(self, layout: Layout | Pieces[int], device: torch.device, complete: Mapping[str, int] | None = None) -> None:
-        """Takes the arguments of `Digester`."""
+        """Take the arguments of `Digester`, except for the tensors."""
         self._pieces = pack({0: layout}) if isinstance(layout, Layout) else layout
         self._device, self._complete = device, complete
         self._names = [self._pieces.locals[i] for i in np.unique(self._pieces.local).tolist()]
         self._made: tuple[list[int], Digester] | None = None
 
     def at(self, tensors: Mapping[str, torch.Tensor]) -> Digester:
-        """Return the digester for tensors at their current addresses. Raises KeyError if one is missing."""
+        """Return the digester for the tensors' current addresses. Raises KeyError if a tensor is missing."""
         where = [tensors[name].data_ptr() for name in self._names]
         if self._made is None or self._made[0] != where:
             self._made = where, Digester(self._pieces, tensors, self._device, self._complete)
@@ -116,7 +124,7 @@ class CachedDigester:
 
 
 def _sorted(rows: Ints, last: Ints, device: torch.device, add: Callable[[torch.Tensor], None]) -> _Items:
-    """Return rows sorted by `last` of each piece."""
+    """Return items sorted by the last arrival of their piece, `last`."""
     numbers = last[rows[:, 7] >> 32]
     order = np.argsort(numbers, kind="stable")
     found, begins = np.unique(numbers[order], return_index=True)
@@ -140,7 +148,7 @@ def _add_elements(weights: torch.Tensor, found: torch.Tensor, size: int, rows: t
 def _items(
     pieces: Pieces[int], which: Ints, d: int, size: int, begins: Ints
 ) -> tuple[Ints, "np.ndarray[tuple[int], np.dtype[np.bool_]]"]:
-    """Return rows for the kernel, in elements, and which of them can be read in words."""
+    """Return items for the kernel, with sizes in elements, and which of them can be read in words."""
     start, count, step = (part[which, :d] for part in pieces.boxes)
     strides = pieces.strides[which, :d]
     shape = np.array([(pieces.specs[t].shape or (1,)) for t in pieces.tensor[which].tolist()], np.int64).reshape(-1, d)
@@ -173,7 +181,7 @@ def _items(
 
 
 def _in_words(items: Ints, size: int) -> Ints:
-    """Return rows with widths and columns in words of 4 bytes, and row strides in 16 bytes."""
+    """Return items with widths and columns in words of 4 bytes and row strides in units of 16 bytes."""
     items = items.copy()
     items[:, 2] = items[:, 2] * size // 4
     items[:, 3] = items[:, 3] * size // _VECTOR

@@ -1,4 +1,4 @@
-"""Kernel for the digest of `resharder.converters.storage.digest` of many boxes at once."""
+"""Kernels for the digest of `resharder.converters.storage.digest`, of many boxes at once."""
 
 import torch
 import triton  # type: ignore[import-untyped,unused-ignore]
@@ -6,7 +6,7 @@ import triton.language as tl  # type: ignore[import-untyped,unused-ignore]
 
 ROWS, COLUMNS, WARPS = 16, 256, 4  # of a block
 Block = tuple[int, int, int]  # rows, columns in words, warps
-WORDS: Block = (4, 128, 1)  # one warp, which waits for no other
+WORDS: Block = (4, 128, 1)  # one warp, so that no warps wait for each other
 
 # splitmix64 and the seed of rows of converters/storage/digest.py, in two's complement: Triton's literals are signed.
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
@@ -62,7 +62,10 @@ def _digest(items, weights, found, TYPE: tl.constexpr, ROWS: tl.constexpr, COLUM
 def _digest_words(  # type: ignore[no-untyped-def]
     items, low, high, found, HALVES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Two elements of 16 bits or one of 32 at a time: a product of 32 by 32 bits is one instruction, with the sum."""
+    """Add two elements of 16 bits or one of 32 bits at a time.
+
+    A product of 32 by 32 bits with a 64-bit sum is one instruction.
+    """
     item = items + tl.program_id(0) * 8
     memory = tl.multiple_of(tl.load(item).to(tl.pointer_type(tl.int32)), 16)
     rows = tl.load(item + 1).to(tl.int32)
@@ -94,19 +97,27 @@ def _digest_words(  # type: ignore[no-untyped-def]
 
 
 def add_digests(items: torch.Tensor, weights: torch.Tensor, found: torch.Tensor, size: int) -> None:
-    """Add the digests of blocks to `found` (int64). Each row of `items` (int64) has: address, rows,
-    columns, strides of rows and of elements, the first row's number, steps of rows << 32 and of
-    elements, index in `found` << 32 and the first element's column. Elements have `size` bytes;
-    `weights` are the columns'.
+    """Add the digests of items to `found`, on the current stream.
+
+    Args:
+        items: int64, (items, 8). Each row has the address, rows, columns, row stride and column stride in elements, number of
+            the first row, step of rows << 32 | step of columns, and index in `found` << 32 | first column.
+        weights: int32, weights of the columns.
+        found: int64, digests.
+        size: Bytes of an element.
     """
     kind = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.int64}[size]
     _digest[(len(items),)](items, weights, found, kind, ROWS, COLUMNS, num_warps=WARPS)
 
 
 def add_digests_of_words(items: torch.Tensor, weights: torch.Tensor, found: torch.Tensor, block: Block = WORDS) -> None:
-    """Add the digests of contiguous rows that are aligned to 16 bytes and a multiple of 16 bytes long.
-    Columns count words of 4 bytes, row strides 16 bytes. `weights` of elements of 16 bits: (2,
-    words), for the low and high half of a word; of elements of 32 bits: (1, words).
+    """Add the digests of items whose rows are contiguous, aligned to 16 bytes and a multiple of 16 bytes long.
+
+    Args:
+        items: As for `add_digests`, with columns in words of 4 bytes and row strides in units of 16 bytes.
+        weights: int32; (2, words) for elements of 16 bits, the low and the high half of each word; (1, words) for 32 bits.
+        found: int64, digests.
+        block: Size of the kernel's blocks.
     """
     rows, columns, warps = block
     _digest_words[(len(items),)](items, weights[0], weights[-1], found, len(weights) == 2, rows, columns, num_warps=warps)

@@ -1,4 +1,4 @@
-"""Boxes of HF tensors from registered host pages to a GPU's tensors, with any strides, in a kernel or two."""
+"""Copies from registered host pages to a GPU's tensors, with any strides, in one or two kernels."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class HostToDevice:
-    """Copy that is planned once for a layout and placed for every version."""
+    """Copy of boxes of HF tensors, planned once for a layout and bound to addresses for every version."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         """Plan the copy. Values are copied without the pieces' `plus`."""
@@ -31,8 +31,13 @@ class HostToDevice:
         self._digester = CachedDigester(layout, device)
 
     def place(self, arrays: Mapping[str, Array], tensors: Tensors) -> "BoundCopy":
-        """Place the copy for tensors that do not move, and `arrays` in registered pages. Raises
-        KeyError and ValueError for tensors that differ from the layout.
+        """Bind the copy to the addresses of tensors.
+
+        Args:
+            arrays: Whole HF tensors in registered pages, by name.
+            tensors: Local tensors by name, which must not move.
+
+        Raises KeyError and ValueError for tensors that differ from the layout.
         """
         host = np.array([(arrays[n].ctypes.data, arrays[n].ctypes.data + arrays[n].nbytes) for n in self._names], np.int64)
         device = addresses_of(self._locals, tensors, range(len(self._locals)))
@@ -46,7 +51,7 @@ class HostToDevice:
 
 @dataclass(frozen=True)
 class BoundCopy:
-    """Copy with addresses. `where` has the addresses of local tensors."""
+    """Copy between fixed addresses. `where` has the address of each local tensor."""
 
     layout: Layout
     where: dict[str, int]
@@ -54,12 +59,13 @@ class BoundCopy:
     digester: Digester
 
     def is_at(self, tensors: Tensors) -> bool:
-        """Return whether it was placed for these tensors."""
+        """Return whether these tensors are at the addresses of the copy."""
         return all(tensors[name].data_ptr() == at for name, at in self.where.items())
 
     def run(self) -> list[int]:
-        """Copy, and return the digests of the device's boxes, in the order of the layout's pieces.
-        Runs after the current stream's pending work; returns when it is done.
+        """Copy, after the current stream's pending work, and return the digests of the device's boxes when all is done.
+
+        Digests are in the order of the layout's pieces.
         """
         self.table.run(0)
         return self.digester.digests()

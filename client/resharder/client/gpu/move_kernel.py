@@ -1,15 +1,15 @@
-"""Kernel that moves tiles on a GPU. Triton comes with CUDA builds of torch."""
+"""Kernel that copies tiles on a GPU. Triton is part of CUDA builds of torch."""
 
 import torch
 import triton  # type: ignore[import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped,unused-ignore]
 
-PROGRAMS = 64  # of 132 multiprocessors of an H200: NCCL's kernels need whole ones for themselves
+PROGRAMS = 64  # fewer than the 132 multiprocessors of an H200: NCCL's kernels need whole ones
 WARPS = 8
-VECTORS = 2048  # in flight at a time; 32 KiB in vectors of 16 bytes
+VECTORS = 2048  # vectors in flight; 32 KiB if they have 16 bytes
 COLUMNS = 6
 WORDS = {16: (tl.int64, 2), 8: (tl.int64, 1), 4: (tl.int32, 1), 2: (tl.int16, 1), 1: (tl.int8, 1)}
-"""Bytes that are moved at a time, as (type, count)."""
+"""(type, number) of the elements that make up a vector of so many bytes."""
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator,unused-ignore]
@@ -37,9 +37,14 @@ def _move(table, count, source_base, target_base, TYPE: tl.constexpr, LANES: tl.
 
 
 def move(table: torch.Tensor, word: int, source_base: int, target_base: int) -> None:
-    """Move tiles, on the current stream. Each row of `table` (int64, on the device) has the start of a
-    tile from `source_base` and from `target_base`, rows, width, and the row strides of both sides,
-    the last three in words of `word` bytes.
+    """Copy tiles, on the current stream.
+
+    Args:
+        table: int64 on the device, (tiles, 6). Each row has the start of a tile relative to `source_base` and to `target_base`,
+            in bytes, its rows, its width, and the row strides of source and target, the last three in words.
+        word: Bytes of a word: 1, 2, 4, 8 or 16, to which all addresses are aligned.
+        source_base: Address.
+        target_base: Address.
     """
     kind, lanes = WORDS[word]
     programs = max(1, min(PROGRAMS, len(table)))

@@ -1,7 +1,7 @@
-"""Messages of a pair of processes, derived the same way on both sides from its copies.
+"""Messages between two processes, derived on both sides from their copies alone.
 
-Runs of `direct_bytes` or more go from memory to memory; a run on one side only is packed or unpacked on the other; the
-rest is both.
+A run of `direct_bytes` or more that is contiguous on both sides goes from memory to memory. A run that is contiguous on one
+side only is packed or unpacked on the other. All other bytes are packed and unpacked.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,10 @@ _MEMORY, _PACKED, _UNPACKED, _BOTH = range(4)
 
 
 class Message(NamedTuple):
-    """`size` bytes from byte `source_at` of `source` to byte `target_at` of `target`: a local tensor's
-    number, or -1 for the pair's part of a slot. Both sides list the messages in the same order.
+    """Message of `size` bytes from byte `source_at` of `source` to byte `target_at` of `target`.
+
+    `source` and `target` are the numbers of local tensors, or -1 for the pair's part of a slot. Both sides list messages in the
+    same order.
     """
 
     round: int
@@ -31,9 +33,10 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class PairExchange:
-    """Exchange of a pair. Tile `i` is of round `round[i]`, at `packed_at[i]` and `unpacked_at[i]` of
-    the pair's part of its slot, -1 if it is not packed or not unpacked; `packed[k]` and
-    `unpacked[k]` are the sizes of those parts.
+    """Exchange of one pair, in rounds.
+
+    Tile `i` is in round `round[i]`, at `packed_at[i]` and `unpacked_at[i]` of the pair's part of the slots; -1 if it is not
+    packed or not unpacked. `packed[k]` and `unpacked[k]` are the sizes of these parts in round `k`, in bytes.
     """
 
     rounds: int
@@ -47,11 +50,18 @@ class PairExchange:
 
 
 def pair_of(copies: Copies, quota: int, direct_bytes: int) -> PairExchange:
+    """Divide the copies of one pair into messages and rounds. Both sides compute the same.
+
+    Args:
+        copies: All copies from one rank to another.
+        quota: Most bytes of the pair in a slot, per round.
+        direct_bytes: Shortest run, in bytes, that is sent from memory or received into memory.
+    """
     shape = shape_of(copies)
     kind, run, order = _kinds(copies, shape, direct_bytes)
     sizes = shape.sizes
     messages = _from_memory_to_memory(copies, sizes, run, order[kind[order] == _MEMORY])
-    order = order[kind[order] != _MEMORY]  # the rest, run by run
+    order = order[kind[order] != _MEMORY]  # all others, run by run
     kind, run, sizes = kind[order], run[order], sizes[order]
     begins = np.ones(len(order), bool)
     begins[1:] = (run[1:] != run[:-1]) | (kind[1:] == _BOTH)
@@ -78,7 +88,7 @@ def pair_of(copies: Copies, quota: int, direct_bytes: int) -> PairExchange:
         np.maximum.at(last, number[there], (place + tiles.sizes)[there])
         parts.append(tuple(np.where(last > 0, last - first, 0).tolist()))
         in_slot.append(np.where(there, place - first[number], -1))
-    # One message for contiguous bytes: a run's tiles of one round, or all tiles of a round that are packed and unpacked.
+    # Contiguous bytes are one message: a run's tiles of one round, or all tiles of a round that are both packed and unpacked.
     new = np.ones(len(number), bool)
     both = kinds == _BOTH
     new[1:] = (number[1:] != number[:-1]) | (kinds[1:] != kinds[:-1]) | (~both[1:] & (runs[1:] != runs[:-1]))
@@ -88,7 +98,7 @@ def pair_of(copies: Copies, quota: int, direct_bytes: int) -> PairExchange:
         box, k = int(order[tiles.box[i]]), int(kinds[i])
         source = (-1, int(in_slot[0][i])) if k != _UNPACKED else (int(copies.source_local[box]), int(tiles.source[i]))
         target = (-1, int(in_slot[1][i])) if k != _PACKED else (int(copies.target_local[box]), int(tiles.target[i]))
-        through = 0 if k != _UNPACKED else 1  # a slot that it passes
+        through = 0 if k != _UNPACKED else 1  # a slot that the message passes through
         size = int(in_slot[through][j] + tiles.sizes[j] - in_slot[through][i])
         messages.append(Message(int(number[i]), *source, *target, size))
     tiles = tiles._replace(box=order[tiles.box])
@@ -96,7 +106,7 @@ def pair_of(copies: Copies, quota: int, direct_bytes: int) -> PairExchange:
 
 
 def _stream(sizes: Ints, begins: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> Ints:
-    """Return the start of each box when they follow each other; the first box of a run starts at a multiple of 16 bytes."""
+    """Return the start of each box in a sequence of boxes. The first box of each run is aligned to 16 bytes."""
     group = np.cumsum(begins) - 1
     total = np.bincount(group, sizes, int(group[-1]) + 1 if len(group) else 0).astype(np.int64)
     padded = up(total, 16)
@@ -107,7 +117,7 @@ def _stream(sizes: Ints, begins: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -
 
 
 def _kinds(copies: Copies, shape: Shape, direct_bytes: int) -> tuple[Ints, Ints, Ints]:
-    """Return the kind of each copy, its run, and an order in which runs are contiguous and in the order of their memory."""
+    """Return the kind of each copy, its run, and an order in which runs are contiguous and follow their memory."""
     sizes, made = shape.sizes, copies.plus != 0
     in_source, in_target = shape.dense_in_source & ~made, shape.dense_in_target
     kind = np.full(len(copies), _BOTH)
@@ -154,4 +164,5 @@ def _from_memory_to_memory(copies: Copies, sizes: Ints, run: Ints, which: Ints) 
 
 
 def up(n: Number, to: int) -> Number:
+    """Round up to a multiple of `to`."""
     return -(-n // to) * to

@@ -1,7 +1,7 @@
 """Host pages that a GPU's kernels can access: registered with CUDA, at their addresses in this process.
 
-CUDA copies other pages through its own buffers, at 6 to 8 GB/s on a host whose link does 55; kernels read
-registered pages at 51 (benchmarks/results/staged_gpu.md).
+CUDA copies other pages through buffers of its own, at 6 to 8 GB/s on a host whose link transfers 55; kernels read registered
+pages at 51 GB/s (benchmarks/results/staged_gpu.md).
 """
 
 import ctypes
@@ -21,44 +21,53 @@ from resharder.converters.storage.digest import Array
 from resharder.converters.storage.pages import Span, forget_pages
 
 logger = logging.getLogger(__name__)
-_AT_ONCE = 64 << 20  # bytes: other threads' kernels wait during a registration
+_AT_ONCE = 64 << 20  # bytes per call: other threads' kernels wait during a registration
 _FLAGS = 1 | 2 | 8  # cudaHostRegister's Portable, Mapped and ReadOnly
 _SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-_GAP = 16 << 20  # bytes between spans that are registered as well: a call waits for running kernels, as long as these take
+_GAP = 16 << 20  # gaps of at most so many bytes are registered as well: each call waits for all running kernels
 Result = TypeVar("Result")
 
 
 class Registered:
-    """Registered pages, until `close`, which precedes unmapping."""
+    """Registered pages. `close` releases them and must precede unmapping."""
 
     def __init__(self, spans: list[Span], device: torch.device, gently: bool) -> None:
         self._spans, self._device, self._gently = spans, device, gently
 
     def close(self) -> None:
+        """Release the pages and unmap them from this process's page tables."""
         if self._spans:
             _beside(lambda: _let_go(self._spans, self._device, self._gently))
         self._spans = []
 
 
 def register(arrays: Iterable[Array], device: torch.device, *, gently: bool = False) -> Registered | None:
-    """Register the pages of `arrays`, which are mapped already, for kernels that read. `gently` leaves
-    half of the time, here and in `close`, to other threads of this process, whose kernels wait
-    while the driver works. Returns None if CUDA refuses; the log has the reason.
+    """Register the pages of arrays, which must be mapped already, for kernels that read.
+
+    Args:
+        arrays: Arrays whose pages are registered.
+        device: GPU.
+        gently: Leave half of the time, here and in `close`, to other threads of this process, whose kernels wait while the
+            driver works.
+
+    Returns:
+        The pages, or None if CUDA refuses. The log has the reason.
     """
     if not _same_address(device):
-        logger.info("%s does not reach the host's pages at their own addresses", device)
+        logger.info("%s cannot access host pages at their own addresses", device)
         return None
     return _beside(lambda: _register(spans_of(arrays, _GAP), device, gently))
 
 
 def box_of(array: Array, box: Box) -> Array:
-    """Return the box of a view, also without dimensions."""
+    """Return the view of a box of an array, also of one without dimensions."""
     return array[box_index(box)] if box else array
 
 
 def spans_of(arrays: Iterable[Array], gap: int = 0) -> list[Span]:
-    """Return begin and end of their pages, in parts of at most 64 MiB; joined if they touch, or are in
-    one map with at most `gap` bytes between them.
+    """Return the first and end address of the arrays' pages, in parts of at most 64 MiB.
+
+    Pages are joined if they touch, or are in one map with at most `gap` bytes between them.
     """
     page = mmap.PAGESIZE
     joined: list[list[int]] = []
@@ -72,13 +81,14 @@ def spans_of(arrays: Iterable[Array], gap: int = 0) -> list[Span]:
 
 
 def _map_of(array: Array) -> int:
-    """Return a key that is equal for all arrays of one map."""
+    """Return a key that is equal for arrays in one map."""
     return id(array if array.base is None else array.base)
 
 
 def _beside(work: Callable[[], Result]) -> Result:
-    """Run on a thread of its own: CUDA stores an error for the thread that caused it, and torch would
-    raise it at the next kernel.
+    """Run on a thread of its own.
+
+    CUDA stores an error for the thread that caused it, and torch would raise it at that thread's next kernel.
     """
     with ThreadPoolExecutor(1, "resharder-pages") as thread:
         return thread.submit(work).result()
@@ -92,7 +102,7 @@ def _register(spans: list[Span], device: torch.device, gently: bool) -> Register
             with _pace(gently):
                 error = int(runtime.cudaHostRegister(begin, end - begin, _FLAGS))
             if error:
-                logger.info("CUDA does not register %d bytes of the host's memory: error %d", end - begin, error)
+                logger.info("CUDA refused to register %d bytes of host memory: error %d", end - begin, error)
                 _let_go(done, device, gently)
                 return None
             done.append((begin, end))
@@ -100,7 +110,7 @@ def _register(spans: list[Span], device: torch.device, gently: bool) -> Register
 
 
 def _let_go(spans: list[Span], device: torch.device, gently: bool) -> None:
-    """Release pages, and remove them from this process's tables, which would delay other unmaps if done at once."""
+    """Release pages, and unmap them from this process's page tables bit by bit: at once, they would delay other unmaps."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
         for begin, end in spans:

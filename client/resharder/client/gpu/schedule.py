@@ -1,8 +1,8 @@
-"""Schedule of one process for a version: bytes to send and receive in each round, derived from its copies once and reused.
+"""Schedule of one process: the bytes that it sends and receives in each round, derived once from its copies and reused.
 
-Each pair of processes divides its bytes the same way (`pairs`), from the copies alone. Round 0 has all bytes that are not packed,
-so that the link is busy from the start; in each later round, a pair moves at most `quota` bytes through slots. While
-one round is in transit, the next is packed and the last unpacked, hence two slots on each side.
+Each pair of processes divides its bytes in the same way (`pairs`), from the copies alone. Round 0 has all bytes that are not
+packed, so that the link is busy from the start. In each later round, a pair moves at most `quota` bytes through slots. While
+one round is in transit, the next is packed and the last is unpacked, hence two slots on each side.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,10 @@ SLOTS = 2
 
 
 class Moves(NamedTuple):
-    """Tiles of a round that are packed, unpacked or copied: from byte `source_at` of `source` to byte
-    `target_at` of `target`: a local tensor's number, -1 for the slot, -2 for the buffer of computed
-    elements.
+    """Tiles that are packed, unpacked or copied in a round, as arrays with one entry per tile.
+
+    A tile goes from byte `source_at` of `source` to byte `target_at` of `target`. These are numbers of local tensors, -1 for
+    the slot, or -2 for the buffer of computed elements. Strides and widths are in bytes.
     """
 
     round: Ints
@@ -37,7 +38,7 @@ class Moves(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Message as one side sees it: `size` bytes at `at` of local tensor `local`, or of the slot for -1."""
+    """Message as one side posts it: `size` bytes at byte `at` of local tensor `local`, or of the slot if `local` is -1."""
 
     peer: int
     local: int
@@ -46,12 +47,14 @@ class Post(NamedTuple):
 
 
 class Round(NamedTuple):
+    """Messages of one round. The two sides of a pair have theirs in the same order."""
+
     sends: tuple[Post, ...]
     receives: tuple[Post, ...]
 
 
 class Ready(NamedTuple):
-    """Before sending: the elements of `view` of source `local`, plus `plus`, go to byte `at` of a buffer."""
+    """Elements to compute before sending: those of `view` of source `local`, plus `plus`, go to byte `at` of a buffer."""
 
     local: int
     view: StridedView
@@ -61,8 +64,10 @@ class Ready(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Work of rank `rank`. `packs` and `unpacks` are sorted by round. Sizes are bytes: `pack_slot` and
-    `unpack_slot` exist `SLOTS` times each if there are enough rounds, `ready_size` once.
+    """Work of one rank.
+
+    `packs` and `unpacks` are sorted by round. Sizes are in bytes. `pack_slot` and `unpack_slot` are the sizes of slots, of
+    which there are `SLOTS` each if there are enough rounds; `ready_size` is that of the one buffer of computed elements.
     """
 
     rank: int
@@ -79,12 +84,12 @@ class Schedule:
 
     @property
     def staging(self) -> int:
-        """Bytes of memory beyond the parameters."""
+        """Bytes of all buffers, the memory needed beyond the parameters."""
         return SLOTS * (self.pack_slot + self.unpack_slot) + self.ready_size
 
     @property
     def complete(self) -> dict[str, int]:
-        """Last round that writes into each target local, when it is unpacked."""
+        """Last round that writes into each target tensor, by its name."""
         into = [(post.local, k) for k, each in enumerate(self.rounds) for post in each.receives if post.local >= 0]
         for moves in (self.unpacks, self.local):
             into += zip(moves.target.tolist(), moves.round.tolist(), strict=True)
@@ -95,22 +100,30 @@ class Schedule:
 
     @property
     def messages(self) -> int:
+        """Number of messages that the rank sends and receives."""
         return sum(len(r.sends) + len(r.receives) for r in self.rounds)
 
     @property
     def sent(self) -> int:
+        """Bytes sent to other ranks."""
         return sum(post.size for r in self.rounds for post in r.sends)
 
     @property
     def received(self) -> int:
+        """Bytes received from other ranks."""
         return sum(post.size for r in self.rounds for post in r.receives)
 
 
 def quota_of(most_peers: int, most_made: int, staging_bytes: int) -> int:
-    """Return the bytes that each pair may move through a slot, so that no process needs more than `staging_bytes`;
-    the other arguments are those of `Copies` for a whole plan.
+    """Return the bytes that each pair may move through a slot in a round.
 
-    Raises ValueError if that is too little.
+    Args:
+        most_peers: `Copies.most_peers` of the whole plan.
+        most_made: `Copies.most_made` of the whole plan.
+        staging_bytes: Bound on the buffers of every process.
+
+    Raises:
+        ValueError: `staging_bytes` is too small.
     """
     quota = (staging_bytes - most_made) // (SLOTS * max(1, most_peers)) // ALIGN * ALIGN
     if quota < (needed := up(2 * (TILE + ALIGN), ALIGN)):
@@ -120,8 +133,13 @@ def quota_of(most_peers: int, most_made: int, staging_bytes: int) -> int:
 
 
 def schedule(copies: Copies, rank: int, quota: int, direct_bytes: int = DIRECT_BYTES) -> Schedule:
-    """Return the schedule of `rank`. `copies` may be all of a plan or the rank's own; every process
-    needs the same `quota` and `direct_bytes`.
+    """Return the schedule of one rank.
+
+    Args:
+        copies: All copies of a plan, or those of the rank.
+        rank: Rank of this process.
+        quota: Result of `quota_of`, the same on all ranks.
+        direct_bytes: Shortest run, in bytes, that is not packed or not unpacked; the same on all ranks.
     """
     copies = copies.of(rank)
     pairs = sorted({*zip(copies.source.tolist(), copies.target.tolist(), strict=True)})
@@ -130,7 +148,7 @@ def schedule(copies: Copies, rank: int, quota: int, direct_bytes: int = DIRECT_B
     packed: list[Moves] = []
     unpacked: list[Moves] = []
     within: list[Moves] = []
-    used: tuple[dict[int, int], dict[int, int]] = ({}, {})  # bytes of each round's slot, packing and unpacking
+    used: tuple[dict[int, int], dict[int, int]] = ({}, {})  # bytes of each round in the slots for packing and unpacking
     for source, target in pairs:
         which = np.flatnonzero((copies.source == source) & (copies.target == target))
         mine = copies.take(which)
@@ -168,7 +186,7 @@ def schedule(copies: Copies, rank: int, quota: int, direct_bytes: int = DIRECT_B
 
 
 def _ready(copies: Copies, rank: int) -> tuple[tuple[Ready, ...], Ints]:
-    """Return the elements to compute before sending, and the start of each copy in their buffer."""
+    """Return the elements to compute before sending, and the start of each copy in the buffer for them."""
     mine = (copies.plus != 0) & (copies.source == rank)
     sizes = np.where(mine, copies.made, 0)
     at = np.cumsum(sizes) - sizes
@@ -214,7 +232,7 @@ def _within(copies: Copies, tiles: Tiles) -> Moves:
 
 
 def _joined(moves: list[Moves]) -> Moves:
-    """Join moves, sorted by round."""
+    """Concatenate moves and sort them by round."""
     if not moves:
         return Moves(*(np.zeros(0, np.int64) for _ in Moves._fields))
     joined = Moves(*(np.concatenate(columns) for columns in zip(*moves, strict=True)))

@@ -1,5 +1,6 @@
-"""GPU streams by purpose, and the durations of their work. On a CPU, the same calls order nothing,
-because work is sequential.
+"""CUDA streams by purpose, and the durations of their work.
+
+On a CPU, where work is sequential, the same calls order nothing.
 """
 
 import time
@@ -9,26 +10,27 @@ from typing import Any
 
 import torch
 
-Mark = Any  # a torch.cuda.Event, None on a CPU
+Mark = Any  # torch.cuda.Event; None on a CPU
 
 
 class WorkStream:
-    """A CUDA stream, or none on a CPU. Its work comes after what the current stream had at the time of `begin`."""
+    """CUDA stream, or none on a CPU. Its work follows the work that the current stream had at the time of `begin`."""
 
     def __init__(self, device: torch.device, before: int = 0) -> None:
-        """`before`: kernels of streams with a higher value start first, up to 3."""
+        """Create the stream. Kernels of streams with a higher `before`, up to 3, start first."""
         self._stream: Any = _stream(device, before) if device.type == "cuda" else None
         self._spans: list[tuple[Any, Any]] = []
         self._seconds = 0.0
 
     def begin(self) -> None:
+        """Reset the durations, and order later work after the current stream's pending work."""
         self._spans, self._seconds = [], 0.0
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Run what is launched inside on this stream and count it as its work."""
+        """Launch the block's work on this stream, and add its duration to `seconds`."""
         if self._stream is None:
             started = time.perf_counter()
             try:
@@ -42,7 +44,7 @@ class WorkStream:
             self._spans.append((before, self.mark()))
 
     def mark(self) -> Mark:
-        """Record an event at the present end of this stream."""
+        """Record an event at the end of this stream's pending work."""
         if self._stream is None:
             return None
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call,unused-ignore]
@@ -50,23 +52,23 @@ class WorkStream:
         return event
 
     def after(self, mark: Mark) -> None:
-        """Make later work of this stream wait for `mark`."""
+        """Order later work of this stream after `mark`."""
         if self._stream is not None and mark is not None:
             self._stream.wait_event(mark)
 
     def join_current(self) -> None:
-        """Make later work of the current stream wait for this one."""
+        """Order later work of the current stream after this stream's pending work."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def drain(self) -> None:
-        """Wait until all work of this stream is done."""
+        """Wait until this stream's work is done."""
         if self._stream is not None:
             self._stream.synchronize()
 
     @property
     def seconds(self) -> float:
-        """Seconds of work since `begin`, after `drain`."""
+        """Seconds of work since `begin`; valid after `drain`."""
         return self._seconds + float(sum(a.elapsed_time(b) for a, b in self._spans)) / 1000
 
 

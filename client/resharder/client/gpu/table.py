@@ -9,11 +9,13 @@ from resharder.client.gpu.schedule import Moves
 from resharder.converters.geometry.piece_arrays import Ints
 
 Bytes = npt.NDArray[np.uint8]
-_WIDEST = 16  # bytes that are moved at a time if everything is aligned to that
+_WIDEST = 16  # bytes of the widest word, for moves that are aligned to it
 
 
 def addresses_of(names: Sequence[str], tensors: Mapping[str, torch.Tensor], used: Sequence[int]) -> Ints:
-    """Return (names, 2): begin and end of each local tensor in `used`. Raises KeyError if one is missing."""
+    """Return (names, 2): first and end address of each local tensor whose index is in `used`.
+    Raises KeyError if one is missing.
+    """
     found = np.zeros((len(names), 2), np.int64)
     for i in used:
         tensor = tensors[names[i]]
@@ -23,7 +25,7 @@ def addresses_of(names: Sequence[str], tensors: Mapping[str, torch.Tensor], used
 
 
 def check_fit(moves: Moves, sources: Sequence[str], source: Ints, targets: Sequence[str], target: Ints) -> None:
-    """Raise ValueError if a move leaves its local tensor, by the result of `addresses_of`."""
+    """Raise ValueError if a move leaves its local tensor. `source` and `target` are results of `addresses_of`."""
     for names, known, local, at, stride in (
         (sources, source, moves.source, moves.source_at, moves.source_stride),
         (targets, target, moves.target, moves.target_at, moves.target_stride),
@@ -38,7 +40,7 @@ def check_fit(moves: Moves, sources: Sequence[str], source: Ints, targets: Seque
 
 
 class Table:
-    """Moves with addresses, by round and by the width of their words. The slot's address comes with each call."""
+    """Moves with addresses, by round and by the width of their words. The address of the slot is given with each call."""
 
     def __init__(self, moves: Moves, sources: Ints, targets: Ints, device: torch.device) -> None:
         source, target = _addresses(moves.source, moves.source_at, sources), _addresses(moves.target, moves.target_at, targets)
@@ -58,7 +60,7 @@ class Table:
         self._on_device = torch.from_numpy(self._rows).to(device) if device.type == "cuda" else None
 
     def compile(self, source_base: int = 0, target_base: int = 0) -> None:
-        """Compile the kernels that `run` needs with such bases, which takes a second, without moving anything."""
+        """Compile the kernels that `run` needs with such bases, which takes a second. Moves nothing."""
         for word in {word for parts in self._parts.values() for word, _, _ in parts}:
             if self._on_device is not None:
                 from resharder.client.gpu import move_kernel
@@ -66,7 +68,10 @@ class Table:
                 move_kernel.move(self._on_device[:0], word, source_base, target_base)
 
     def run(self, number: int, source_base: int = 0, target_base: int = 0) -> None:
-        """Move the tiles of round `number`, on a GPU on the current stream. Bases are multiples of 256."""
+        """Move the tiles of round `number`; on a GPU, on the current stream.
+
+        The bases are addresses of the slot, multiples of 256; 0 for the side without a slot.
+        """
         for word, first, end in self._parts.get(number, ()):
             if self._on_device is not None:
                 from resharder.client.gpu import move_kernel
@@ -78,8 +83,10 @@ class Table:
 
 
 def _addresses(local: Ints, at: Ints, begins: Ints) -> Ints:
-    """Return addresses from `begins`, which has one more entry than there are local tensors: the
-    buffer of computed elements, found as -2. The slot, whose address is unknown, is 0.
+    """Return the addresses of moves.
+
+    `begins` has the address of each local tensor and, as its last entry, that of the buffer of computed elements (-2). Offsets
+    in the slot (-1), whose address is not known yet, are returned as they are.
     """
     found: Ints = np.where(local == -1, 0, begins[np.where(local == -2, len(begins) - 1, local)]) + at
     return found

@@ -1,4 +1,4 @@
-"""Division of strided boxes into tiles: rows of bytes, small enough that many of them share a kernel evenly."""
+"""Division of strided boxes into tiles: rows of bytes, small enough that a kernel's programs share them evenly."""
 
 from typing import Any, NamedTuple
 
@@ -6,12 +6,13 @@ import numpy as np
 from resharder.converters.geometry.copy_table import Copies
 from resharder.converters.geometry.piece_arrays import Ints
 
-TILE = 128 << 10  # bytes; none is larger
+TILE = 128 << 10  # bytes of the largest tile
 
 
 class Shape(NamedTuple):
-    """Boxes in bytes, dimensions in the order of the target's memory, joined if both sides have no
-    gap. The last dimension is contiguous on both sides.
+    """Boxes as bytes, one row per box, with dimensions in the order of the target's memory.
+
+    Dimensions without a gap on both sides are joined. The last dimension is contiguous on both sides.
     """
 
     counts: Ints  # (boxes, dimensions)
@@ -19,20 +20,23 @@ class Shape(NamedTuple):
     target_strides: Ints
 
     def take(self, which: Any) -> "Shape":
+        """Return the boxes selected by `which`: an index array, a mask or a slice."""
         return Shape(*(array[which] for array in self))
 
     @property
     def sizes(self) -> Ints:
+        """Bytes of each box."""
         found: Ints = self.counts.prod(axis=1)
         return found
 
     @property
     def dense_in_source(self) -> "np.ndarray[Any, np.dtype[np.bool_]]":
-        """Whether the box is one run of bytes in the source, in the target's order."""
+        """Whether each box is one run of bytes in the source, in the target's order."""
         return _dense(self.counts, self.source_strides)
 
     @property
     def dense_in_target(self) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+        """Whether each box is one run of bytes in the target."""
         return _dense(self.counts, self.target_strides)
 
 
@@ -43,13 +47,15 @@ def _dense(counts: Ints, strides: Ints) -> "np.ndarray[Any, np.dtype[np.bool_]]"
 
 
 def shape_of(copies: Copies) -> Shape:
-    """Return the shape of copies. If a constant is added, the source is a dense box of its own, computed before sending."""
+    """Return the shape of copies. If a constant is added, the source is a contiguous box in a
+    buffer, computed before sending.
+    """
     counts = np.column_stack([copies.counts, copies.item])
     one = np.ones((len(copies), 1), np.int64)
     own = np.cumprod(counts[:, ::-1], axis=1)[:, ::-1] // counts
     source = np.where((copies.plus != 0)[:, None], own, np.column_stack([copies.source_strides, one]))
     target = np.column_stack([copies.target_strides, one])
-    # Dimensions of one index come first, where they join with anything.
+    # Dimensions of length 1 come first, where they can be joined with any other.
     order = np.argsort(np.where(counts == 1, np.iinfo(np.int64).min, -target), axis=1, kind="stable")
     order = np.where(order == counts.shape[1] - 1, -1, order)  # bytes stay last
     order = np.take_along_axis(order, np.argsort(order == -1, axis=1, kind="stable"), axis=1)
@@ -61,7 +67,7 @@ def shape_of(copies: Copies) -> Shape:
 
 
 def _join(shape: Shape, j: int) -> None:
-    """Join dimension `j - 1` with `j`, in place, if there is no gap between them; earlier dimensions move up."""
+    """Join dimension `j - 1` with `j`, in place, if there is no gap between them. Earlier dimensions move up."""
     counts, source, target = shape
     span = counts[:, j]
     gapless = (source[:, j - 1] == source[:, j] * span) & (target[:, j - 1] == target[:, j] * span)
@@ -73,9 +79,10 @@ def _join(shape: Shape, j: int) -> None:
 
 
 class Tiles(NamedTuple):
-    """Tiles. Tile `i` is `rows[i]` rows of `width[i]` bytes of box `box[i]`; `source` and `target`
-    have its start on either side, and `at` its start in the box's bytes, in the order of the
-    target's memory.
+    """Tiles, one entry per tile.
+
+    Tile `i` is `rows[i]` rows of `width[i]` bytes of box `box[i]`. `source` and `target` have its start on either side, `at`
+    its start among the box's bytes in the order of the target's memory. Strides are those of its rows, in bytes.
     """
 
     box: Ints
@@ -89,15 +96,17 @@ class Tiles(NamedTuple):
 
     @property
     def sizes(self) -> Ints:
+        """Bytes of each tile."""
         found: Ints = self.rows * self.width
         return found
 
     def take(self, which: Any) -> "Tiles":
+        """Return the tiles selected by `which`: an index array, a mask or a slice."""
         return Tiles(*(array[which] for array in self))
 
 
 def tiles_of(shape: Shape, source: Ints, target: Ints) -> Tiles:
-    """Return the tiles of boxes that begin at `source` and `target`: box by box, in the order of the target's memory."""
+    """Return the tiles of boxes that begin at bytes `source` and `target`: box by box, in the order of the target's memory."""
     counts, rows, width = shape.counts, shape.counts[:, -2], shape.counts[:, -1]
     outer = counts[:, :-2].prod(axis=1)
     wide = width > TILE
@@ -128,6 +137,6 @@ def tiles_of(shape: Shape, source: Ints, target: Ints) -> Tiles:
 
 
 def expand(counts: Ints) -> tuple[Ints, Ints]:
-    """Return for each of `counts[i]` items of `i`: `i`, and its number among them."""
+    """Return (i, j) for each `i` and each `j` below `counts[i]`, sorted by i, then j."""
     parent = np.repeat(np.arange(len(counts)), counts)
     return parent, np.arange(len(parent)) - np.repeat(np.cumsum(counts) - counts, counts)

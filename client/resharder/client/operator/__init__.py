@@ -1,4 +1,4 @@
-"""The operator SDK: queries, commands on fleets, and copies of versions.
+"""Operator SDK: queries, commands on fleets, and copies of versions.
 
     with Operator("daemon:7677") as operator:
         for version in operator.versions("policy"):
@@ -7,7 +7,7 @@
         asked = operator.update("policy", 12)
         operator.wait_moved(asked, timeout=600)
 
-Answers are frozen dataclasses (`answers`). A version is its number, with its model where the daemon has several.
+Answers are frozen dataclasses (`answers`). A version is its number, with its model if the daemon has several.
 """
 
 from resharder.client.operator.fleets import FleetCommands
@@ -18,4 +18,4 @@ __all__ = ["Operator"]
 
 
 class Operator(FleetCommands, ServerCommands, VersionCommands):
-    """A connection to one daemon, with a method for every command of `resharder`."""
+    """Connection to one daemon, with a method for every command of `resharder`."""

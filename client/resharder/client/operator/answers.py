@@ -1,7 +1,7 @@
 """Answers of the daemon to an operator: frozen dataclasses of plain Python types.
 
-Times are datetimes in UTC, to the microsecond; durations are seconds; sizes are bytes. A version is an int, the number of a
-version of a model, with 0 for none. `wire` is a field's name in `resharder.v1` and in `--json` if it differs.
+Times are datetimes in UTC, to the microsecond; durations are in seconds, sizes in bytes. A version is an int, its number within
+its model; 0 is none. The metadata `wire` is a field's name in `resharder.v1` and in `--json`, if it differs.
 """
 
 from collections.abc import Mapping
@@ -26,32 +26,32 @@ from resharder.client.operator.states import (
 
 @dataclass(frozen=True)
 class VersionTarget:
-    """Version that a fleet should serve."""
+    """Version that a fleet follows."""
 
     kind: TargetKind
     version: int = 0
-    """With NUMBER."""
+    """The version, for NUMBER."""
     every_seconds: float = 0.0
-    """With LATEST: at most one move in this time."""
+    """For LATEST, the least time between two moves; 0 is no bound."""
 
 
 @dataclass(frozen=True)
 class UpdateStrategy:
-    """Way in which a fleet gets from one version to another."""
+    """Way in which an update reaches a fleet's servers."""
 
     kind: StrategyKind
     at_a_time: int = 0
-    """0: all."""
+    """Servers that install at the same time; 0 is all."""
     max_failures: int = 0
-    """0: 1."""
+    """Failed servers after which a move stops; 0 is 1."""
     canaries: int = 0
-    """0: 1."""
+    """Servers that move first; 0 is 1."""
     hold_seconds: float = 0.0
-    """Time for which canaries serve before the rest follows."""
+    """Time for which canaries serve before the other servers follow."""
     approval: bool = False
-    """The rest follows after `Operator.approve` only."""
+    """Whether the other servers follow only after `Operator.approve`."""
     check: str = ""
-    """The rest follows after this command of the daemon's configuration has ended with 0."""
+    """Command of the daemon's configuration that must exit with 0 before the other servers follow."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,15 @@ class SlotStatus:
 
 @dataclass(frozen=True)
 class VersionStatus:
+    """Version with its slots and its use by servers."""
+
     name: str
     """`models/{model}/versions/{number}`."""
     model: str
     number: int
     state: VersionState
     reason: str
-    """Cause of its end, if it is ABORTED or RETIRED."""
+    """Reason of its end, if it is ABORTED or RETIRED."""
     epoch: int
     step: int
     job: str
@@ -86,6 +88,7 @@ class VersionStatus:
     fingerprint: str
     """BLAKE3 of the manifest, hexadecimal."""
     used_by: tuple[str, ...]
+    """Uses that protect it from deletion."""
     servers_serving: int
     servers_following: int
     trace: str
@@ -94,7 +97,7 @@ class VersionStatus:
 
 @dataclass(frozen=True)
 class StoreNonce:
-    """File in the daemon's store by whose content a process recognises that it shares the daemon's memory."""
+    """File in the daemon's store. A process that reads this content in it shares the daemon's memory."""
 
     nonce_file: str
     nonce: bytes
@@ -102,6 +105,8 @@ class StoreNonce:
 
 @dataclass(frozen=True)
 class PublisherStatus:
+    """Claim of one training job to a model."""
+
     name: str
     """`models/{model}/publishers/{epoch}`."""
     model: str
@@ -114,17 +119,22 @@ class PublisherStatus:
     store: StoreNonce | None
     lease_seconds: float
     live_ranks: int
+    """Ranks that have called the daemon within their lease."""
     newest_version: int
+    """Number of the model's newest version, in any state."""
 
 
 @dataclass(frozen=True)
 class DaemonStatus:
+    """State of the daemon: its release, its store, its models and their publishers."""
+
     release: str
     time: datetime | None
     start_time: datetime | None
     store: StoreNonce | None
     store_folder: str
     store_limit_bytes: int
+    """Upper bound on the bytes of all versions."""
     store_used_bytes: int
     models: tuple[str, ...]
     publishers: tuple[PublisherStatus, ...]
@@ -132,7 +142,7 @@ class DaemonStatus:
 
 @dataclass(frozen=True)
 class MoveStatus:
-    """A fleet's way from one version to another."""
+    """Update of a fleet from one version to another."""
 
     id: int
     """Number of the move, increasing within a fleet."""
@@ -142,7 +152,7 @@ class MoveStatus:
     reason: str
     strategy: UpdateStrategy
     servers: tuple[str, ...]
-    """Ids of the servers that were allowed to move so far, canaries first."""
+    """Ids of the servers that may move so far, canaries first."""
     failed: Mapping[str, str]
     """Errors by server id."""
     start_time: datetime | None
@@ -151,7 +161,7 @@ class MoveStatus:
 
 @dataclass(frozen=True)
 class RefusedVersion:
-    """A version that a fleet does not take by itself."""
+    """Version that a fleet with target LATEST does not take."""
 
     version: int
     reason: str
@@ -159,16 +169,18 @@ class RefusedVersion:
 
 @dataclass(frozen=True)
 class FleetStatus:
+    """Servers that follow one model, with their policy and their current move."""
+
     name: str
     model: str
     pause_mode: RequestHandling
     wanted_version: int
-    """Version that `target` selects now."""
+    """Version that `target` selects at present."""
     servers: tuple[str, ...]
     target: VersionTarget
     strategy: UpdateStrategy
     max_skew: int
-    """Bound on the difference between versions served at once; 0: none."""
+    """Bound on the difference between versions served at the same time; 0 is no bound."""
     settled_version: int
     """Version of the last move that ended."""
     move: MoveStatus | None
@@ -176,12 +188,14 @@ class FleetStatus:
     refused: tuple[RefusedVersion, ...]
     power: ServerPower
     reason: str
+    """Reason for the fleet's present state."""
     serve_ahead: bool
+    """Whether servers take UPLOADING versions over the direct path."""
 
 
 @dataclass(frozen=True)
 class PhaseTiming:
-    """Duration of one phase of an install, by the clock of the process that did it."""
+    """Duration of one phase of an install, by the clock of the process that ran it."""
 
     phase: str
     start_time: datetime | None
@@ -190,54 +204,65 @@ class PhaseTiming:
 
 @dataclass(frozen=True)
 class WorkerVerification:
-    """Comparison of a worker's memory with the version that it holds."""
+    """Comparison of a worker's memory with its version."""
 
     rank: int
     request: str
-    """The request that it answers; empty if it was due by itself."""
+    """Id of the request that it answers; empty for a verification that no operator requested."""
     time: datetime | None
     seconds: float
     version: int
     tensors: int
     covered_bytes: int
-    """Bytes, of `total_bytes`, whose place in memory was read."""
+    """Bytes of `total_bytes` that were read from memory."""
     total_bytes: int
     different_tensors: int
     different: tuple[str, ...]
     """Names of the first few tensors that differ."""
     skipped: str
-    """Reason if nothing was compared."""
+    """Reason for comparing nothing; empty if tensors were compared."""
 
 
 @dataclass(frozen=True)
 class WorkerStatus:
+    """Process of a server that holds a part of the model."""
+
     rank: int
-    """Over the whole server, data parallel replicas included."""
+    """Rank over the whole server, data-parallel replicas included."""
     state: WorkerReport
     version: int
     install: str
     error: str
     needed_bytes: int
+    """Bytes of HF tensors that the worker needs."""
     transport: str
     """`shared-memory` or `grpc`."""
     stage_seconds: float
     apply_seconds: float
     verified_tensors: int
+    """Boxes whose digests were compared and are equal."""
     process: str
+    """Nonce of the process."""
     boxed_bytes: int
+    """Bytes of `needed_bytes` that go straight into parameters."""
     fingerprint: str
     timings: tuple[PhaseTiming, ...]
     direct: bool
+    """Whether all that it needs can come over the direct path."""
     joined: bool
+    """Whether it takes part in a transfer over the direct path for `install`."""
     verification: WorkerVerification | None
-    """The last one of this process."""
+    """Last verification of this process."""
     altered: bool
-    """With FAILED: a verification found a difference, and no install was tried since."""
+    """Whether a verification found a difference since the last install, for FAILED."""
     memory: str
+    """Fingerprint of the declared layout of its memory; empty without the direct path."""
 
 
 @dataclass(frozen=True)
 class InstallStatus:
+    """Install of one version on one server: stage, then apply."""
+
     id: str
     version: int
     state: InstallPhase
@@ -247,10 +272,13 @@ class InstallStatus:
     stage_seconds: float
     apply_seconds: float
     pause_seconds: float
+    """Time from the pause of the engine to its resumption."""
 
 
 @dataclass(frozen=True)
 class ServerStatus:
+    """vLLM deployment with its workers, its current install and its lease."""
+
     name: str
     """`servers/{id}`."""
     fleet: str
@@ -258,7 +286,7 @@ class ServerStatus:
     state: ServerState
     reason: str
     version: int
-    """Version confirmed by every worker."""
+    """Version that every worker has confirmed."""
     wanted_version: int
     workers: tuple[WorkerStatus, ...]
     install: InstallStatus | None
@@ -267,21 +295,26 @@ class ServerStatus:
     address: str
     world_size: int
     control_sides: int
+    """Attached API server processes, of which one leads."""
     power: ServerPower
     wanted_power: ServerPower
     drained: bool
     in_flight: int
+    """Requests in progress, as last reported."""
     passes_kv: bool
+    """Whether it exchanges its KV cache with other servers."""
     ahead: bool
-    """Serves a version that is not READY, or not yet compared with the store's copy."""
+    """Whether it serves a version that is not READY, or not yet compared with the store's copy."""
     verify_request: str
-    """Empty in answers to operators."""
+    """Always empty in answers to operators."""
 
 
 @dataclass(frozen=True)
 class DaemonEvent:
+    """Entry of the daemon's journal. `subject` is a resource name, `what` one word for the event."""
+
     id: int
-    """Increasing, over restarts too."""
+    """Number that increases with each event, also over restarts of the daemon."""
     time: datetime | None
     kind: str
     subject: str
@@ -292,6 +325,8 @@ class DaemonEvent:
 
 @dataclass(frozen=True)
 class ArchivedVersion:
+    """Copy of a version in the archive."""
+
     name: str = field(metadata={"wire": "version"})
     """`models/{model}/versions/{number}`."""
     url: str
@@ -301,10 +336,12 @@ class ArchivedVersion:
 
     @property
     def model(self) -> str:
+        """Name of the model."""
         return self.name.split("/")[1]
 
     @property
     def number(self) -> int:
+        """Number of the version."""
         return int(self.name.rpartition("/")[2])
 
 
@@ -314,24 +351,28 @@ class CollectedVersions:
 
     retired: tuple[VersionStatus, ...]
     kept: tuple[VersionStatus, ...]
-    """Versions that were named and are in use."""
+    """Versions that were requested and are in use."""
     freed_bytes: int
 
 
 @dataclass(frozen=True)
 class WorkerProfile:
-    """Time that one worker spent on one install."""
+    """Profile of one install by one worker."""
 
     rank: int
     install: str
     trace: bytes
-    """A Chrome trace, gzip."""
+    """Chrome trace of torch.profiler, compressed by gzip."""
     table: str
+    """Operators by their own time, as text."""
     error: str
+    """Reason for an absent profile."""
 
 
 @dataclass(frozen=True)
 class ExportedVersion:
+    """Result of `Operator.export`: number of files and their bytes in `folder`."""
+
     version: VersionStatus
     folder: Path
     files: int

@@ -1,4 +1,4 @@
-"""An operator's connection to one daemon: single calls and pages of lists."""
+"""Connection of an operator to one daemon: single calls and paged lists."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -17,13 +17,16 @@ _PAGE = 500
 
 
 class DaemonConnection:
-    """A connection to one daemon.
+    """Connection to one daemon.
 
     Args:
-        endpoint: `host:port`; by default RESHARDER_ENDPOINT.
-        timeout: Seconds that one answer may take; None: no bound.
-        connect_timeout: Seconds for which a call is repeated while the daemon cannot be reached; None: no bound.
-        tls: By default what RESHARDER_TLS_* specify.
+        endpoint: Address as `host:port`; by default RESHARDER_ENDPOINT.
+        timeout: Bound on one answer in seconds; None is no bound.
+        connect_timeout: Seconds for which calls are retried while the daemon cannot be reached; None is no bound.
+        tls: TLS settings; by default those of the RESHARDER_TLS_* variables.
+
+    Raises:
+        UsageError: There is no endpoint, or the endpoint or the TLS settings are invalid.
     """
 
     def __init__(
@@ -42,20 +45,22 @@ class DaemonConnection:
 
     @property
     def endpoint(self) -> str:
+        """Address of the daemon, `host:port`."""
         return self._channel.endpoint
 
     def daemon(self) -> DaemonStatus:
-        """Return the daemon's state: release, store, models, publishers."""
+        """Return the daemon's state: release, store, models and publishers."""
         return answer(DaemonStatus, self._call(self._stub.GetDaemon, operator_pb2.GetDaemonRequest()))
 
     def only_model(self) -> str:
-        """Return the daemon's model. Raises UsageError unless there is exactly one."""
+        """Return the name of the daemon's model. Raises UsageError unless there is exactly one."""
         models = self.daemon().models
         if len(models) != 1:
             raise UsageError(f"expected a model's name, the daemon has {', '.join(models) or 'none'}: pass --model")
         return models[0]
 
     def close(self) -> None:
+        """Close the connection."""
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -65,7 +70,7 @@ class DaemonConnection:
         self.close()
 
     def _call(self, method: Callable[..., Any], request: Any, connect_timeout: float | None = None) -> Any:
-        """`connect_timeout`: in place of the connection's own."""
+        """Return the answer of a call. `connect_timeout` replaces the connection's own."""
         return self._channel.call(method, request, timeout=self._timeout, patience=connect_timeout)
 
     def _pages(
@@ -84,11 +89,12 @@ class DaemonConnection:
 
 
 def one_of(found: dict[str, Found], name: str, kind: str) -> Found:
-    """Raises NotFound."""
+    """Return the resource with this name. Raises NotFound, with the names that exist."""
     if name not in found:
         raise NotFound(f"expected a {kind}, the daemon has no {name or 'such thing'}: it has {', '.join(found) or 'none'}")
     return found[name]
 
 
 def server_name(name: str) -> str:
+    """Return the resource name of a server, `servers/{id}`, from its id or its resource name; empty for an empty one."""
     return f"servers/{name}" if name and not name.startswith("servers/") else name

@@ -1,4 +1,4 @@
-"""Protobuf messages as answers, and back. A dataclass's annotations state how each field is converted."""
+"""Conversion of protobuf messages to answers, and back, by the annotations of each dataclass."""
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import Field, fields, is_dataclass
@@ -15,16 +15,17 @@ Read = Callable[[Message, str], Any]
 
 
 def answer(kind: type[A], message: Message) -> A:
-    """The message as a dataclass of this kind."""
+    """Return a message as a dataclass of type `kind`."""
     return kind(**{name: read(message, wire) for name, wire, read in _plan(cast(Hashable, kind))})
 
 
 def keywords(value: Any) -> dict[str, Any]:
-    """The arguments of the message that stands for a dataclass of numbers, strings and enumerations."""
+    """Return the keyword arguments of the message for a dataclass with numbers, strings and enumerations."""
     return {wire_name(field): getattr(value, field.name) for field in fields(value)}
 
 
 def wire_name(field: "Field[Any]") -> str:
+    """Return the name of a dataclass's field in its message."""
     name: str = field.metadata.get("wire", field.name)
     return name
 
@@ -55,7 +56,7 @@ def _optional(read: Read, message: Message, name: str) -> Any:
 
 
 def _enumerated(kind: type[StrEnum], message: Message, name: str) -> StrEnum:
-    """A value of a newer daemon is UNSPECIFIED."""
+    """Return the enumeration's value; UNSPECIFIED for a value that only newer daemons have."""
     known = message.DESCRIPTOR.fields_by_name[name].enum_type.values_by_number.get(getattr(message, name))
     return kind(known.name) if known is not None else next(iter(kind))
 

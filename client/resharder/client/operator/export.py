@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all: what `Operator.export` and `Operator.fetch_config` write."""
+"""Folders that are written whole or not at all, for `Operator.export` and `Operator.fetch_config`."""
 
 import os
 import shutil
@@ -14,7 +14,10 @@ from resharder.v1 import operator_pb2
 
 @contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder` that takes its place when all went well."""
+    """Yield a new folder beside `folder`, which takes its place if the block succeeds and is deleted otherwise.
+
+    Raises UsageError if `folder` is neither new nor empty, or cannot be created.
+    """
     folder = folder.absolute()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UsageError(f"expected a new or an empty folder, {folder} is {'not empty' if folder.is_dir() else 'a file'}")
@@ -35,13 +38,25 @@ def appearing(folder: Path) -> Iterator[Path]:
 
 
 def write_parts(folder: Path, parts: Iterator[operator_pb2.FilePart], progress: Callable[[int], None]) -> tuple[int, int]:
-    """(files, bytes). Parts of a file come one after the other."""
+    """Write the parts of an export and fsync all files.
+
+    Args:
+        folder: Folder of the files.
+        parts: Parts of files; those of one file come in order.
+        progress: Called with the bytes so far, after every part.
+
+    Returns:
+        Number of files and their bytes.
+
+    Raises:
+        CorruptData: A checksum, a size or a file name is wrong.
+    """
     sizes: dict[Path, int] = {}
     written = 0
     for part in parts:
         path = folder / plain_name(part.path)
         if xxhash.xxh3_64_intdigest(part.data) != part.checksum:
-            raise CorruptData(f"{part.path}: {len(part.data)} bytes at {part.offset} arrived other than they were sent")
+            raise CorruptData(f"{part.path}: the checksum of {len(part.data)} bytes at {part.offset} is wrong; try again")
         with path.open("r+b" if path in sizes else "xb") as file:
             file.seek(part.offset)
             file.write(part.data)
@@ -60,12 +75,14 @@ def write_parts(folder: Path, parts: Iterator[operator_pb2.FilePart], progress: 
 
 
 def plain_name(path: str) -> str:
+    """Return a file name of the daemon. Raises CorruptData if it has folders or begins with a dot."""
     if not path or path != Path(path).name or path.startswith("."):
         raise CorruptData(f"expected a plain file name from the daemon, got {path!r}")
     return path
 
 
 def write_synced(path: Path, content: bytes) -> None:
+    """Create a file and fsync it. Raises FileExistsError if it exists."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()

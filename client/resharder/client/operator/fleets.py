@@ -1,4 +1,4 @@
-"""Commands on fleets and their servers. The daemon stores each before it answers; each may be repeated."""
+"""Commands on fleets and their servers. The daemon stores the effect of each before it answers; each may be repeated."""
 
 import time
 import uuid
@@ -27,7 +27,7 @@ def _ignore(fleet: FleetStatus, servers: Sequence[ServerStatus]) -> None: ...
 
 
 class FleetCommands(OperatorQueries):
-    """Commands named as in `resharder`; each `wait_` is the end of one of them."""
+    """Commands named as in `resharder`. Each `wait_` method waits for the end of one of them."""
 
     def set_fleet(
         self,
@@ -47,11 +47,11 @@ class FleetCommands(OperatorQueries):
             name: Name of the fleet.
             model: Model of a new fleet.
             target: Version to serve.
-            strategy: Way of an update through the servers.
+            strategy: Order in which an update reaches the servers.
             pause_mode: Treatment of requests in flight.
-            max_skew: Bound on the difference between versions served at once; 0: none.
-            serve_ahead: Whether servers take versions before READY.
-            accept_refused: Permit versions again that a failed move or a rollback refused.
+            max_skew: Bound on the difference between versions served at the same time; 0 is no bound.
+            serve_ahead: Whether servers take versions before READY, over the direct path.
+            accept_refused: Permit versions again that a failed move or a rollback has refused.
 
         Returns:
             The fleet after the change.
@@ -77,11 +77,11 @@ class FleetCommands(OperatorQueries):
         return self._fleet(self._stub.UpdateFleet, request)
 
     def update(self, fleet: str = "", version: int | None = None, *, accept_refused: bool = False) -> FleetStatus:
-        """Set a fleet's target to a version, or to the latest one and later ones.
+        """Set a fleet's target to one version, or to the latest version, now and in future.
 
         Args:
             fleet: Name of the fleet; may be omitted if the daemon has one.
-            version: Number of the version; None: the latest.
+            version: Number of the version; None follows the latest.
             accept_refused: Permit refused versions again.
 
         Returns:
@@ -100,13 +100,13 @@ class FleetCommands(OperatorQueries):
 
         Args:
             fleet: Name of the fleet; may be omitted if the daemon has one.
-            version: Number of the version; None: the one it serves now.
+            version: Number of the version; None is the one served now.
 
         Returns:
             The fleet after the change.
 
         Raises:
-            UsageError: the fleet serves no version.
+            UsageError: The fleet serves no version.
         """
         found = self.fleet(fleet)
         number = version or found.settled_version
@@ -115,13 +115,13 @@ class FleetCommands(OperatorQueries):
         return self.set_fleet(found.name, target=VersionTarget(TargetKind.NUMBER, number))
 
     def rollback(self, fleet: str = "", version: int | None = None, *, reason: str = "", request_id: str = "") -> FleetStatus:
-        """Return a fleet to an earlier version, and refuse later ones.
+        """Return a fleet to an earlier version, and refuse the later ones.
 
         Args:
             fleet: Name of the fleet; may be omitted if the daemon has one.
-            version: Number of the version; None: the READY one before.
+            version: Number of the version; None is the newest READY one before the one served now.
             reason: Reason for the journal.
-            request_id: A repetition with the same id changes nothing.
+            request_id: Id of the request; a repetition with the same id changes nothing. By default a new one.
 
         Returns:
             The fleet after the change, for `wait_moved`.
@@ -132,18 +132,18 @@ class FleetCommands(OperatorQueries):
         return self._fleet(self._stub.RollBackFleet, request)
 
     def approve(self, fleet: str = "", *, reason: str = "", move: int | None = None) -> FleetStatus:
-        """Let a move that waits or has stopped continue.
+        """Continue a move that waits or has stopped.
 
         Args:
             fleet: Name of the fleet; may be omitted if the daemon has one.
             reason: Reason for the journal.
-            move: Id of the move; None: the current one.
+            move: Id of the move; None is the current one.
 
         Returns:
             The fleet after the change, for `wait_moved`.
 
         Raises:
-            NotFound: no move waits.
+            NotFound: The fleet has never moved.
         """
         return self._decide(fleet, True, reason, move)
 
@@ -153,13 +153,13 @@ class FleetCommands(OperatorQueries):
         Args:
             fleet: Name of the fleet; may be omitted if the daemon has one.
             reason: Reason for the journal.
-            move: Id of the move; None: the current one.
+            move: Id of the move; None is the current one.
 
         Returns:
             The fleet after the change, for `wait_moved`.
 
         Raises:
-            NotFound: no move waits.
+            NotFound: The fleet has never moved.
         """
         return self._decide(fleet, False, reason, move)
 
@@ -168,11 +168,14 @@ class FleetCommands(OperatorQueries):
 
         Args:
             fleet: Name of the fleet.
-            server: Id of the server; empty: all.
-            level: 1: weights go to host memory; 2: they are dropped.
+            server: Id of the server; empty for all.
+            level: Sleep level of vLLM: 1 moves weights to host memory, 2 drops them.
 
         Returns:
             The fleet after the change, for `wait_power`.
+
+        Raises:
+            UsageError: `level` is neither 1 nor 2.
         """
         if level not in _SLEEP:
             raise UsageError(f"expected sleep level 1 or 2, got {level}")
@@ -183,8 +186,8 @@ class FleetCommands(OperatorQueries):
 
         Args:
             fleet: Name of the fleet.
-            server: Id of the server; empty: all.
-            tag: `weights`: restore the weights only; a second `wake` restores the KV cache.
+            server: Id of the server; empty for all.
+            tag: `weights` restores the weights only; a second `wake` restores the KV cache.
 
         Returns:
             The fleet after the change, for `wait_power`.
@@ -192,11 +195,11 @@ class FleetCommands(OperatorQueries):
         return self._set_power(fleet, server, ServerPower.WEIGHTS_AWAKE if tag else ServerPower.AWAKE)
 
     def drain(self, fleet: str, server: str = "") -> FleetStatus:
-        """Close one server, or all that the fleet has now, to new requests.
+        """Close one server, or all present servers of the fleet, to new requests.
 
         Args:
             fleet: Name of the fleet.
-            server: Id of the server; empty: all.
+            server: Id of the server; empty for all.
 
         Returns:
             The fleet after the change, for `wait_drained`.
@@ -208,7 +211,7 @@ class FleetCommands(OperatorQueries):
 
         Args:
             fleet: Name of the fleet.
-            server: Id of the server; empty: all.
+            server: Id of the server; empty for all.
 
         Returns:
             The fleet after the change, for `wait_serving`.
@@ -220,18 +223,18 @@ class FleetCommands(OperatorQueries):
     ) -> FleetStatus:
         """Wait until the move of a command has ended and the servers have reached the target.
 
-        Does not wait for servers that are lost, asleep or drained. `went_well` judges the result.
+        Servers that are lost, asleep or drained are not awaited. `went_well` judges the result.
 
         Args:
             asked: The command's answer.
             listener: Called with the fleet and its servers at every poll.
-            timeout: Bound in seconds; None: no bound.
+            timeout: Bound in seconds; None is no bound.
 
         Returns:
-            The fleet.
+            The fleet at the end.
 
         Raises:
-            WaitTimeout: after `timeout` seconds.
+            WaitTimeout: `timeout` seconds have passed.
         """
         return self._until(waiting.moved(asked), asked.name, "the move's end", listener, timeout)
 
@@ -249,15 +252,15 @@ class FleetCommands(OperatorQueries):
         Args:
             fleet: Name of the fleet.
             power: Power state.
-            server: Id of the server; empty: all.
+            server: Id of the server; empty for all.
             listener: Called with the fleet and its servers at every poll.
-            timeout: Bound in seconds; None: no bound.
+            timeout: Bound in seconds; None is no bound.
 
         Returns:
             The fleet.
 
         Raises:
-            WaitTimeout: after `timeout` seconds.
+            WaitTimeout: `timeout` seconds have passed.
         """
         return self._until(waiting.powered(power, server_name(server)), fleet, power.value, listener, timeout)
 
@@ -268,15 +271,15 @@ class FleetCommands(OperatorQueries):
 
         Args:
             fleet: Name of the fleet.
-            server: Id of the server; empty: all.
+            server: Id of the server; empty for all.
             listener: Called with the fleet and its servers at every poll.
-            timeout: Bound in seconds; None: no bound.
+            timeout: Bound in seconds; None is no bound.
 
         Returns:
             The fleet.
 
         Raises:
-            WaitTimeout: after `timeout` seconds.
+            WaitTimeout: `timeout` seconds have passed.
         """
         return self._until(waiting.drained(server_name(server)), fleet, "the last answers", listener, timeout)
 
@@ -287,15 +290,15 @@ class FleetCommands(OperatorQueries):
 
         Args:
             fleet: Name of the fleet.
-            server: Id of the server; empty: all.
+            server: Id of the server; empty for all.
             listener: Called with the fleet and its servers at every poll.
-            timeout: Bound in seconds; None: no bound.
+            timeout: Bound in seconds; None is no bound.
 
         Returns:
             The fleet.
 
         Raises:
-            WaitTimeout: after `timeout` seconds.
+            WaitTimeout: `timeout` seconds have passed.
         """
         return self._until(waiting.serving(server_name(server)), fleet, "SERVING", listener, timeout)
 

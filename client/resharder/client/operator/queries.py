@@ -13,15 +13,15 @@ from resharder.client.rpc.channel import Backoff
 from resharder.v1 import operator_pb2
 
 RESTART = 60.0
-"""Seconds that a restart of the daemon may take during a wait, or while events are followed."""
+"""Seconds for which a wait, or a stream of events, survives a restart of the daemon."""
 
 
 class OperatorQueries(DaemonConnection):
-    """Queries that change nothing."""
+    """Queries, none of which changes the daemon's state."""
 
     def clock_difference(self) -> float:
-        """Returns the seconds by which the daemon's clock is ahead of this host's, to half a round trip."""
-        self.daemon()  # the time to connect is not part of a round trip
+        """Return the seconds by which the daemon's clock is ahead of this host's, to within half a round trip."""
+        self.daemon()  # connects, so that the round trip below does not include it
         before = time.time()
         there = self.daemon().time
         return (there.timestamp() if there else 0.0) - (before + time.time()) / 2
@@ -30,12 +30,12 @@ class OperatorQueries(DaemonConnection):
         """Return versions, newest first.
 
         Args:
-            model: Name of the model; empty: all models.
+            model: Name of the model; empty for all models.
         """
         return list(self._versions(model))
 
     def versions_after(self, number: int, *, model: str) -> list[VersionStatus]:
-        """Return the versions of higher numbers, newest first, without reading further pages.
+        """Return the versions with higher numbers, newest first, without reading further pages.
 
         Args:
             number: Number of a version.
@@ -51,8 +51,8 @@ class OperatorQueries(DaemonConnection):
             model: Name of the model; may be omitted if the daemon has one.
 
         Raises:
-            NotFound: no such version.
-            UsageError: the daemon has several models.
+            NotFound: No such version.
+            UsageError: `model` is empty, and the daemon does not have exactly one model.
         """
         request = operator_pb2.GetVersionRequest(version=self._version_name(number, model))
         return answer(VersionStatus, self._call(self._stub.GetVersion, request))
@@ -64,8 +64,8 @@ class OperatorQueries(DaemonConnection):
             model: Name of the model; may be omitted if the daemon has one.
 
         Raises:
-            NotFound: no version is READY.
-            UsageError: the daemon has several models.
+            NotFound: No version is READY.
+            UsageError: `model` is empty, and the daemon does not have exactly one model.
         """
         model = model or self.only_model()
         ready = [version for version in self.versions(model) if version.state == VersionState.READY]
@@ -74,10 +74,10 @@ class OperatorQueries(DaemonConnection):
         return max(ready, key=lambda version: version.number)
 
     def servers(self, fleet: str = "") -> list[ServerStatus]:
-        """Return servers by id.
+        """Return servers, sorted by id.
 
         Args:
-            fleet: Name of the fleet; empty: all.
+            fleet: Name of the fleet; empty for all servers.
         """
         return self._servers(fleet)
 
@@ -88,12 +88,12 @@ class OperatorQueries(DaemonConnection):
             name: Id, or `servers/{id}`.
 
         Raises:
-            NotFound: no such server.
+            NotFound: No such server.
         """
         return one_of({server.name: server for server in self.servers()}, server_name(name), "server")
 
     def fleets(self) -> list[FleetStatus]:
-        """Return all fleets by name."""
+        """Return all fleets, sorted by name."""
         return self._fleets()
 
     def fleet(self, name: str = "") -> FleetStatus:
@@ -103,8 +103,8 @@ class OperatorQueries(DaemonConnection):
             name: Name of the fleet; may be omitted if the daemon has one.
 
         Raises:
-            NotFound: no such fleet.
-            UsageError: the daemon has several fleets.
+            NotFound: No such fleet.
+            UsageError: The daemon has several fleets.
         """
         fleets = {fleet.name: fleet for fleet in self.fleets()}
         if not name and len(fleets) > 1:
@@ -112,13 +112,16 @@ class OperatorQueries(DaemonConnection):
         return one_of(fleets, name or next(iter(fleets), ""), "fleet")
 
     def events(self, *, after: int = 0, last: int = 0, subject: str = "", follow: bool = False) -> Iterator[DaemonEvent]:
-        """Yield events, oldest first. Returns at the newest event unless `follow`.
+        """Yield events, oldest first, up to the newest one; with `follow` also later ones.
 
         Args:
-            after: Id; only later events.
-            last: Without `after`, the number of newest events; 0: 100.
-            subject: Resource name; only events about it.
+            after: Id of an event; only later ones are yielded.
+            last: Number of the newest events, if `after` is 0; 0 is 100.
+            subject: Resource name; only events about it or resources below it are yielded.
             follow: Wait for further events, over restarts of the daemon.
+
+        Raises:
+            DaemonUnreachable: The daemon cannot be reached; with `follow`, for a minute.
         """
         request = operator_pb2.ListEventsRequest(after=after, last=last, subject=subject, follow=follow)
         lost = Backoff(RESTART)
@@ -133,7 +136,7 @@ class OperatorQueries(DaemonConnection):
                 if not follow:
                     raise
             if not lost.wait():
-                raise DaemonUnreachable(f"expected the daemon at {self.endpoint} to be back within {RESTART:g} s")
+                raise DaemonUnreachable(f"expected the daemon at {self.endpoint} to be reachable again within {RESTART:g} s")
 
     def _versions(self, model: str) -> Iterator[VersionStatus]:
         request = operator_pb2.ListVersionsRequest(model=model)

@@ -1,4 +1,4 @@
-"""Diagnostics by the workers of one server, while it serves."""
+"""Diagnostics that the workers of one server run while it serves."""
 
 from collections.abc import Iterator
 
@@ -8,26 +8,26 @@ from resharder.client.operator.convert import answer
 from resharder.client.operator.queries import OperatorQueries
 from resharder.v1 import operator_pb2
 
-_LONGEST_WAIT = 3600.0  # the daemon's own bound
+_LONGEST_WAIT = 3600.0  # seconds; the daemon's bound
 
 
 class ServerCommands(OperatorQueries):
     """Commands named as in `resharder`."""
 
     def profile_install(self, server: str, *, timeout: float | None = 600.0) -> Iterator[WorkerProfile]:
-        """Repeat a server's install under a profiler.
+        """Install the version that a server serves once more, under a profiler.
 
         Args:
             server: Id of the server.
-            timeout: Bound in seconds; None: no bound.
+            timeout: Bound in seconds; None is the daemon's bound, an hour.
 
         Returns:
-            Each worker's profile, as it arrives.
+            An iterator of profiles, each yielded when its worker has sent it.
 
         Raises:
-            Refused: the server does not serve, or the install fails.
-            WaitTimeout: after `timeout` seconds.
-            NotFound: no such server.
+            Refused: The server does not serve, or the install fails.
+            WaitTimeout: `timeout` seconds have passed.
+            NotFound: No such server.
         """
         seconds = _LONGEST_WAIT if timeout is None else timeout
         request = operator_pb2.ProfileInstallRequest(server=server_name(server), wait_seconds=seconds)
@@ -35,21 +35,21 @@ class ServerCommands(OperatorQueries):
             yield answer(WorkerProfile, profile)
 
     def verify(self, server: str, *, timeout: float | None = 600.0) -> tuple[WorkerVerification, ...]:
-        """Let each worker compare its memory with its version, while the server serves.
+        """Compare the memory of each worker with its version, while the server serves.
 
         A server with a worker that finds a difference leaves service, and its version is installed again.
 
         Args:
             server: Id of the server.
-            timeout: Bound in seconds; None: no bound.
+            timeout: Bound in seconds; None is the daemon's bound, an hour.
 
         Returns:
-            The results by rank.
+            One result per worker, by rank.
 
         Raises:
-            Refused: a worker is missing.
-            WaitTimeout: after `timeout` seconds.
-            NotFound: no such server.
+            Refused: A worker is missing.
+            WaitTimeout: `timeout` seconds have passed.
+            NotFound: No such server.
         """
         seconds = _LONGEST_WAIT if timeout is None else timeout
         request = operator_pb2.VerifyServerRequest(server=server_name(server), wait_seconds=seconds)

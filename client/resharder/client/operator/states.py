@@ -1,45 +1,63 @@
-"""Enumerations in the answers of a daemon. Values are the names of `resharder.v1`, and those in `--json`."""
+"""Enumerations in the daemon's answers. Values are the names in `resharder.v1` and in `--json`."""
 
 from enum import StrEnum
 
 
 class VersionState(StrEnum):
+    """State of a version."""
+
     UNSPECIFIED = "STATE_UNSPECIFIED"
     UPLOADING = "UPLOADING"
+    """Ranks deliver their slots."""
     READY = "READY"
+    """Complete and verified."""
     RETIRED = "RETIRED"
+    """Deleted by retention or an operator."""
     ABORTED = "ABORTED"
+    """Ended before READY."""
 
 
 class SlotState(StrEnum):
+    """State of one rank's part of a version. SEALED: the rank has delivered it."""
+
     UNSPECIFIED = "STATE_UNSPECIFIED"
     OPEN = "OPEN"
     SEALED = "SEALED"
 
 
 class PublisherState(StrEnum):
+    """State of a job's claim to a model."""
+
     UNSPECIFIED = "STATE_UNSPECIFIED"
     REGISTERING = "REGISTERING"
+    """Not all ranks have registered their slot."""
     ACTIVE = "ACTIVE"
+    """Slots tile the model, and the store has reserved capacity."""
     REJECTED = "REJECTED"
+    """Slots do not tile the model, or the store lacks capacity."""
     FENCED = "FENCED"
+    """A later job has claimed the model."""
 
 
 class ServerState(StrEnum):
+    """State of a server."""
+
     UNSPECIFIED = "STATE_UNSPECIFIED"
     BOOTING = "BOOTING"
     SERVING = "SERVING"
     STAGING = "STAGING"
-    """Serves one version and fetches another."""
+    """Serves one version and stages another."""
     APPLYING = "APPLYING"
-    """Paused."""
+    """Paused for an install."""
     FAILED = "FAILED"
+    """Out of service; the gate answers 503."""
     LOST = "LOST"
     """Its lease has ended."""
     ASLEEP = "ASLEEP"
     DRAINED = "DRAINED"
+    """Closed by an operator."""
     WAITING = "WAITING"
-    """Staged or applied; goes on when other servers of the fleet have."""
+    """Staged or applied; continues when other servers of the fleet are as far."""
 
 
 class ServerPower(StrEnum):
@@ -56,7 +74,7 @@ class ServerPower(StrEnum):
 
 
 class WorkerReport(StrEnum):
-    """State of a worker, as it last reported it."""
+    """State of a worker, as last reported by it."""
 
     UNSPECIFIED = "STATE_UNSPECIFIED"
     BOOTED = "BOOTED"
@@ -67,6 +85,8 @@ class WorkerReport(StrEnum):
 
 
 class InstallPhase(StrEnum):
+    """Phase of an install on one server."""
+
     UNSPECIFIED = "STATE_UNSPECIFIED"
     STAGING = "STAGING"
     APPLYING = "APPLYING"
@@ -75,31 +95,43 @@ class InstallPhase(StrEnum):
 
 
 class MovePhase(StrEnum):
+    """Phase of a fleet's update from one version to another."""
+
     UNSPECIFIED = "STATE_UNSPECIFIED"
     STAGING = "STAGING"
+    """ATOMIC: servers stage while they serve."""
     APPLYING = "APPLYING"
+    """ATOMIC: all servers are closed until all have applied."""
     TRYING = "TRYING"
+    """CANARY: the canaries install."""
     HOLDING = "HOLDING"
+    """CANARY: the canaries serve, until the hold time, an approval or a check ends it."""
     MOVING = "MOVING"
+    """Servers install."""
     BACK = "BACK"
+    """Servers return to the previous version."""
     STOPPED = "STOPPED"
+    """Too many servers have failed; an operator decides."""
     DONE = "DONE"
     FAILED = "FAILED"
+    """All servers have returned; the new version is refused."""
 
 
 class RequestHandling(StrEnum):
-    """Treatment of requests in flight while a version is installed."""
+    """Treatment of requests in progress while a version is installed."""
 
     UNSPECIFIED = "PAUSE_MODE_UNSPECIFIED"
     KEEP = "KEEP"
-    """They freeze, and go on with the new weights."""
+    """Requests are paused, and continue with the new weights."""
     WAIT = "WAIT"
-    """They finish on the old weights first."""
+    """Requests finish with the old weights first."""
     ABORT = "ABORT"
-    """They end with the tokens they have."""
+    """Requests end with the tokens they have."""
 
 
 class TargetKind(StrEnum):
+    """Kind of a version target."""
+
     UNSPECIFIED = "KIND_UNSPECIFIED"
     LATEST = "LATEST"
     """The newest READY version that is not refused."""
@@ -110,12 +142,14 @@ class TargetKind(StrEnum):
 
 
 class StrategyKind(StrEnum):
+    """Kind of an update strategy."""
+
     UNSPECIFIED = "KIND_UNSPECIFIED"
     ALL_AT_ONCE = "ALL_AT_ONCE"
-    """Each server for itself."""
+    """Each server independently."""
     ROLLING = "ROLLING"
     """At most `at_a_time` servers; stops after `max_failures` of them failed."""
     CANARY = "CANARY"
-    """`canaries` servers first; then the rest as by ROLLING, or all back."""
+    """`canaries` servers first; then the others as with ROLLING, or all back."""
     ATOMIC = "ATOMIC"
     """All servers switch, or none."""

@@ -1,4 +1,4 @@
-"""Commands on versions: copies, the archive, and removal. A version is its number, with its model."""
+"""Commands on versions: copies, the archive, and deletion. A version is its number, with its model."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,12 +32,12 @@ class VersionCommands(OperatorQueries):
             progress: Called with the bytes so far and the bytes expected, for every part.
 
         Returns:
-            The files and bytes.
+            Number of files and bytes written.
 
         Raises:
-            UsageError: the folder is not empty.
-            CorruptData: a checksum is wrong.
-            NotFound: no such READY version.
+            UsageError: The folder is not empty.
+            CorruptData: A checksum is wrong.
+            NotFound: No such READY version.
         """
         found = self.version(version, model=model)
         with appearing(folder) as beside:
@@ -47,7 +47,7 @@ class VersionCommands(OperatorQueries):
         return ExportedVersion(found, folder, files, size)
 
     def fetch_config(self, folder: Path, *, model: str = "") -> list[str]:
-        """Write config.json and the tokenizer's files for `vllm serve FOLDER`.
+        """Write config.json and the tokenizer's files into a folder for `vllm serve`.
 
         Args:
             folder: New or empty folder.
@@ -57,8 +57,8 @@ class VersionCommands(OperatorQueries):
             The names of the files.
 
         Raises:
-            UsageError: the folder is not empty.
-            NotFound: no such model.
+            UsageError: The folder is not empty.
+            NotFound: No such model.
         """
         stub = server_pb2_grpc.ServerServiceStub(self._channel.grpc)
         found = self._call(stub.GetModel, server_pb2.GetModelRequest(model=model or self.only_model()))
@@ -71,8 +71,8 @@ class VersionCommands(OperatorQueries):
         """Delete versions, except those in use.
 
         Args:
-            versions: Numbers of versions; empty: all but the newest `keep`.
-            keep: Number of versions to retain, at least 1 without `versions`.
+            versions: Numbers of versions; empty for all but the newest `keep`.
+            keep: Number of versions to retain; at least 1 if `versions` is empty.
             dry_run: Delete nothing.
             model: Name of the model; may be omitted if the daemon has one.
 
@@ -100,7 +100,7 @@ class VersionCommands(OperatorQueries):
         """Return archived versions.
 
         Args:
-            model: Name of the model; empty: all.
+            model: Name of the model; empty for all.
         """
         found = self._call(self._stub.ListArchive, operator_pb2.ListArchiveRequest(model=model))
         return [answer(ArchivedVersion, one) for one in found.versions]

@@ -1,4 +1,4 @@
-"""Conditions under which a command on a fleet has come to its end: pure functions of the fleet and its servers."""
+"""Conditions for the end of a command on a fleet: pure functions of the fleet and its servers."""
 
 from collections.abc import Callable, Container, Iterable, Sequence
 
@@ -11,11 +11,11 @@ Condition = Callable[[FleetStatus, Sequence[ServerStatus]], bool]
 _WENT_WRONG = (MovePhase.FAILED, MovePhase.STOPPED)
 _ENDED = (MovePhase.UNSPECIFIED, MovePhase.DONE, *_WENT_WRONG)
 _OUT = (ServerState.LOST, ServerState.ASLEEP, ServerState.DRAINED)
-"""They catch up when they are back: no move waits for them."""
+"""States of servers that no move waits for; they follow when they are back."""
 
 
 def moved(asked: FleetStatus) -> Condition:
-    """The move that a command began, or joined, has ended. `asked` is the command's answer."""
+    """Return the condition that the move which a command began, or joined, has ended. `asked` is the command's answer."""
 
     def ended(fleet: FleetStatus, servers: Sequence[ServerStatus]) -> bool:
         if _phase(fleet) not in _ENDED:
@@ -39,7 +39,7 @@ def went_well(asked: FleetStatus, fleet: FleetStatus) -> bool:
 
 
 def powered(power: ServerPower, server: str = "") -> Condition:
-    """The fleet's servers, or one, are at `power`; with AWAKE they serve, too."""
+    """Return the condition that the fleet's servers, or one, are in state `power`; with AWAKE, that they serve as well."""
     awake = power == ServerPower.AWAKE
     return lambda fleet, servers: all(
         one.power == power and not (awake and one.state not in (ServerState.SERVING, ServerState.DRAINED))
@@ -48,7 +48,7 @@ def powered(power: ServerPower, server: str = "") -> Condition:
 
 
 def drained(server: str = "") -> Condition:
-    """Servers that are to be drained accept no requests and have answered the last one."""
+    """Return the condition that draining servers accept no requests and have answered the last one."""
     shut = (ServerState.DRAINED, ServerState.ASLEEP, ServerState.FAILED)
     return lambda fleet, servers: all(
         one.state in shut and not one.in_flight for one in _chosen(servers, server) if one.drained or server
@@ -56,12 +56,12 @@ def drained(server: str = "") -> Condition:
 
 
 def serving(server: str = "") -> Condition:
-    """The fleet's servers, or one, serve or sleep."""
+    """Return the condition that the fleet's servers, or one, serve or sleep."""
     return lambda fleet, servers: all(one.state in (ServerState.SERVING, ServerState.ASLEEP) for one in _chosen(servers, server))
 
 
 def why(fleet: FleetStatus, servers: Iterable[ServerStatus]) -> str:
-    """Return the fleet's reason, and those of servers that do not serve its target."""
+    """Return the reason of the fleet's state, and those of servers that do not serve its target."""
     others = (s for s in servers if s.state not in (ServerState.SERVING, ServerState.LOST) or s.version != fleet.wanted_version)
     return "; ".join([fleet.reason, *(f"{server.name}: {server.reason}" for server in others)])
 
@@ -75,13 +75,13 @@ def _failed(fleet: FleetStatus) -> Container[str]:
 
 
 def _began(asked: FleetStatus, fleet: FleetStatus) -> bool:
-    """The fleet's move is that of `asked` or a later one, not one that had ended before the command."""
+    """Return whether the fleet's move is that of `asked` or a later one, rather than one that had ended before the command."""
     before, now = (one.move.id if one.move else 0 for one in (asked, fleet))
     return now > before or _phase(asked) not in _ENDED
 
 
 def _settled(fleet: FleetStatus, servers: Sequence[ServerStatus], left_behind: Container[str]) -> bool:
-    """Return True also for a fleet without a target. `left_behind` has ids of servers."""
+    """Return whether all awaited servers serve the target; True for a fleet without one. `left_behind` has ids of servers."""
     awaited = (s for s in servers if s.state not in _OUT and s.name.removeprefix("servers/") not in left_behind)
     arrived = all(s.state == ServerState.SERVING and s.version == fleet.wanted_version for s in awaited)
     return not fleet.wanted_version or (fleet.settled_version == fleet.wanted_version and arrived)

@@ -1,6 +1,6 @@
 """Channels to the daemon, and calls over them.
 
-A channel is created on first use, never at import: processes that fork later must not inherit one.
+A channel is created at its first use, never at import: processes that fork later must not inherit one.
 """
 
 import importlib.metadata
@@ -19,7 +19,7 @@ from resharder.v1.revision import user_agent
 Answer = TypeVar("Answer")
 
 _OPTIONS = (
-    ("grpc.max_send_message_length", -1),  # the daemon has the bound
+    ("grpc.max_send_message_length", -1),  # the daemon sets the bound
     ("grpc.max_receive_message_length", -1),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -30,24 +30,31 @@ _OPTIONS = (
 
 
 def bound(timeout: float | None) -> float:
-    """Return a timeout in seconds as a number; None is no bound."""
+    """Return a timeout in seconds as a float; None becomes infinity."""
     return float("inf") if timeout is None else timeout
 
 
 class Backoff:
-    """Pauses that double, with jitter, until `patience` seconds are over."""
+    """Pauses between attempts, which double, with jitter, until the patience is used up.
+
+    Args:
+        patience: Bound on the sum of all pauses and attempts, in seconds.
+        first: Longest first pause, in seconds.
+        longest: Bound on a pause, in seconds.
+    """
 
     def __init__(self, patience: float, first: float = 0.05, longest: float = 2.0) -> None:
         self._end = time.monotonic() + patience
         self._pause, self._longest = first, longest
-        self._random = random.Random()  # does not disturb a trainer's own generator
+        self._random = random.Random()  # apart from the generator that a trainer has seeded
 
     @property
     def left(self) -> float:
+        """Seconds of patience that are left."""
         return max(0.0, self._end - time.monotonic())
 
     def wait(self) -> bool:
-        """Sleep, or return False at once if the patience is used up."""
+        """Sleep for the next pause and return True, or return False at once if the patience is used up."""
         if not self.left:
             return False
         time.sleep(min(self._pause * self._random.uniform(0.5, 1.0), self.left))
@@ -56,10 +63,17 @@ class Backoff:
 
 
 class Channel:
-    """Channel to `endpoint` (`host:port`), with TLS by `tls` or RESHARDER_TLS_* variables.
+    """Channel to the daemon.
 
-    `call` retries while the daemon cannot be reached, for `patience` seconds (None: no bound). Every call of this API may be
-    repeated.
+    Every call of this API may be repeated. `call` retries while the daemon cannot be reached.
+
+    Args:
+        endpoint: Address as `host:port`.
+        patience: Seconds of retries; None is no bound.
+        tls: TLS settings; by default those of the RESHARDER_TLS_* variables, if any.
+
+    Raises:
+        UsageError: The endpoint or the TLS settings are invalid.
     """
 
     def __init__(self, endpoint: str, patience: float | None = 60.0, tls: Tls | None = None) -> None:
@@ -76,8 +90,15 @@ class Channel:
     def call(
         self, method: Callable[..., Answer], request: Any, *, timeout: float | None = 30.0, patience: float | None = None
     ) -> Answer:
-        """Return the answer of a unary call. `timeout` is the bound in seconds on one attempt; None:
-        no bound. Raises the errors of `errors`.
+        """Return the answer of a unary call.
+
+        Args:
+            method: Method of a stub.
+            request: Its request message.
+            timeout: Bound in seconds on one attempt; None is no bound.
+            patience: Seconds of retries; None is the channel's patience.
+
+        Raises the errors of `errors`.
         """
         backoff = Backoff(self.patience if patience is None else patience)
         while True:
@@ -88,16 +109,18 @@ class Channel:
                     raise error_of(error, self.endpoint) from error
 
     def stream(self, call: Iterator[Answer]) -> Iterator[Answer]:
-        """Yield the answers of a server stream, with typed errors."""
+        """Yield the answers of a server stream. Raises the errors of `errors`."""
         try:
             yield from call
         except grpc.RpcError as error:
             raise error_of(error, self.endpoint) from error
 
     def error(self, error: grpc.RpcError) -> ResharderError:
+        """Return the typed form of an error that a call over this channel raised."""
         return error_of(error, self.endpoint)
 
     def close(self) -> None:
+        """Close the channel. Calls in progress end with CANCELLED."""
         self.grpc.close()
 
     def __enter__(self) -> "Channel":
@@ -108,8 +131,7 @@ class Channel:
 
 
 def unreachable(error: grpc.RpcError) -> bool:
-    """Return whether the same call may succeed later: the connection or the daemon is gone or shutting down, or
-    was too busy to answer.
+    """Return whether the same call may succeed later: the connection or the daemon is gone, shutting down, or too busy to answer.
 
     NO_VERSION is an answer: the daemon has waited for the requested time.
     """

@@ -1,6 +1,4 @@
-"""Channel over TLS that outlives its certificates: new calls use the files' current content, open
-streams continue on their channel.
-"""
+"""Channel over TLS that outlives its certificates: new calls use the current files, open streams continue on their channel."""
 
 import logging
 import threading
@@ -16,8 +14,9 @@ logger = logging.getLogger("resharder")
 
 
 class SecureChannel(grpc.Channel):  # type: ignore[misc]
-    """Channel over TLS. Raises UsageError for invalid files when it is made; later it logs the problem
-    and keeps the previous content.
+    """Channel over TLS whose certificates may be replaced while it is open.
+
+    Raises UsageError for invalid files when it is created. Later it logs invalid files and keeps the previous certificates.
     """
 
     def __init__(self, endpoint: str, tls: Tls, options: Sequence[tuple[str, Any]]) -> None:
@@ -34,7 +33,7 @@ class SecureChannel(grpc.Channel):  # type: ignore[misc]
         return grpc.secure_channel(self._endpoint, self._tls.credentials(), options=self._options)
 
     def now(self) -> grpc.Channel:
-        """Return the channel for new calls."""
+        """Return the channel for new calls, opened anew if the files have changed."""
         with self._lock:
             try:
                 stamp = self._tls.stamp()
@@ -44,31 +43,39 @@ class SecureChannel(grpc.Channel):  # type: ignore[misc]
                         self._former.close()
                     self._former, self._current = self._current, made
             except (OSError, ValueError) as error:
-                logger.warning("the new certificates cannot be used, the old ones are: %s", error)
+                logger.warning("rejected the new certificates; keeping the previous ones: %s", error)
             return self._current
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Return the metadata that is added to every call: the token."""
         return self._tls.metadata()
 
     def unary_unary(self, method: str, *given: Any, **named: Any) -> "_Method":
+        """Return a multi-callable of a unary-unary method, of which each call uses the current channel."""
         return _Method(self, lambda channel: channel.unary_unary(method, *given, **named))
 
     def unary_stream(self, method: str, *given: Any, **named: Any) -> "_Method":
+        """Return a multi-callable of a unary-stream method, of which each call uses the current channel."""
         return _Method(self, lambda channel: channel.unary_stream(method, *given, **named))
 
     def stream_unary(self, method: str, *given: Any, **named: Any) -> "_Method":
+        """Return a multi-callable of a stream-unary method, of which each call uses the current channel."""
         return _Method(self, lambda channel: channel.stream_unary(method, *given, **named))
 
     def stream_stream(self, method: str, *given: Any, **named: Any) -> "_Method":
+        """Return a multi-callable of a stream-stream method, of which each call uses the current channel."""
         return _Method(self, lambda channel: channel.stream_stream(method, *given, **named))
 
     def subscribe(self, callback: Callable[[grpc.ChannelConnectivity], None], try_to_connect: bool = False) -> None:
+        """Call `callback` with the connectivity of the current channel; channels opened later are not covered."""
         self.now().subscribe(callback, try_to_connect)
 
     def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
+        """Remove a callback of `subscribe` from the current channel."""
         self.now().unsubscribe(callback)
 
     def close(self) -> None:
+        """Close the current channel and the previous one, on which streams may be open."""
         for channel in (self._former, self._current):
             if channel is not None:
                 channel.close()

@@ -18,18 +18,18 @@ _OTHERS = ("RESHARDER_TLS_CERT", "RESHARDER_TLS_KEY", "RESHARDER_TLS_NAME", "RES
 
 @dataclass(frozen=True)
 class Tls:
-    """TLS settings. Files are PEM, and read again when they change.
+    """TLS settings. Certificates and keys are PEM files. All files are read again when they change.
 
     Args:
         ca: Authority of the daemon's certificate.
         certificate: The client's certificate.
-        key: Key of `certificate`.
-        name: Name in the daemon's certificate, if it is not the endpoint's.
-        token: Token.
+        key: Private key of `certificate`.
+        name: Name in the daemon's certificate, if it differs from the endpoint's host.
+        token: Token of the client.
         token_file: File that contains the token.
 
     Raises:
-        UsageError: the settings contradict each other.
+        UsageError: The settings contradict each other, or a file cannot be read.
     """
 
     ca: str | Path
@@ -43,7 +43,7 @@ class Tls:
         if bool(self.certificate) != bool(self.key):
             raise UsageError("expected a certificate and its key, got one of them: RESHARDER_TLS_CERT and RESHARDER_TLS_KEY")
         if self.token and self.token_file:
-            raise UsageError("expected a token or a file with one, got both: RESHARDER_TOKEN and RESHARDER_TOKEN_FILE")
+            raise UsageError("expected a token or a token file, got both: RESHARDER_TOKEN and RESHARDER_TOKEN_FILE")
         if not (self.token.isascii() and self.token.isprintable() and " " not in self.token):
             raise UsageError("expected a token of printable letters and digits in RESHARDER_TOKEN")
         for file in self.files:
@@ -60,7 +60,7 @@ class Tls:
             environment: Variables by name.
 
         Raises:
-            UsageError: the settings contradict each other.
+            UsageError: The settings contradict each other, or a file cannot be read.
         """
         given = {name: value for name, value in environment.items() if value}
         if "RESHARDER_TLS_CA" not in given:
@@ -71,15 +71,18 @@ class Tls:
 
     @property
     def files(self) -> tuple[Path, ...]:
+        """Files that are set, in the order ca, certificate, key, token_file."""
         return tuple(Path(file) for file in (self.ca, self.certificate, self.key, self.token_file) if file)
 
     def stamp(self) -> tuple[object, ...]:
-        """Returns a value that changes with the files from which a channel is made."""
+        """Return a value that changes with the files from which a channel is created. Raises OSError if one is missing."""
         found = [os.stat(file) for file in (self.ca, self.certificate, self.key) if file]
         return tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in found)
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Returns the credentials of a channel. Raises OSError, ValueError for invalid files or a key that does not match."""
+        """Return the credentials of a channel. Raises OSError or ValueError for invalid files and
+        for a key that does not match.
+        """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.load_verify_locations(self.ca)
         if not self.certificate:
@@ -88,6 +91,6 @@ class Tls:
         return grpc.ssl_channel_credentials(*(Path(file).read_bytes() for file in (self.ca, self.key, self.certificate)))
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Returns the metadata of every call."""
+        """Return the metadata of every call: the token, read anew from its file. Raises OSError if it cannot be read."""
         token = Path(self.token_file).read_text().strip() if self.token_file else self.token
         return (("authorization", f"Bearer {token}"),) if token else ()

@@ -1,8 +1,8 @@
 """Priority of transfers over long calls into the CUDA driver, in one process.
 
-While the driver registers or releases pages, it delays the kernel launches of all other threads: a
-transfer of 180 ms took 300 ms beside a hand-over to the host. A garbage collection stops every
-thread, for half a second beside a trainer's model of many tensors.
+While the driver registers or releases pages, it delays the kernel launches of all other threads: a transfer took 300 ms instead
+of 180 ms beside a registration of host pages. A garbage collection stops all threads, for half a second beside a trainer's
+model of many tensors.
 """
 
 import gc
@@ -14,9 +14,8 @@ from resharder.client.runtime.switch_interval import short_switch_interval
 
 
 class DriverLock:
-    """Priority sections wait only for background calls under way; background calls wait for all priority sections.
-
-    Sections of one kind run side by side.
+    """Lock with priority sections, which wait only for background calls under way, and background calls, which wait for all
+    priority sections. Sections of one kind run concurrently.
     """
 
     def __init__(self) -> None:
@@ -25,7 +24,7 @@ class DriverLock:
 
     @contextmanager
     def priority(self) -> Iterator[None]:
-        """Hold back new background calls, disable garbage collection and shorten the switch interval."""
+        """Defer new background calls, disable garbage collection and shorten the switch interval while the block runs."""
         with self._changed:
             self._priority += 1
             if self._priority == 1:
@@ -44,7 +43,7 @@ class DriverLock:
 
     @contextmanager
     def background(self) -> Iterator[None]:
-        """Run one short call into the driver once no priority section is active."""
+        """Run a block, one short call into the driver, once no priority section is active."""
         with self._changed:
             self._changed.wait_for(lambda: not self._priority)
             self._background += 1

@@ -1,7 +1,7 @@
-"""Garbage collection in a worker, kept out of the time in which clients wait for tokens.
+"""Garbage collection in a worker, outside of the time in which clients wait for tokens.
 
-A collection stops every thread while it visits objects, and a version of many tensors is many
-objects: with 18,867 tensors each collection took a quarter of a second.
+A collection stops all threads while it visits objects, and a version of many tensors has many objects: with 18,867 tensors,
+each collection took a quarter of a second.
 """
 
 import gc
@@ -27,14 +27,14 @@ def collect_and_freeze() -> None:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Disable collections inside the block and freeze what it leaves.
+    """Disable collections inside the block, and freeze the objects that it leaves.
 
-    Objects made inside are freed by reference count alone; their cycles remain until the next
-    `collect_and_freeze`, which runs here once a million objects were added since the last one.
+    Objects created inside are freed by reference count alone. Their cycles remain until the next `collect_and_freeze`, which runs
+    here once a million objects were added since the last one.
     """
     global _made
     was_enabled = gc.isenabled()
-    if _made > _MORE:  # counting stops all threads for a tenth of a second: not each time
+    if _made > _MORE:  # rarely: counting stops all threads for a tenth of a second
         _made = gc.get_freeze_count() - _frozen
         if _made > _MORE:
             collect_and_freeze()

@@ -1,4 +1,4 @@
-"""Ends a helper process with the process that started it."""
+"""End of a helper process with the process that started it."""
 
 import os
 import threading
@@ -8,10 +8,10 @@ _LOOK_SECONDS = 0.5
 
 
 def end_with(parent: int) -> None:
-    """Ends this process soon after `parent`, the process id of the one that started it, however that one ends.
+    """End this process soon after `parent`, the id of the process that started it, however that process ends.
 
-    PR_SET_PDEATHSIG does not do: it fires when the thread that started the helper ends. A pipe does not either: other children
-    of the parent inherit its end and may outlive it.
+    PR_SET_PDEATHSIG is not suitable: it fires when the thread that started the helper ends. Nor is a pipe: other children of the
+    parent inherit its end and may outlive the parent.
     """
     threading.Thread(target=_watch, args=(parent,), name="resharder-parent", daemon=True).start()
 

@@ -1,9 +1,8 @@
 """The interpreter's switch interval, shortened while latency matters.
 
-A thread that needs the interpreter's lock again, for example after each kernel launch or NCCL call,
-waits up to `sys.getswitchinterval()` (5 ms by default) while another thread computes in Python.
-Beside a thread that stages a version of many tensors, that slows a server's steps and makes a
-transfer of hundreds of calls take more than a second.
+A thread that has released the interpreter's lock, as in each kernel launch or NCCL call, waits up to `sys.getswitchinterval()`
+(5 ms by default) to get it back while another thread computes in Python. Beside a thread that stages a version of many tensors,
+that slows a server's steps, and a transfer of hundreds of calls takes more than a second.
 """
 
 import sys
@@ -17,7 +16,7 @@ _lock, _users, _before = threading.Lock(), 0, 0.0
 
 @contextmanager
 def short_switch_interval() -> Iterator[None]:
-    """Shorten the switch interval of the process; nested and concurrent uses share one setting."""
+    """Shorten the process's switch interval while the block runs; nested and concurrent uses share one setting."""
     global _users, _before
     with _lock:
         _users += 1

@@ -1,1 +1,1 @@
-"""Transports of a rank's bytes to the daemon's store: one interface, `base.Transport`, and one file per transport."""
+"""Transports of a rank's boxes to the daemon's store: one interface, `base.Transport`, and one module per transport."""

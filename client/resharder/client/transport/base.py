@@ -1,4 +1,4 @@
-"""Interface of transports: delivery of one rank's slot, box by box."""
+"""Interface of transports, which deliver one rank's slot box by box."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,15 +13,16 @@ if TYPE_CHECKING:
     import torch
 
     Item = tuple[int, torch.Tensor]
-    """Number of a box in its slot, and its elements, in any strides, on any device. A transport has
-    finished with the tensor when it requests the next item; items of a sequence must not change
-    until it returns.
+    """Number of a box in its slot, and its elements, with any strides, on any device.
+
+    A transport has finished with a tensor when it requests the next item of an iterator. The tensors of a sequence must not
+    change until the transport returns.
     """
 
 
 @dataclass(frozen=True)
 class AssignedSlot:
-    """Boxes that one rank sends, in order, and the tensor of each."""
+    """Boxes that one rank sends, in the order of the assignment, and the tensor of each."""
 
     rank: int
     boxes: tuple[Box, ...]
@@ -30,10 +31,11 @@ class AssignedSlot:
 
     @cached_property
     def chunks(self) -> list[list[Part]]:
+        """Chunks of the slot, as `cut_chunks` divides it."""
         return cut_chunks(self.boxes, [ITEM_SIZES[spec.dtype] for spec in self.specs], self.chunk_bytes)
 
     def cuts(self, limit: int) -> list[list[Box]]:
-        """Return each box in parts of at most `limit` bytes."""
+        """Return, for each box, its parts of at most `limit` bytes."""
         return [
             [part.box for chunk in cut_chunks([box], [ITEM_SIZES[spec.dtype]], limit) for part in chunk]
             for box, spec in zip(self.boxes, self.specs, strict=True)
@@ -41,16 +43,21 @@ class AssignedSlot:
 
 
 class Transport(Protocol):
-    """Transport to the daemon's store."""
+    """Transport of boxes to the daemon's store."""
 
     name: str
     mapped: bool
-    """`mapped` of SealSlotRequest."""
+    """Whether boxes are written to the version's files; `mapped` of SealSlotRequest."""
 
     def deliver(self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]") -> list[int]:
-        """Deliver `items`, in any order, and return the digest of each box of `slot`.
+        """Deliver boxes and return the digest of each box of `slot`, in the slot's order.
 
-        When it returns, the store has all bytes, and the trainer's memory may change. Raises the errors of `errors`; no memory
-        stays mapped.
+        When it returns, the store has all bytes, and the tensors may change. No memory stays mapped, also after an error.
+        Raises the errors of `errors`.
+
+        Args:
+            version: UPLOADING version.
+            slot: Boxes to deliver.
+            items: Elements of every box of the slot, in any order.
         """
         ...

@@ -1,5 +1,6 @@
-"""Transport from a GPU on the daemon's host: all of a rank's boxes go into the version's files at the
-speed of the link, with digests computed on the GPU.
+"""Transport from a GPU on the daemon's host: all boxes of a rank go into the version's files at the speed of the link.
+
+Digests are computed on the GPU.
 """
 
 import logging
@@ -30,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 class FromGpu:
-    """Transport for one attached model. `otherwise` is the transport for tensors elsewhere, or for single items."""
+    """Transport for one attached model.
+
+    `otherwise` creates the transport for tensors on other devices, and for items that come from an iterator.
+    """
 
     name = "shared-memory"
     mapped = True
@@ -40,6 +44,7 @@ class FromGpu:
         self._copy: tuple[Layout, DeviceToHost] | None = None
 
     def deliver(self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]") -> list[int]:
+        """Deliver as `Transport.deliver`; a sequence of tensors that are all on the GPU in one copy."""
         if isinstance(items, Sequence) and all(tensor.device == self._device for _, tensor in items):
             return self._write(Path(version.folder), slot, {str(number): tensor for number, tensor in items})
         return self._otherwise().deliver(version, slot, items)
@@ -61,7 +66,7 @@ class FromGpu:
             logger.info("wrote %d bytes: %.3f s to plan, %.3f s to map, %.3f s to copy", size, *took)
             return digests
         finally:
-            # Unmapping a million pages takes long, and the trainer may wait.
+            # On another thread: unmapping a million pages takes long, and the trainer may be waiting.
             threading.Thread(target=_close, args=(maps,), name="resharder-unmap").start()
 
     def _device_to_host(self, slot: AssignedSlot, tensors: dict[str, torch.Tensor]) -> DeviceToHost:
@@ -72,7 +77,7 @@ class FromGpu:
 
 
 def layout_of(slot: AssignedSlot, tensors: dict[str, torch.Tensor]) -> Layout:
-    """Return the layout of a slot's boxes, each in a local tensor named by its number."""
+    """Return the layout of a slot's boxes. The local tensor of each box is named by its number."""
     pieces = (
         Piece(spec.name, box, str(number), 0, tuple(tensors[str(number)].stride()))
         for number, (spec, box) in enumerate(zip(slot.specs, slot.boxes, strict=True))
@@ -81,5 +86,5 @@ def layout_of(slot: AssignedSlot, tensors: dict[str, torch.Tensor]) -> Layout:
 
 
 def _close(maps: MappedFiles) -> None:
-    with suppress(BufferError):  # an error's frames may still refer to arrays; the maps end with them
+    with suppress(BufferError):  # frames of an error may still reference arrays; the maps end with these
         maps.close()

@@ -1,9 +1,9 @@
 """Transport from any host: boxes packed into chunks and streamed over gRPC.
 
-The caller's thread packs (copy and digest in one pass), others send. Chunks are sent in windows, each a stream of its
-own, two at a time, and stay in memory until the daemon has acknowledged them; after a broken stream, only chunks that the daemon
-lacks are sent again. A trainer's memory is therefore read once, whatever happens to the connection; the extra memory is three
-windows, reused within a publish: fresh pages cost more than all other work on a chunk.
+The caller's thread packs, with copy and digest in one pass; others send. Chunks are sent in windows, each a stream of its own,
+two at a time. They stay in memory until the daemon has acknowledged them; after a broken stream, only chunks that the daemon
+lacks are sent again. A trainer's memory is therefore read once, even if connections break. The extra memory is three windows,
+reused within a publish: fresh pages would cost more than all other work on a chunk.
 """
 
 import mmap
@@ -43,6 +43,7 @@ class GrpcChunks:
         self._channel = channel
 
     def deliver(self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]") -> list[int]:
+        """Deliver as `Transport.deliver`. Broken streams are resumed for the channel's patience."""
         digests, packer = [0] * len(slot.boxes), _Packer(slot)
         with ThreadPoolExecutor(_WINDOWS, thread_name_prefix="resharder-upload") as senders:
             sending: deque[Future[None]] = deque()
@@ -62,7 +63,9 @@ class GrpcChunks:
 
 @dataclass
 class _Chunk:
-    """Chunk. `memory` has the size of the longest chunk; `missing` of its first `size` bytes are not filled yet."""
+    """Chunk that is being packed. Its first `size` bytes are used, of which `missing` are not
+    filled yet; `memory` fits the longest chunk.
+    """
 
     index: int
     memory: memoryview
@@ -72,7 +75,7 @@ class _Chunk:
 
 
 class _Window:
-    """Chunks until the daemon has acknowledged them; then their memory returns to `free`."""
+    """Chunks in transit. When the daemon has acknowledged them, their memory returns to `free`."""
 
     def __init__(self, channel: Channel, version: resources_pb2.Version, rank: int, free: "deque[memoryview]") -> None:
         self._channel, self._version, self._rank, self._free = channel, version, rank, free
@@ -84,7 +87,7 @@ class _Window:
         self.size += len(chunk.memory)
 
     def send(self) -> None:
-        """Return when every chunk has arrived. Raises the errors of `errors`."""
+        """Send all chunks and return when the daemon has them. Raises the errors of `errors`."""
         backoff = Backoff(self._channel.patience)
         upload = self._channel.grpc.stream_unary(
             "/resharder.v1.PublisherService/UploadChunks", response_deserializer=publisher_pb2.UploadSummary.FromString
@@ -102,7 +105,7 @@ class _Window:
         self._free.extend(chunk.memory for chunk in self._chunks)
 
     def _messages(self, chunks: list[_Chunk]) -> Iterator[bytes]:
-        """Yield messages; the first one of a stream names the model."""
+        """Yield the messages of one stream. The first one names the model."""
         model, version = self._version.model, self._version
         for chunk in chunks:
             header = ChunkHeader(version.number, version.epoch, self._rank, chunk.index, chunk.checksum)
@@ -116,7 +119,7 @@ class _Window:
 
 
 class _Place(NamedTuple):
-    """Destination of a part of a box."""
+    """Place of a part of a box in a chunk; `offset` is in bytes."""
 
     chunk: int
     offset: int
@@ -124,7 +127,7 @@ class _Place(NamedTuple):
 
 
 class _Packer:
-    """Packer of parts of boxes into chunks, for boxes in any order. It reuses memory appended to `free`."""
+    """Packer of boxes, in any order, into chunks. It reuses memory that is appended to `free`."""
 
     def __init__(self, slot: AssignedSlot) -> None:
         self._slot = slot
@@ -140,7 +143,7 @@ class _Packer:
         self.free: deque[memoryview] = deque()
 
     def pack(self, items: "Iterable[Item]", digests: list[int]) -> Iterator[_Chunk]:
-        """Yield each chunk when it is complete, and add to the digests of the boxes."""
+        """Yield each chunk once it is complete, and add the digests of parts to those of their boxes."""
         slot, cuts = self._slot, [[place.box for place in places] for places in self._places]
         for number, part, source in host_parts(items, slot.boxes, cuts):
             place, spec = self._places[number][part], slot.specs[number]
@@ -168,7 +171,7 @@ class _Packer:
 
 
 def _allocate(size: int) -> Iterator[memoryview]:
-    """Return memory for a window of chunks of `size` bytes, of huge pages if available."""
+    """Return memory for a window of chunks of `size` bytes, in huge pages if the host has them."""
     count = max(1, WINDOW_BYTES // size)
     memory = mmap.mmap(-1, count * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)

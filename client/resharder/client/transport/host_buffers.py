@@ -1,8 +1,7 @@
-"""Elements of tensors on any device as arrays on the host.
+"""Elements of tensors on any device, as arrays on the host.
 
-Host tensors are read in place. GPU tensors are packed on the GPU and copied to two pinned buffers in turn: one is filled
-while the other is read. All work runs on the caller's current stream, after a trainer's earlier kernels and before its
-later ones.
+Host tensors are read in place. GPU tensors are packed on the GPU and copied to two pinned buffers, of which one is filled while
+the other is read. All work runs on the caller's current stream, after a trainer's earlier kernels and before its later ones.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ _ALIGNMENT = 64
 
 
 class HostPart(NamedTuple):
-    """Part `part` of box `number`; `array` has its bits and is valid until the next part."""
+    """Part `part` of box `number`. `array` has its elements as unsigned integers and is valid until the next part."""
 
     number: int
     part: int
@@ -31,7 +30,13 @@ class HostPart(NamedTuple):
 
 
 def host_parts(items: "Iterable[Item]", boxes: Sequence[Box], cuts: Sequence[Sequence[Box]]) -> Iterator[HostPart]:
-    """Yield the parts `cuts[number]` of every item, in order for each device."""
+    """Yield the parts of every item on the host, for each device in the order of the items.
+
+    Args:
+        items: Elements of boxes.
+        boxes: All boxes by number.
+        cuts: Parts of each box.
+    """
     stage: _DeviceStage | None = None
     for number, tensor in items:
         for part, cut in enumerate(cuts[number]):
@@ -46,7 +51,7 @@ def host_parts(items: "Iterable[Item]", boxes: Sequence[Box], cuts: Sequence[Seq
 
 
 def digests_of(slot: AssignedSlot, items: "Iterable[Item]") -> list[int]:
-    """Return the digest of each box, without sending."""
+    """Return the digest of each box of a slot, without sending it."""
     cuts, digests = slot.cuts(PART_BYTES), [0] * len(slot.boxes)
     for number, part, array in host_parts(items, slot.boxes, cuts):
         add_digest(digests, number, digest(array, cuts[number][part], slot.specs[number].shape))
@@ -54,17 +59,18 @@ def digests_of(slot: AssignedSlot, items: "Iterable[Item]") -> list[int]:
 
 
 def add_digest(digests: list[int], number: int, value: int) -> None:
+    """Add the digest of a part to that of box `number`, modulo 2**64, in place."""
     digests[number] = (digests[number] + value) & ((1 << 64) - 1)
 
 
 def within(part: Box, box: Box) -> tuple[slice, ...]:
-    """Return the index of `part`, cut from `box`, in an array of the box's elements."""
+    """Return the index of `part`, a part of `box`, in an array of the box's elements."""
     starts = [(p.start - b.start) // b.step for p, b in zip(part, box, strict=True)]
     return tuple(slice(start, start + p.count) for start, p in zip(starts, part, strict=True))
 
 
 def host_bits(tensor: "torch.Tensor") -> Array:
-    """Return a host tensor's elements as unsigned integers in the same memory."""
+    """Return a host tensor's elements as unsigned integers, in the same memory."""
     import torch
 
     plain = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
@@ -73,7 +79,7 @@ def host_bits(tensor: "torch.Tensor") -> Array:
 
 
 class _DeviceStage:
-    """Two pinned buffers between a GPU and the host."""
+    """Two pinned buffers between a GPU and the host, of which one is filled while the other is read."""
 
     def __init__(self, buffer_bytes: int) -> None:
         self._filling, self._full = _Pinned(buffer_bytes), _Pinned(buffer_bytes)

@@ -18,12 +18,12 @@ CHOICES = ("auto", "grpc", "shared-memory")
 
 
 class TransportSelector:
-    """Transports for one attached model. The one from a GPU is planned once and reused.
+    """Transports for one attached model. The transport from a GPU is planned once and reused.
 
     Args:
-        channel: The daemon's.
+        channel: Channel to the daemon.
         choice: `auto`, `grpc` or `shared-memory`.
-        device: Returns the device of all tensors, None where there are several or none is attached.
+        device: Returns the device of all attached tensors; None if there are several devices or no tensors.
     """
 
     def __init__(self, channel: Channel, choice: str, device: "Callable[[], torch.device | None]") -> None:
@@ -31,7 +31,10 @@ class TransportSelector:
         self._from_gpu: Transport | None = None
 
     def select(self, store: resources_pb2.StoreAccess) -> Transport:
-        """Prefer shared memory. Raises UsageError where only that is allowed and the store is not visible."""
+        """Return the transport to a store: shared memory if possible and permitted, else gRPC.
+
+        Raises UsageError if the choice is `shared-memory` and the store is not visible here.
+        """
         if self._choice != "grpc" and shares_memory(store):
             return self._from_memory()
         if self._choice == "shared-memory":

@@ -1,7 +1,7 @@
 """Transport on the daemon's host: a rank writes its boxes into the version's files.
 
-With huge pages (a tmpfs mounted with `huge=always`), all writes go through a map. With small pages, a fresh map costs a fault per
-page, three times as much as copying the page: contiguous runs are written by system call, and only strided boxes go
+With huge pages (a tmpfs mounted with `huge=always`), all writes go through a map. With small pages, a fresh map costs a fault
+per page, three times as much as copying the page. Contiguous boxes are then written by system call; only strided boxes go
 through a map, whose pages are mapped by one call before.
 """
 
@@ -30,17 +30,21 @@ _SPLIT_BYTES = 1 << 20  # below this, a second thread does not pay off
 
 
 class NonceFile(Protocol):
-    """File in the daemon's store, and its content."""
+    """File in the daemon's store and its content, by which a process on the same host recognises the store."""
 
     @property
-    def nonce_file(self) -> str: ...
+    def nonce_file(self) -> str:
+        """Path of the file; empty if the daemon offers no shared memory."""
+
     @property
-    def nonce(self) -> bytes: ...
+    def nonce(self) -> bytes:
+        """Content of the file."""
 
 
 def shares_memory(store: NonceFile) -> bool:
-    """Return whether this process can read the daemon's store. A nonce in a file shows this also in
-    containers, where host names do not.
+    """Return whether this process can read the daemon's store.
+
+    A nonce in a file works in containers too, where host names do not.
     """
     if not store.nonce_file or not store.nonce:
         return False
@@ -52,7 +56,7 @@ def shares_memory(store: NonceFile) -> bool:
 
 
 class SharedMemory:
-    """Transport through the store's files. `threads` copy large boxes together."""
+    """Transport through the store's files. Large boxes are divided among `threads`."""
 
     name = "shared-memory"
     mapped = True
@@ -61,7 +65,9 @@ class SharedMemory:
         self._threads = threads
 
     def deliver(self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]") -> list[int]:
-        """Deliver as `Transport.deliver`. Raises NotFound if the version's files are gone, as after a restart of the daemon."""
+        """Deliver as `Transport.deliver`. Raises NotFound if the version's files are missing, as
+        after a restart of the daemon.
+        """
         with self._open(version, slot) as opened, ThreadPoolExecutor(self._threads) as pool:
             return self._write(opened, slot, items, pool)
 
@@ -70,7 +76,7 @@ class SharedMemory:
         try:
             files = [file for file in read_layout(folder) if any(t.spec.name in names for t in file.tensors)]
             if missing := names - {placed.spec.name for file in files for placed in file.tensors}:
-                raise FileNotFoundError(f"{len(missing)} tensors are in none of its files")
+                raise FileNotFoundError(f"{len(missing)} tensors are in no file")
             return _WritableFiles(folder, files)
         except FileNotFoundError as error:
             raise NotFound(f"{version.name}: expected its files in {folder}, they are gone: {error}", "VERSION_GONE") from error
@@ -89,19 +95,19 @@ class SharedMemory:
 
 
 class _WritableFiles:
-    """Files of a version, open for writing within the context."""
+    """Files of a version, open for writing while the context is active."""
 
     def __init__(self, folder: Path, files: list[FileLayout]) -> None:
         self._maps = MappedFiles(folder, files, writable=True)
         self._descriptors: list[int] = []
-        self._small: dict[str, tuple[int, int]] = {}  # tensors in files of small pages: descriptor, offset
+        self._small: dict[str, tuple[int, int]] = {}  # tensors in files with small pages: file descriptor, offset
         for file in files:
             self._descriptors.append(os.open(folder / file.path, os.O_WRONLY | os.O_CLOEXEC))
             if small_pages(self._descriptors[-1]):
                 self._small |= {placed.spec.name: (self._descriptors[-1], placed.offset) for placed in file.tensors}
 
     def put(self, spec: TensorSpec, box: Box, source: Array) -> int:
-        """Write the elements of `box` and return their digest."""
+        """Write the elements of `box` and return the box's digest."""
         start = run_start(box, spec)
         if spec.name in self._small and start is not None and source.flags.c_contiguous:
             descriptor, offset = self._small[spec.name]
@@ -123,7 +129,7 @@ class _WritableFiles:
         if error is None:
             self._maps.close()
         else:
-            self._maps.arrays.clear()  # an error's frames may still refer to arrays; the maps end with them
+            self._maps.arrays.clear()  # frames of an error may still reference arrays; the maps end with these
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
@@ -133,7 +139,7 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def _shares(box: Box, threads: int) -> list[tuple[slice, Box]]:
-    """Return equal parts along the first dimension: index in the box, and box."""
+    """Return equal parts of a box along its first dimension, each as (index in the box, box)."""
     first, rest = box[0], box[1:]
     step = max(1, -(-first.count // threads))
     shares = []
@@ -145,6 +151,6 @@ def _shares(box: Box, threads: int) -> list[tuple[slice, Box]]:
 
 
 def copy_threads(most: int = 4) -> int:
-    """Return this rank's share of the available cores. More than four do not copy and digest faster."""
+    """Return this rank's share of the available cores, at most `most`. More than four do not copy and digest faster."""
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return max(1, min(most, len(os.sched_getaffinity(0)) // ranks))

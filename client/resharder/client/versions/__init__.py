@@ -1,1 +1,1 @@
-"""Reading versions: from a folder or from the daemon."""
+"""Access to checkpoints and versions, in a folder or from the daemon."""

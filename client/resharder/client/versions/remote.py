@@ -1,4 +1,4 @@
-"""Boxes of a READY version from the daemon: contents, digests, bytes."""
+"""Manifest, digests and boxes of a READY version, from the daemon."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from resharder.v1 import server_pb2, server_pb2_grpc
 _CHUNK_BYTES = 1 << 20
 _DOWNLOAD = "/resharder.v1.ServerService/DownloadChunks"
 _DIGEST_TIMEOUT = 600.0
-_PATIENCE = 120.0  # seconds without a box until it fails
+_PATIENCE = 120.0  # seconds without a complete box until a download fails
 
 Needs = Mapping[str, tuple[Box, ...]]
 
 
 @dataclass(frozen=True)
 class VersionManifest:
-    """Version as the daemon describes it."""
+    """Version as the daemon describes it: HF tensors with their digests, and the files in `folder` on the daemon's host."""
 
     name: str
     number: int
@@ -40,7 +40,7 @@ class VersionManifest:
 
 
 class Arrived(NamedTuple):
-    """Elements of `box` as unsigned integers; `box` is inside the box at `position` of the requested ones."""
+    """Elements of `box` as unsigned integers. `box` is a part of the box at `position` of the requested ones."""
 
     position: int
     box: Box
@@ -48,6 +48,7 @@ class Arrived(NamedTuple):
 
 
 def get_manifest(channel: Channel, version: str) -> VersionManifest:
+    """Return the manifest of version `models/{model}/versions/{number}`. Raises ResharderError."""
     stub = server_pb2_grpc.ServerServiceStub(channel.grpc)
     answer = channel.call(stub.GetManifest, server_pb2.GetManifestRequest(version=version))
     specs = [spec_from_proto(tensor.spec) for tensor in answer.tensors]
@@ -63,6 +64,7 @@ def get_manifest(channel: Channel, version: str) -> VersionManifest:
 
 
 def boxes_request(manifest: VersionManifest, boxes: Iterable[tuple[str, Box]]) -> server_pb2.BoxesRequest:
+    """Return the request for boxes of HF tensors, given as (tensor's name, box); answers have the same order."""
     boxes = list(boxes)
     names = list(dict.fromkeys(name for name, _ in boxes))
     position = {name: i for i, name in enumerate(names)}
@@ -75,7 +77,9 @@ def boxes_request(manifest: VersionManifest, boxes: Iterable[tuple[str, Box]]) -
 
 
 def expected_digests(channel: Channel, manifest: VersionManifest, needs: Needs) -> dict[tuple[str, Box], int]:
-    """Return the store's digests of all needed boxes; those of whole tensors are in the manifest."""
+    """Return the digests of all needed boxes as the store has them; the manifest has those of whole
+    tensors. Raises ResharderError.
+    """
     expected: dict[tuple[str, Box], int] = {}
     asked = []
     for name, boxes in needs.items():
@@ -92,8 +96,10 @@ def expected_digests(channel: Channel, manifest: VersionManifest, needs: Needs) 
 
 
 def download(channel: Channel, manifest: VersionManifest, boxes: Sequence[tuple[str, Box]]) -> Iterator[Arrived]:
-    """Yield the boxes in parts, in order. After a broken connection, it resumes with the first
-    incomplete box, whose parts are repeated. Raises ResharderError.
+    """Yield the boxes in parts, in order.
+
+    After a broken connection, the download resumes with the first incomplete box, whose parts are repeated. Raises
+    ResharderError.
     """
     done, backoff = 0, Backoff(_PATIENCE)
     while done < len(boxes):
@@ -119,7 +125,7 @@ def _stream(channel: Channel, manifest: VersionManifest, boxes: Sequence[tuple[s
             header, data, _ = unframe(message)
             if header.index != index or header.checksum != xxhash.xxh3_64_intdigest(data):
                 raise CorruptData(
-                    f"{manifest.name}: chunk {index} arrived as {header.index}, or not with the checksum it was sent with"
+                    f"{manifest.name}: expected chunk {index} with a valid checksum, got chunk {header.index} or other bytes"
                 )
             sizes = [box_size(box) * kinds[position].itemsize for position, box in parts]
             if sum(sizes) != len(data):

@@ -27,30 +27,34 @@ Wanted = tuple[str, Box]
 
 
 class WeightSource(Protocol):
-    """Whole checkpoint from which boxes are read."""
+    """Whole checkpoint from which boxes of HF tensors are read."""
 
     name: str
     specs: Mapping[str, TensorSpec]
 
     def parts(self, wanted: Sequence[Wanted]) -> Iterator[Arrived]:
-        """Yield the boxes, whole or in parts, some possibly twice. An array is valid until the next one."""
+        """Yield the boxes, whole or in parts; a part may be repeated. An array is valid until the next one."""
         ...
 
     def digests(self, wanted: Sequence[Wanted]) -> dict[Wanted, int]:
-        """Return the digests of the boxes."""
+        """Return the digests of the boxes as the source has them."""
         ...
 
 
 @contextmanager
 def open_source(source: str | Path, *, shared: bool = True) -> Iterator[WeightSource]:
-    """Open a source.
+    """Open a source while the block runs.
 
-    If torch.distributed has several ranks, `latest` is rank 0's newest version: one broadcast.
+    `latest` is the newest READY version. If torch.distributed has several ranks, rank 0 decides, by one broadcast.
 
     Args:
+        source: Folder, or `resharder://` URL of a version.
         shared: Map a version's files if this process can read the daemon's store.
 
-    Raises UsageError, NotFound, DaemonUnreachable.
+    Raises:
+        UsageError: The folder or the URL is invalid.
+        NotFound: There is no such version.
+        DaemonUnreachable: The daemon cannot be reached.
     """
     with ExitStack() as stack:
         if not str(source).startswith(SCHEME):
@@ -72,7 +76,7 @@ def open_source(source: str | Path, *, shared: bool = True) -> Iterator[WeightSo
 
 
 class _FolderSource:
-    """Mapped safetensors files: only pages that are read are touched."""
+    """Mapped safetensors files. Only pages of requested boxes are read."""
 
     def __init__(self, name: str, files: MappedFiles) -> None:
         self.name, self._files = name, files
@@ -88,7 +92,7 @@ class _FolderSource:
 
 
 class _Version:
-    """Version of a daemon on another host, or one whose files this process may not read."""
+    """Version of a daemon on another host, or one whose files this process cannot read."""
 
     def __init__(self, channel: Channel, manifest: VersionManifest) -> None:
         self.name = manifest.name
@@ -106,7 +110,7 @@ class _Version:
 
 
 class _SharedVersion(_Version):
-    """Version whose files are mapped; the store retains them while they are mapped."""
+    """Version whose files are mapped. The store retains them while they are mapped."""
 
     def __init__(self, channel: Channel, manifest: VersionManifest, files: MappedFiles) -> None:
         super().__init__(channel, manifest)
@@ -123,13 +127,13 @@ def _mapped(stack: ExitStack, folder: Path, files: Sequence[FileLayout] = ()) ->
         mapped = MappedFiles(folder, files or read_checkpoint_layout(folder))
     except ValueError as error:
         raise UsageError(str(error)) from error
-    # Not closed on errors, whose frames may still refer to arrays. The maps end with the last reference.
+    # Not closed: frames of an error may still reference arrays. The maps end with the last reference.
     stack.callback(mapped.arrays.clear)
     return mapped
 
 
 def _agreed(operator: Operator, model: str, number: str) -> int:
-    """Return the version that all ranks use."""
+    """Return the number of the version that all ranks use."""
     if number != "latest":
         return int(number)
     found, problem = 0, None
@@ -143,5 +147,5 @@ def _agreed(operator: Operator, model: str, number: str) -> int:
         dist.broadcast(shared, src=0)
         found = int(shared)
     if not found:
-        raise problem or NotFound(f"rank 0 found no READY version of model {model!r}")
+        raise problem or NotFound(f"expected a READY version of model {model!r}, rank 0 found none")
     return found

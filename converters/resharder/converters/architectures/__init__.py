@@ -1,4 +1,6 @@
-"""Tables of model families: the meaning of each weight, without sharding, and how megatron-core builds the family."""
+"""Model families: a table of the meaning of each weight, without sharding, and a recipe to build
+the model with megatron-core.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -36,9 +38,18 @@ from resharder.converters.errors import UnsupportedModel
 
 @dataclass(frozen=True)
 class Architecture:
-    """Model family. `name` is that in `architectures` of config.json. `proof` is `logits` if
-    Megatron's forward pass is compared with that of transformers on the exported checkpoint, else
-    `layout` with the reason.
+    """Model family.
+
+    `table` and `recipe` raise UnsupportedModel for a config that lacks a size, or whose options add weights that no table
+    describes.
+
+    Attributes:
+        model_type: `model_type` in config.json.
+        name: Name in `architectures` of config.json.
+        table: Function from the config to the meaning of each Megatron tensor.
+        recipe: Function from the config to the arguments with which megatron-core builds the model.
+        proof: `logits` if Megatron's forward pass is compared with that of transformers on the exported checkpoint, else
+            `layout` with the reason.
     """
 
     model_type: str
@@ -79,7 +90,10 @@ NOT_BUILT: dict[str, str] = {}
 
 
 def architecture_of(config: HFConfig) -> Architecture:
-    """Return the family of a config.json. Raises UnsupportedModel without a table, or for a quantised checkpoint."""
+    """Return the family of a config.json.
+
+    Raises UnsupportedModel for a family without a table, a multimodal model, and a quantised checkpoint.
+    """
     model_type, names = config.get("model_type"), config.get("architectures") or ()
     if "text_config" in config:
         inner = (config["text_config"] or {}).get("model_type")
@@ -98,8 +112,9 @@ def architecture_of(config: HFConfig) -> Architecture:
 
 
 def table_of(config: HFConfig) -> tuple[Table, Mapping[str, tuple[int, ...]]]:
-    """Return the table of a config.json, with name and shape of every HF tensor in it; cached, for all
-    ranks of a world in one process. Raises as `architecture_of` does.
+    """Return the table of a config.json, and the shape of every HF tensor in it by name.
+
+    Results are cached, for processes that compute the layouts of many ranks. Raises as `architecture_of` does.
     """
     return _table_of(architecture_of(config), json.dumps(dict(config), sort_keys=True, default=str))
 

@@ -1,4 +1,4 @@
-"""Values of config.json that determine how Megatron's tensors are cut, and their comparison with a model's.
+"""Comparison of a trainer's model with config.json, for the values that determine how Megatron's tensors are divided.
 
 Shapes do not suffice: 8 heads of 16 channels and 4 heads of 32 have the same shape and different rows for each head.
 """
@@ -44,11 +44,11 @@ NOT_OF_LATENT_ATTENTION = frozenset({"num_query_groups", "kv_channels"})
 """Attributes that do not affect Megatron's latent attention."""
 
 PADDING = 128
-"""Megatron's default of `make_vocab_size_divisible_by`; the units in use divide it."""
+"""Megatron's default of `make_vocab_size_divisible_by`. Padding is to a multiple of a divisor of it."""
 
 
 def compared(recipe: Recipe) -> dict[str, tuple[str, object]]:
-    """Return for each attribute the name in config.json and the value that follows from it."""
+    """Return, for each attribute of Megatron's config or model, its name in config.json and the expected value."""
     given = recipe.transformer | recipe.model
     skipped = NOT_OF_LATENT_ATTENTION if given.get("multi_latent_attention") else frozenset[str]()
     fields = {key: (name, given[key]) for key, name in FIELDS.items() if key in given and key not in skipped}
@@ -56,7 +56,12 @@ def compared(recipe: Recipe) -> dict[str, tuple[str, object]]:
 
 
 def disagreements(recipe: Recipe, built: Mapping[str, object]) -> list[str]:
-    """Return the values of the config that differ from a model's; absent attributes are not compared."""
+    """Return a sentence for each value of a model that differs from the config's.
+
+    Args:
+        recipe: Recipe of the config.
+        built: Attributes of the trainer's model and of its config; absent ones are not compared.
+    """
     return [
         f"{name} is {expected!r} in the config, the model has {key}={built[key]!r}"
         for key, (name, expected) in compared(recipe).items()
@@ -65,7 +70,9 @@ def disagreements(recipe: Recipe, built: Mapping[str, object]) -> list[str]:
 
 
 def is_padding(rows: int, vocabulary: int, ranks: int) -> bool:
-    """Return whether `rows` of a vocabulary are its own rows plus Megatron's padding, to a multiple of
-    a unit times `ranks`, where the unit divides PADDING. Further rows have a meaning.
+    """Return whether the rows beyond a vocabulary are Megatron's padding alone.
+
+    Megatron pads to a multiple of a unit times the number of tensor-parallel ranks, where the unit divides PADDING. More rows
+    than that belong to the model.
     """
     return 0 <= rows - vocabulary < gcd(rows, PADDING * ranks)

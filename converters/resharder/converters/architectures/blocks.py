@@ -1,4 +1,6 @@
-"""Parts that decoder families share. Names inside a layer are relative to it, on both sides."""
+"""Building blocks of tables that decoder families share. Names inside a layer are relative to the
+layer, in Megatron and in HF.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,21 +10,22 @@ from resharder.converters.errors import UnsupportedModel
 
 Layer = dict[str, tuple[Weight, ...]]
 
-# Megatron's local spec has separate norms and stores them under the names of TransformerEngine's fused modules;
-# where a module is not fused (before experts), TransformerEngine has other names.
+# Norms before attention and MLP have two names. Megatron's local spec has separate norms, but stores them under the names of
+# TransformerEngine's fused modules; TransformerEngine has other names for norms that are not fused, such as those before experts.
 BEFORE_ATTENTION = ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
 BEFORE_MLP = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 
-# megatron-core 0.16.1 has none after them. Megatron-Bridge makes them parts of the linears; Megatron-LM after 0.16, and slime's,
-# parts of the layer.
+# megatron-core 0.16.1 has no norms after attention and MLP. In Megatron-Bridge they are parts of the linears; in Megatron-LM
+# after 0.16 and in slime's fork, parts of the layer.
 AFTER_ATTENTION = ("self_attention.linear_proj.post_layernorm.weight", "post_self_attn_layernorm.weight")
 AFTER_MLP = ("mlp.linear_fc2.post_layernorm.weight", "post_mlp_layernorm.weight")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes that config.json of nearly every family has. `gain` is the stored value of a norm with a
-    gain of one: 1, or 0 if HF adds the one.
+    """Sizes in config.json that nearly every family has.
+
+    `groups` is the number of key-value heads. `gain` is the stored value of a norm whose gain is one: 1, or 0 if HF adds one.
     """
 
     hidden: int
@@ -36,6 +39,9 @@ class Sizes:
 
     @classmethod
     def of(cls, config: HFConfig, *, gain: float = 1.0) -> "Sizes":
+        """Read the sizes from a config.json. Raises UnsupportedModel if one is missing or the heads
+        do not divide into groups.
+        """
         hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
         sizes = cls(
             hidden,
@@ -53,7 +59,9 @@ class Sizes:
 
 
 def integer(config: HFConfig, *keys: str, default: int | None = None) -> int:
-    """Return a positive integer from the first of `keys` in the config. Raises UnsupportedModel for other values."""
+    """Return a positive integer of the config: that of the first of `keys` which is set. Raises
+    UnsupportedModel for other values.
+    """
     value = next((config[key] for key in keys if config.get(key) is not None), default)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise UnsupportedModel(f"config: {' or '.join(keys)} should be a positive integer, is {value!r}")
@@ -61,7 +69,7 @@ def integer(config: HFConfig, *keys: str, default: int | None = None) -> int:
 
 
 def refuse(config: HFConfig, *flags: str) -> None:
-    """Raise UnsupportedModel if one of the options is on: its tensors are in no table."""
+    """Raise UnsupportedModel if one of the options is on: no table has their tensors."""
     for flag in flags:
         if config.get(flag):
             raise UnsupportedModel(f"config: {flag}={config[flag]!r} has weights that no table describes yet")
@@ -73,18 +81,21 @@ def whole(tensor: str, *shape: int, padded: bool = False) -> Weight:
 
 
 def norm(tensor: str, size: Sizes, channels: int | None = None) -> Weight:
-    """Return the gain of a norm over `channels`, by default the hidden ones."""
+    """Return the gain of a norm over `channels`, by default the hidden size."""
     return replace(whole(tensor, channels or size.hidden), gain=size.gain)
 
 
 def joined(tensors: tuple[str, ...], rows: int, *rest: int) -> Weight:
-    """Return a weight of HF tensors of `rows` rows each, one after the other."""
+    """Return a weight that concatenates HF tensors of `rows` rows each. `rest` has the dimensions after the first."""
     runs = tuple(Rows(i * rows, rows, tensor) for i, tensor in enumerate(tensors))
     return Weight((len(tensors) * rows, *rest), runs)
 
 
 def qkv(size: Sizes, suffix: str, *rest: int) -> Weight:
-    """Return per key-value head its query heads, its key, its value."""
+    """Return Megatron's fused projection: for each key-value head its query heads, its key and its value.
+
+    `suffix` is `weight` or `bias`; `rest` has the dimensions after the first.
+    """
     d, queries = size.head_dim, size.heads // size.groups * size.head_dim
     runs: list[Rows] = []
     for group in range(size.groups):
@@ -96,7 +107,7 @@ def qkv(size: Sizes, suffix: str, *rest: int) -> Weight:
 
 
 def attention(size: Sizes, *, qkv_bias: bool = False, head_norms: bool = False) -> Layer:
-    """Return grouped-query attention and the norm before it."""
+    """Return grouped-query attention and the norm before it. `head_norms` adds norms of each query head and key head."""
     layer: Layer = dict.fromkeys(BEFORE_ATTENTION, (norm("input_layernorm.weight", size),))
     layer["self_attention.linear_qkv.weight"] = (qkv(size, "weight", size.hidden),)
     layer["self_attention.linear_proj.weight"] = (whole("self_attn.o_proj.weight", size.hidden, size.heads * size.head_dim),)
@@ -143,7 +154,15 @@ def dense_mlp(size: Sizes, ffn: int, before: str = "post_attention_layernorm") -
 
 
 def expert_mlp(size: Sizes, ffn: int, experts: int, prefix: str = "mlp", names: tuple[str, str, str] = PROJECTIONS) -> Layer:
-    """Return routed gated MLPs, a tensor per expert in HF, and the norm before them."""
+    """Return routed gated MLPs, the router and the norm before them. HF stores one tensor per expert and projection.
+
+    Args:
+        size: Sizes of the model.
+        ffn: Width of an expert.
+        experts: Number of experts.
+        prefix: HF's name of the module in the layer.
+        names: HF's names of the gate, up and down projections.
+    """
     ups, downs = zip(*(gated(f"{prefix}.experts.{e}", size.hidden, ffn, names) for e in range(experts)), strict=True)
     return before_mlp(size) | {
         "mlp.router.weight": (whole(f"{prefix}.gate.weight", experts, size.hidden),),
@@ -153,19 +172,22 @@ def expert_mlp(size: Sizes, ffn: int, experts: int, prefix: str = "mlp", names: 
 
 
 def shared_expert(name: str, hidden: int, ffn: int, gate: str | None = None) -> Layer:
-    """Return the gated MLP of every token beside the routed ones, under `name` in HF; `gate` weights it."""
+    """Return the gated MLP that all tokens pass beside the routed experts.
+
+    `name` is HF's name of it, `gate` that of the linear that weights its output, if there is one.
+    """
     up, down = gated(name, hidden, ffn)
     layer: Layer = {"mlp.shared_experts.linear_fc1.weight": (up,), "mlp.shared_experts.linear_fc2.weight": (down,)}
     return layer | ({"mlp.shared_experts.gate_weight": (whole(f"{gate}.weight", 1, hidden),)} if gate else {})
 
 
 def placed(layer: Layer, key: str, prefix: str) -> Layer:
-    """Return the same table under a Megatron prefix and an HF prefix."""
+    """Return the same weights, with their Megatron keys under `key` and their HF names under `prefix`."""
     return {key + inner: tuple(weight.under(prefix) for weight in weights) for inner, weights in layer.items()}
 
 
 def decoder(size: Sizes, layer: Callable[[int], Layer]) -> Table:
-    """Return embeddings, the layers 0, 1, … and the head."""
+    """Return the table of embeddings, the layers `layer(0)`, `layer(1)`, …, the final norm and, unless tied, the head."""
     table: Layer = {
         "embedding.word_embeddings.weight": (whole("model.embed_tokens.weight", size.vocab, size.hidden, padded=True),),
         "decoder.final_layernorm.weight": (norm("model.norm.weight", size),),

@@ -8,20 +8,22 @@ from resharder.converters.architectures.table import HFConfig as HFConfig
 
 
 class PretrainedConfig(Protocol):
-    """Protocol of transformers' class of that name."""
+    """Interface of transformers' class of that name."""
 
-    def to_dict(self) -> dict[str, object]: ...
+    def to_dict(self) -> dict[str, object]:
+        """Return the content of config.json."""
 
 
 def config_dict(config: HFConfig | PretrainedConfig) -> HFConfig:
-    """Return the content of config.json, from either form."""
+    """Return the content of config.json as a mapping, from either form."""
     return config if isinstance(config, Mapping) else config.to_dict()
 
 
 def expected_shapes(config: HFConfig | PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Return the spec of every tensor of the checkpoint by name; tied embeddings have no `lm_head.weight`, experts a tensor each.
+    """Return the shape of every tensor of the checkpoint by name.
 
-    Raises UnsupportedModel for a family without a table.
+    Tied embeddings have no `lm_head.weight`; each expert has tensors of its own, unless the family stacks them on disk. Raises
+    UnsupportedModel for a family without a table.
     """
     _, shapes = table_of(config_dict(config))
     return dict(shapes)

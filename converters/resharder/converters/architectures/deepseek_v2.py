@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V2-Lite: keys, values and (but for Lite) queries made from low ranks; experts, some of them shared."""
+"""DeepSeek-V2 and V2-Lite: attention with low-rank keys, values and, except in Lite, queries; routed and shared experts."""
 
 from typing import Any
 
@@ -19,6 +19,7 @@ from resharder.converters.architectures.table import HFConfig, Table
 
 
 def table(config: HFConfig) -> Table:
+    """Return latent attention in every layer, a dense MLP in the first layers, and routed and shared experts in the others."""
     refuse(config, "attention_bias", "mlp_bias")
     size, sparse = Sizes.of(config), sparse_layers(config)
     dense_layer = latent_attention(size, config) | dense_mlp(size, integer(config, "intermediate_size"))
@@ -27,13 +28,17 @@ def table(config: HFConfig) -> Table:
 
 
 def recipe(config: HFConfig) -> Recipe:
+    """Return the recipe with softmax scores before the choice of experts, and groups of experts for `group_limited_greedy`."""
     groups = router_groups(config) if config.get("topk_method") == "group_limited_greedy" else {}
     return latent_recipe(config, moe_router_pre_softmax=True, **groups)
 
 
 def latent_attention(size: Sizes, config: HFConfig) -> Layer:
-    """Multi-head latent attention and the norm before it. The norms of the latents are Megatron's own modules in its local spec
-    and parts of the linears after them in TransformerEngine's."""
+    """Return multi-head latent attention and the norm before it.
+
+    The norms of the latents are modules of their own in Megatron's local spec, and parts of the linears after them in
+    TransformerEngine's, so both names are in the table.
+    """
     latent, rotary = integer(config, "kv_lora_rank"), integer(config, "qk_rope_head_dim")
     query, value = integer(config, "qk_nope_head_dim"), integer(config, "v_head_dim")
     queries = size.heads * (query + rotary)
@@ -59,7 +64,7 @@ def latent_attention(size: Sizes, config: HFConfig) -> Layer:
 
 
 def mixture(size: Sizes, config: HFConfig) -> Layer:
-    """Routed experts and, fused into one MLP, the shared ones, with the norm before them."""
+    """Return routed experts, the norm before them, and the shared experts, which are one wider MLP."""
     ffn, shared = integer(config, "moe_intermediate_size"), integer(config, "n_shared_experts")
     return expert_mlp(size, ffn, integer(config, "n_routed_experts")) | shared_expert(
         "mlp.shared_experts", size.hidden, shared * ffn
@@ -67,11 +72,14 @@ def mixture(size: Sizes, config: HFConfig) -> Layer:
 
 
 def sparse_layers(config: HFConfig) -> list[bool]:
-    """Which layers have experts: all after the first few."""
+    """Return whether each layer has experts: all but the first `first_k_dense_replace`."""
     return [n >= config.get("first_k_dense_replace", 0) for n in range(integer(config, "num_hidden_layers"))]
 
 
 def latent_recipe(config: HFConfig, **transformer: Any) -> Recipe:
+    """Return the recipe of a decoder with latent attention and experts; `transformer` has further
+    arguments of MLATransformerConfig.
+    """
     arguments = {
         "multi_latent_attention": True,
         "q_lora_rank": config.get("q_lora_rank"),
@@ -86,7 +94,7 @@ def latent_recipe(config: HFConfig, **transformer: Any) -> Recipe:
 
 
 def mixture_recipe(config: HFConfig, **transformer: Any) -> dict[str, Any]:
-    """TransformerConfig's arguments of routed and shared experts."""
+    """Return TransformerConfig's arguments for routed and shared experts; `transformer` has further ones."""
     ffn, experts = integer(config, "moe_intermediate_size"), integer(config, "n_routed_experts")
     shared = {
         "moe_shared_expert_intermediate_size": integer(config, "n_shared_experts") * ffn,
@@ -96,15 +104,17 @@ def mixture_recipe(config: HFConfig, **transformer: Any) -> dict[str, Any]:
 
 
 def router_groups(config: HFConfig) -> dict[str, Any]:
-    """TransformerConfig's arguments of a router that chooses groups of experts first."""
+    """Return TransformerConfig's arguments for a router that chooses groups of experts first; none if there is one group."""
     if (config.get("n_group") or 1) == 1:
         return {}
     return {"moe_router_num_groups": integer(config, "n_group"), "moe_router_group_topk": integer(config, "topk_group")}
 
 
 def rotary(config: HFConfig) -> dict[str, Any]:
-    """MLATransformerConfig's arguments of rotary embeddings, from transformers 5's `rope_parameters` or from the
-    `rope_scaling` and `rope_theta` of before."""
+    """Return MLATransformerConfig's arguments for rotary embeddings.
+
+    Reads `rope_parameters`, or the `rope_scaling` and `rope_theta` of transformers before version 5.
+    """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     base = {"rotary_base": rope.get("rope_theta") or config.get("rope_theta") or 10000.0}
     if (rope.get("rope_type") or rope.get("type")) != "yarn":

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and Kimi-K2: DeepSeek-V2 with a bias that balances the experts' load, and layers that predict further tokens."""
+"""DeepSeek-V3 and Kimi-K2: DeepSeek-V2 with a bias that balances the load of experts, and layers that predict further tokens."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from resharder.converters.architectures.table import HFConfig, Table
 
 
 def table(config: HFConfig) -> Table:
+    """Return DeepSeek-V2's layers, with `expert_bias` in those with experts, and the MTP layers."""
     refuse(config, "attention_bias", "mlp_bias")
     size, sparse = Sizes.of(config), sparse_layers(config)
     dense_layer = latent_attention(size, config) | dense_mlp(size, integer(config, "intermediate_size"))
@@ -19,16 +20,17 @@ def table(config: HFConfig) -> Table:
 
 
 def recipe(config: HFConfig) -> Recipe:
+    """Return DeepSeek-V2's recipe with the router of `balanced_router`, and the number of MTP layers."""
     return latent_recipe(config, **balanced_router(config), mtp_num_layers=further_tokens(config) or None)
 
 
 def balanced_mixture(size: Sizes, config: HFConfig) -> Layer:
-    """Experts with a bias, in float32 on both sides, that only counts when experts are chosen."""
+    """Return experts with the bias by which they are chosen, float32 in Megatron and in HF. It does not weight their outputs."""
     bias = whole("mlp.gate.e_score_correction_bias", integer(config, "n_routed_experts"))
     return mixture(size, config) | {"mlp.router.expert_bias": (bias,)}
 
 
 def balanced_router(config: HFConfig) -> dict[str, Any]:
-    """TransformerConfig's arguments of that bias and its router."""
+    """Return TransformerConfig's arguments for sigmoid scores in float32, that bias, and groups of experts."""
     scores = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32"}
     return scores | router_groups(config)

@@ -1,7 +1,7 @@
-"""Decoders that mix gated delta nets (linear attention) with gated attention: Qwen3-Next and Qwen3.5.
+"""Decoders with layers of gated delta nets (linear attention) and of gated attention: Qwen3-Next and Qwen3.5.
 
-Their norms store a gain of one as zero, but that of the delta net as one. megatron-core builds them with TransformerEngine's
-layers and flash-linear-attention only; `sharded_state_dict` names the sections of fused tensors.
+Norms store a gain of one as zero, except that of the delta net, which stores one. megatron-core builds these models with
+TransformerEngine's layers and flash-linear-attention only; `sharded_state_dict` names the sections of fused tensors.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from resharder.converters.errors import UnsupportedModel
 
 @dataclass(frozen=True)
 class DeltaSizes:
-    """Sizes of a gated delta net."""
+    """Sizes of a gated delta net: numbers of key and value heads, channels of each, and the width of the convolution."""
 
     hidden: int
     keys: int
@@ -28,6 +28,9 @@ class DeltaSizes:
 
     @classmethod
     def of(cls, config: HFConfig) -> "DeltaSizes":
+        """Read the sizes from a config.json. Raises UnsupportedModel if one is missing or value
+        heads do not divide into key heads.
+        """
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
         sizes = cls(integer(config, "hidden_size"), *(integer(config, f"linear_{name}") for name in names))
         if sizes.values % sizes.keys:
@@ -36,14 +39,17 @@ class DeltaSizes:
 
     @property
     def sections(self) -> dict[str, int]:
-        """Rows of each section of Megatron's input projection, in its order."""
+        """Number of rows of each section of Megatron's input projection, in its order."""
         key, value = self.keys * self.key_dim, self.values * self.value_dim
         return {"query": key, "key": key, "value": value, "z": value, "beta": self.values, "alpha": self.values}
 
 
 def gated_attention(size: Sizes) -> Layer:
-    """Attention with a gate per channel. Megatron: per key-value head its queries, their gates, key, value; HF's q_proj: per
-    query head the query, then its gate."""
+    """Return attention with a gate for each channel.
+
+    Megatron's `linear_qkv` has, for each key-value head, its queries, their gates, its key and its value. HF's `q_proj` has, for
+    each query head, the query and then its gate.
+    """
     d, queries = size.head_dim, size.heads // size.groups
     runs: list[Rows] = []
     for group in range(size.groups):
@@ -58,7 +64,7 @@ def gated_attention(size: Sizes) -> Layer:
 
 
 def delta_net(size: Sizes, delta: DeltaSizes, projections: Layer) -> Layer:
-    """The gated delta net but for its input projections, which families store differently, and the norm before it."""
+    """Return a gated delta net with the given input projections, which differ between families, and the norm before it."""
     inner, channels = delta.values * delta.value_dim, ("query", "key", "value")
     norms = {
         "in_proj.layer_norm_weight": (norm("input_layernorm.weight", size),),
@@ -71,7 +77,7 @@ def delta_net(size: Sizes, delta: DeltaSizes, projections: Layer) -> Layer:
 
 
 def flat(tensor: str, sections: dict[str, int], *rest: int) -> Layer:
-    """Sections of an HF tensor, one after the other."""
+    """Return the sections of an HF tensor that stores them one after the other; `sections` has the rows of each."""
     layer: Layer = {}
     first = 0
     for name, rows in sections.items():
@@ -81,7 +87,7 @@ def flat(tensor: str, sections: dict[str, int], *rest: int) -> Layer:
 
 
 def interleaved(tensor: str, sections: dict[str, int], heads: int, *rest: int) -> Layer:
-    """Sections of an HF tensor that has, for each head in turn, the head's part of every section."""
+    """Return the sections of an HF tensor that stores, for each head in turn, the head's rows of every section."""
     layer: Layer = {}
     first, block = 0, sum(sections.values()) // heads
     for name, rows in sections.items():
@@ -93,18 +99,24 @@ def interleaved(tensor: str, sections: dict[str, int], heads: int, *rest: int) -
 
 
 def linear_layers(config: HFConfig) -> list[bool]:
-    """Which layers are gated delta nets; the others are attention."""
+    """Return whether each layer is a gated delta net rather than attention.
+
+    Raises UnsupportedModel if `layer_types` has another length than the model.
+    """
     layers, every = integer(config, "num_hidden_layers"), integer(config, "full_attention_interval", default=4)
     kinds: Iterable[str] = config.get("layer_types") or ()
     known = [kind == "linear_attention" for kind in kinds] or [bool((n + 1) % every) for n in range(layers)]
     if len(known) != layers:
-        raise UnsupportedModel(f"config: layer_types should be {layers}, one for each layer, are {len(known)}")
+        raise UnsupportedModel(f"config: expected {layers} layer_types, one for each layer, got {len(known)}")
     return known
 
 
 def shared_prediction(size: Sizes, layer: Layer, count: int) -> Layer:
-    """The MTP layer, `mtp.*` in HF, around a decoder layer; nothing for `count` 0. The names are those of the published
-    checkpoints, as vLLM loads them (model_executor/models/qwen3_next_mtp.py); transformers drops them when it saves."""
+    """Return the MTP layer, `mtp.*` in HF, around a decoder layer; nothing for `count` 0.
+
+    The names are those of the published checkpoints, as vLLM loads them (model_executor/models/qwen3_next_mtp.py); transformers
+    drops these tensors when it saves. Raises UnsupportedModel for more than one.
+    """
     if count > 1:
         raise UnsupportedModel(f"config: {count} layers that predict further tokens: one mtp.fc for several has no table")
     if not count:
@@ -115,7 +127,7 @@ def shared_prediction(size: Sizes, layer: Layer, count: int) -> Layer:
 
 
 def hybrid_recipe(config: HFConfig, **transformer: Any) -> Recipe:
-    """Both kinds of layers, with norms around zero and rotary embeddings of a part of each head."""
+    """Return the recipe of both kinds of layers, with gains stored around zero and a part of each head rotated."""
     delta, rope = DeltaSizes.of(config), config.get("rope_parameters") or {}
     recipe = decoder_recipe(
         config,

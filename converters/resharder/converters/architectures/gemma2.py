@@ -1,4 +1,6 @@
-"""Gemma 2: norms before and after attention and MLP, gains stored around zero, capped scores and logits, windows in turn."""
+"""Gemma 2: norms before and after attention and MLP, gains stored around zero, capped scores and
+logits, windows in every other layer.
+"""
 
 import math
 from dataclasses import replace
@@ -10,19 +12,21 @@ from resharder.converters.architectures.table import HFConfig, Table
 
 
 def table(config: HFConfig) -> Table:
+    """Return attention and `sandwiched_mlp` in every layer, with gains stored around zero."""
     size = Sizes.of(completed(config), gain=0.0)
     layer = attention(size) | sandwiched_mlp(config, size)
     return decoder(size, lambda n: layer)
 
 
 def sandwiched_mlp(config: HFConfig, size: Sizes) -> Layer:
+    """Return a gated MLP, the norms before and after it, and the norm after attention."""
     refuse(config, "attention_bias")
     after = post_norms(size, "post_attention_layernorm", "post_feedforward_layernorm")
     return after | dense_mlp(size, integer(config, "intermediate_size"), before="pre_feedforward_layernorm")
 
 
 def recipe(config: HFConfig, period: int = 2, **transformer: Any) -> Recipe:
-    """Every `period`-th layer sees all tokens, the others a window."""
+    """Return the recipe. Every `period`-th layer attends to all tokens, the others to a window."""
     config = completed(config, period)
     built = decoder_recipe(
         config,
@@ -41,7 +45,7 @@ def recipe(config: HFConfig, period: int = 2, **transformer: Any) -> Recipe:
 
 
 def completed(config: HFConfig, period: int = 2) -> dict[str, Any]:
-    """With what published configs leave to transformers."""
+    """Return the config with the values that published files leave to transformers' defaults."""
     layers = range(1, integer(config, "num_hidden_layers") + 1)
     kinds = ["sliding_attention" if n % period else "full_attention" for n in layers]
     given = {key: value for key, value in config.items() if value is not None}

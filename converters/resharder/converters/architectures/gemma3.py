@@ -1,4 +1,4 @@
-"""Gemma 3, the text model: Gemma 2 with norms of query and key heads, and another rotation under a window."""
+"""Gemma 3, the text model: Gemma 2 with norms of query and key heads, and another rotary base in layers with a window."""
 
 from dataclasses import replace
 
@@ -9,12 +9,14 @@ from resharder.converters.architectures.table import HFConfig, Table
 
 
 def table(config: HFConfig) -> Table:
+    """Return Gemma 2's layers with norms of query and key heads."""
     size = Sizes.of(gemma2.completed(config), gain=0.0)
     layer = attention(size, head_norms=True) | gemma2.sandwiched_mlp(config, size)
     return decoder(size, lambda n: layer)
 
 
 def recipe(config: HFConfig) -> Recipe:
+    """Return Gemma 2's recipe with `qk_layernorm`, and the rotary bases of layers with and without a window."""
     built = gemma2.recipe(config, integer(config, "sliding_window_pattern", default=6), qk_layernorm=True)
     rope = config.get("rope_parameters") or {}
     everywhere, local = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}

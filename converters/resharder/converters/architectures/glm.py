@@ -1,4 +1,4 @@
-"""GLM-4-9B: half of a head is rotated, in pairs of neighbours; gate and up are one tensor in HF."""
+"""GLM-4-9B: half of each head is rotated, in pairs of neighbouring channels; HF has gate and up projections in one tensor."""
 
 from resharder.converters.architectures.blocks import Layer, Sizes, attention, before_mlp, decoder, integer, refuse, whole
 from resharder.converters.architectures.recipe import Recipe, decoder_recipe, partial_rotary
@@ -6,12 +6,14 @@ from resharder.converters.architectures.table import HFConfig, Table
 
 
 def table(config: HFConfig) -> Table:
+    """Return `fused_layer` in every layer."""
     size = Sizes.of(config)
     layer = fused_layer(config, size)
     return decoder(size, lambda n: layer)
 
 
 def fused_layer(config: HFConfig, size: Sizes) -> Layer:
+    """Return attention, with biases by default, and a gated MLP that HF stores as Megatron does: gate and up fused."""
     refuse(config, "mlp_bias")
     ffn, biased = integer(config, "intermediate_size"), bool(config.get("attention_bias", True))
     return (
@@ -25,5 +27,6 @@ def fused_layer(config: HFConfig, size: Sizes) -> Layer:
 
 
 def recipe(config: HFConfig) -> Recipe:
+    """Return the recipe with interleaved rotary embeddings of half of each head."""
     biased = bool(config.get("attention_bias", True))
     return decoder_recipe(config, add_qkv_bias=biased, rotary_interleaved=True).but(partial_rotary(config, 0.5))

@@ -1,4 +1,4 @@
-"""GLM-4.5: grouped-query attention, experts as DeepSeek-V3 has them, and a layer that predicts a further token."""
+"""GLM-4.5: grouped-query attention, DeepSeek-V3's experts, and a layer that predicts a further token."""
 
 from resharder.converters.architectures.blocks import Sizes, attention, decoder, dense_mlp, integer
 from resharder.converters.architectures.deepseek_v2 import mixture_recipe, sparse_layers
@@ -9,6 +9,9 @@ from resharder.converters.architectures.table import HFConfig, Table
 
 
 def table(config: HFConfig) -> Table:
+    """Return grouped-query attention, a dense MLP in the first layers, DeepSeek-V3's experts in the
+    others, and the MTP layers.
+    """
     size, sparse = Sizes.of(config), sparse_layers(config)
     attend = attention(size, qkv_bias=bool(config.get("attention_bias")), head_norms=bool(config.get("use_qk_norm")))
     dense_layer = attend | dense_mlp(size, integer(config, "intermediate_size"))
@@ -18,6 +21,7 @@ def table(config: HFConfig) -> Table:
 
 
 def recipe(config: HFConfig) -> Recipe:
+    """Return a decoder's recipe with DeepSeek-V3's router, partly rotated heads, and the number of MTP layers."""
     rope = config.get("rope_parameters") or {}
     part = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 0.5
     bias, norms = bool(config.get("attention_bias")), bool(config.get("use_qk_norm"))

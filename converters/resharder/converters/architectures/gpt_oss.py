@@ -1,6 +1,6 @@
-"""GPT-OSS: sinks in every attention, biases everywhere, and experts that HF stacks, transposes and, in gate and up, interleaves.
+"""GPT-OSS: attention with sinks, biases in all linears, and experts that HF stacks, transposes and, for gate and up, interleaves.
 
-The published checkpoints are quantised (MXFP4) and refused as such; the table is that of the bf16 form that trainers work on.
+Published checkpoints are quantised (MXFP4) and therefore refused. The table is that of the bf16 form, which trainers use.
 """
 
 from dataclasses import replace
@@ -12,6 +12,7 @@ from resharder.converters.errors import UnsupportedModel
 
 
 def table(config: HFConfig) -> Table:
+    """Return attention with sinks and stacked experts in every layer. Raises UnsupportedModel for attention without biases."""
     if not config.get("attention_bias", True):
         raise UnsupportedModel("config: attention_bias=False: Megatron adds biases to experts and attention, or to neither")
     size = Sizes.of(config)
@@ -20,6 +21,7 @@ def table(config: HFConfig) -> Table:
 
 
 def sink_attention(size: Sizes) -> Layer:
+    """Return attention with biases and one sink per query head."""
     return attention(size, qkv_bias=True) | {
         "self_attention.linear_proj.bias": (whole("self_attn.o_proj.bias", size.hidden),),
         "self_attention.core_attention.softmax_offset": (whole("self_attn.sinks", size.heads),),
@@ -27,7 +29,11 @@ def sink_attention(size: Sizes) -> Layer:
 
 
 def stacked_experts(size: Sizes, ffn: int, experts: int) -> Layer:
-    """HF: gate_up_proj [experts, hidden, 2 ffn] with gate and up in turn, down_proj [experts, ffn, hidden], biases alike."""
+    """Return routed experts with biases, and the norm before them.
+
+    HF has gate_up_proj [experts, hidden, 2 ffn], with gate and up channels in turn, and down_proj [experts, ffn, hidden]; their
+    biases have the same order.
+    """
 
     def up(expert: int, suffix: str, *rest: int) -> Weight:
         gate, up = (Rows(half * ffn, ffn, f"mlp.experts.gate_up_proj{suffix}", half, 2, expert) for half in (0, 1))
@@ -48,6 +54,9 @@ def stacked_experts(size: Sizes, ffn: int, experts: int) -> Layer:
 
 
 def recipe(config: HFConfig) -> Recipe:
+    """Return the recipe with learnable sinks, clamped quick GELU, experts in every layer, and YaRN
+    as attributes of the config.
+    """
     sparse = [True] * integer(config, "num_hidden_layers")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     built = decoder_recipe(
@@ -74,4 +83,5 @@ def recipe(config: HFConfig) -> Recipe:
 
 
 def experts(config: HFConfig) -> int:
+    """Return the number of routed experts, under either of the names that transformers writes."""
     return integer(config, "num_local_experts", "num_experts")

@@ -1,4 +1,4 @@
-"""Llama 2 and 3."""
+"""Llama 2 and 3, with or without biases."""
 
 from resharder.converters.architectures.blocks import Layer, Sizes, attention, decoder, dense_mlp, integer, joined, whole
 from resharder.converters.architectures.recipe import Recipe, decoder_recipe
@@ -7,6 +7,7 @@ from resharder.converters.errors import UnsupportedModel
 
 
 def table(config: HFConfig) -> Table:
+    """Return grouped-query attention and a gated MLP in every layer, with biases on all linears or none."""
     size, ffn = Sizes.of(config), integer(config, "intermediate_size")
     layer = attention(size, qkv_bias=biased(config)) | dense_mlp(size, ffn)
     if biased(config):
@@ -24,11 +25,12 @@ def biases(size: Sizes, ffn: int) -> Layer:
 
 
 def recipe(config: HFConfig) -> Recipe:
+    """Return a decoder's recipe, with biases on all linears or none."""
     return decoder_recipe(config, add_bias_linear=biased(config))
 
 
 def biased(config: HFConfig) -> bool:
-    """Return whether there are biases. Raises UnsupportedModel if only attention or only the MLP has them."""
+    """Return whether linears have biases. Raises UnsupportedModel if only attention or only the MLP has them."""
     in_attention, in_mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
     if in_attention != in_mlp:
         both = f"attention_bias={in_attention}, mlp_bias={in_mlp}"

@@ -1,5 +1,6 @@
-"""MiniMax-M2: norms over all query or key heads at once, part of a head rotated, and experts under Mixtral's names with a bias
-that only counts when they are chosen."""
+"""MiniMax-M2: norms over all query or key heads at once, partly rotated heads, and Mixtral's
+experts with a bias for their choice.
+"""
 
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from resharder.converters.architectures.table import HFConfig, Table
 
 
 def table(config: HFConfig) -> Table:
+    """Return attention with norms over all heads, and experts with `expert_bias`, in every layer."""
     size, experts = Sizes.of(config), integer(config, "num_local_experts", "num_experts")
     mixture = expert_mlp(size, integer(config, "intermediate_size"), experts, "block_sparse_moe", PROJECTIONS)
     bias = whole("block_sparse_moe.e_score_correction_bias", experts)
@@ -19,6 +21,7 @@ def table(config: HFConfig) -> Table:
 
 
 def recipe(config: HFConfig) -> Recipe:
+    """Return a decoder's recipe with DeepSeek-V3's router in every layer, and norms over all heads, which `extras.py` adds."""
     ffn, experts = integer(config, "intermediate_size"), integer(config, "num_local_experts", "num_experts")
     every = [True] * integer(config, "num_hidden_layers")
     mixture = routed(config, experts, ffn, sparse=every, **balanced_router(config))

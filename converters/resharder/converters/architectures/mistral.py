@@ -8,4 +8,5 @@ table = llama.table
 
 
 def recipe(config: HFConfig) -> Recipe:
+    """Return a decoder's recipe with a window if the config has `sliding_window`."""
     return decoder_recipe(config, **window(config))

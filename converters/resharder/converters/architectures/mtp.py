@@ -1,7 +1,7 @@
 """Multi-token prediction (MTP): layers after the decoder's, each of which predicts one token further.
 
-Every one joins the norms of the next token's embedding and of the hidden state before it, projects them to the hidden size,
-runs a decoder layer, and norms for the head that they share with the decoder.
+Each layer joins the norms of the next token's embedding and of the previous hidden state, projects them to the hidden size, runs
+a decoder layer, and norms the result for the head that it shares with the decoder.
 """
 
 from dataclasses import replace
@@ -11,20 +11,32 @@ from resharder.converters.architectures.table import HFConfig, Rows, Table, Weig
 
 
 def further_tokens(config: HFConfig) -> int:
-    """How many MTP layers the checkpoint has."""
+    """Return the number of MTP layers in the checkpoint."""
     return config.get("num_nextn_predict_layers") or 0
 
 
 def prediction(embedding: str, hidden: str, final: str, projection: Weight, size: Sizes, layer: Layer) -> Layer:
-    """An MTP layer around a decoder layer. HF's names: of the norms of embedding, hidden state and result."""
+    """Return an MTP layer around a decoder layer.
+
+    Args:
+        embedding: HF's name of the norm of the embedding.
+        hidden: HF's name of the norm of the hidden state.
+        final: HF's name of the norm of the result.
+        projection: Projection from both to the hidden size.
+        size: Sizes of the model.
+        layer: Decoder layer inside.
+    """
     norms = {"enorm.weight": embedding, "hnorm.weight": hidden, "final_layernorm.weight": final}
     parts: Layer = {key: (norm(f"{name}.weight", size),) for key, name in norms.items()}
     return parts | {"eh_proj.weight": (projection,)} | placed(layer, "transformer_layer.", "")
 
 
 def with_predictions(table: Table, size: Sizes, config: HFConfig, layer: Layer) -> Table:
-    """`table` with MTP layers as DeepSeek-V3 and GLM-4.5 store them: numbered on from the decoder's, and each with a copy of
-    embedding and head (README_WEIGHTS.md of DeepSeek-V3; GLM-4.6 leaves the copies out, vLLM PR 27597)."""
+    """Return `table` with MTP layers as DeepSeek-V3 and GLM-4.5 store them.
+
+    HF numbers them after the decoder's layers and stores a copy of embedding and head with each (README_WEIGHTS.md of
+    DeepSeek-V3; GLM-4.6 leaves the copies out, vLLM PR 27597).
+    """
     projection = whole("eh_proj.weight", size.hidden, 2 * size.hidden)
     part = prediction("enorm", "hnorm", "shared_head.norm", projection, size, layer)
     found, prefixes = dict(table), [f"model.layers.{size.layers + k}." for k in range(further_tokens(config))]

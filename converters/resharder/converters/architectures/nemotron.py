@@ -1,4 +1,4 @@
-"""Nemotron: an MLP of squared ReLU without a gate, LayerNorm with gains stored around zero, half of a head rotated."""
+"""Nemotron: an MLP with squared ReLU and no gate, LayerNorm with gains stored around zero, and half of each head rotated."""
 
 from dataclasses import replace
 
@@ -8,6 +8,7 @@ from resharder.converters.architectures.table import HFConfig, Rows, Table, Weig
 
 
 def table(config: HFConfig) -> Table:
+    """Return attention, the MLP and the bias of every norm."""
     refuse(config, "attention_bias", "mlp_bias")
     size, ffn = Sizes.of(config, gain=0.0), integer(config, "intermediate_size")
     mlp = {
@@ -20,15 +21,17 @@ def table(config: HFConfig) -> Table:
 
 
 def norm_bias(gain: Weight) -> Weight:
-    """The bias beside a norm's gain."""
+    """Return the bias that belongs to the gain of a norm."""
     return replace(gain, gain=None, runs=tuple(Rows(run.at, run.count, bias_of(run.tensor)) for run in gain.runs))
 
 
 def bias_of(name: str) -> str:
+    """Return the name of the bias beside a `weight`."""
     return name.removesuffix("weight") + "bias"
 
 
 def recipe(config: HFConfig) -> Recipe:
+    """Return a decoder's recipe with LayerNorm, squared ReLU and partly rotated heads."""
     built = decoder_recipe(
         config,
         normalization="LayerNorm",

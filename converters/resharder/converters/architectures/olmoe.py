@@ -1,4 +1,4 @@
-"""OLMoE: routed experts in every layer, and norms that run over all query or key heads at once."""
+"""OLMoE: routed experts in every layer, and norms over all query or key heads at once."""
 
 from dataclasses import replace
 
@@ -8,6 +8,7 @@ from resharder.converters.architectures.table import HFConfig, Table
 
 
 def table(config: HFConfig) -> Table:
+    """Return attention, norms over all heads, and routed experts in every layer."""
     refuse(config, "attention_bias")
     size, ffn, experts = Sizes.of(config), integer(config, "intermediate_size"), integer(config, "num_experts")
     layer = attention(size) | whole_norms(size) | expert_mlp(size, ffn, experts)
@@ -15,6 +16,7 @@ def table(config: HFConfig) -> Table:
 
 
 def recipe(config: HFConfig) -> Recipe:
+    """Return a decoder's recipe with routed experts and norms over all heads. A config with `clip_qkv` cannot be built."""
     ffn, experts = integer(config, "intermediate_size"), integer(config, "num_experts")
     every, before = [True] * integer(config, "num_hidden_layers"), not config.get("norm_topk_prob", False)
     mixture = routed(config, experts, ffn, sparse=every, moe_router_pre_softmax=before)

@@ -6,10 +6,12 @@ from resharder.converters.architectures.table import HFConfig, Table
 
 
 def table(config: HFConfig) -> Table:
+    """Return Llama's layers with a bias on queries, keys and values."""
     size = Sizes.of(config)
     layer = attention(size, qkv_bias=True) | dense_mlp(size, integer(config, "intermediate_size"))
     return decoder(size, lambda n: layer)
 
 
 def recipe(config: HFConfig) -> Recipe:
+    """Return a decoder's recipe with `add_qkv_bias`."""
     return decoder_recipe(config, add_qkv_bias=True)

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with routed experts and, beside them, a shared one with a gate."""
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with routed experts and a gated shared expert."""
 
 from resharder.converters.architectures.blocks import Sizes, attention, decoder, dense_mlp, expert_mlp, integer, shared_expert
 from resharder.converters.architectures.qwen3_moe import experts, sparse_layers
@@ -7,6 +7,7 @@ from resharder.converters.architectures.table import HFConfig, Table
 
 
 def table(config: HFConfig) -> Table:
+    """Return Qwen2's attention, a dense MLP in some layers, and routed experts with a gated shared one in the others."""
     size, sparse, ffn = Sizes.of(config), sparse_layers(config), integer(config, "moe_intermediate_size")
     attend = attention(size, qkv_bias=bool(config.get("qkv_bias", True)))
     shared = shared_expert("mlp.shared_expert", size.hidden, shared_ffn(config), gate="mlp.shared_expert_gate")
@@ -16,6 +17,7 @@ def table(config: HFConfig) -> Table:
 
 
 def recipe(config: HFConfig) -> Recipe:
+    """Return Qwen2's recipe with routed experts and a gated shared one."""
     ffn, sparse, before = integer(config, "moe_intermediate_size"), sparse_layers(config), not config.get("norm_topk_prob", False)
     return decoder_recipe(
         config,
@@ -27,4 +29,5 @@ def recipe(config: HFConfig) -> Recipe:
 
 
 def shared_ffn(config: HFConfig) -> int:
+    """Return the width of the shared expert."""
     return integer(config, "shared_expert_intermediate_size")

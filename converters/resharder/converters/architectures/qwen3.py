@@ -1,4 +1,4 @@
-"""Qwen3: a norm on every query and key head; head_dim does not follow from the hidden size."""
+"""Qwen3: norms of each query head and key head; `head_dim` is independent of the hidden size."""
 
 from resharder.converters.architectures.blocks import Sizes, attention, decoder, dense_mlp, integer, refuse
 from resharder.converters.architectures.recipe import Recipe, decoder_recipe
@@ -6,6 +6,7 @@ from resharder.converters.architectures.table import HFConfig, Table
 
 
 def table(config: HFConfig) -> Table:
+    """Return attention with norms of each head, and a gated MLP, in every layer."""
     refuse(config, "attention_bias")
     size = Sizes.of(config)
     layer = attention(size, head_norms=True) | dense_mlp(size, integer(config, "intermediate_size"))
@@ -13,4 +14,5 @@ def table(config: HFConfig) -> Table:
 
 
 def recipe(config: HFConfig) -> Recipe:
+    """Return a decoder's recipe with `qk_layernorm`."""
     return decoder_recipe(config, qk_layernorm=True)

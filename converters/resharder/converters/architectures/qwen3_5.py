@@ -1,4 +1,4 @@
-"""Qwen3.5, the text model: Qwen3-Next with input projections of their own for values, gates and decays, and a dense MLP.
+"""Qwen3.5, the text model: Qwen3-Next with separate input projections for gates and decays, and a dense MLP.
 
 A multimodal checkpoint (`Qwen3_5ForConditionalGeneration`, its language model under `model.language_model.`) has no table.
 """
@@ -18,12 +18,13 @@ from resharder.converters.architectures.table import HFConfig, Table
 
 
 def table(config: HFConfig) -> Table:
+    """Return `hybrid` layers with a dense MLP."""
     size = Sizes.of(config, gain=0.0)
     return hybrid(config, dense_mlp(size, integer(config, "intermediate_size")))
 
 
 def hybrid(config: HFConfig, mlp: Layer) -> Table:
-    """Both kinds of layers, all with `mlp`."""
+    """Return layers of gated delta nets and gated attention, all with `mlp`, and the MTP layer."""
     refuse(config, "attention_bias", "mtp_use_dedicated_embeddings")
     size, linear, delta = Sizes.of(config, gain=0.0), linear_layers(config), DeltaSizes.of(config)
     mixers = (gated_attention(size), delta_net(size, delta, projections(delta)))
@@ -32,7 +33,7 @@ def hybrid(config: HFConfig, mlp: Layer) -> Table:
 
 
 def projections(delta: DeltaSizes) -> Layer:
-    """in_proj_qkv in sections, in_proj_z, in_proj_b and in_proj_a."""
+    """Return the input projections: `in_proj_qkv` in sections, `in_proj_z`, `in_proj_b` and `in_proj_a`."""
     rows = delta.sections
     fused = flat("linear_attn.in_proj_qkv.weight", {name: rows[name] for name in ("query", "key", "value")}, delta.hidden)
     single = {
@@ -43,9 +44,10 @@ def projections(delta: DeltaSizes) -> Layer:
 
 
 def predictions(config: HFConfig) -> int:
-    """How many MTP layers the checkpoint has."""
+    """Return the number of MTP layers in the checkpoint."""
     return config.get("mtp_num_hidden_layers") or 0
 
 
 def recipe(config: HFConfig) -> Recipe:
+    """Return `hybrid_recipe` with the number of MTP layers."""
     return hybrid_recipe(config, mtp_num_layers=predictions(config) or None)

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with routed experts in every layer, or in some."""
+"""Qwen3-MoE: Qwen3 with routed experts in all or some layers."""
 
 from resharder.converters.architectures.blocks import Sizes, attention, decoder, dense_mlp, expert_mlp, integer, refuse
 from resharder.converters.architectures.recipe import Recipe, decoder_recipe, routed
@@ -6,6 +6,7 @@ from resharder.converters.architectures.table import HFConfig, Table
 
 
 def table(config: HFConfig) -> Table:
+    """Return Qwen3's attention, with routed experts or a dense MLP as `sparse_layers` has it."""
     refuse(config, "attention_bias")
     size, sparse = Sizes.of(config), sparse_layers(config)
     dense_layer = attention(size, head_norms=True) | dense_mlp(size, integer(config, "intermediate_size"))
@@ -14,6 +15,7 @@ def table(config: HFConfig) -> Table:
 
 
 def recipe(config: HFConfig) -> Recipe:
+    """Return Qwen3's recipe with routed experts. Softmax precedes the choice of experts unless `norm_topk_prob` is set."""
     ffn, sparse, before = integer(config, "moe_intermediate_size"), sparse_layers(config), not config.get("norm_topk_prob", False)
     return decoder_recipe(
         config, qk_layernorm=True, **routed(config, experts(config), ffn, sparse=sparse, moe_router_pre_softmax=before)
@@ -21,10 +23,11 @@ def recipe(config: HFConfig) -> Recipe:
 
 
 def experts(config: HFConfig) -> int:
-    return integer(config, "num_experts", "num_local_experts")  # transformers 5 writes the second
+    """Return the number of routed experts, under either of the names that transformers writes."""
+    return integer(config, "num_experts", "num_local_experts")  # transformers 5 writes `num_local_experts`
 
 
 def sparse_layers(config: HFConfig) -> list[bool]:
-    """Which layers have routed experts."""
+    """Return whether each layer has routed experts: every `decoder_sparse_step`-th one, except `mlp_only_layers`."""
     period, without = integer(config, "decoder_sparse_step", default=1), set(config.get("mlp_only_layers") or ())
     return [(n + 1) % period == 0 and n not in without for n in range(integer(config, "num_hidden_layers"))]

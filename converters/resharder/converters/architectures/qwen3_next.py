@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets and gated attention in turn, with routed experts and a gated shared one in every layer."""
+"""Qwen3-Next: layers of gated delta nets and of gated attention, with routed experts and a gated shared one."""
 
 from resharder.converters.architectures.blocks import (
     Layer,
@@ -27,8 +27,9 @@ from resharder.converters.architectures.table import HFConfig, Table
 
 
 def table(config: HFConfig) -> Table:
-    """Return the table. `num_nextn_predict_layers` determines whether `mtp.*` belongs to the model;
-    published config.json files lack it.
+    """Return the table. The MTP layer, `mtp.*`, is included if `num_nextn_predict_layers` is set.
+
+    Published config.json files lack that field.
     """
     refuse(config, "attention_bias")
     size, linear, sparse = Sizes.of(config, gain=0.0), linear_layers(config), sparse_layers(config)
@@ -39,7 +40,7 @@ def table(config: HFConfig) -> Table:
 
 
 def projections(delta: DeltaSizes) -> Layer:
-    """in_proj_qkvz and in_proj_ba, both per key head."""
+    """Return the input projections `in_proj_qkvz` and `in_proj_ba`, both interleaved by key head."""
     both = list(delta.sections.items())
     qkvz = interleaved("linear_attn.in_proj_qkvz.weight", dict(both[:4]), delta.keys, delta.hidden)
     ba = interleaved("linear_attn.in_proj_ba.weight", dict(both[4:]), delta.keys, delta.hidden)
@@ -47,18 +48,26 @@ def projections(delta: DeltaSizes) -> Layer:
 
 
 def gated_mixture(size: Sizes, config: HFConfig) -> Layer:
-    """Routed experts, and a shared one with a gate."""
+    """Return routed experts and a gated shared one."""
     routed_ffn, shared_ffn = integer(config, "moe_intermediate_size"), integer(config, "shared_expert_intermediate_size")
     shared = shared_expert("mlp.shared_expert", size.hidden, shared_ffn, gate="mlp.shared_expert_gate")
     return expert_mlp(size, routed_ffn, experts(config)) | shared
 
 
 def recipe(config: HFConfig) -> Recipe:
+    """Return `mixture_recipe` with the layers, MTP layers and normalisation of the config."""
     return mixture_recipe(config, further_tokens(config), sparse_layers(config), bool(config.get("norm_topk_prob", True)))
 
 
 def mixture_recipe(config: HFConfig, predictions: int, sparse: list[bool], normalised: bool) -> Recipe:
-    """`normalised`: whether the weights of a token's experts add up to one."""
+    """Return `hybrid_recipe` with routed experts and a gated shared one.
+
+    Args:
+        config: Content of config.json.
+        predictions: Number of MTP layers.
+        sparse: Whether each layer has routed experts.
+        normalised: Whether the weights of a token's experts add up to one.
+    """
     mixture = routed(
         config,
         experts(config),

@@ -1,9 +1,8 @@
-"""Recipes: how megatron-core builds a family. Plain data from config.json, without Megatron and torch.
+"""Recipes: the arguments with which megatron-core builds a family, as plain data from config.json, without Megatron or torch.
 
-`models/megatron/build.py` builds models from them, for `resharder check` and for the tests that compare Megatron's logits with
-those of transformers. A trainer builds its own model, with the same sizes: before a layout is made, the values that
-`agreement.py` lists are compared with those of the trainer's model, and a model that differs is refused. Other values of a
-recipe have no effect on layouts.
+`models/megatron/build.py` builds models from them, for `resharder check` and for tests that compare Megatron's logits with
+those of transformers. A trainer builds its own model. Before a layout is computed, the values that `agreement.py` lists are
+compared with those of the trainer's model, and a model that differs is refused. Other values of a recipe do not affect layouts.
 """
 
 from dataclasses import dataclass, field, replace
@@ -15,16 +14,16 @@ from resharder.converters.architectures.table import HFConfig
 
 @dataclass(frozen=True)
 class Extras:
-    """Features without an argument in megatron-core, which `extras.py` adds.
+    """Features for which megatron-core has no argument. `models/megatron/extras.py` adds them.
 
     Attributes:
         post_norms: Norms of the outputs of attention and MLP, before they are added to the hidden states.
         whole_norms: Query and key norms over all heads at once.
         embedding_scale: Factor of the embeddings.
         attention_softcap: Bound of the scores: x becomes cap * tanh(x / cap).
-        logit_softcap: Bound of the logits.
+        logit_softcap: Bound of the logits, applied in the same way.
         local_rotary_base: Rotary base of layers whose attention has a window.
-        clip_qkv: Bound of queries, keys and values, which is refused.
+        clip_qkv: Bound of queries, keys and values. No model is built with it.
     """
 
     post_norms: bool = False
@@ -41,11 +40,11 @@ class Recipe:
     """Arguments with which megatron-core builds a model.
 
     Attributes:
-        transformer: Arguments of TransformerConfig (of MLATransformerConfig with `multi_latent_attention`). An activation is its
+        transformer: Arguments of TransformerConfig (of MLATransformerConfig with `multi_latent_attention`). An activation is a
             name in torch.nn.functional or megatron.core.activations.
         model: Arguments of GPTModel.
-        attributes: Attributes that GPTModel reads off its config without an argument (YaRN's).
-        extras: Features without an argument.
+        attributes: Attributes that GPTModel reads from its config although no argument sets them (those of YaRN).
+        extras: Features for which megatron-core has no argument.
     """
 
     transformer: dict[str, Any]
@@ -59,8 +58,9 @@ class Recipe:
 
 
 def decoder_recipe(config: HFConfig, **transformer: Any) -> Recipe:
-    """Return the recipe of a pre-norm decoder with RMSNorm, rotary embeddings, grouped-query attention
-    and a gated SiLU MLP, without biases.
+    """Return the recipe of a pre-norm decoder with RMSNorm, rotary embeddings, grouped-query attention and a gated SiLU MLP.
+
+    Linears have no biases. `transformer` adds or replaces arguments of TransformerConfig.
     """
     size = Sizes.of(config)
     rope = config.get("rope_parameters") or {}
@@ -90,15 +90,16 @@ def decoder_recipe(config: HFConfig, **transformer: Any) -> Recipe:
 
 
 def partial_rotary(config: HFConfig, default: float) -> dict[str, Any]:
-    """Return GPTModel's argument for the rotated part of a head."""
+    """Return GPTModel's argument for the rotated fraction of a head; `default` if the config has none."""
     rope = config.get("rope_parameters") or {}
     return {"rotary_percent": rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or default}
 
 
 def window(config: HFConfig) -> dict[str, Any]:
-    """Return TransformerConfig's arguments of attention over the last `sliding_window` tokens, in the
-    layers of `layer_types`, or in all. Megatron's window is the number of earlier tokens, besides
-    the token itself.
+    """Return TransformerConfig's arguments for attention over the last `sliding_window` tokens.
+
+    The window applies to the layers that `layer_types` names, or to all. Megatron counts earlier tokens only, HF also the token
+    itself.
     """
     if not config.get("sliding_window"):
         return {}
@@ -108,7 +109,15 @@ def window(config: HFConfig) -> dict[str, Any]:
 
 
 def routed(config: HFConfig, experts: int, ffn: int, *, sparse: list[bool], **transformer: Any) -> dict[str, Any]:
-    """Return TransformerConfig's arguments of routed experts; `sparse` marks the layers that have them."""
+    """Return TransformerConfig's arguments for routed experts.
+
+    Args:
+        config: Content of config.json.
+        experts: Number of experts.
+        ffn: Width of an expert.
+        sparse: Whether each layer has experts.
+        **transformer: Further arguments.
+    """
     return {
         "num_moe_experts": experts,
         "moe_layer_freq": [int(layer) for layer in sparse],

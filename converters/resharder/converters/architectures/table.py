@@ -1,7 +1,7 @@
-"""Form of a family's table: which rows of a whole Megatron tensor are which rows of HF tensors.
+"""Form of a family's table: the rows of HF tensors that the rows of a whole Megatron tensor correspond to.
 
-A table is independent of ranks: it describes tensors without parallelism and padding, under the names
-of `sharded_state_dict`, which are the same for every layout. Megatron describes the place of a rank's part.
+A table is independent of ranks. It describes tensors without parallelism and padding, under the names of `sharded_state_dict`,
+which are the same for every layout. The place of a rank's part comes from Megatron.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +19,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Megatron rows `at … at + count` are HF rows `first, first + step, …` of `tensor`. `index`
-    selects one of several tensors that HF stacks in a leading dimension.
+    """Run of rows: Megatron rows `at … at + count` are HF rows `first, first + step, …` of `tensor`.
+
+    `index` selects one of several tensors that HF stacks in a leading dimension.
     """
 
     at: int
@@ -32,7 +33,7 @@ class Rows:
 
 
 class Overlap(NamedTuple):
-    """Megatron rows from `row` on are `box` of HF tensor `tensor`."""
+    """Rows of a Megatron tensor, from `row` on, that are `box` of HF tensor `tensor`."""
 
     row: int
     tensor: str
@@ -41,11 +42,16 @@ class Overlap(NamedTuple):
 
 @dataclass(frozen=True)
 class Weight:
-    """One whole Megatron tensor. `runs` cover its dimension `axis`, some rows twice if HF stores them
-    twice. With `transpose`, HF has the dimensions in reverse order. With `padded`, Megatron may add
-    rows without meaning at the end of dimension 0. HF's values are Megatron's plus `plus`; or, for
-    the gain of a norm, `gain` is HF's value for a gain of one (0 if HF adds the one), and the model
-    determines Megatron's.
+    """One whole Megatron tensor.
+
+    Attributes:
+        shape: Shape without parallelism and padding.
+        runs: Runs of rows that cover dimension `axis`; some rows twice if HF stores them twice.
+        axis: Dimension that the runs divide.
+        transpose: Whether HF has the dimensions in reverse order.
+        padded: Whether Megatron may add meaningless rows at the end of dimension 0.
+        plus: HF's values are Megatron's plus this constant.
+        gain: For the gain of a norm, HF's value for a gain of one: 1, or 0 if HF adds one. The model determines Megatron's value.
     """
 
     shape: tuple[int, ...]
@@ -57,25 +63,27 @@ class Weight:
     gain: float | None = None
 
     def plus_where_one_is(self, stored: float) -> float:
-        """Return HF's values less Megatron's, if Megatron stores a gain of one as `stored`."""
+        """Return the difference of HF's values and Megatron's, for a model that stores a gain of one as `stored`."""
         return self.plus if self.gain is None else self.gain - stored
 
     def under(self, prefix: str) -> "Weight":
-        """Return the same weight with every HF name under `prefix`. (Rows are built directly:
-        dataclasses.replace takes a second for 60,000.)
+        """Return the same weight with every HF name under `prefix`.
+
+        Rows are constructed directly: `dataclasses.replace` takes a second for 60,000.
         """
         runs = (Rows(run.at, run.count, prefix + run.tensor, run.first, run.step, run.index) for run in self.runs)
         return replace(self, runs=tuple(runs))
 
     def in_hf_order(self, dimensions: Sequence[T], stacked: T | None) -> tuple[T, ...]:
-        """Return one item per HF dimension from one per Megatron dimension; `stacked` is that of HF's
-        leading dimension, if any.
+        """Return one item per HF dimension, from one per Megatron dimension.
+
+        `stacked` is the item of the leading dimension in which HF stacks tensors; None without such a dimension.
         """
         ordered = tuple(dimensions[::-1] if self.transpose else dimensions)
         return ordered if stacked is None else (stacked, *ordered)
 
     def rows_known(self, within: Range) -> int:
-        """Return the number of these rows in the runs."""
+        """Return the number of rows of `within` that the runs cover."""
         known, end = 0, within.start
         for run in sorted(self.runs, key=lambda run: run.at):
             first, last = max(end, run.at), min(within.last + 1, run.at + run.count)
@@ -83,7 +91,7 @@ class Weight:
         return known
 
     def overlaps(self, within: Box) -> Iterator[Overlap]:
-        """Return the HF elements of `within`, a box of steps 1 of this Megatron tensor."""
+        """Yield the HF boxes of `within`, a box of steps 1 of this Megatron tensor."""
         for run in self.runs:
             rows = intersect_ranges(Range(run.at, run.count), within[self.axis])
             if rows is None:
@@ -95,13 +103,13 @@ class Weight:
 
 
 Table = Mapping[str, tuple[Weight, ...]]
-"""Weights by Megatron key: one, or as many as the length of the axis that Megatron puts before it (experts)."""
+"""Weights by Megatron key: one, or one per expert if Megatron stacks experts in a leading dimension."""
 
 
 def hf_shapes(table: Table) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every HF tensor in the table: the least shape that contains all its rows.
+    """Return the shape of every HF tensor in the table by name: the smallest shape that contains all its rows.
 
-    Raises LayoutError if two lines give one tensor different numbers of dimensions.
+    Raises LayoutError if two lines give a tensor different numbers of dimensions.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for weight in (weight for weights in table.values() for weight in weights):

@@ -1,4 +1,4 @@
-"""Division of boxes into chunks, identical on both sides."""
+"""Division of boxes into chunks. Sender and receiver compute it independently."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -14,7 +14,13 @@ class Part(NamedTuple):
 
 
 def cut_chunks(boxes: Sequence[Box], item_sizes: Sequence[int], chunk_bytes: int) -> list[list[Part]]:
-    """Return the chunks of `boxes` as proto Chunk describes them. Sender and receiver get the same."""
+    """Divide boxes into chunks of at most `chunk_bytes`, by the rule of proto `Chunk`.
+
+    Args:
+        boxes: Boxes in the order in which they are sent.
+        item_sizes: Bytes of an element of each box.
+        chunk_bytes: Bound on a chunk. A single element that is larger has a chunk of its own.
+    """
     chunks: list[list[Part]] = []
     room = 0
     for position, (box, item_size) in enumerate(zip(boxes, item_sizes, strict=True)):

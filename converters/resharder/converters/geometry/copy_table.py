@@ -1,4 +1,4 @@
-"""Copies of a plan in arrays of bytes, for the direct path: the data that each process needs, as they are sent."""
+"""Copies of a plan with offsets and strides in bytes, as the daemon sends them to each process of the direct path."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -10,14 +10,17 @@ from resharder.converters.geometry.piece_arrays import Ints, distinct
 from resharder.converters.geometry.plan import Plan
 
 ALIGN = 256  # bytes; alignment in buffers
-_LITTLE = 64  # least fraction of a target's main source's bytes that is worth a connection
+_LITTLE = 64  # a connection is worth at least 1/64 of the bytes from a target's main source
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies between ranks. Copy `i` takes `counts[i]` elements of `item[i]` bytes from local tensor
-    `source_locals[source_local[i]]` of rank `source[i]` to one of rank `target[i]`, and adds
-    `plus[i]`. Offsets and strides are bytes.
+    """Copies between ranks, one entry per copy.
+
+    Copy `i` takes `counts[i]` elements of `item[i]` bytes from local tensor
+    `source_locals[source_local[i]]` of rank `source[i]` to local tensor
+    `target_locals[target_local[i]]` of rank `target[i]`, and adds `plus[i]`. Offsets and strides are
+    in bytes.
     """
 
     source_locals: tuple[str, ...]
@@ -38,11 +41,12 @@ class Copies:
         return len(self.source)
 
     def take(self, which: Any) -> "Copies":
+        """Return the copies selected by `which`: an index array, a mask or a slice."""
         arrays = {f.name: getattr(self, f.name)[which] for f in fields(self) if f.name not in ("source_locals", "target_locals")}
         return replace(self, **arrays)
 
     def of(self, rank: int) -> "Copies":
-        """Return the copies that `rank` sends or receives, from which it derives its schedule."""
+        """Return the copies that `rank` sends or receives. The rank derives its schedule from them."""
         return self.take((self.source == rank) | (self.target == rank))
 
     @property
@@ -53,17 +57,19 @@ class Copies:
 
     @property
     def made(self) -> Ints:
-        """Bytes of a sender's buffer for each copy whose elements are computed before they are sent."""
+        """Bytes of send buffer that each copy takes, aligned to `ALIGN`: 0 unless a constant is
+        added before sending.
+        """
         return np.where(self.plus != 0, -(-self.sizes // ALIGN) * ALIGN, 0)
 
     @property
     def most_made(self) -> int:
-        """Largest sum of `made` of a sender."""
+        """Bytes of the largest send buffer that a rank needs."""
         return int(np.bincount(self.source, self.made).max(initial=0))
 
     @property
     def most_peers(self) -> int:
-        """Largest number of peers of a rank, counted twice for exchange in both directions."""
+        """Largest number of peers of any rank; a peer in both directions counts twice."""
         pairs = np.unique(np.column_stack([self.source, self.target]), axis=0)
         pairs = pairs[pairs[:, 0] != pairs[:, 1]]
         return int(np.bincount(pairs.reshape(-1)).max()) if len(pairs) else 0
@@ -72,8 +78,13 @@ class Copies:
 def copies_of(
     plan: Plan[Any, Any], source_ranks: Sequence[int] | None = None, target_ranks: Sequence[int] | None = None
 ) -> Copies:
-    """Return all copies of a plan, `with_fewer_pairs`. By default, its sources are the first ranks of
-    the group and its targets the next ones; a process that is both has the same rank in both lists.
+    """Return all copies of a plan, after `with_fewer_pairs`.
+
+    Args:
+        plan: Plan whose sources and targets are processes of one group.
+        source_ranks: Rank of each source in the group; by default the first ranks.
+        target_ranks: Rank of each target; by default the ranks after the sources. A process that is
+            both has the same rank in both lists.
     """
     plan = with_fewer_pairs(plan)
     sources, targets, item = plan.sources, plan.targets, plan.item_sizes
@@ -99,9 +110,11 @@ def copies_of(
 
 
 def with_fewer_pairs(plan: Plan[Any, Any]) -> Plan[Any, Any]:
-    """Return equivalent copies between fewer pairs. If a source sends little to a target, the target's
-    main source sends it instead, provided that it has the box: connections take time and memory,
-    and processes divide their buffers among them.
+    """Return an equivalent plan with fewer pairs of communicating processes.
+
+    If a source sends little to a target, the target's main source takes over, provided that it has the
+    box. Each connection costs time and memory, and a process divides its buffers among its
+    connections.
     """
     process, target = plan.sources.process, plan.targets.process[plan.want]
     between = np.zeros((len(plan.sources.processes), len(plan.targets.processes)), np.int64)
@@ -113,7 +126,7 @@ def with_fewer_pairs(plan: Plan[Any, Any]) -> Plan[Any, Any]:
     copy = np.repeat(np.arange(len(which)), holders[box])
     piece = order[np.arange(len(copy)) + np.repeat(begins[box] - (np.cumsum(holders[box]) - holders[box]), holders[box])]
     best = np.lexsort((-between[process[piece], target[which][copy]], copy))
-    first = np.flatnonzero(np.diff(copy, prepend=-1))  # of each copy; `best` groups copies
+    first = np.flatnonzero(np.diff(copy, prepend=-1))  # the best piece of each copy comes first in its group
     have = plan.have.copy()
     have[which] = piece[best[first]]
     return replace(plan, have=have)

@@ -16,14 +16,16 @@ class Range(NamedTuple):
     """Indices `start, start + step, …`, `count` of them, of one dimension; step >= 1, and 1 if count is 1."""
 
     start: int
-    count: int  # type: ignore[assignment]  # tuple.count is of no use here
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not needed
     step: int = 1
 
     @property
     def last(self) -> int:
+        """Last index, inclusive."""
         return self.start + (self.count - 1) * self.step
 
     def as_slice(self) -> slice:
+        """Return the slice that selects these indices from a dimension of an array or tensor."""
         return slice(self.start, self.last + 1, self.step)
 
 
@@ -31,6 +33,7 @@ Box = tuple[Range, ...]
 
 
 def full_box(shape: tuple[int, ...]) -> Box:
+    """Return the box of all elements of a tensor of `shape`; the empty box for a scalar."""
     return tuple(Range(0, n) for n in shape)
 
 
@@ -40,6 +43,7 @@ def box_size(box: Box) -> int:
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
+    """Return the shape of a box's elements: the count in each dimension."""
     return tuple(r.count for r in box)
 
 
@@ -54,7 +58,7 @@ def format_box(box: Box) -> str:
 
 
 def intersect_ranges(a: Range, b: Range) -> Range | None:
-    """Return the common indices of two arithmetic progressions, which are one again; None if there are none."""
+    """Return the common indices of two ranges, again a range; None if there are none."""
     if a.step == 1 and b.step == 1:
         low, high = max(a.start, b.start), min(a.last, b.last)
         return Range(low, high - low + 1) if low <= high else None
@@ -74,7 +78,7 @@ def intersect_ranges(a: Range, b: Range) -> Range | None:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the common elements of two boxes of one tensor; None if there are none."""
+    """Return the common elements of two boxes of one tensor, again a box; None if there are none."""
     common = []
     for x, y in zip(a, b, strict=True):
         both = intersect_ranges(x, y)
@@ -93,9 +97,16 @@ class StridedView(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Place of box `box` of HF tensor `tensor`: in local tensor `local`, at `offset` with `strides`,
-    one per HF dimension, in elements from the local tensor's first one. `replica` marks a copy
-    whose owner is another piece. HF's values are the local ones plus `plus`.
+    """Place of one box of an HF tensor in a local tensor.
+
+    Attributes:
+        tensor: Name of the HF tensor.
+        box: Box of the HF tensor.
+        local: Name of the local tensor.
+        offset: Position of the box's first element, in elements from the local tensor's first one.
+        strides: Strides in the local tensor, in elements, one per HF dimension.
+        replica: Whether another rank owns these elements.
+        plus: HF's values are the local ones plus this constant.
     """
 
     tensor: str
@@ -140,7 +151,7 @@ ITEM_SIZES = {
 
 
 def run_start(box: Box, spec: TensorSpec) -> int | None:
-    """Return the byte of the tensor at which a box begins, if the box is contiguous."""
+    """Return the byte offset in the tensor at which a contiguous box begins; None if the box is not contiguous."""
     start, stride, open_ = 0, ITEM_SIZES[spec.dtype], True
     for r, n in zip(reversed(box), reversed(spec.shape), strict=True):
         if r.count > 1 and (r.step > 1 or not open_):
@@ -153,10 +164,11 @@ def run_start(box: Box, spec: TensorSpec) -> int | None:
 
 @dataclass(frozen=True)
 class Layout:
-    """Memory of one process. `tensors` has the HF tensors of `pieces` by name."""
+    """Local tensors of one process. `tensors` has the HF tensors of `pieces` by name."""
 
     tensors: dict[str, TensorSpec]
     pieces: tuple[Piece, ...]
 
     def owned(self) -> Iterator[Piece]:
+        """Yield the pieces that are not replicas. Over all ranks of a trainer they cover each element once."""
         return (piece for piece in self.pieces if not piece.replica)

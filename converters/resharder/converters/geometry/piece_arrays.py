@@ -1,4 +1,4 @@
-"""Pieces of many processes in arrays: hundreds of ranks have a million, which take gigabytes as Python objects."""
+"""Pieces of many processes as arrays: as Python objects, a million pieces of hundreds of ranks take gigabytes."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,30 +16,36 @@ Process = TypeVar("Process", bound=Hashable)
 
 
 class Ranges(NamedTuple):
-    """Boxes, each array (boxes, dimensions). Tensors of fewer dimensions have trailing ones of count 1."""
+    """Boxes as int64 arrays of shape (boxes, dimensions). Boxes with fewer dimensions are padded at
+    the end with dimensions of count 1.
+    """
 
     start: Ints
-    count: Ints  # type: ignore[assignment]  # tuple.count is of no use here
+    count: Ints  # type: ignore[assignment]  # hides tuple.count, which is not needed
     step: Ints
 
     def take(self, which: Any) -> "Ranges":
+        """Return the boxes selected by `which`: an index array, a mask or a slice."""
         return Ranges(self.start[which], self.count[which], self.step[which])
 
     @property
     def volume(self) -> Ints:
-        """Return the number of elements of each box."""
+        """Number of elements of each box."""
         found: Ints = self.count.prod(axis=1)
         return found
 
     def box(self, i: int, dimensions: int) -> Box:
+        """Return box `i` as an object; `dimensions` is the number of dimensions without padding."""
         rows = zip(self.start[i].tolist(), self.count[i].tolist(), self.step[i].tolist(), strict=True)
         return tuple(Range(*row) for row in rows)[:dimensions]
 
 
 @dataclass(frozen=True)
 class Pieces(Generic[Process]):
-    """Pieces. Piece `i` is `boxes[i]` of tensor `specs[tensor[i]]`, in local tensor `locals[local[i]]`
-    of process `processes[process[i]]`, at `offset[i]` with `strides[i]`, in elements.
+    """Pieces of several processes as arrays, one entry per piece.
+
+    Piece `i` is `boxes[i]` of tensor `specs[tensor[i]]`, in local tensor `locals[local[i]]` of process
+    `processes[process[i]]`, at `offset[i]` with `strides[i]`, in elements.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -57,10 +63,11 @@ class Pieces(Generic[Process]):
         return len(self.tensor)
 
     def dimensions(self, i: int) -> int:
+        """Return the number of dimensions of the HF tensor of piece `i`."""
         return len(self.specs[self.tensor[i]].shape)
 
     def widened(self, width: int) -> "Pieces[Process]":
-        """Return the same with at least `width` columns."""
+        """Return the same pieces, their boxes and strides padded to at least `width` dimensions."""
         more = ((0, 0), (0, max(0, width - self.strides.shape[1])))
         filled = (np.pad(part, more, constant_values=filler) for part, filler in zip(self.boxes, (0, 1, 1), strict=True))
         return replace(self, boxes=Ranges(*filled), strides=np.pad(self.strides, more))
@@ -105,7 +112,7 @@ def pack(layouts: Mapping[Process, Layout]) -> Pieces[Process]:
 
 
 def join(parts: Sequence[Pieces[Process]]) -> Pieces[Process]:
-    """Return the pieces of several, each with its own processes.
+    """Concatenate the pieces of several groups of processes; the processes are numbered anew, in order.
 
     Raises LayoutError if two of them give a tensor different shapes or dtypes.
     """
@@ -146,7 +153,9 @@ def _columns(rows: Sequence[tuple[tuple[int, ...], ...]], width: int, filler: tu
 
 
 def intersect_all(a: Ranges, b: Ranges) -> tuple[Ranges, npt.NDArray[np.bool_]]:
-    """Return the common elements of `a[i]` and `b[i]`, and whether there are any; without any, the box is undefined."""
+    """Return the common elements of `a[i]` and `b[i]`, and a mask of the pairs that have any; other
+    boxes are undefined.
+    """
     start = np.maximum(a.start, b.start)
     count = np.minimum(a.start + a.count, b.start + b.count) - start
     step = np.ones_like(start)
@@ -168,7 +177,7 @@ _MULTIPLIERS = np.random.default_rng(7).integers(1, 2**63, 64, dtype=np.uint64) 
 
 
 class Distinct(NamedTuple):
-    """Distinct boxes: `tensor` and `boxes`, sorted by tensor; piece `i` has box `of[i]`."""
+    """Distinct boxes of a set of pieces, sorted by tensor. Piece `i` has box `of[i]`."""
 
     tensor: Ints
     boxes: Ranges
@@ -176,7 +185,7 @@ class Distinct(NamedTuple):
 
 
 def distinct(tensor: Ints, boxes: Ranges) -> Distinct:
-    """Return the distinct boxes of pieces."""
+    """Return the distinct boxes of pieces, given the tensor's number and the box of each piece."""
     columns = np.column_stack([tensor, boxes.start, boxes.count, boxes.step])
     hashed = (columns.astype(np.uint64) * _MULTIPLIERS[: columns.shape[1]]).sum(axis=1, dtype=np.uint64)
     found = _grouped(tensor, boxes, np.lexsort((hashed, tensor)), np.column_stack([tensor, hashed.view(np.int64)]))
@@ -186,8 +195,8 @@ def distinct(tensor: Ints, boxes: Ranges) -> Distinct:
 
 
 def _grouped(tensor: Ints, boxes: Ranges, order: Ints, keys: Ints) -> Distinct:
-    """Return distinct boxes from `order`, which sorts the rows of `keys`; the first column is
-    `tensor`, equal rows are one box.
+    """Return the distinct boxes, given the `order` that sorts the rows of `keys`. The first column
+    of `keys` is `tensor`; pieces with equal rows have the same box.
     """
     ordered = keys[order]
     new = np.ones(len(order), dtype=bool)
@@ -198,14 +207,16 @@ def _grouped(tensor: Ints, boxes: Ranges, order: Ints, keys: Ints) -> Distinct:
 
 
 def _first(found: Distinct) -> Ints:
-    """Return a piece of each distinct box."""
+    """Return the index of one piece of each distinct box."""
     first = np.empty(len(found.tensor), np.int64)
     first[found.of] = np.arange(len(found.of))
     return first
 
 
 def pairs(left: Ints, right: Ints, groups: int) -> tuple[Ints, Ints]:
-    """Return all (i, j) with `left[i] == right[j]`, by i, then j. Group numbers are below `groups`, and `right` is sorted."""
+    """Return all (i, j) with `left[i] == right[j]`, sorted by i, then j. Values are below `groups`;
+    `right` must be sorted.
+    """
     sizes = np.bincount(right, minlength=groups)
     begins = np.concatenate([[0], np.cumsum(sizes)[:-1]])
     many = sizes[left]

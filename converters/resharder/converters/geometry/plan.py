@@ -1,4 +1,6 @@
-"""Plans: copies between layouts, array by array, so that hundreds of ranks and tens of thousands of tensors take seconds."""
+"""Plans of copies between layouts, computed on arrays: hundreds of ranks with tens of thousands of
+tensors take seconds.
+"""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +15,13 @@ from resharder.converters.geometry.piece_arrays import Distinct, Ints, Pieces, R
 Array = npt.NDArray[Any]
 Source = TypeVar("Source", bound=Hashable)
 Target = TypeVar("Target", bound=Hashable)
-_BUSY = 1.01  # bound on the busiest source's bytes, relative to the busiest target's, when a part of the replicas is used
+_BUSY = 1.01  # most bytes of a source, relative to the busiest target's, if only a part of the replicas sends
 
 
 class Copy(NamedTuple, Generic[Source, Target]):
-    """Copy of `box` of `tensor` from a view of a local tensor of process `source` to one of process `target`, plus `plus`."""
+    """Copy of `box` of `tensor` from a view of a local tensor of process `source` to a view of one
+    of process `target`. `plus` is added to the values.
+    """
 
     tensor: str
     box: Box
@@ -32,14 +36,16 @@ class Copy(NamedTuple, Generic[Source, Target]):
 
 @dataclass(frozen=True)
 class Plan(Generic[Source, Target]):
-    """Plan. Copy `i` takes `boxes[i]` from piece `have[i]` of the sources to piece `want[i]` of the targets."""
+    """Copies between two sets of pieces, as arrays. Copy `i` takes `boxes[i]` from piece `have[i]`
+    of the sources to piece `want[i]` of the targets.
+    """
 
     sources: Pieces[Source]
     targets: Pieces[Target]
     have: Ints
     want: Ints
     boxes: Ranges
-    parts: int = 1  # number of parts of the sources' replicas; the plan uses one
+    parts: int = 1  # parts into which the sources' replicas are divided; the plan reads from one part
 
     def __len__(self) -> int:
         return len(self.have)
@@ -77,6 +83,9 @@ class Plan(Generic[Source, Target]):
         return _views(self.targets, self.want, self.boxes)
 
     def copies(self) -> Iterator[Copy[Source, Target]]:
+        """Yield each copy as an object with views of its local tensors. Large plans are read from
+        the arrays instead.
+        """
         (source_offsets, source_strides), (target_offsets, target_strides) = self.source_views, self.target_views
         for i, (have, want) in enumerate(zip(self.have.tolist(), self.want.tolist(), strict=True)):
             n = self.targets.dimensions(want)
@@ -96,13 +105,13 @@ class Plan(Generic[Source, Target]):
 
 
 def plan(sources: Mapping[Source, Layout], targets: Mapping[Target, Layout]) -> Plan[Source, Target]:
-    """Return the copies that fill each element of the targets' pieces once, from any sources that have it, with
-    bytes per source as even as the layouts permit.
+    """Return the copies that fill each element of the targets' pieces once.
+
+    Any source that has an element may send it; bytes per source are as even as the layouts permit.
 
     Raises:
-        LayoutError: the sources lack an element, boxes of theirs overlap without being equal, or two processes
-        give a tensor different shapes or
-            dtypes. The message names the tensor.
+        LayoutError: The sources lack an element, two of their boxes overlap without being equal, or two
+            processes give a tensor different shapes or dtypes. The message names the tensor.
     """
     return plan_pieces(pack(sources), pack(targets))
 
@@ -111,9 +120,10 @@ def plan_pieces(sources: Pieces[Source], targets: Pieces[Target], number: int | 
     """Return `plan` for pieces in arrays.
 
     Args:
-        number: Number of these targets among several that the sources fill, each from the next part of the
-        replicas: the smallest part with which no
-            source sends more than the busiest target receives. None: from all replicas.
+        number: Number of this set of targets, if the sources serve several sets at once: set `number`
+            reads from a part of the replicas, in turn, so that sets have different senders. The part is
+            the smallest with which no source sends more than the busiest target receives. None uses
+            all replicas.
     """
     known = _same_tensors(sources, targets)
     width = max(sources.boxes.start.shape[1], targets.boxes.start.shape[1])
@@ -146,7 +156,7 @@ def _same_tensors(sources: Pieces[Source], targets: Pieces[Target]) -> Ints:
     numbers = {spec.name: number for number, spec in enumerate(sources.specs)}
     for spec in targets.specs:
         if spec.name not in numbers:
-            raise LayoutError(f"{spec.name}: the targets want it, no source holds it")
+            raise LayoutError(f"{spec.name}: expected by the targets, but no source has it")
         if (have := sources.specs[numbers[spec.name]]) != spec:
             wanted, found = f"{spec.dtype} {list(spec.shape)}", f"{have.dtype} {list(have.shape)}"
             raise LayoutError(f"{spec.name}: the targets expect {wanted}, the sources have {found}")
@@ -160,7 +170,7 @@ def _refuse_overlaps(specs: Sequence[TensorSpec], held: Distinct) -> None:
     for i in np.flatnonzero(some)[:1]:
         spec = specs[held.tensor[one[i]]]
         boxes = [format_box(held.boxes.box(int(j[i]), len(spec.shape))) for j in (one, other)]
-        raise LayoutError(f"{spec.name}: expected the same boxes from all who hold an element, found {boxes[0]} and {boxes[1]}")
+        raise LayoutError(f"{spec.name}: expected equal boxes on all ranks that have an element, found {boxes[0]} and {boxes[1]}")
 
 
 def _refuse_holes(targets: Pieces[Target], want: Ints, boxes: Ranges) -> None:
@@ -172,9 +182,11 @@ def _refuse_holes(targets: Pieces[Target], want: Ints, boxes: Ranges) -> None:
 
 
 def _replicas(held: Distinct, process: Ints, box: Ints) -> tuple[Ints, int]:
-    """Return the replica of each piece's process, and the number of replicas: the least number of
-    processes that have one of these boxes. The first process with such a box belongs to the first
-    replica, and so on; other processes take their position among the processes with another box.
+    """Return the replica of each piece's process, and the number of replicas.
+
+    The number of replicas is the least number of processes that have one of the boxes copied. A
+    process's replica is its position among the processes with the same box, scaled to that number;
+    boxes with the fewest processes decide.
     """
     order = np.lexsort((process, held.of))  # pieces, box by box
     holders = np.bincount(held.of, minlength=len(held.tensor))
@@ -183,27 +195,28 @@ def _replicas(held: Distinct, process: Ints, box: Ints) -> tuple[Ints, int]:
     share = place * count // holders[held.of[order]]
     last = np.argsort(holders[held.of[order]] == count, kind="stable")
     replica = np.zeros(process.max(initial=0) + 1, np.int64)
-    replica[process[order[last]]] = share[last]  # the last of each process counts
+    replica[process[order[last]]] = share[last]  # a process's last assignment remains
     return replica[process], max(1, count)
 
 
 def _part(held: Distinct, wanted: npt.NDArray[np.bool_]) -> Ints:
-    """Return the pieces in `part` of the replicas, and all pieces of boxes that have none there."""
+    """Return the pieces where `wanted` is set, and all pieces of boxes for which it is set nowhere."""
     found = np.bincount(held.of, wanted, len(held.tensor)) > 0
     return np.flatnonzero(wanted | ~found[held.of])
 
 
 def _choose(held: Distinct, part: Ints, process: Ints, processes: int, box: Ints, sizes: Ints) -> Ints:
-    """Return the piece from which each copy is taken: of the pieces of its box in `part`, one of the
-    process with the least bytes so far. Copies with fewer choices come first, then larger ones, so
-    that later copies even out the load.
+    """Return the piece that each copy reads: of the pieces of its box in `part`, one of the process with
+    the fewest bytes so far.
+
+    Copies with fewer choices come first, then larger ones, so that later copies even out the load.
     """
     order = part[np.lexsort((process[part], held.of[part]))]  # pieces, box by box
     holders = np.bincount(held.of[part], minlength=len(held.tensor))
     begins = np.cumsum(holders) - holders
     load = np.zeros(processes, np.int64)
     chosen = np.empty(len(box), np.int64)
-    # Copies of one size whose boxes have the same holders are divided at once.
+    # Copies of equal size, whose boxes the same processes have, are distributed in one step.
     names = np.random.default_rng(7).integers(2**63, size=processes)
     alike = np.zeros(len(held.tensor), np.int64)
     np.add.at(alike, held.of[part], names[process[part]])
@@ -220,7 +233,9 @@ def _choose(held: Distinct, part: Ints, process: Ints, processes: int, box: Ints
 
 
 def _turns(load: Ints, size: int, items: int) -> Ints:
-    """Return the carrier of each of `items` items of equal size, when the least loaded carrier takes the next."""
+    """Return the process for each of `items` items of `size` bytes, when the process with the least
+    load takes the next item.
+    """
     most = int((load.max() - load.min()) // size) + items // len(load) + 2
     after = load[:, None] + size * np.arange(min(items, most))
     turns: Ints = np.argsort(after, axis=None, kind="stable")[:items] // after.shape[1]
@@ -228,7 +243,7 @@ def _turns(load: Ints, size: int, items: int) -> Ints:
 
 
 def _views(pieces: Pieces[Any], which: Ints, boxes: Ranges) -> tuple[Ints, Ints]:
-    """Return offset and strides, in elements, of each box in its piece's local tensor: `Piece.view` for arrays."""
+    """Return the offset and strides, in elements, of each box in its piece's local tensor: `Piece.view` for arrays."""
     whole, strides = pieces.boxes.take(which), pieces.strides[which]
     offsets: Ints = pieces.offset[which] + ((boxes.start - whole.start) // whole.step * strides).sum(axis=1)
     strides_in_box: Ints = np.where(boxes.count > 1, boxes.step // whole.step, 1) * strides

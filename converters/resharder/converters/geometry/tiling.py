@@ -1,4 +1,4 @@
-"""Check that ranks' boxes are a model, complete and without overlap, and the choice of senders among replicas."""
+"""Check that the boxes of all ranks tile a model, and choice of the sender of each replicated box."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ Array = npt.NDArray[Any]
 
 
 class Held(NamedTuple):
-    """Box `box` of rank `rank`; `position` is the rank's own number for it."""
+    """Box of a tensor on one rank. `position` is its index in the list of boxes that the rank registered."""
 
     rank: int
     position: int
@@ -22,7 +22,7 @@ class Held(NamedTuple):
 
 
 def check_tiling(spec: TensorSpec, held: Sequence[Held]) -> None:
-    """Raise LayoutError unless the owned boxes cover each element exactly once and every replica has an owner's box."""
+    """Raise LayoutError unless owned boxes cover each element exactly once and each replica's box equals an owner's."""
     for piece in held:
         _check_inside(spec, piece)
     owners = [piece for piece in held if not piece.replica]
@@ -43,7 +43,7 @@ def _check_inside(spec: TensorSpec, piece: Held) -> None:
 
 
 class _Cells(NamedTuple):
-    """Groups of indices of one dimension that are in the same boxes."""
+    """Groups of indices of one dimension, such that the indices of a group are in the same boxes."""
 
     first: Array  # (groups,) first index of each
     size: Array  # (groups,)
@@ -51,7 +51,7 @@ class _Cells(NamedTuple):
 
 
 def _check_owners(spec: TensorSpec, owners: Sequence[Held]) -> None:
-    """Count the owners of each element, on a grid whose cells no box cuts."""
+    """Raise LayoutError unless each element has one owner, counted on a grid whose cells no box divides."""
     grid = [_cells([piece.box[d] for piece in owners], n) for d, n in enumerate(spec.shape)]
     times = np.zeros([len(cells.first) for cells in grid], dtype=np.int32)
     for i in range(len(owners)):
@@ -83,7 +83,9 @@ def _cells(ranges: Sequence[Range], n: int) -> _Cells:
 
 
 def assign(tensors: Mapping[str, TensorSpec], held: Mapping[str, Sequence[Held]]) -> dict[int, list[int]]:
-    """Return the positions of the boxes that each rank sends: each box once, bytes even over the ranks that have it."""
+    """Return the positions of the boxes that each rank sends: each distinct box once, with bytes
+    even over the ranks that have it.
+    """
     choices: list[tuple[int, list[Held]]] = []
     for name, pieces in held.items():
         same: dict[Box, list[Held]] = defaultdict(list)

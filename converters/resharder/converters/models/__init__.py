@@ -1,6 +1,7 @@
-"""Layouts of trainers' models: megatron-core's modules, or modules of DTensors.
+"""Layouts of trainers' models: megatron-core's modules, or modules with DTensors.
 
-A model of megatron-core's modules implies that megatron-core is imported already, so a trainer without it never needs it.
+megatron-core is imported only for models of its modules, in whose processes it is imported already. Other trainers do not need
+it.
 """
 
 import sys
@@ -21,22 +22,28 @@ def local_layout(
     rename: Rename | None = None,
     ranks: Sequence[int] | None = None,
 ) -> tuple[Layout, Mapping[str, torch.Tensor]]:
-    """Return this rank's layout, and its local tensors by the names in its pieces, live rather than copied.
+    """Return this rank's layout, and its local tensors by the names in the layout's pieces, live rather than copied.
 
-    `rename` and `ranks` are for models of DTensors, as in `dtensor.local_layout`. Raises ConversionError.
+    Args:
+        model: Megatron's chunks, or a module, its parts or a state dict, as in `hf_names.Model`.
+        hf_config: Content of config.json, or transformers' config.
+        rename: For models with DTensors only, as in `dtensor.local_layout`.
+        ranks: For models with DTensors only, as in `dtensor.local_layout`.
+
+    Raises ConversionError; see `megatron.layout.local_layout` and `dtensor.local_layout` for its subclasses.
     """
     chunks = megatron_chunks(model)
     if not chunks:
         return dtensor.local_layout(model, hf_config, rename=rename, ranks=ranks)
     if rename is not None or ranks is not None:
-        raise UnsupportedModel("expected neither rename nor ranks for a Megatron model, whose layout and table have both")
+        raise UnsupportedModel("expected no rename and no ranks for a Megatron model: its table and process groups have both")
     from resharder.converters.models.megatron import layout
 
     return layout.local_layout(chunks, hf_config)
 
 
 def megatron_chunks(model: Model) -> list[torch.nn.Module]:
-    """Return the chunks of a Megatron model, wrapped or not; none for any other model."""
+    """Return the chunks of a Megatron model, wrapped or not; an empty list for any other model."""
     core = sys.modules.get("megatron.core.transformer.module")
     if core is None or isinstance(model, Mapping):
         return []
@@ -45,6 +52,6 @@ def megatron_chunks(model: Model) -> list[torch.nn.Module]:
 
 
 def _innermost(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside Float16Module and DDP."""
+    """Return the module inside wrappers such as Float16Module and DDP."""
     inner = getattr(module, "module", None)
     return _innermost(inner) if isinstance(inner, torch.nn.Module) else module

@@ -1,8 +1,7 @@
-"""Layouts of models of torch DTensors: FSDP2's `fully_shard`, tensor parallelism by `parallelize_module`, meshes of both.
+"""Layouts of models with torch DTensors: FSDP2's `fully_shard`, tensor parallelism by `parallelize_module`, and both together.
 
-Each DTensor describes its placement: mesh, placements and shape. Names are those of the checkpoint on
-disk (`hf_names.py`); if the model's family has a table, they and their shapes are compared with it. Other tensors
-are replicas.
+Each DTensor describes its placement by mesh, placements and shape. Names are those of the checkpoint on disk (`hf_names.py`); if
+the model's family has a table, names and shapes are compared with it. Plain tensors are replicas on all ranks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,10 @@ from torch.distributed.tensor import DTensor
 
 
 class LocalDTensors(Mapping[str, torch.Tensor]):
-    """This rank's part of each tensor, read anew each time: FSDP gives a DTensor other memory at its first forward pass."""
+    """This rank's part of each tensor, looked up at each access.
+
+    FSDP moves a DTensor to other memory at its first forward pass.
+    """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -45,14 +47,17 @@ def local_layout(
     """Return this rank's layout, and its local tensors by their names in memory, live rather than copied.
 
     Args:
-        ranks: Global ranks that together have the whole of `model`, if these are not all ranks, as in a pipeline
-            stage. The first of them owns plain tensors; of DTensors on equal meshes side by side, the ranks of its mesh own them.
-            FSDP's modules keep their sharded parameters.
+        model: Module, parts of one, or state dict. FSDP's modules keep their sharded parameters.
+        hf_config: Content of config.json, or transformers' config.
+        rename: Function from names in memory to names on disk, or None to leave a tensor out.
+        ranks: Global ranks that together have the whole of `model`, if these are not all ranks, as in a
+            pipeline stage. The lowest of them owns plain tensors. If several equal meshes have copies of
+            a DTensor, the mesh with that rank owns it.
 
     Raises:
-        UnknownTensor: names that are not those on disk.
-        LayoutError: another shape than the config's, `Partial`, or an unsupported placement.
-        UnsupportedModel: quantised tensors, or tensors without memory layout.
+        UnknownTensor: Names that are not those on disk.
+        LayoutError: Another shape than the config's, `Partial`, or an unsupported placement.
+        UnsupportedModel: Quantised tensors, or tensors without a memory layout.
     """
     tensors = named_tensors(model, rename)
     first = min(ranks) if ranks else 0
@@ -71,19 +76,22 @@ def local_layout(
 
 
 def _moved(piece: Piece, part: Stored) -> Piece:
-    """Return the piece of the HF tensor for a piece of a tensor in memory."""
+    """Return the piece of an HF tensor, given the piece of the tensor in memory that contains it."""
     box = tuple(have._replace(start=have.start - all_.start) for have, all_ in zip(piece.box, part.box, strict=True))
     skip = int(part.stacked)
     return piece._replace(tensor=part.name, box=box[skip:], strides=piece.strides[skip:])
 
 
 def shard_order(split_factors: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the order in which mesh dimensions cut one tensor dimension, as indices into `split_factors`: (size,
-    split factor) of each mesh dimension that cuts it, outermost first.
+    """Return the order in which mesh dimensions divide one tensor dimension, as indices into `split_factors`.
 
-    The split factor is 1 for `Shard`; for `_StridedShard` it is the number of parts into which later mesh dimensions
-    have cut before (torch/distributed/tensor/placement_types.py), as tensor parallelism does before FSDP. Raises ValueError for
-    factors without such an order.
+    Args:
+        split_factors: (size, split factor) of each mesh dimension that divides the tensor dimension,
+            outermost first. The split factor is 1 for `Shard`. For `_StridedShard` it is the number of
+            parts into which later mesh dimensions have divided before
+            (torch/distributed/tensor/placement_types.py), as tensor parallelism does before FSDP.
+
+    Raises ValueError for factors without such an order.
     """
     order: list[int] = []
     for index in reversed(range(len(split_factors))):
@@ -104,7 +112,10 @@ def _dtype(name: str, local: torch.Tensor) -> str:
 
 
 def _box(name: str, tensor: torch.Tensor) -> Box | None:
-    """Return this rank's box of a tensor; None if it has none: it is not in the mesh, or there are fewer rows than ranks."""
+    """Return this rank's box of a tensor.
+
+    None if the rank has no elements: it is not in the mesh, or there are fewer rows than ranks.
+    """
     box = tuple(Range(0, n) for n in tensor.shape)
     if isinstance(tensor, DTensor):
         coordinate = tensor.device_mesh.get_coordinate()
@@ -121,14 +132,14 @@ def _box(name: str, tensor: torch.Tensor) -> Box | None:
 
 
 def _range(name: str, tensor: DTensor, dimension: int, size: int, coordinate: Sequence[int]) -> Range:
-    """Cut one dimension as `torch.chunk` does, by one mesh dimension after the other."""
+    """Return this rank's indices of one dimension, which each mesh dimension in turn divides as `torch.chunk` does."""
     cuts: list[tuple[int, int, int]] = []  # size of the mesh dimension, split factor, this rank's coordinate
     for mesh_dimension, placement in enumerate(tensor.placements):
         if placement.is_replicate():
             continue
         kind = type(placement).__name__
         if kind not in ("Shard", "_StridedShard"):
-            raise LayoutError(f"{name}: expected Shard or Replicate, found {placement}: redistribute it before")
+            raise LayoutError(f"{name}: expected Shard or Replicate, found {placement}: redistribute the tensor first")
         if placement.dim % tensor.ndim == dimension:  # type: ignore[attr-defined]
             factor = getattr(placement, "split_factor", 1)
             cuts.append((tensor.device_mesh.size(mesh_dimension), factor, coordinate[mesh_dimension]))
@@ -145,7 +156,7 @@ def _range(name: str, tensor: DTensor, dimension: int, size: int, coordinate: Se
 
 
 def _owns(tensor: torch.Tensor, first: int) -> bool:
-    """Return whether this rank's copy is the owner, of which the others are replicas."""
+    """Return whether this rank's copy is the owner; copies on other ranks are replicas of it."""
     if not isinstance(tensor, DTensor):
         return (dist.get_rank() if dist.is_initialized() else 0) == first
     coordinate = tensor.device_mesh.get_coordinate() or ()

@@ -1,7 +1,7 @@
 """Names of tensors in a model's memory, and in its checkpoint on disk.
 
-A module with HF names has the names of `save_pretrained`, except for wrappers, tied embeddings, and experts, which transformers 5
-stacks in memory (transformers/conversion_mapping.py).
+A module with HF names has the names of `save_pretrained`. The exceptions are wrappers, tied embeddings, and experts, which
+transformers 5 stacks in memory (transformers/conversion_mapping.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,9 @@ _EXPERTS = (("mlp", "gate_proj", "up_proj", "down_proj"), ("block_sparse_moe", "
 
 
 class Stored(NamedTuple):
-    """HF tensor `name` is `box` of a tensor in memory; with `stacked`, without the leading dimension."""
+    """HF tensor `name` that is `box` of a tensor in memory. With `stacked`, the box has a leading
+    dimension that the HF tensor lacks.
+    """
 
     name: str
     box: Box
@@ -33,11 +35,15 @@ class Stored(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the HF tensor."""
         return box_shape(self.box)[int(self.stacked) :]
 
 
 def named_tensors(model: Model, rename: Rename | None = None) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by their names without wrappers. Raises UnknownTensor."""
+    """Return parameters and persistent buffers by their names, without the prefixes of wrappers and after `rename`.
+
+    Raises UnknownTensor for an entry that is no tensor, and for two tensors of one name.
+    """
     found: dict[str, torch.Tensor] = {}
     for key, value in _entries(model):
         if not isinstance(value, torch.Tensor):
@@ -56,21 +62,26 @@ def named_tensors(model: Model, rename: Rename | None = None) -> dict[str, torch
 
 
 def stored_tensors(found: Mapping[str, torch.Tensor], config: HFConfig, *, whole: bool) -> dict[str, list[Stored]]:
-    """Return the HF tensors of each tensor in memory, by the name in memory; a second name of tied embeddings is omitted.
+    """Return the HF tensors of each tensor in memory, by the name in memory. A second name of tied embeddings is omitted.
 
     For a family without a table, names in memory are those on disk.
 
+    Args:
+        found: Tensors in memory by name.
+        config: Content of config.json.
+        whole: Whether `found` is the whole model, so that missing names are an error.
+
     Raises:
-        UnsupportedModel: a quantised checkpoint.
-        UnknownTensor: names differ from the table's (missing ones only if `found` is the `whole` model).
-        LayoutError: shapes differ from the table's.
+        UnsupportedModel: A quantised checkpoint.
+        UnknownTensor: Names differ from the table's.
+        LayoutError: Shapes differ from the table's.
     """
     try:
         expected = expected_shapes(config)
     except UnsupportedModel:
         if config.get("quantization_config"):
             raise
-        tied = config.get("tie_word_embeddings", True)  # in the form of transformers
+        tied = config.get("tie_word_embeddings", True)  # transformers' default
         kept = _without_ties(found) if tied else found
         return {name: [Stored(name, full_box(tuple(tensor.shape)))] for name, tensor in kept.items()}
     stored = {name: _stored(name, tuple(tensor.shape), expected) for name, tensor in found.items()}
@@ -95,15 +106,15 @@ def stored_tensors(found: Mapping[str, torch.Tensor], config: HFConfig, *, whole
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part."""
+    """Return this rank's part of a DTensor, or the tensor itself; the memory is shared."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with torch.no_grad():  # otherwise it would be another tensor each time
+    with torch.no_grad():  # with gradients, each call returns another tensor
         return tensor.to_local()
 
 
 def _entries(model: Model) -> Iterator[tuple[str, object]]:
-    """Return the entries of a state dict. FSDP2's hook restores the sharded parameters that a forward pass has left whole."""
+    """Yield the entries of a state dict. Its FSDP2 hook reshards parameters that a forward pass has left whole."""
     if isinstance(model, Mapping):
         yield from model.items()
         return
@@ -121,7 +132,7 @@ def _unwrapped(key: str) -> str:
 
 
 def _stored(name: str, shape: tuple[int, ...], expected: Mapping[str, tuple[int, ...]]) -> list[Stored]:
-    """Return the HF tensors of a name; empty if it has none on disk."""
+    """Return the HF tensors of a tensor in memory; none if its name has no counterpart on disk."""
     if name in expected:
         return [Stored(name, full_box(shape))]
     for module, gate, up, down in _EXPERTS:

@@ -1,7 +1,7 @@
-"""Whether replicas are what they should be: equal to their owners, bit for bit.
+"""Comparison of replicas with their owners, bit for bit.
 
-A rank that drifted (a missed gather, a skipped broadcast, weights of experts updated twice) still holds plausible numbers, and
-which of them are published depends on who sends. Digests of what every rank holds tell.
+A rank that drifted (a missed gather, a skipped broadcast, experts' weights updated twice) still has plausible values, and the
+choice of senders determines which of them are published. Digests of all ranks' pieces reveal the difference.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ _SHOWN = 8
 
 
 class HeldDigest(NamedTuple):
-    """Digest of a piece."""
+    """Digest of a rank's piece."""
 
     tensor: str
     box: Box
@@ -31,7 +31,7 @@ class HeldDigest(NamedTuple):
 def check_replicas(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise ReplicasDiffer, on every rank, if two ranks have different values of one box of an HF tensor.
 
-    A collective of torch's default group, if there is one: every rank reads its tensors once and sends a digest of each
+    A collective of torch's default process group, if there is one. Every rank reads its tensors once and sends a digest of each
     piece to all others.
     """
     held = list(held_digests(layout, tensors))
@@ -46,7 +46,7 @@ def check_replicas(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def held_digests(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Iterator[HeldDigest]:
-    """Return the digests of one rank's pieces."""
+    """Yield the digests of one rank's pieces, computed on the tensors' devices."""
     for piece in layout.pieces:
         values, shape = read_piece(tensors, piece), layout.tensors[piece.tensor].shape
         if values.device.type == "cpu":
@@ -58,7 +58,11 @@ def held_digests(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Iterato
 
 
 def differences(everyone: Sequence[Sequence[HeldDigest]]) -> list[str]:
-    """A sentence for each box of which ranks, or one rank twice, hold different values; `everyone[rank]` is what a rank holds."""
+    """Return a sentence for each box whose digests differ, between ranks or on one rank.
+
+    Args:
+        everyone: Digests of each rank's pieces, in order of rank.
+    """
     holders: dict[tuple[str, Box], list[tuple[int, HeldDigest]]] = defaultdict(list)
     for rank, pieces in enumerate(everyone):
         for held in pieces:

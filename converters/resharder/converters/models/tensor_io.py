@@ -1,4 +1,4 @@
-"""Reading and writing the pieces of a layout where they are: in a process's own tensors."""
+"""Reads and writes of a layout's pieces in place, in a process's own tensors."""
 
 import warnings
 from collections.abc import Mapping
@@ -19,21 +19,25 @@ _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def tensor_of_bits(array: npt.NDArray[Any], dtype: str) -> torch.Tensor:
-    """The same memory, unsigned integers, as a tensor of one of these dtypes. It is only to be read."""
+    """Return the memory of an array of unsigned integers as a tensor of a safetensors dtype. It is only to be read."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # "not writable"
         return torch.from_numpy(np.asarray(array)).view(_TORCH[dtype])
 
 
 def view_of(tensor: torch.Tensor, view: StridedView) -> torch.Tensor:
-    """The view, sharing the tensor's memory, outside of autograd."""
+    """Return a view that shares the tensor's memory, outside of autograd. The view's offset counts
+    from the tensor's first element.
+    """
     plain = tensor.detach()
     return plain.as_strided(view.shape, view.strides, plain.storage_offset() + view.offset)
 
 
 def read_piece(tensors: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
-    """The HF values of a piece, in the shape of its box: a view of the local tensor, or, where HF's values differ from
-    Megatron's by a constant, a tensor of their own."""
+    """Return the HF values of a piece, in the shape of its box.
+
+    The result is a view of the local tensor, or a new tensor if HF's values differ from the local ones by a constant.
+    """
     there = view_of(tensors[piece.local], piece.view(piece.box))
     return there + piece.plus if piece.plus else there
 

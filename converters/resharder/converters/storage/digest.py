@@ -5,23 +5,21 @@ the element's place in the whole tensor seen as a matrix `(prod(shape[:-1]), sha
 unsigned integer, and `fold(x) = x ^ (x >> 32)`, which changes only elements of 64 bits. `a` and `b` are hashes of their index,
 both odd, `a` of 64 bits and `b` of 21.
 
-- A change of one element of any width is always detected: `fold` is one to one, and so is the product with an odd
-  number modulo 2**64.
-- In other changes, at most one value of a given element leaves the digest unchanged. A change that fills an element of
-  n bits at random remains undetected with a probability of at most 2**-n.
-- Two swapped elements that differ remain undetected with a probability below 2**-19: within a row where their `b`
-  are equal, between rows
-  where their `a * b` are equal in the low bits. Excepted are elements of 64 bits that differ in the same bits of both halves,
-  and in none of the low 12: their swaps remain undetected more often.
+- A change of one element of any width is always detected: `fold` is one to one, and so is the product with an odd number
+  modulo 2**64.
+- In other changes, at most one value of a given element leaves the digest unchanged. A change that fills an element of n bits
+  at random remains undetected with a probability of at most 2**-n.
+- Two swapped elements that differ remain undetected with a probability below 2**-19: within a row if their `b` are equal,
+  between rows if their `a * b` are equal in the low bits. The exception are elements of 64 bits that differ in the same bits of
+  both halves and in none of the low 12 bits: their swaps remain undetected more often.
 
-The digest detects misplacement; it does not stop an adversary. `fold` is there for swaps: without it, a difference
-in the high bits
-alone, as between 1.0 and -1.0, vanishes in the product with `b[i] - b[j]`. Any sum that is linear in a 64-bit element's parts and
-sees every change of it has this flaw in one of the parts (Hajós' theorem).
+The digest detects misplacement; it does not stop an adversary. `fold` is there for swaps: without it, a difference in the high
+bits alone, as between 1.0 and -1.0, vanishes in the product with `b[i] - b[j]`. Any sum that is linear in a 64-bit element's
+parts and detects every change of it has this flaw in one of the parts (Hajós' theorem).
 
-On the host a compiled kernel (numba) reads at memory speed and can copy in the same pass; without numba, numpy does the same at a
-third of the speed or less. A kernel is compiled when first needed, one for each width of elements; `compile_for` does it before
-that. `digest_torch` is the same sum for tensors on a GPU.
+On the host a kernel compiled by numba reads at memory speed and can copy in the same pass. Without numba, numpy computes the
+same sum at a third of the speed or less. There is one kernel for each width of elements, compiled at its first use or by
+`compile_for`. `digest_torch` computes the same sum for tensors on a GPU.
 """
 
 import threading
@@ -41,11 +39,11 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 MASK = (1 << 64) - 1
 _ROW_SEED, COLUMN_SEED = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
-_BLOCK = 1 << 19  # elements: half of a core's second-level cache as uint16
+_BLOCK = 1 << 19  # elements; as uint16, half of a core's second-level cache
 
 
 def hashes(index: Array, seed: int) -> Array:
-    """Return splitmix64 of indices."""
+    """Return splitmix64 of indices, uint64."""
     x = (index.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -53,12 +51,12 @@ def hashes(index: Array, seed: int) -> Array:
 
 
 def row_weights(rows: Array) -> Array:
-    """Return `a` of these rows, uint64."""
+    """Return the weights `a` of these row numbers, uint64."""
     return hashes(rows, _ROW_SEED) | np.uint64(1)
 
 
 def column_weights(columns: int) -> Array:
-    """Return `b` of the first `count` columns, uint32."""
+    """Return the weights `b` of the first `columns` columns, uint32."""
     return _column_weights(Range(0, columns))
 
 
@@ -80,14 +78,20 @@ def _rows(box: Box, shape: tuple[int, ...]) -> Array:
 
 
 def digest(array: Array, box: Box, shape: tuple[int, ...]) -> int:
-    """Return the digest of `box` of a tensor of `shape`; `array` has the box's elements as unsigned
-    integers, in any strides.
+    """Return the digest of a box, an unsigned 64-bit integer.
+
+    Args:
+        array: Elements of the box as unsigned integers, in host memory, with any strides.
+        box: Place of the elements in the tensor.
+        shape: Shape of the whole tensor.
     """
     return _run(None, array, box, shape)
 
 
 def copy_and_digest(target: Array, source: Array, box: Box, shape: tuple[int, ...]) -> int:
-    """Copy `source` to `target` and return the digest of the copied elements, in one pass."""
+    """Copy `source` to `target` and return the digest of the copied elements, in one pass. Raises
+    ValueError if their shapes differ.
+    """
     if target.shape != source.shape:
         raise ValueError(f"expected a source of shape {target.shape}, got {source.shape}")
     return _run(target, source, box, shape)
@@ -108,7 +112,9 @@ def _run(target: Array | None, source: Array, box: Box, shape: tuple[int, ...]) 
 
 
 def _slab(target: Array | None, source: Array, box: Box, shape: tuple[int, ...], before: int, b: Array) -> int:
-    """Return a slab's digest. `before` is the number, among all of its kind, of what contains the remaining dimensions."""
+    """Return the digest of a slab: the elements at a fixed index of the leading dimensions.
+    `before` is that index in C order.
+    """
     if source.ndim <= 2:
         rows = box[0] if source.ndim == 2 else Range(0, 1)
         first = before * (shape[0] if source.ndim == 2 else 1) + rows.start
@@ -121,7 +127,7 @@ def _slab(target: Array | None, source: Array, box: Box, shape: tuple[int, ...],
 
 
 def _blocks(source: Array, box: Box) -> Iterator[tuple[Array, Box]]:
-    """Yield small contiguous copies of parts along the first dimension."""
+    """Yield (contiguous copy, box) of small parts along the first dimension."""
     step = max(1, _BLOCK // max(1, prod(source.shape[1:]))) if source.ndim > 1 else source.shape[0]
     for i in range(0, source.shape[0], step):
         block, first = np.ascontiguousarray(source[i : i + step]), box[0]
@@ -129,7 +135,10 @@ def _blocks(source: Array, box: Box) -> Iterator[tuple[Array, Box]]:
 
 
 def digest_rows(target: Array | None, source: Array, first: int, step: int, b: Array) -> int:
-    """Return the digest of a matrix by the weights `b` of its columns. Its row `i` is row `first + i * step` of the tensor."""
+    """Return the digest of a matrix of unsigned integers, given the weights `b` of its columns.
+
+    Row `i` of the matrix is row `first + i * step` of the tensor. A `target` receives a copy in the same pass.
+    """
     kind = np.dtype(f"u{source.itemsize}")
     sum_only, copying = _kernels(source.itemsize)
     rows = _rows_of(source.view(kind))
@@ -144,10 +153,12 @@ def digest_rows(target: Array | None, source: Array, first: int, step: int, b: A
 
 
 def _rows_of(matrix: Array) -> Array | None:
-    """The same rows as the heads of longer ones that follow each other without a gap, so that kernels need one signature and no
-    strides: with strides they run at a quarter of the speed. Kernels end a row where its weights end, and touch nothing between.
+    """Return the rows as the beginnings of longer rows that follow each other without a gap.
 
-    None where there is no such matrix: rows that overlap, as of an expanded tensor, or run backwards, or are not aligned.
+    Kernels then need one signature and no strides, with which they run at a quarter of the speed. A kernel ends a row where the
+    weights end, and does not touch the elements between.
+
+    None if there is no such matrix: rows that overlap (an expanded tensor), run backwards, or are not aligned.
     """
     step, width = matrix.strides[0], matrix.itemsize
     if not matrix.flags.aligned:
@@ -160,8 +171,9 @@ def _rows_of(matrix: Array) -> Array | None:
 
 
 def compile_for(item_sizes: Iterable[int]) -> None:
-    """Compile the kernels for these element sizes unless this process has: half a second for each
-    size, or none if the compiled code is cached on disk. No later call compiles for them.
+    """Compile the kernels for these element sizes, in bytes, unless this process has compiled them.
+
+    Takes half a second for each size, or no time if the compiled code is in numba's cache on disk.
     """
     for width in sorted(set(item_sizes)):
         _kernels(width)
@@ -183,7 +195,7 @@ def _compiled(width: int) -> Kernels:
         import numba
     except ImportError:
         return _sum_numpy, _copy_numpy
-    if numba.config.DISABLE_JIT:  # these loops would run in the interpreter
+    if numba.config.DISABLE_JIT:  # the loops would run in the interpreter
         return _sum_numpy, _copy_numpy
     types = numba.types
     element = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}[width]
@@ -241,8 +253,8 @@ def _sum_numpy(source: Array, first: int, step: int, b: Array) -> int:
 
 
 def _sums_of_rows(values: Array, b: Array) -> Array:
-    """Return the sums of elements of up to 16 bits as float64, which is faster than integers and
-    exact: 2**16 * 2**21 * 2**16 columns <= 2**53.
+    """Return the weighted sum of each row. Elements of up to 16 bits are added as float64, which is faster
+    than integers and exact: 2**16 * 2**21 * 2**16 columns <= 2**53.
     """
     if values.itemsize <= 2:
         return (values.astype(np.float64) @ b.astype(np.float64)).astype(np.uint64)
@@ -257,13 +269,14 @@ def _copy_numpy(target: Array, source: Array, first: int, step: int, b: Array) -
 
 
 def digest_torch(tensor: "torch.Tensor", box: Box, shape: tuple[int, ...]) -> int:
-    """Return the digest as `digest` does, computed on the tensor's device."""
+    """Return the digest as `digest` does, computed on the tensor's device. Waits for the device."""
     return int(digest_on_device(tensor, box, shape)) & MASK
 
 
 def digest_on_device(tensor: "torch.Tensor", box: Box, shape: tuple[int, ...]) -> "torch.Tensor":
-    """Return the digest as one int64 on the tensor's device, where integer arithmetic wraps modulo
-    2**64 as well. The host does not wait for it.
+    """Return the digest as an int64 scalar on the tensor's device, enqueued without waiting for it.
+
+    Integer arithmetic on a device also wraps modulo 2**64.
     """
     import torch
 

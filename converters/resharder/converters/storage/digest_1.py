@@ -1,8 +1,7 @@
-"""Digest of protocol revision 1: versions of that time are verified against it once, then digested again.
+"""Digest of protocol revision 1. Versions of that time are verified with it once, then digested anew.
 
-Elements wider than 16 bits counted as several columns of 16 bits, low ones first, with `b` in [1, 2**20). In one
-column of twelve,
-a change of one half of an element of 32 bits could cancel one of the other half.
+Elements wider than 16 bits counted as several columns of 16 bits, low ones first, with `b` in [1, 2**20). In one column of
+twelve, a change of one half of an element of 32 bits could cancel a change of the other half.
 """
 
 import numpy as np
@@ -10,7 +9,7 @@ from resharder.converters.storage.digest import COLUMN_SEED, Array, digest_rows,
 
 
 def digest_1(tensor: Array) -> int:
-    """Return the digest of a whole tensor, contiguous, as unsigned integers."""
+    """Return the digest of a whole tensor, a contiguous array of unsigned integers."""
     if tensor.size == 0:
         return 0
     rows = tensor.reshape(-1, tensor.shape[-1] if tensor.ndim else 1)

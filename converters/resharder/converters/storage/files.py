@@ -1,7 +1,7 @@
 """safetensors files laid out before their bytes exist, and mapped as arrays of raw bits.
 
-All names, dtypes and shapes of a version are known at registration, so headers are written first and every received byte
-goes to its final place.
+All names, dtypes and shapes of a version are known at registration. Headers are therefore written first, and every received
+byte goes to its final place.
 """
 
 import json
@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 
 class Placed(NamedTuple):
-    """A tensor and the place of its first byte in its file."""
+    """Tensor and the byte offset of its first element in its file."""
 
     spec: TensorSpec
     offset: int
@@ -36,6 +36,8 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class FileLayout:
+    """Header of a safetensors file and the place of each of its tensors, in order of offset."""
+
     path: str  # file name
     header: bytes  # all bytes before the first tensor
     size: int  # bytes of the whole file
@@ -43,8 +45,13 @@ class FileLayout:
 
 
 def lay_out(specs: Iterable[TensorSpec], max_file_bytes: int = 4 << 30) -> tuple[FileLayout, ...]:
-    """Return file layouts with the names of `save_pretrained`. The widest elements come first, so that
-    all are aligned without holes.
+    """Return the files for some tensors, named as `save_pretrained` names them.
+
+    Tensors of wide elements come first, so that all are aligned without holes.
+
+    Args:
+        specs: Tensors in any order; the result depends on their set only.
+        max_file_bytes: Bound on the tensors of a file. A larger tensor has a file of its own.
     """
     groups: list[list[TensorSpec]] = [[]]
     room = max_file_bytes
@@ -86,14 +93,18 @@ def index_json(files: Iterable[FileLayout]) -> bytes:
 
 
 def read_layout(folder: Path) -> tuple[FileLayout, ...]:
-    """Return the layout of a folder's safetensors files, from their headers. Raises ValueError for an invalid file."""
+    """Return the layout of all safetensors files of a folder, from their headers. Raises ValueError
+    for an invalid file.
+    """
     return _read_layouts(sorted(folder.glob("*.safetensors")))
 
 
 def read_checkpoint_layout(folder: Path) -> tuple[FileLayout, ...]:
-    """Return the layout of the files that `from_pretrained` reads: those of the index, else model.safetensors, else all.
+    """Return the layout of the files that `from_pretrained` reads.
 
-    Raises ValueError for a missing or invalid file, and if two files have a tensor of one name.
+    These are the files of the index, else `model.safetensors`, else all safetensors files.
+
+    Raises ValueError for a missing or invalid file, and for a tensor name that is in two files.
     """
     index, single = folder / INDEX_FILE, folder / "model.safetensors"
     if index.is_file():
@@ -103,7 +114,7 @@ def read_checkpoint_layout(folder: Path) -> tuple[FileLayout, ...]:
         paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     missing = [path.name for path in paths if not path.is_file()]
     if missing or not paths:
-        raise ValueError(f"{folder}: expected safetensors files, {', '.join(missing[:4]) or 'one at least'} is not there")
+        raise ValueError(f"{folder}: expected safetensors files, found none named {', '.join(missing[:4]) or '*.safetensors'}")
     files = _read_layouts(paths)
     homes: dict[str, str] = {}
     for file in files:
@@ -128,8 +139,16 @@ def _read_header(path: Path) -> bytes:
 
 @lru_cache(maxsize=64)
 def parse_header(path: str, header: bytes, size: int) -> FileLayout:
-    """Return the layout in a safetensors header (with its length prefix), from a cache for identical
-    headers, as the versions of a model have. Raises ValueError for an invalid header.
+    """Return the layout described by a safetensors header.
+
+    Results are cached: the versions of a model have identical headers.
+
+    Args:
+        path: File name for the layout and for messages.
+        header: All bytes before the first tensor, the 8-byte length included.
+        size: Bytes of the whole file.
+
+    Raises ValueError for an invalid header.
     """
     try:
         entries = json.loads(header[8:])
@@ -148,15 +167,15 @@ def parse_header(path: str, header: bytes, size: int) -> FileLayout:
 
 
 class MappedFiles:
-    """Tensors of a folder of laid-out files, as arrays of unsigned integers in the tensors' shapes.
+    """Tensors of a folder of laid-out files, mapped as arrays of unsigned integers in the tensors' shapes.
 
-    `arrays` is empty after `close`; arrays taken from it must be released by then (BufferError otherwise).
+    `close` clears `arrays`. Arrays taken from it must be released before.
     """
 
     def __init__(self, folder: Path, files: Iterable[FileLayout], *, writable: bool = False) -> None:
         self._maps: list[tuple[mmap.mmap, Span]] = []
-        self.small_pages = False  # of all maps
-        self.places: dict[str, tuple[Path, int]] = {}  # file of each tensor, and the byte at which it begins
+        self.small_pages = False  # whether any file has small pages
+        self.places: dict[str, tuple[Path, int]] = {}  # file of each tensor, and offset in it
         self.arrays: dict[str, Array] = {}
         self.specs: dict[str, TensorSpec] = {}
         for file in files:
@@ -177,6 +196,7 @@ class MappedFiles:
                 self.arrays[spec.name] = raw[offset : offset + spec.size].view(BITS[ITEM_SIZES[spec.dtype]]).reshape(spec.shape)
 
     def close(self) -> None:
+        """Unmap the files. Raises BufferError if an array of them is still referenced."""
         self.arrays.clear()
         while self._maps:
             mapped, span = self._maps.pop()
@@ -191,7 +211,7 @@ class MappedFiles:
 
 
 def folder_layout(specs: Mapping[str, TensorSpec]) -> Layout:
-    """Return a folder that has every tensor whole as a Layout whose local tensors are the HF tensors."""
+    """Return the layout of a folder with these tensors, each whole; its local tensors are the HF tensors."""
     pieces = []
     for spec in specs.values():
         strides, step = [], 1

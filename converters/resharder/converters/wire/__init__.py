@@ -1,1 +1,1 @@
-"""Messages made of boxes, and chunk frames."""
+"""Protobuf messages of boxes, layouts and copies, and frames of chunks."""

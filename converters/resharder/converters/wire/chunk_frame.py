@@ -1,6 +1,6 @@
-"""Chunk messages framed by hand: the bytes of proto `Chunk`, without the copies of building the message.
+"""Wire format of proto `Chunk`, written and read without protobuf's copies of the data.
 
-Fixed-width fields come first and in order, so that a struct reads one; other encodings are parsed in full.
+Fixed-width fields come first and in order, so that one struct reads them; messages in any other encoding are parsed by protobuf.
 """
 
 import struct
@@ -14,15 +14,17 @@ _TAGS = (0x09, 0x11, 0x1D, 0x25, 0x29, 0x32)
 
 
 class ChunkHeader(NamedTuple):
+    """Fields of a Chunk before its data. `checksum` is the xxh3_64 of the data."""
+
     version: int
     epoch: int
     rank: int
-    index: int  # type: ignore[assignment]  # tuple.index is of no use here
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not needed
     checksum: int
 
 
 def frame(header: ChunkHeader, data: bytes | memoryview, model: str = "") -> bytes:
-    """Return the wire bytes of one Chunk; with `model` for the first of a stream."""
+    """Return the wire bytes of one Chunk. The first chunk of a stream names the `model`."""
     values = [field for pair in zip(_TAGS[:5], header, strict=True) for field in pair]
     end = b"" if not model else b"\x3a" + _varint(len(model.encode())) + model.encode()
     return b"".join((_FIXED.pack(*values, _TAGS[5]), _varint(len(data)), data, end))
@@ -41,7 +43,7 @@ def unframe(message: bytes) -> tuple[ChunkHeader, memoryview, str]:
     try:
         chunk.ParseFromString(message)
     except Exception as error:
-        raise ValueError(f"expected a Chunk message, got {len(message)} bytes that are none: {error}") from error
+        raise ValueError(f"expected a Chunk message, got {len(message)} bytes that do not parse: {error}") from error
     header = ChunkHeader(chunk.version, chunk.epoch, chunk.rank, chunk.index, chunk.checksum)
     return header, memoryview(chunk.data), chunk.model
 

@@ -1,6 +1,6 @@
 """Conversion of layouts and copies of the direct path to protobuf messages and back.
 
-Messages of other processes are checked for their form here; the process that owns the memory checks that copies stay inside it.
+Messages of other processes are checked for their form here. The process that owns the memory checks that copies stay inside it.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,12 @@ def layout_to_proto(pieces: Pieces[Any]) -> direct_pb2.MemoryLayout:
 
 
 def layout_from_proto(message: direct_pb2.MemoryLayout, process: int) -> Pieces[int]:
-    """Return the layout. Raises LayoutError for arrays of wrong lengths, boxes outside of their tensors, and too many boxes."""
+    """Return the layout of a message, as that of process number `process`.
+
+    Raises:
+        LayoutError: Arrays of wrong lengths, boxes outside of their tensors, or more than `MAX_PIECES`
+            boxes.
+    """
     specs = tuple(spec_from_proto(spec) for spec in message.tensors)
     if len({spec.name for spec in specs}) < len(specs):
         raise LayoutError("expected every tensor once")
@@ -65,6 +70,7 @@ def layout_from_proto(message: direct_pb2.MemoryLayout, process: int) -> Pieces[
 
 
 def copies_to_proto(copies: Copies) -> direct_pb2.DirectCopies:
+    """Return the message of copies. Arrays are little-endian with 8 bytes per number: int64, and float64 for `plus`."""
     arrays = {name: _bytes(getattr(copies, name)) for name in (*_COPY_VECTORS, *_COPY_MATRICES, "plus")}
     return direct_pb2.DirectCopies(
         source_locals=copies.source_locals, target_locals=copies.target_locals, dimensions=copies.counts.shape[1], **arrays
@@ -72,7 +78,7 @@ def copies_to_proto(copies: Copies) -> direct_pb2.DirectCopies:
 
 
 def copies_from_proto(message: direct_pb2.DirectCopies) -> Copies:
-    """Return the copies. Raises LayoutError for arrays of wrong lengths or numbers out of range."""
+    """Return the copies of a message. Raises LayoutError for arrays of wrong lengths and numbers out of range."""
     n, d = len(message.source) // 8, message.dimensions
     if not 1 <= d <= _MAX_DIMENSIONS:
         raise LayoutError(f"expected at most {_MAX_DIMENSIONS} dimensions, got {d}")

@@ -1,6 +1,7 @@
-"""megatron-core's GPTModel from a config.json, under any parallel layout: for `resharder check`, without memory, and for tests.
+"""megatron-core's GPTModel from a config.json, under any parallel layout: without memory for `resharder check`, and for tests.
 
-Needs torch.distributed: real ranks, or torch's "fake" process groups, which have ranks and sizes and transfer nothing.
+torch.distributed must be initialised, with real ranks or with torch's "fake" process groups, which have ranks and sizes and
+transfer nothing.
 """
 
 from typing import Any, Literal
@@ -46,8 +47,22 @@ def build_chunks(
 ) -> list[torch.nn.Module]:
     """Return this rank's chunks, one per virtual pipeline stage, in evaluation mode, with uninitialised weights.
 
-    The vocabulary is padded to a multiple of `vocab_multiple * tp`, as in Megatron; `etp` defaults to `tp` without expert
-    parallelism and to 1 with it; `overrides` go to TransformerConfig. Sets up Megatron's groups, if they have other sizes.
+    Sets up Megatron's process groups if they have other sizes.
+
+    Args:
+        config: Content of config.json.
+        tp: Tensor-parallel ranks.
+        pp: Pipeline-parallel ranks.
+        vpp: Virtual pipeline stages per rank; None for one chunk.
+        ep: Expert-parallel ranks.
+        etp: Expert-tensor-parallel ranks; by default `tp` without expert parallelism and 1 with it.
+        cp: Context-parallel ranks.
+        spec: Megatron's own layers or TransformerEngine's.
+        dtype: Dtype of the parameters.
+        vocab_multiple: The vocabulary is padded to a multiple of `vocab_multiple * tp`, as in Megatron.
+        device: torch device; "meta" for a model without memory.
+        **overrides: Further arguments of TransformerConfig.
+
     Raises UnsupportedModel for a family without a recipe, and the errors of megatron-core for a layout that it refuses.
     """
     recipe = architecture_of(config).recipe(config)
@@ -86,7 +101,10 @@ def build_chunks(
 
 
 def _set_up_groups(tp: int, pp: int, vpp: int | None, cp: int, ep: int, etp: int) -> None:
-    """Set up Megatron's groups unless they fit: Megatron never ends groups, each of which has threads and sockets."""
+    """Set up Megatron's process groups, unless the existing ones have these sizes.
+
+    Megatron never ends process groups, each of which has threads and sockets.
+    """
     if parallel_state.model_parallel_is_initialized():
         now = (
             parallel_state.get_tensor_model_parallel_world_size(),
@@ -111,8 +129,10 @@ def _set_up_groups(tp: int, pp: int, vpp: int | None, cp: int, ep: int, etp: int
 
 
 class LatentAttention(DotProductAttention):  # type: ignore[misc]  # megatron-core has no types
-    """megatron-core's own attention for MLA in the local spec. In 0.16.1 it passes two widths that the
-    constructor does not accept; neither is needed: a recipe's `kv_channels` is the width of values.
+    """megatron-core's own attention, for MLA in the local spec.
+
+    In 0.16.1 MLA passes two widths that the constructor does not accept. Neither is needed: a recipe's `kv_channels` is the width
+    of values.
     """
 
     def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
@@ -138,7 +158,7 @@ def _chunk(transformer: Any, extras: Extras, model: dict[str, Any], spec: Spec, 
     else:
         wanted = {"use_transformer_engine": te, "normalization": transformer.normalization, "vp_stage": stage}
         layers = get_gpt_decoder_block_spec(transformer, **wanted)
-        kinds = get_gpt_decoder_layer_specs(transformer, **wanted)  # of the whole model: a stage of MTP may have none of its own
+        kinds = get_gpt_decoder_layer_specs(transformer, **wanted)  # of the whole model: a stage may have MTP layers alone
     if transformer.multi_latent_attention and not te:
         for layer in (*layers.layer_specs, *kinds):
             layer.submodules.self_attention.submodules.core_attention = LatentAttention
@@ -156,7 +176,7 @@ def _chunk(transformer: Any, extras: Extras, model: dict[str, Any], spec: Spec, 
         **mtp,
         **model,
     )
-    for parameter in chunk.parameters():  # norms of the local spec are made in fp32; buffers in fp32 stay so
+    for parameter in chunk.parameters():  # norms of the local spec are built in fp32; fp32 buffers keep their dtype
         parameter.data = parameter.data.to(transformer.params_dtype)
     change_model(chunk, extras)
     evaluated: torch.nn.Module = chunk.eval()

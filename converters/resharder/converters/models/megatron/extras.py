@@ -1,6 +1,6 @@
-"""Features of families without an argument in megatron-core 0.16.1, built from its own modules, with Megatron-Bridge's names.
+"""Features of families for which megatron-core 0.16.1 has no argument, built from its own modules, with Megatron-Bridge's names.
 
-Specs are changed before a model is built if parameters are added; other features are hooks on the built model.
+Features with parameters change the specs before a model is built; other features are hooks on the built model.
 """
 
 from collections.abc import Iterable
@@ -23,31 +23,33 @@ from resharder.converters.architectures.recipe import Extras
 
 
 class PostNormed(RowParallelLinear):  # type: ignore[misc]  # megatron-core has no types
-    """A row-parallel linear and a norm of its output."""
+    """Row-parallel linear with a norm of its output."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.post_layernorm = WrappedTorchNorm(config, output_size, config.layernorm_epsilon)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the norm of the linear's output, and the bias that the linear left to its caller, if any."""
         output, bias = super().forward(x)
         return self.post_layernorm(output), bias
 
 
 class TEPostNormed(TERowParallelLinear):  # type: ignore[misc]  # megatron-core has no types
-    """The same with TransformerEngine's modules."""
+    """`PostNormed` of TransformerEngine's modules."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.post_layernorm = TENorm(config, output_size, config.layernorm_epsilon)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the norm of the linear's output, and the bias that the linear left to its caller, if any."""
         output, bias = super().forward(x)
         return self.post_layernorm(output), bias
 
 
 class WholeNorm(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
-    """RMSNorm over all heads of [sequence, batch, heads, channels] at once; a rank has the gains of its heads."""
+    """RMSNorm over all heads of [sequence, batch, heads, channels] at once. A rank has the gains of its own heads."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int) -> None:
         super().__init__(config)
@@ -56,6 +58,10 @@ class WholeNorm(MegatronModule):  # type: ignore[misc]  # megatron-core has no t
         self.weight = torch.nn.Parameter(torch.ones(divide(self.channels, self.tp_group.size()), dtype=config.params_dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` normed, in its own dtype. Computes in float32.
+
+        A collective of the tensor-parallel ranks, which add up their sums of squares.
+        """
         wide = x.float()
         squares = reduce_from_tensor_model_parallel_region(wide.pow(2).sum((-2, -1), keepdim=True), self.tp_group)
         scaled = wide * torch.rsqrt(squares / self.channels + self.eps) * self.weight.float().view(x.shape[-2:])
@@ -64,13 +70,14 @@ class WholeNorm(MegatronModule):  # type: ignore[misc]  # megatron-core has no t
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
+        """Return the gains as sharded along dimension 0 by tensor parallelism. `metadata` must have `dp_cp_group`."""
         state = self.state_dict(prefix="", keep_vars=True)
         groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, **groups)
 
 
 def change_specs(layers: Iterable[ModuleSpec], extras: Extras, config: TransformerConfig, te: bool) -> None:
-    """Insert the modules that add parameters, and megatron-core's own attention if its scores are capped."""
+    """Insert modules that add parameters, and megatron-core's own attention if its scores are capped."""
     for layer in layers:
         attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
         if extras.post_norms:
@@ -83,7 +90,7 @@ def change_specs(layers: Iterable[ModuleSpec], extras: Extras, config: Transform
 
 
 def change_model(chunk: GPTModel, extras: Extras) -> None:
-    """Add hooks to the forward pass of a built chunk."""
+    """Add hooks to a built chunk for features without parameters."""
     config = chunk.config
     if extras.embedding_scale and chunk.pre_process:
         chunk.embedding.register_forward_hook(lambda module, inputs, output: output * extras.embedding_scale)
@@ -104,7 +111,7 @@ def change_model(chunk: GPTModel, extras: Extras) -> None:
 
 
 def _capped(cap: float, module: torch.nn.Module, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the first of some inputs or outputs, between -cap and cap."""
+    """Return inputs or outputs with the first one bounded to (-cap, cap)."""
     return cap * torch.tanh(values[0] / cap), *values[1:]
 
 

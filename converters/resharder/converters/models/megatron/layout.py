@@ -1,8 +1,8 @@
 """Layouts of Megatron models: placement from `sharded_state_dict`, meaning from the family's table.
 
-`sharded_state_dict` is the only source of placement: it covers pipeline stages, tensor, expert and context parallelism, halves
-of gated MLPs, tied embeddings and replicas. (Parameter attributes do not: `partition_dim` is wrong for experts.) Nothing is
-skipped silently: a parameter without placement, or without a line in the table, is an error.
+`sharded_state_dict` is the only source of placement. It covers pipeline stages, tensor, expert and context parallelism, halves
+of gated MLPs, tied embeddings and replicas. (Parameter attributes do not: `partition_dim` is wrong for experts.) A parameter
+without a placement, or without a line in the table, is an error.
 """
 
 import inspect
@@ -35,17 +35,19 @@ DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 def local_layout(
     model_chunks: Chunks, hf_config: HFConfig | PretrainedConfig, *, padded_for: int = 1
 ) -> tuple[Layout, Mapping[str, torch.Tensor]]:
-    """Return this rank's layout, and its local tensors by the names in its pieces: `CHUNK.NAME`, live rather than copied.
+    """Return this rank's layout, and its local tensors by the names in its pieces, `CHUNK.NAME`, live rather than copied.
 
-    Replicas are marked as `sharded_state_dict` marks them. Rows that Megatron added as padding are in no piece.
+    Replicas are those of `sharded_state_dict`. No piece contains rows that Megatron added as padding.
 
     Args:
-        padded_for: Most tensor-parallel ranks for which padding was added, if fewer have the vocabulary now.
+        model_chunks: The rank's chunks.
+        hf_config: Content of config.json, or transformers' config.
+        padded_for: Largest number of tensor-parallel ranks for which padding may have been added, if more than now.
 
     Raises:
-        UnsupportedModel: no table; quantised, sharded or offloaded parameters; an unknown wrapper.
-        UnknownTensor: a parameter that is not in the table.
-        LayoutError: a parameter without placement, or with another shape than the config's; a model built with other sizes
+        UnsupportedModel: No table; quantised, sharded or offloaded parameters; an unknown wrapper.
+        UnknownTensor: A parameter that is not in the table.
+        LayoutError: A parameter without placement, or with another shape than the config's; a model built with other sizes
             than the config's.
     """
     config = config_dict(hf_config)
@@ -66,7 +68,7 @@ def local_layout(
                     spec = TensorSpec(piece.tensor, dtype, shapes[piece.tensor])
                     if specs.setdefault(piece.tensor, spec) != spec:
                         raise LayoutError(
-                            f"{name}: holds {piece.tensor} as {dtype}, another tensor as {specs[piece.tensor].dtype}"
+                            f"{name}: holds {piece.tensor} as {dtype}, another parameter as {specs[piece.tensor].dtype}"
                         )
                     pieces.append(piece)
     return Layout(specs, tuple(pieces)), LocalTensors(tensors, modules)
@@ -75,10 +77,10 @@ def local_layout(
 def local_pieces(
     model_chunks: Chunks, hf_config: HFConfig | PretrainedConfig
 ) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
-    """Yield every piece that this rank owns as `(hf_name, index, tensor)`: over all ranks,
-    `full[hf_name][index] = tensor` fills each element of the checkpoint exactly once. The tensors
-    are views of the parameters, unless HF's values differ from Megatron's by a constant. Raises as
-    `local_layout` does.
+    """Yield every piece that this rank owns as `(hf_name, index, tensor)`.
+
+    Over all ranks, `full[hf_name][index] = tensor` fills each element of the checkpoint exactly once. The tensors are views of
+    the parameters, unless HF's values differ from Megatron's by a constant. Raises as `local_layout` does.
     """
     layout, tensors = local_layout(model_chunks, hf_config)
     if blank := [name for name, tensor in tensors.items() if tensor.is_meta]:
@@ -88,11 +90,12 @@ def local_pieces(
 
 
 def stale_parameters(model_chunks: Chunks) -> list[str]:
-    """Return local tensors of which other ranks have newer values: with `overlap_param_gather`, a step's
-    parameters are gathered in the next forward pass, or by `gather_parameters`.
+    """Return the names of local tensors of which other ranks have newer values.
 
-    In megatron-core 0.16.1 (distributed/param_and_grad_buffer.py), a bucket group's `param_gather_dispatched` is cleared
-    when its gradients are reduced and set when the gather starts; `param_gather_handle` exists until the gather is over.
+    With `overlap_param_gather`, a step's parameters are gathered in the next forward pass, or by `gather_parameters`.
+
+    In megatron-core 0.16.1 (distributed/param_and_grad_buffer.py), a bucket group's `param_gather_dispatched` is cleared when its
+    gradients are reduced and set when the gather starts; `param_gather_handle` exists until the gather is over.
     """
     stale = []
     for number, chunk in enumerate(_chunks(model_chunks)):
@@ -112,8 +115,9 @@ def gather_parameters(model_chunks: Chunks) -> None:
 
 
 def _late_gatherers(chunk: torch.nn.Module) -> list[DistributedDataParallel]:
-    """Return Megatron's DDP around a chunk, if it gathers parameters in the forward pass. Its hooks in
-    the chunk refer to it, even if the chunk was taken out of it.
+    """Return Megatron's DDP around a chunk, if it gathers parameters in the forward pass.
+
+    Its hooks in the chunk refer to it, so it is found even if the caller passes the chunk without it.
     """
     hooks = _unwrap(chunk)._forward_pre_hooks.values()
     behind = [inspect.getclosurevars(hook).nonlocals.get("self") for hook in hooks if inspect.isfunction(hook)]
@@ -127,8 +131,9 @@ def _bucket_groups(wrapper: DistributedDataParallel) -> list[Any]:
 
 
 def _was_used(group: Any) -> bool:
-    """Return whether there was a forward or backward pass; before that, every rank has the parameters
-    it was built or loaded with.
+    """Return whether a forward or backward pass has run.
+
+    Before the first one, every rank has the parameters with which it was built or loaded.
     """
     shards = [*group.cached_param_buffer_shard_list, *group.cached_grad_buffer_shard_list]
     counts = [*group.per_param_grad_ready_counts, *group.golden_per_param_grad_ready_counts]
@@ -140,7 +145,7 @@ def _chunks(model_chunks: Chunks) -> Sequence[torch.nn.Module]:
 
 
 def _wrappers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
-    """Yield the wrappers of a chunk, outermost first. They prefix names and keys."""
+    """Return the wrappers of a chunk, outermost first. They prefix names and keys."""
     return [chunk, *_wrappers(chunk.module)] if isinstance(chunk, Float16Module | DistributedDataParallel) else []
 
 
@@ -149,8 +154,8 @@ def _unwrap(chunk: torch.nn.Module) -> MegatronModule:
     inner = wrappers[-1].module if wrappers else chunk
     if isinstance(getattr(inner, "module", None), torch.nn.Module):
         raise UnsupportedModel(
-            f"expected Float16Module or Megatron's DistributedDataParallel around a chunk, found {type(inner).__name__}: of a "
-            "wrapper that shards parameters (FSDP) nothing places the shards; of a harmless one give the module inside"
+            f"expected Float16Module or Megatron's DistributedDataParallel around a chunk, found {type(inner).__name__}: "
+            "wrappers that shard parameters (FSDP) are not supported; pass the module inside of any other wrapper"
         )
     if not isinstance(inner, MegatronModule):
         raise UnsupportedModel(f"expected megatron-core modules as model chunks, found {type(inner).__name__}")
@@ -191,16 +196,16 @@ def _built(name: str, factory: ShardedTensorFactory) -> object:
     try:
         with _ViewsForCopies():
             return factory.build()
-    except RuntimeError as error:  # a view that its memory does not allow
+    except RuntimeError as error:  # a view that the strides do not permit
         raise LayoutError(
             f"{name}: its factory in sharded_state_dict fails on strides {factory.data.stride()}: {error}"
         ) from error
 
 
 class _ViewsForCopies(TorchFunctionMode):
-    """Context in which `contiguous` does not copy, so that shards are views that reveal the place of
-    their elements: legacy GroupedMLP transposes its weights and returns contiguous copies
-    (transformer/moe/experts.py).
+    """Context in which `contiguous` does not copy, so that shards are views that reveal the place of their elements.
+
+    Legacy GroupedMLP transposes its weights and returns contiguous copies (transformer/moe/experts.py).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -208,7 +213,7 @@ class _ViewsForCopies(TorchFunctionMode):
 
 
 def _shards(name: str, built: object) -> list[ShardedTensor]:
-    """Yield the sharded tensors in a factory's result: nested lists and dicts."""
+    """Return the sharded tensors in the result of a factory, which may be nested lists and dicts."""
     if isinstance(built, ShardedTensor):
         return [built]
     if isinstance(built, Mapping):
@@ -219,19 +224,19 @@ def _shards(name: str, built: object) -> list[ShardedTensor]:
 
 
 def _refuse_other_sizes(module: MegatronModule, number: int, recipe: Recipe) -> None:
-    """Refuse a model that was built with other values than the config's, if they determine how tensors are cut."""
+    """Raise LayoutError for a model whose values that determine the division of tensors differ from the config's."""
     tied = {name: value for name, value in vars(module).items() if name == "share_embeddings_and_output_weights"}
     if different := disagreements(recipe, vars(module.config) | tied):
         raise LayoutError(f"chunk {number}: {'; '.join(different)}: attach with the config of the model that is trained")
 
 
 def _refuse_absent(name: str, parameter: torch.nn.Parameter) -> None:
-    """Refuse a parameter whose elements are not all in this process's memory."""
+    """Raise UnsupportedModel for a parameter whose elements are not all in this process's memory."""
     if isinstance(parameter, DTensor):
         raise UnsupportedModel(f"{name}: expected a plain tensor, found a DTensor: parameters sharded by FSDP are not supported")
     if parameter.numel() and not parameter.untyped_storage().nbytes():
         raise UnsupportedModel(
-            f"{name}: expected {parameter.numel()} elements in memory, it is freed: bring offloaded weights back"
+            f"{name}: expected {parameter.numel()} elements in memory, found none: bring offloaded weights back"
         )
 
 
@@ -250,8 +255,9 @@ def _dtype(name: str, tensor: torch.Tensor) -> str:
 def _shard_pieces(
     name: str, tensor: torch.Tensor, shard: ShardedTensor, table: Table, one: float, padded_for: int
 ) -> Iterator[Piece]:
-    """Return the pieces of one shard: a box of a global Megatron tensor, in a part of a local one. The
-    model stores a norm's gain of one as `one`.
+    """Yield the pieces of one shard, a box of a global Megatron tensor in a part of a local one.
+
+    `one` is the value that the model stores for a norm's gain of one.
     """
     if shard.data.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
         raise UnsupportedModel(f"{name}: sharded_state_dict copies it, so it has no place in memory")
@@ -272,9 +278,9 @@ def _shard_pieces(
 def _members(
     name: str, shard: ShardedTensor, table: Table, padded_for: int
 ) -> Iterator[tuple[Weight, torch.Tensor, tuple[int, ...]]]:
-    """Yield the table's weights in a shard, each with its elements and their start in the whole
-    weight. Experts are stacked in a dimension before those of a weight, which the local tensor may
-    have (legacy GroupedMLP).
+    """Yield the table's weights in a shard, each with its elements and their start in the whole weight.
+
+    Experts are stacked in a dimension before those of a weight. Only local tensors of legacy GroupedMLP have that dimension.
     """
     if shard.key not in table:
         raise UnknownTensor(f"{name}: the table of this model has no {shard.key}")

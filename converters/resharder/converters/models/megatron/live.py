@@ -1,4 +1,4 @@
-"""A process's local tensors by name, as its modules have them now."""
+"""Local tensors of a process by name, looked up in its modules."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -6,11 +6,11 @@ import torch
 
 
 class LocalTensors(Mapping[str, torch.Tensor]):
-    """`tensors`, some of them buffers of `modules`: those are looked up anew each time, in the state of the module that has them.
+    """Mapping of names to tensors. Tensors that are buffers of `modules` are looked up at each access.
 
-    torch.nn.Module keeps its parameters but makes new buffers when it casts or moves them. And Float16Module casts the fp32
-    `expert_bias` of megatron-core's routers, which make it fp32 again in their next forward pass and whenever they are asked for
-    their state (transformer/moe/router.py, `_maintain_float32_expert_bias`).
+    torch.nn.Module keeps its parameters, but creates new buffers when it casts or moves them. Float16Module casts the fp32
+    `expert_bias` of megatron-core's routers, which restore fp32 in their next forward pass and in `state_dict`
+    (transformer/moe/router.py, `_maintain_float32_expert_bias`).
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], modules: Iterable[torch.nn.Module]):

@@ -1,9 +1,8 @@
-"""megatron-core's distributed checkpoints (`torch_dist`), saved under any parallel layout, as HF tensors, a part at a time.
+"""megatron-core's distributed checkpoints (`torch_dist`), saved under any parallel layout, read as HF tensors part by part.
 
-The model is built on the meta device, as the only rank of a world has it, and some of its tensors at a time are read from the
-files, so that the host's memory never holds the model: torch's readers do that, while Megatron's read whole
-layers' stacks. Optimizer
-states are skipped. `.metadata` is a pickle, in which only torch's own descriptions of tensors are accepted;
+The model is built on the meta device as the only rank of a world, and its tensors are read a few at a time, so that the whole
+model is never in host memory. torch's readers permit that; Megatron's read the stacks of all layers at once. Optimizer states
+are skipped. `.metadata` is a pickle, of which only torch's and megatron-core's descriptions of tensors are accepted.
 `common.pt`, a pickle of the trainer's classes, is not read.
 """
 
@@ -41,21 +40,23 @@ Stored = Mapping[str, TensorStorageMetadata]
 _FORMS: tuple[dict[str, bool], ...] = (
     {"non_homogeneous_layers": False},  # layers stacked in one tensor
     {"non_homogeneous_layers": True},
-    {"singleton_local_shards": True},  # experts and halves of gated MLPs apart as well
+    {"singleton_local_shards": True},  # separate experts and halves of gated MLPs as well
 )
-"""Names that megatron-core 0.16 may give the same tensors, by the metadata of sharded_state_dict."""
+"""Metadata of `sharded_state_dict` that determines how megatron-core 0.16 names the same tensors."""
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer[._]")
 _STACKED = re.compile(r"^decoder\.layers\.(?!\d)")
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _NORM_STATE = "decoder.final_layernorm._extra_state"
 _EMBEDDING = "embedding.word_embeddings.weight"
-_MOST_RANKS = 64  # tensor-parallel ranks for which a vocabulary was padded, which a checkpoint does not record
-_AT_ONCE = 256 << 20  # bytes; torch has up to two more copies of the tensor that it reads
+_MOST_RANKS = 64  # most tensor-parallel ranks for which a vocabulary was padded; a checkpoint does not record them
+_AT_ONCE = 256 << 20  # bytes read at once; torch makes up to two more copies of the tensor that it reads
 
 
 @dataclass(frozen=True)
 class TorchDist:
-    """Opened checkpoint. `layout` has its HF tensors in its dtypes, whole, with their places in Megatron's."""
+    """Open checkpoint. `layout` has its HF tensors whole, in the checkpoint's dtypes, with their
+    places in Megatron's tensors.
+    """
 
     layout: Layout
     _files: "_Files"
@@ -63,8 +64,9 @@ class TorchDist:
     _dtypes: Mapping[str, torch.dtype]
 
     def items(self) -> Iterator[tuple[str, tuple[slice, ...], torch.Tensor]]:
-        """Yield every element of every HF tensor once, as (name, index, part), valid until the next
-        one. Raises ConversionError if the checkpoint cannot be read.
+        """Yield every element of every HF tensor once, as (name, index, part). A part is valid until the next one.
+
+        Raises ConversionError if the checkpoint cannot be read.
         """
         pieces: dict[str, list[Piece]] = {}
         for piece in self.layout.pieces:
@@ -75,7 +77,7 @@ class TorchDist:
             for name in names:
                 for piece in pieces[name]:
                     yield piece.tensor, box_index(piece.box), read_piece(tensors, piece)
-            tensors.clear()  # before the next ones take memory
+            tensors.clear()  # frees them before the next ones are allocated
 
     def _groups(self, names: Iterable[str]) -> Iterator[list[str]]:
         group: list[str] = []
@@ -92,13 +94,17 @@ class TorchDist:
 
 @contextmanager
 def open_torch_dist(folder: Path, config: HFConfig) -> Iterator[TorchDist]:
-    """Open the checkpoint of the model of `config`. This process is the only rank of a world meanwhile.
+    """Open the checkpoint of a model. torch.distributed is initialised, with one rank, while it opens.
+
+    Args:
+        folder: Folder of the checkpoint, with `.metadata`.
+        config: Content of config.json.
 
     Raises:
-        UnknownTensor: tensors that only one side has.
-        LayoutError: other shapes.
-        UnsupportedModel: the model has no table.
-        ConversionError: the checkpoint cannot be read.
+        UnknownTensor: Tensors that only the checkpoint or only the model has.
+        LayoutError: Other shapes than the config's.
+        UnsupportedModel: The model has no table, or megatron-core cannot build it here.
+        ConversionError: The checkpoint cannot be read.
         RuntimeError: torch.distributed is initialised already.
     """
     files = _Files(folder)
@@ -111,7 +117,7 @@ def open_torch_dist(folder: Path, config: HFConfig) -> Iterator[TorchDist]:
 
 
 class _Files:
-    """Files on disk. `stored` has the tensors of the model, `states` the keys of everything else."""
+    """Files on disk. `stored` has the model's tensors, `states` the keys of all other entries."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._reader = folder, FileSystemReader(folder)
@@ -120,14 +126,14 @@ class _Files:
                 metadata: Metadata = _Unpickler(file).load()
             self._reader.set_up_storage_reader(metadata, is_coordinator=True)
             found = dict(metadata.state_dict_metadata)
-        except Exception as error:  # a damaged pickle raises anything
+        except Exception as error:  # a damaged pickle raises arbitrary errors
             raise ConversionError(f"{folder}: expected a torch_dist checkpoint: {type(error).__name__}: {error}") from error
         tensors = {key: entry for key, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
         self.stored: Stored = {key: entry for key, entry in tensors.items() if not _OPTIMIZER.match(key)}
         self.states: Set[str] = found.keys() - tensors.keys()
 
     def read(self, shards: Iterable[ShardedTensor]) -> None:
-        """Fill the shards' memory. Raises ConversionError."""
+        """Read the shards' elements into their memory. Raises ConversionError."""
         targets: dict[MetadataIndex, torch.Tensor] = {}
         items: list[ReadItem] = []
         for shard in shards:
@@ -141,12 +147,12 @@ class _Files:
         try:
             plan = self._reader.prepare_local_plan(LoadPlan(items))
             self._reader.read_data(plan, _Into(targets)).wait()
-        except Exception as error:  # torch raises anything here
+        except Exception as error:  # torch raises arbitrary errors here
             raise ConversionError(f"{self.folder}: cannot be read: {type(error).__name__}: {error}") from error
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that accepts the classes with which torch and megatron-core describe a checkpoint, and dtypes."""
+    """Unpickler for dtypes and for the classes with which torch and megatron-core describe a checkpoint. Refuses all others."""
 
     _HOMES = (*(f"torch.distributed.checkpoint.{name}" for name in ("filesystem", "metadata", "planner")), _MEGATRON)
 
@@ -160,7 +166,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Into(LoadPlanner):
-    """Destination of each part of a stored tensor, for torch's reader."""
+    """Load plan that reads each part of a stored tensor into its destination."""
 
     def __init__(self, targets: Mapping[MetadataIndex, torch.Tensor]) -> None:
         self._targets = targets
@@ -189,8 +195,9 @@ class _Into(LoadPlanner):
 
 
 def _build(config: HFConfig, files: _Files) -> Any:
-    """Return the whole model, without memory, its vocabulary padded as in the checkpoint. It has
-    Megatron's own layers, except gated delta nets, which need TransformerEngine's.
+    """Return the whole model, without memory, its vocabulary padded as in the checkpoint.
+
+    It has Megatron's own layers, except gated delta nets, which need TransformerEngine's.
     """
     recipe = architecture_of(config).recipe(config).transformer
     rows = files.stored[_EMBEDDING].size[0] if _EMBEDDING in files.stored else 1
@@ -204,14 +211,14 @@ def _build(config: HFConfig, files: _Files) -> Any:
         built.config.layernorm_zero_centered_gamma = True
         if not any(state.startswith(_NORM_STATE) for state in files.states):
             raise UnsupportedModel(
-                f"{files.folder}: expected norms of TransformerEngine ({_NORM_STATE}), which keep this family's gains less one, "
-                "found none: a checkpoint does not say how other norms keep them"
+                f"{files.folder}: expected norms of TransformerEngine ({_NORM_STATE}), which store this family's gains less one, "
+                "found none: a checkpoint does not record how other norms store them"
             )
     return built
 
 
 def _entries(chunk: Any, files: _Files, table: Table) -> dict[str, Entry]:
-    """Return the model's local tensors as the checkpoint names them, by the names of its layout. Raises UnknownTensor."""
+    """Return the model's local tensors under the checkpoint's keys, by their names in the layout. Raises UnknownTensor."""
     stored, differences = files.stored.keys(), list[tuple[int, str]]()
     for form in _FORMS:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -230,8 +237,9 @@ def _entries(chunk: Any, files: _Files, table: Table) -> dict[str, Entry]:
 
 
 def _other_names(missing: Set[str], unexpected: Set[str], table: Table) -> dict[str, str]:
-    """Return missing tensors by their names in the checkpoint: TransformerEngine fuses other norms
-    than Megatron's own layers, and the table has both names.
+    """Return the checkpoint's keys of missing tensors.
+
+    TransformerEngine fuses other norms than Megatron's own layers, and the table has both keys.
     """
     there = {meaning: key for key in unexpected if (meaning := _meaning(key, table)) is not None}
     meanings = {key: _meaning(key, table) for key in missing}
@@ -251,7 +259,7 @@ def _shards(entry: Entry) -> list[ShardedTensor]:
 
 
 def _check(folder: Path, entry: Entry, stored: Stored) -> torch.dtype:
-    """Return the dtype of a local tensor in the checkpoint. Raises LayoutError for another shape."""
+    """Return the dtype of a local tensor in the checkpoint. Raises LayoutError for another shape or several dtypes."""
     dtypes = set()
     for shard in _shards(entry):
         there = stored[shard.key]
@@ -271,18 +279,21 @@ def _as_stored(layout: Layout, dtypes: Mapping[str, torch.dtype]) -> Layout:
         spec = layout.tensors[piece.tensor]._replace(dtype=DTYPES[dtypes[piece.local]])
         if specs.setdefault(piece.tensor, spec) != spec:
             raise LayoutError(
-                f"{piece.tensor}: the checkpoint has parts of it as {spec.dtype} and as {specs[piece.tensor].dtype}"
+                f"{piece.tensor}: expected one dtype, the checkpoint has parts as {spec.dtype} and {specs[piece.tensor].dtype}"
             )
     return Layout(specs, tuple(layout.owned()))
 
 
 def _shards_in(entry: Entry, tensor: torch.Tensor) -> list[ShardedTensor]:
-    """Return the shards of a local tensor whose memory is `tensor`'s. Raises UnsupportedModel if Megatron would copy."""
+    """Return the shards of a local tensor, in the memory of `tensor`.
+
+    Raises UnsupportedModel if Megatron would copy them.
+    """
     if isinstance(entry, ShardedTensor):
         return [replace(entry, data=tensor, dtype=tensor.dtype)]
     shards = _shards(replace(entry, data=tensor))
     if any(shard.data.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() for shard in shards):
-        raise UnsupportedModel(f"{entry.key}: Megatron copies it, so it cannot be read in place")
+        raise UnsupportedModel(f"{entry.key}: cannot be read in place: Megatron copies it")
     return shards
 
 

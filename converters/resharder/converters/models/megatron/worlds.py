@@ -1,8 +1,8 @@
-"""Layouts of every rank of a trainer of any size, without the trainer: one process, no weights.
+"""Layouts of all ranks of a trainer of any size, computed in one process without weights.
 
-Megatron places by coordinates: two ranks at the same tensor and pipeline coordinates have the same dense tensors, two at the same
-expert, expert-tensor and pipeline coordinates the same experts. Only the first data-parallel replica is built, on the meta
-device, under torch's "fake" process groups; the others are composed of its parts, as replicas.
+Megatron places tensors by coordinates. Ranks with the same tensor and pipeline coordinates have the same dense tensors; ranks
+with the same expert, expert-tensor and pipeline coordinates have the same experts. Only the first data-parallel replica is
+built, on the meta device, under torch's "fake" process groups. The layouts of other ranks are composed of its parts, as replicas.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @dataclass(frozen=True)
 class Parallel:
-    """A trainer's sizes, in ranks; `etp` None: as Megatron has it, `tp` without expert parallelism and 1 with it."""
+    """Sizes of a trainer's parallel layout, in ranks. `etp` defaults to `tp` without expert parallelism and to 1 with it."""
 
     world: int
     tp: int = 1
@@ -35,24 +35,25 @@ class Parallel:
 
     @property
     def expert_tp(self) -> int:
+        """Number of expert-tensor-parallel ranks, Megatron's default included."""
         return self.etp or (1 if self.ep > 1 else self.tp)
 
     @property
     def stage(self) -> int:
-        """Ranks of one pipeline stage. Raises UnsupportedModel where the sizes do not divide."""
+        """Number of ranks of one pipeline stage. Raises UnsupportedModel if the sizes do not divide the world."""
         dense, expert = self.tp * self.cp * self.pp, self.expert_tp * self.ep * self.pp
         if self.world % dense or self.world % expert:
             raise UnsupportedModel(
-                f"expected a world that tp x cp x pp = {dense} and etp x ep x pp = {expert} divide, got {self.world}"
+                f"expected a world size that tp x cp x pp = {dense} and etp x ep x pp = {expert} divide, got {self.world}"
             )
         return self.world // self.pp
 
 
 @contextmanager
 def fake_rank(rank: int, world: int) -> Iterator[None]:
-    """Inside, this process is that rank of a world whose groups have ranks and sizes and move nothing.
+    """Run a block as rank `rank` of a world whose process groups have ranks and sizes and transfer nothing.
 
-    Raises RuntimeError where torch.distributed is initialised already.
+    Raises RuntimeError if torch.distributed is initialised already.
     """
     if dist.is_initialized():
         raise RuntimeError("expected a process without process groups: torch.distributed is initialised")
@@ -65,9 +66,14 @@ def fake_rank(rank: int, world: int) -> Iterator[None]:
 
 
 def world_layouts(config: HFConfig, parallel: Parallel, **options: Any) -> Iterator[tuple[int, Layout]]:
-    """(rank, what it holds) for every rank. `options` are those of `build_chunks`: spec, dtype, padding, TransformerConfig's.
+    """Yield (rank, layout) of every rank.
 
-    Raises UnsupportedModel and LayoutError as `local_layout` does, and what megatron-core raises for sizes it refuses.
+    Args:
+        config: Content of config.json.
+        parallel: Sizes of the parallel layout.
+        **options: Arguments of `build_chunks`: spec, dtype, vocab_multiple, those of TransformerConfig.
+
+    Raises UnsupportedModel and LayoutError as `local_layout` does, and the errors of megatron-core for sizes that it refuses.
     """
     stage, dense, expert = parallel.stage, parallel.tp, parallel.expert_tp * parallel.ep
     for first in range(0, parallel.world, stage):
@@ -79,7 +85,7 @@ def world_layouts(config: HFConfig, parallel: Parallel, **options: Any) -> Itera
             yield first + i, Layout({piece.tensor: specs[piece.tensor] for piece in pieces}, pieces)
 
 
-# Neither moves a weight; with Megatron's defaults building asks for a GPU.
+# None of these affects placement; with Megatron's defaults, building a model needs a GPU.
 WITHOUT_CUDA = {
     "use_cpu_initialization": True,
     "init_model_with_meta_device": False,
@@ -97,7 +103,7 @@ class _Parts:
 def _parts(config: HFConfig, rank: int, parallel: Parallel, options: Mapping[str, Any]) -> _Parts:
     sizes = {"tp": parallel.tp, "pp": parallel.pp, "vpp": parallel.vpp, "cp": parallel.cp, "ep": parallel.ep, "etp": parallel.etp}
     with fake_rank(rank, parallel.world):
-        local = options.get("spec", "local") == "local"  # TransformerEngine is at home where CUDA is
+        local = options.get("spec", "local") == "local"  # TransformerEngine needs CUDA anyway
         without_cuda = WITHOUT_CUDA if local else {}
         chunks = build_chunks(config, device="meta", **sizes | without_cuda | dict(options))  # type: ignore[arg-type]
         layout, tensors = local_layout(chunks, config)
@@ -110,7 +116,7 @@ def _parts(config: HFConfig, rank: int, parallel: Parallel, options: Mapping[str
 
 
 def _is_expert(tensor: torch.Tensor) -> bool:
-    """megatron-core 0.16.1 marks parameters that only expert data parallel ranks share (transformer/moe/experts.py)."""
+    """Return whether megatron-core 0.16.1 marks a parameter as an expert's (`allreduce`, transformer/moe/experts.py)."""
     return getattr(tensor, "allreduce", True) is False
 
 
