@@ -10,9 +10,10 @@ from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.chunking import cut_chunks
 from resharder.converters.geometry.copy_table import with_fewer_pairs
 from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, box_size, full_box
-from resharder.converters.geometry.piece_arrays import pack
+from resharder.converters.geometry.piece_arrays import pack, pack_boxes
 from resharder.converters.geometry.plan import plan, plan_pieces
-from resharder.converters.geometry.tiling import Held, assign, check_tiling
+from resharder.converters.geometry.senders import senders
+from resharder.converters.geometry.tiling import Held, check_tiling
 
 from tests.support.shardings import held, sharding
 
@@ -174,16 +175,25 @@ def test_a_constant_between_values_is_in_the_copy() -> None:
 
 @given(st.integers(1, 8), st.lists(st.integers(1, 50), min_size=1, max_size=40))
 def test_replicas_are_shared_out_so_that_no_rank_sends_more_than_one_tensor_too_many(ranks: int, sizes: list[int]) -> None:
-    tensors = {f"w{i}": TensorSpec(f"w{i}", "BF16", (n,)) for i, n in enumerate(sizes)}
-    everywhere = {
-        name: [Held(rank, i, full_box(spec.shape), rank > 0) for rank in range(ranks)]
-        for i, (name, spec) in enumerate(tensors.items())
-    }
-    sends = assign(tensors, everywhere)
-    assert sorted(position for mine in sends.values() for position in mine) == list(range(len(sizes)))
-    load = [sum(sizes[i] for i in mine) for mine in sends.values()]
-    assert len(sends) == ranks
+    tensor, process = np.tile(np.arange(len(sizes)), ranks), np.repeat(np.arange(ranks), len(sizes))
+    boxes = pack_boxes([full_box((n,)) for n in sizes] * ranks)
+    sent = senders(tensor, boxes, process, ranks, np.full(len(sizes), 2))
+    assert sorted(tensor[sent]) == list(range(len(sizes)))
+    load = np.bincount(process[sent], np.array(sizes)[tensor[sent]], ranks)
     assert max(load) - min(load) <= max(sizes)
+
+
+def test_each_distinct_box_is_sent_once_whatever_its_dimensions() -> None:
+    pieces = [(0, ()), (1, rows(0, 5)), (1, rows(5, 5)), (0, ()), (1, rows(0, 5))]
+    sent = senders(
+        np.array([tensor for tensor, _ in pieces]),
+        pack_boxes([box for _, box in pieces]),
+        np.array([0, 0, 0, 1, 1]),
+        2,
+        np.array([4, 2]),
+    )
+    assert sorted(pieces[i] for i in sent) == sorted({(0, ()), (1, rows(0, 5)), (1, rows(5, 5))})
+    assert 4 in sent  # rank 0 has the only copy of one half, so rank 1 sends the other
 
 
 @given(st.data(), st.integers(1, 200))

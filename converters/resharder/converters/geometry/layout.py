@@ -37,6 +37,13 @@ def full_box(shape: tuple[int, ...]) -> Box:
     return tuple(Range(0, n) for n in shape)
 
 
+def is_inside(box: Box, shape: tuple[int, ...]) -> bool:
+    """Return whether a box has the dimensions of a tensor of `shape`, is not empty, and lies inside the tensor."""
+    return len(box) == len(shape) and all(
+        r.start >= 0 and r.count >= 1 and r.step >= 1 and r.last < n for r, n in zip(box, shape, strict=True)
+    )
+
+
 def box_size(box: Box) -> int:
     """Return the number of elements of a box."""
     return math.prod(r.count for r in box)

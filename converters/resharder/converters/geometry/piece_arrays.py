@@ -39,6 +39,11 @@ class Ranges(NamedTuple):
         rows = zip(self.start[i].tolist(), self.count[i].tolist(), self.step[i].tolist(), strict=True)
         return tuple(Range(*row) for row in rows)[:dimensions]
 
+    def widened(self, width: int) -> "Ranges":
+        """Return the same boxes, padded to at least `width` dimensions."""
+        more = ((0, 0), (0, max(0, width - self.start.shape[1])))
+        return Ranges(*(np.pad(part, more, constant_values=filler) for part, filler in zip(self, (0, 1, 1), strict=True)))
+
 
 @dataclass(frozen=True)
 class Pieces(Generic[Process]):
@@ -69,8 +74,21 @@ class Pieces(Generic[Process]):
     def widened(self, width: int) -> "Pieces[Process]":
         """Return the same pieces, their boxes and strides padded to at least `width` dimensions."""
         more = ((0, 0), (0, max(0, width - self.strides.shape[1])))
-        filled = (np.pad(part, more, constant_values=filler) for part, filler in zip(self.boxes, (0, 1, 1), strict=True))
-        return replace(self, boxes=Ranges(*filled), strides=np.pad(self.strides, more))
+        return replace(self, boxes=self.boxes.widened(width), strides=np.pad(self.strides, more))
+
+
+def pack_boxes(boxes: Sequence[Box], width: int = 1) -> Ranges:
+    """Return boxes as arrays, padded to at least `width` dimensions."""
+    width = max([width, *map(len, boxes)])
+    ranges = _columns(boxes, width, Range(0, 1)).reshape(-1, width, 3)
+    return Ranges(*(np.ascontiguousarray(ranges[..., i]) for i in range(3)))
+
+
+def join_boxes(parts: Sequence[Ranges]) -> Ranges:
+    """Concatenate boxes, padded to the dimensions of the widest."""
+    width = max((part.start.shape[1] for part in parts), default=1)
+    columns = zip(*(part.widened(width) for part in parts), strict=True)
+    return Ranges(*map(np.concatenate, columns)) if parts else pack_boxes([])
 
 
 def pack(layouts: Mapping[Process, Layout]) -> Pieces[Process]:
@@ -96,7 +114,6 @@ def pack(layouts: Mapping[Process, Layout]) -> Pieces[Process]:
         counts.append(len(layout.pieces))
     width = max([1, *(len(spec.shape) for spec in specs)])
     locals_ = {name: i for i, name in enumerate(dict.fromkeys(p.local for p in pieces))}
-    ranges = _columns([p.box for p in pieces], width, Range(0, 1)).reshape(-1, width, 3)
     return Pieces(
         tuple(specs),
         tuple(layouts),
@@ -104,7 +121,7 @@ def pack(layouts: Mapping[Process, Layout]) -> Pieces[Process]:
         np.array([numbers[p.tensor] for p in pieces], np.int64),
         np.repeat(np.arange(len(counts), dtype=np.int64), counts),
         np.array([locals_[p.local] for p in pieces], np.int64),
-        Ranges(*(np.ascontiguousarray(ranges[..., i]) for i in range(3))),
+        pack_boxes([p.box for p in pieces], width),
         np.array([p.offset for p in pieces], np.int64),
         _columns([tuple((stride,) for stride in p.strides) for p in pieces], width, (0,)).reshape(-1, width),
         np.array([p.plus for p in pieces], np.float64),
@@ -138,7 +155,7 @@ def join(parts: Sequence[Pieces[Process]]) -> Pieces[Process]:
         np.concatenate(tensors),
         np.concatenate(processes),
         np.concatenate(names),
-        Ranges(*(np.concatenate(columns) for columns in zip(*(part.boxes for part in wide), strict=True))),
+        join_boxes([part.boxes for part in wide]),
         np.concatenate([part.offset for part in wide]),
         np.concatenate([part.strides for part in wide]),
         np.concatenate([part.plus for part in wide]),

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, StridedView, TensorSpec, box_shape, format_box
 from resharder.converters.geometry.piece_arrays import Distinct, Ints, Pieces, Ranges, distinct, intersect_all, pack, pairs
+from resharder.converters.geometry.senders import choose
 
 Array = npt.NDArray[Any]
 Source = TypeVar("Source", bound=Hashable)
@@ -139,7 +140,7 @@ def plan_pieces(sources: Pieces[Source], targets: Pieces[Target], number: int | 
     count = parts
     while True:
         part = _part(held, replica * parts // count == (number or 0) % parts)
-        have = _choose(held, part, sources.process, len(sources.processes), box, sizes)
+        have = choose(held, part, sources.process, len(sources.processes), box, sizes)
         found = Plan(sources, targets, have, want, boxes, parts)
         if parts == 1 or found.sent.max() <= _BUSY * found.received.max():
             return found
@@ -203,43 +204,6 @@ def _part(held: Distinct, wanted: npt.NDArray[np.bool_]) -> Ints:
     """Return the pieces where `wanted` is set, and all pieces of boxes for which it is set nowhere."""
     found = np.bincount(held.of, wanted, len(held.tensor)) > 0
     return np.flatnonzero(wanted | ~found[held.of])
-
-
-def _choose(held: Distinct, part: Ints, process: Ints, processes: int, box: Ints, sizes: Ints) -> Ints:
-    """Return the piece that each copy reads: of the pieces of its box in `part`, one of the process with
-    the fewest bytes so far.
-
-    Copies with fewer choices come first, then larger ones, so that later copies even out the load.
-    """
-    order = part[np.lexsort((process[part], held.of[part]))]  # pieces, box by box
-    holders = np.bincount(held.of[part], minlength=len(held.tensor))
-    begins = np.cumsum(holders) - holders
-    load = np.zeros(processes, np.int64)
-    chosen = np.empty(len(box), np.int64)
-    # Copies of equal size, whose boxes the same processes have, are distributed in one step.
-    names = np.random.default_rng(7).integers(2**63, size=processes)
-    alike = np.zeros(len(held.tensor), np.int64)
-    np.add.at(alike, held.of[part], names[process[part]])
-    by_kind = np.lexsort((alike[box], -sizes, holders[box]))
-    kinds = np.column_stack([alike[box], sizes, holders[box]])[by_kind]
-    for copies in np.split(by_kind, np.flatnonzero((kinds[1:] != kinds[:-1]).any(axis=1)) + 1):
-        if len(copies):
-            first = box[copies[0]]
-            who = process[order[begins[first] : begins[first] + holders[first]]]
-            turns = _turns(load[who], int(sizes[copies[0]]), len(copies))
-            np.add.at(load, who[turns], sizes[copies])
-            chosen[copies] = order[begins[box[copies]] + turns]
-    return chosen
-
-
-def _turns(load: Ints, size: int, items: int) -> Ints:
-    """Return the process for each of `items` items of `size` bytes, when the process with the least
-    load takes the next item.
-    """
-    most = int((load.max() - load.min()) // size) + items // len(load) + 2
-    after = load[:, None] + size * np.arange(min(items, most))
-    turns: Ints = np.argsort(after, axis=None, kind="stable")[:items] // after.shape[1]
-    return turns
 
 
 def _views(pieces: Pieces[Any], which: Ints, boxes: Ranges) -> tuple[Ints, Ints]:

@@ -1,13 +1,12 @@
-"""Check that the boxes of all ranks tile a model, and choice of the sender of each replicated box."""
+"""Check that the boxes of all ranks tile a tensor."""
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from resharder.converters.errors import LayoutError
-from resharder.converters.geometry.layout import ITEM_SIZES, Box, Range, TensorSpec, box_size, format_box, full_box
+from resharder.converters.geometry.layout import Box, Range, TensorSpec, format_box, full_box, is_inside
 
 Array = npt.NDArray[Any]
 
@@ -35,10 +34,7 @@ def check_tiling(spec: TensorSpec, held: Sequence[Held]) -> None:
 
 
 def _check_inside(spec: TensorSpec, piece: Held) -> None:
-    fits = len(piece.box) == len(spec.shape) and all(
-        r.start >= 0 and r.count >= 1 and r.step >= 1 and r.last < n for r, n in zip(piece.box, spec.shape, strict=True)
-    )
-    if not fits:
+    if not is_inside(piece.box, spec.shape):
         raise LayoutError(f"{spec.name}: rank {piece.rank} holds {format_box(piece.box)}, outside of shape {list(spec.shape)}")
 
 
@@ -80,23 +76,3 @@ def _cells(ranges: Sequence[Range], n: int) -> _Cells:
         contains[r.as_slice(), i] = True
     rows, first, size = np.unique(contains, axis=0, return_index=True, return_counts=True)
     return _Cells(first, size, rows)
-
-
-def assign(tensors: Mapping[str, TensorSpec], held: Mapping[str, Sequence[Held]]) -> dict[int, list[int]]:
-    """Return the positions of the boxes that each rank sends: each distinct box once, with bytes
-    even over the ranks that have it.
-    """
-    choices: list[tuple[int, list[Held]]] = []
-    for name, pieces in held.items():
-        same: dict[Box, list[Held]] = defaultdict(list)
-        for piece in pieces:
-            same[piece.box].append(piece)
-        choices += [(box_size(box) * ITEM_SIZES[tensors[name].dtype], holders) for box, holders in same.items()]
-    load: dict[int, int] = {piece.rank: 0 for pieces in held.values() for piece in pieces}
-    sends: dict[int, list[int]] = {rank: [] for rank in load}
-    # Boxes without a choice first, then large ones, so that later boxes even out the load.
-    for size, holders in sorted(choices, key=lambda c: (len(c[1]) > 1, -c[0])):
-        chosen = min(holders, key=lambda piece: (load[piece.rank], piece.rank))
-        load[chosen.rank] += size
-        sends[chosen.rank].append(chosen.position)
-    return {rank: sorted(positions) for rank, positions in sends.items()}

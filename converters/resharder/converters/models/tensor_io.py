@@ -9,20 +9,22 @@ import numpy.typing as npt
 import torch
 from resharder.converters.geometry.layout import Piece, StridedView
 
-DTYPES: dict[torch.dtype, str] = {
-    torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64", torch.bool: "BOOL",
-    torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
+TORCH_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu, "BF16": torch.bfloat16, "F16": torch.float16, "I16": torch.int16, "U16": torch.uint16,
+    "F32": torch.float32, "I32": torch.int32, "U32": torch.uint32, "F64": torch.float64, "I64": torch.int64, "U64": torch.uint64,
 }  # fmt: skip
-"""safetensors' names of the dtypes that can be published."""
+"""torch's dtype for each dtype of safetensors."""
 
-_TORCH = {name: dtype for dtype, name in DTYPES.items()}
+DTYPES = {TORCH_DTYPES[name]: name for name in ("BF16", "F16", "F32", "F64", "BOOL", "U8", "I8", "I16", "I32", "I64")}
+"""safetensors' names of the dtypes that can be published."""
 
 
 def tensor_of_bits(array: npt.NDArray[Any], dtype: str) -> torch.Tensor:
     """Return the memory of an array of unsigned integers as a tensor of a safetensors dtype. It is only to be read."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # "not writable"
-        return torch.from_numpy(np.asarray(array)).view(_TORCH[dtype])
+        return torch.from_numpy(np.asarray(array)).view(TORCH_DTYPES[dtype])
 
 
 def view_of(tensor: torch.Tensor, view: StridedView) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Boxes of ranks in arrays: a thousand ranks have a million boxes, which take hundreds of MiB as Python objects."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -8,51 +8,47 @@ import numpy as np
 import numpy.typing as npt
 from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.chunking import Part, cut_chunks
-from resharder.converters.geometry.layout import ITEM_SIZES, Box, Range, TensorSpec, box_size
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec, box_size, is_inside
+from resharder.converters.geometry.piece_arrays import Ints, Ranges, pack_boxes
 from resharder.converters.wire.boxes import box_from_proto
 from resharder.v1 import resources_pb2
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class PackedBoxes:
-    """Boxes of one rank: `tensors[i]` numbers the tensor, `ranges[ends[i-1]:ends[i]]` are its (start, count, step)."""
+    """Boxes of one rank: `boxes[i]` of the tensor with number `tensors[i]`, which has `dimensions[i]` dimensions."""
 
     tensors: npt.NDArray[np.uint32]
     replicas: npt.NDArray[np.bool_]
-    ends: Ints
-    ranges: Ints
+    dimensions: npt.NDArray[np.uint8]
+    boxes: Ranges
 
     def __len__(self) -> int:
         return len(self.tensors)
 
     def box(self, i: int) -> Box:
-        first = int(self.ends[i - 1]) if i else 0
-        return tuple(Range(*row) for row in self.ranges[first : int(self.ends[i])].tolist())
+        """Return box `i` as an object."""
+        return self.boxes.box(i, int(self.dimensions[i]))
 
     def renumber(self, numbers: Sequence[int]) -> "PackedBoxes":
         """Return the same boxes with `numbers[i]` for tensor `i`."""
         return replace(self, tensors=np.array(numbers, np.uint32)[self.tensors])
 
-    def take(self, positions: Sequence[int]) -> "PackedBoxes":
-        return pack((int(self.tensors[i]), self.box(i), bool(self.replicas[i])) for i in positions)
+    def take(self, positions: Ints) -> "PackedBoxes":
+        """Return the boxes at `positions`."""
+        return PackedBoxes(
+            self.tensors[positions], self.replicas[positions], self.dimensions[positions], self.boxes.take(positions)
+        )
 
 
-def pack(boxes: Iterator[tuple[int, Box, bool]]) -> PackedBoxes:
+def pack(boxes: Iterable[tuple[int, Box, bool]]) -> PackedBoxes:
     """Pack (number of the tensor, box, replica)."""
-    tensors: list[int] = []
-    replicas: list[bool] = []
-    ends: list[int] = []
-    flat: list[int] = []
-    for tensor, box, replica in boxes:
-        tensors.append(tensor)
-        replicas.append(replica)
-        for r in box:
-            flat += r
-        ends.append(len(flat) // 3)
+    rows = list(boxes)
     return PackedBoxes(
-        np.array(tensors, np.uint32), np.array(replicas, bool), np.array(ends, np.int64), np.array(flat, np.int64).reshape(-1, 3)
+        np.array([tensor for tensor, _, _ in rows], np.uint32),
+        np.array([replica for _, _, replica in rows], bool),
+        np.array([len(box) for _, box, _ in rows], np.uint8),
+        pack_boxes([box for _, box, _ in rows]),
     )
 
 
@@ -64,10 +60,7 @@ def read_boxes(messages: Sequence[resources_pb2.TensorBox], specs: Sequence[Tens
             if message.tensor >= len(specs):
                 raise LayoutError(f"a box names tensor {message.tensor} of {len(specs)}")
             spec, box = specs[message.tensor], box_from_proto(message.box)
-            fits = len(box) == len(spec.shape) and all(
-                r.start >= 0 and r.count >= 1 and r.step >= 1 and r.last < n for r, n in zip(box, spec.shape, strict=True)
-            )
-            if not fits:
+            if not is_inside(box, spec.shape):
                 raise LayoutError(
                     f"{spec.name}: {[tuple(r) for r in box]} (start, count, step) lies outside of {list(spec.shape)}"
                 )

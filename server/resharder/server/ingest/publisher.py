@@ -8,10 +8,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import LayoutError, UnsupportedModel
-from resharder.converters.geometry.layout import Box, TensorSpec
-from resharder.converters.geometry.tiling import Held, assign, check_tiling
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec
+from resharder.converters.geometry.piece_arrays import join_boxes
+from resharder.converters.geometry.senders import senders
+from resharder.converters.geometry.tiling import Held, check_tiling
 from resharder.converters.storage.files import INDEX_FILE
 from resharder.server.ingest.packed_boxes import PackedBoxes, Slot, cut_slot
 from resharder.server.state.errors import AlreadyExists, DaemonError, FailedPrecondition, InvalidArgument
@@ -162,7 +165,11 @@ class PublisherRecord:
         return [rank for rank, boxes in self.boxes.items() if len(boxes)]
 
     def check_and_assign(self) -> tuple[dict[int, list[int]], dict[int, PackedBoxes]]:
-        """Return (positions, boxes) that each rank sends. Raises FailedPrecondition unless the slots tile the model."""
+        """Return (positions, boxes) that each rank sends: each distinct box once, with bytes even over its holders.
+
+        Raises:
+            FailedPrecondition: LAYOUT_MISMATCH: the ranks' boxes do not tile the model.
+        """
         try:
             self._check_names()
             held = self._held_by_tensor()
@@ -170,9 +177,19 @@ class PublisherRecord:
                 check_tiling(spec, held[spec.name])
         except LayoutError as error:
             raise FailedPrecondition("LAYOUT_MISMATCH", str(error)) from error
-        positions = assign({spec.name: spec for spec in self.specs}, held)
-        everyone = {rank: positions.get(rank, []) for rank in range(self.world_size)}
-        return everyone, {rank: self.held[rank].take(wanted) for rank, wanted in everyone.items()}
+        parts = [self.held[rank] for rank in range(self.world_size)]
+        counts = [len(part) for part in parts]
+        sent = senders(
+            np.concatenate([part.tensors for part in parts]).astype(np.int64),
+            join_boxes([part.boxes for part in parts]),
+            np.repeat(np.arange(self.world_size), counts),
+            self.world_size,
+            np.array([ITEM_SIZES[spec.dtype] for spec in self.specs], np.int64),
+        )
+        ends = np.cumsum(counts)
+        mine = [each - begin for each, begin in zip(np.split(sent, np.searchsorted(sent, ends[:-1])), ends - counts, strict=True)]
+        boxes = {rank: part.take(positions) for rank, (part, positions) in enumerate(zip(parts, mine, strict=True))}
+        return {rank: positions.tolist() for rank, positions in enumerate(mine)}, boxes
 
     def _check_names(self) -> None:
         if not self.specs:

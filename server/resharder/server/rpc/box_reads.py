@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.chunking import Part, cut_chunks
-from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec, box_index, box_size, format_box, full_box
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec, box_index, box_size, format_box, full_box, is_inside
 from resharder.converters.storage.files import Array
 from resharder.converters.wire.boxes import box_from_proto
 from resharder.converters.wire.chunk_frame import ChunkHeader, frame
@@ -74,10 +74,7 @@ def _inside(spec: TensorSpec, message: resources_pb2.TensorBox, i: int) -> Box:
         box = box_from_proto(message.box)
     except LayoutError as error:
         raise InvalidArgument("BOX", f"box {i} of {spec.name}: {error}") from None
-    fits = len(box) == len(spec.shape) and all(
-        r.start >= 0 and r.count >= 1 and r.step >= 1 and r.last < n for r, n in zip(box, spec.shape, strict=True)
-    )
-    if not fits:
+    if not is_inside(box, spec.shape):
         raise InvalidArgument("BOX", f"box {i} of {spec.name}: {format_box(box)[:200]} is not inside of {list(spec.shape)}")
     return box
 

@@ -15,12 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from resharder.client.inference.recording.view_boxes import boxes_of_copy, boxes_of_view
 from resharder.converters.geometry.layout import Box, Layout, Piece, StridedView, TensorSpec, full_box
-
-DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu, "BF16": torch.bfloat16, "F16": torch.float16, "I16": torch.int16, "U16": torch.uint16,
-    "F32": torch.float32, "I32": torch.int32, "U32": torch.uint32, "F64": torch.float64, "I64": torch.int64, "U64": torch.uint64,
-}  # fmt: skip
+from resharder.converters.models.tensor_io import TORCH_DTYPES
 
 
 class Local(NamedTuple):
@@ -189,7 +184,7 @@ class _Tape:
         self._alive: list[torch.Tensor] = []  # references, so that no storage's address is reused
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
-        blank = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
+        blank = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
         self._made_of[_storage(blank)] = frozenset([spec.name])
         self._intact.add(_storage(blank))
         return self._wrap(blank)

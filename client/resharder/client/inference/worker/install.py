@@ -17,9 +17,10 @@ from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.faults import Fault
 from resharder.client.inference.worker.memory import live_now, live_tensors, read_all, synchronize, write_all
 from resharder.client.inference.worker.routing import Route
-from resharder.client.inference.worker.source import VersionSource, as_torch
+from resharder.client.inference.worker.source import VersionSource
 from resharder.client.tracing import Timings, timed
 from resharder.converters.geometry.layout import Box, box_index, format_box
+from resharder.converters.models.tensor_io import tensor_of_bits
 from resharder.converters.storage.digest import digest
 from torch.profiler import record_function
 
@@ -148,7 +149,7 @@ class Feed:
             if array is None:
                 continue
             spec = self._source.specs[name]
-            tensor = as_torch(array, spec.dtype)
+            tensor = tensor_of_bits(array, spec.dtype)
             # The store's memory is read-only.
             yield name, tensor.clone() if name in impure or "" in impure else tensor
             self.digests[name] = {box: digest(array[box_index(box)], box, spec.shape) for box in needs[name]}

@@ -10,9 +10,10 @@ import torch
 from resharder.client.inference.engine import Host
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.worker.faults import Fault
-from resharder.client.inference.worker.source import VersionSource, as_torch
+from resharder.client.inference.worker.source import VersionSource
 from resharder.converters.geometry.chunking import cut_chunks
 from resharder.converters.geometry.layout import ITEM_SIZES, Piece, StridedView, TensorSpec, box_index, box_size
+from resharder.converters.models.tensor_io import tensor_of_bits
 from resharder.converters.storage.digest import MASK, Array, digest, digest_on_device
 
 _BLOCK_BYTES = 1 << 20  # each block is written, then read back while it is in the CPU's cache
@@ -82,7 +83,7 @@ def _write(tensor: torch.Tensor, piece: Piece, array: Array, spec: TensorSpec) -
     """
     if not _on_host(tensor):
         region = _region(tensor, piece)
-        region.copy_(as_torch(array[box_index(piece.box)], spec.dtype), non_blocking=True)
+        region.copy_(tensor_of_bits(array[box_index(piece.box)], spec.dtype), non_blocking=True)
         return digest_on_device(region, piece.box, spec.shape)
     flat, total = _flat(tensor).numpy(), 0
     for chunk in cut_chunks([piece.box], [ITEM_SIZES[spec.dtype]], _BLOCK_BYTES):

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from resharder.client.errors import ResharderError
 from resharder.client.gpu.pinned_pages import Registered, box_of, register
 from resharder.client.inference.settings import GRPC, PluginSettings
 from resharder.client.rpc.channel import Channel
+from resharder.client.transport.shared_memory import shares_memory
 from resharder.client.versions.remote import Needs as Needs
 from resharder.client.versions.remote import VersionManifest as VersionManifest
 from resharder.client.versions.remote import boxes_request, expected_digests
@@ -40,15 +40,6 @@ class StagingFailed(ResharderError):
     """The helper process could not fetch the needed boxes."""
 
     reason = "STAGING_FAILED"
-
-
-def shares_memory(access: resources_pb2.StoreAccess, settings: PluginSettings) -> bool:
-    """Return whether this process can map the store's files: it can read the daemon's nonce in the store's folder."""
-    if not access.nonce_file or settings.transport == GRPC:
-        return False
-    with contextlib.suppress(OSError):
-        return Path(access.nonce_file).read_bytes() == access.nonce
-    return False
 
 
 class VersionSource:
@@ -109,20 +100,6 @@ class VersionSource:
             self._files.close()
 
 
-def as_torch(array: Array, dtype: str) -> torch.Tensor:
-    """Return the same memory as a tensor. Callers must not write to it.
-
-    Args:
-        array: The array; its memory may be read-only.
-        dtype: A dtype in safetensors' notation, e.g. `BF16`.
-    """
-    from resharder.client.inference.recording.recorder import DTYPES
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "not writable"
-        return torch.from_numpy(array).view(DTYPES[dtype])
-
-
 class Stager:
     """Stages versions for one worker process, one at a time.
 
@@ -133,7 +110,7 @@ class Stager:
     """
 
     def __init__(self, channel: Channel, access: resources_pb2.StoreAccess, settings: PluginSettings) -> None:
-        self._channel, self.shared = channel, shares_memory(access, settings)
+        self._channel, self.shared = channel, settings.transport != GRPC and shares_memory(access)
         self._mirror = Mirror(settings.staging_dir)
         self._lock = threading.Lock()
 

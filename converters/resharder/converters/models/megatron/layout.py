@@ -22,14 +22,14 @@ from resharder.converters.architectures.table import Table, Weight
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec, box_index
 from resharder.converters.models.megatron.live import LocalTensors
-from resharder.converters.models.tensor_io import read_piece
+from resharder.converters.models.tensor_io import DTYPES, read_piece
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 Chunks = torch.nn.Module | Sequence[torch.nn.Module]
 """Megatron's form of a model: its chunks, one per virtual pipeline stage of this rank, wrapped or not."""
 
-DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+FLOATS = {dtype: name for dtype, name in DTYPES.items() if name in ("BF16", "F16", "F32")}
 
 
 def local_layout(
@@ -247,9 +247,9 @@ def _refuse_quantised(name: str, tensor: torch.Tensor) -> None:
 
 
 def _dtype(name: str, tensor: torch.Tensor) -> str:
-    if tensor.dtype not in DTYPES:
-        raise UnsupportedModel(f"{name}: expected one of {sorted(DTYPES.values())}, found {tensor.dtype}")
-    return DTYPES[tensor.dtype]
+    if tensor.dtype not in FLOATS:
+        raise UnsupportedModel(f"{name}: expected one of {sorted(FLOATS.values())}, found {tensor.dtype}")
+    return FLOATS[tensor.dtype]
 
 
 def _shard_pieces(

@@ -25,7 +25,7 @@ from resharder.converters.architectures.table import Table, Weight
 from resharder.converters.errors import ConversionError, LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, box_index
 from resharder.converters.models.megatron.build import build_chunks
-from resharder.converters.models.megatron.layout import DTYPES, local_layout
+from resharder.converters.models.megatron.layout import FLOATS, local_layout
 from resharder.converters.models.megatron.worlds import WITHOUT_CUDA, fake_rank
 from resharder.converters.models.tensor_io import read_piece
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -267,8 +267,8 @@ def _check(folder: Path, entry: Entry, stored: Stored) -> torch.dtype:
             expected, found = list(shard.global_shape), list(there.size)
             raise LayoutError(f"{folder}: {shard.key}: expected {expected} from the config, found {found}")
         dtypes.add(there.properties.dtype)
-    if len(dtypes) != 1 or not dtypes <= DTYPES.keys():
-        raise LayoutError(f"{folder}: {entry.key}: expected one of {sorted(DTYPES.values())}, found {sorted(map(str, dtypes))}")
+    if len(dtypes) != 1 or not dtypes <= FLOATS.keys():
+        raise LayoutError(f"{folder}: {entry.key}: expected one of {sorted(FLOATS.values())}, found {sorted(map(str, dtypes))}")
     dtype: torch.dtype = dtypes.pop()
     return dtype
 
@@ -276,7 +276,7 @@ def _check(folder: Path, entry: Entry, stored: Stored) -> torch.dtype:
 def _as_stored(layout: Layout, dtypes: Mapping[str, torch.dtype]) -> Layout:
     specs: dict[str, TensorSpec] = {}
     for piece in layout.owned():
-        spec = layout.tensors[piece.tensor]._replace(dtype=DTYPES[dtypes[piece.local]])
+        spec = layout.tensors[piece.tensor]._replace(dtype=FLOATS[dtypes[piece.local]])
         if specs.setdefault(piece.tensor, spec) != spec:
             raise LayoutError(
                 f"{piece.tensor}: expected one dtype, the checkpoint has parts as {spec.dtype} and {specs[piece.tensor].dtype}"
