@@ -60,8 +60,8 @@ class Archived(NamedTuple):
 class Checkpoints:
     """Checkpoints on `remote`. All methods raise Unavailable: ARCHIVE_FAILED, and DRAINING after `closed` is set."""
 
-    def __init__(self, remote: Remote, closed: threading.Event) -> None:
-        self._remote, self._closed = remote, closed
+    def __init__(self, remote: Remote, closed: threading.Event, wall: Callable[[], float] = time.time) -> None:
+        self._remote, self._closed, self._wall = remote, closed, wall
 
     @property
     def url(self) -> str:
@@ -98,7 +98,7 @@ class Checkpoints:
             self._remote.remove(marker)
         sent = self._each(lambda name: self._send(folder / name, f"{place}/{name}"), names)
         files = dict(zip(names, sent, strict=True))
-        now = round(time.time(), 3)
+        now = round(self._wall(), 3)
         archived = Archived(record.model, record.number, url, record.size_bytes, record.fingerprint, now, record.epoch, files)
         if damaged := self.damaged(archived):
             raise DataLoss("CHECKSUM", f"{url}: read back other than they were written: {', '.join(damaged[:8])}")

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import NamedTuple
 
 import structlog
@@ -27,8 +27,8 @@ class _Memory(NamedTuple):
 class Memories:
     """Thread-safe. No other lock is taken under its lock."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.Lock()
         self._known: dict[tuple[str, int], _Memory] = {}
         self._plans: OrderedDict[tuple[Hashable, int], Planned] = OrderedDict()  # by sides, and part of the replicas
 
@@ -80,7 +80,7 @@ class Memories:
                     self._plans.move_to_end((known, of))
                     return planned
             sides = [[self._find(*found) for _, found in sorted(side.items())] for side in (ranks, workers)]
-        began = time.monotonic()
+        began = self._clock()
         have, want = (join(side) for side in sides)
         found = plan_pieces(have, want, number)
         sending = sorted({int(p) for p in set(found.sources.process[found.have].tolist())})
@@ -91,7 +91,7 @@ class Memories:
             [len(sending) + i for i in range(len(workers))],
         )
         planned = Planned(copies, tuple(sorted(ranks)[process] for process in sending), found)
-        _log.info("direct_planned", ranks=len(ranks), workers=len(workers), copies=len(copies), seconds=time.monotonic() - began)
+        _log.info("direct_planned", ranks=len(ranks), workers=len(workers), copies=len(copies), seconds=self._clock() - began)
         with self._lock:
             self._plans[members, number % found.parts] = planned
             while len(self._plans) > _PLANS:

@@ -59,8 +59,8 @@ class Events:
     and must not block. The constructor raises OSError.
     """
 
-    def __init__(self, root: Path, limit: int = 10_000) -> None:
-        self._root = root
+    def __init__(self, root: Path, limit: int = 10_000, wall: Callable[[], float] = time.time) -> None:
+        self._root, self._wall = root, wall
         self.listeners: list[Callable[[Event], None]] = []
         self._lock, self._changed = threading.Lock(), ChangeSignal()
         self._closed = False
@@ -81,7 +81,7 @@ class Events:
             details["by"] = caller
         said = {name: str(value)[:_LONGEST] for name, value in details.items()}
         with self._lock:
-            event = Event(self._id + 1, time.time(), kind, subject, what, reason[:_LONGEST], said)
+            event = Event(self._id + 1, self._wall(), kind, subject, what, reason[:_LONGEST], said)
             self._id = event.id
             if not self._closed:
                 self._write(event)

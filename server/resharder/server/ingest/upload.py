@@ -246,10 +246,10 @@ def hash_digests(values: Sequence[int] | npt.NDArray[np.uint64]) -> str:
     return str(blake3(np.asarray(values, "<u8").tobytes()).hexdigest())
 
 
-def _wait(done: Callable[[], bool], patience: float) -> bool:
-    deadline = time.monotonic() + patience
+def _wait(done: Callable[[], bool], patience: float, clock: Callable[[], float] = time.monotonic) -> bool:
+    deadline = clock() + patience
     while not done():
-        if time.monotonic() > deadline:
+        if clock() > deadline:
             return False
         time.sleep(0.02)
     return True

@@ -1,7 +1,7 @@
 """State of the daemon at one moment, for metrics and the status page."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ class Snapshot:
         return sum(view.server.serving == number for view in views)
 
 
-def take(intake: Intake, roster: Roster) -> Snapshot:
+def take(intake: Intake, roster: Roster, wall: Callable[[], float] = time.time) -> Snapshot:
     store = intake.store
     versions: dict[str, list[VersionRecord]] = {}
     for model in store.catalogue.models():
@@ -63,7 +63,7 @@ def take(intake: Intake, roster: Roster) -> Snapshot:
     for server in roster.servers():
         servers.setdefault(server.server.fleet, []).append(server)
     return Snapshot(
-        time.time(),
+        wall(),
         store.catalogue.used_bytes(),
         store.capacity.limit_bytes,
         versions,

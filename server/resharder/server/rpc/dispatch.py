@@ -108,8 +108,9 @@ class Dispatcher:
         transfers: int,
         threads: int = THREADS,
         renewal_threads: int = RENEWAL_THREADS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._guard, self._model_of, self.refused = guard, model_of, refused
+        self._guard, self._model_of, self.refused, self.clock = guard, model_of, refused, clock
         count = {Cost.WAIT: waits, Cost.TRANSFER: transfers}
         self._places = {method.path: Places(method.name, count[method.cost]) for method in METHODS if method.cost.long}
         self._pool, self._renewals = FairPool(threads, "rpc"), FairPool(renewal_threads, "renewals")
@@ -322,12 +323,12 @@ class _Entry:
         async for request in requests:
             message = await self._parsed(caller, context, request)
             if not checked:
-                resource, checked = self._d.guard.judge(caller, self._method, message), time.monotonic()
+                resource, checked = self._d.guard.judge(caller, self._method, message), self._d.clock()
                 waiting.close()
                 drive.lane = self._take_place(caller, context, message, held)
-            elif time.monotonic() > checked + _CHECK_AGAIN_SECONDS:
+            elif self._d.clock() > checked + _CHECK_AGAIN_SECONDS:
                 self._d.guard.decide(self._d.guard.caller(context), self._method, resource)
-                checked = time.monotonic()
+                checked = self._d.clock()
             yield message
 
     async def _parsed(self, caller: Any, context: Any, request: bytes) -> Any:

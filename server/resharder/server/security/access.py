@@ -1,7 +1,7 @@
 """Identity, permission and limits of callers, for every RPC and the status page."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -43,8 +43,15 @@ class Caller:
 class Access:
     """Thread-safe. Raises SecurityFilesError."""
 
-    def __init__(self, security: Security | None, limits: Limits, max_message_bytes: int, world: World) -> None:
-        self._limits, self._most, self._world = limits, max_message_bytes, world
+    def __init__(
+        self,
+        security: Security | None,
+        limits: Limits,
+        max_message_bytes: int,
+        world: World,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits, self._most, self._world, self._clock = limits, max_message_bytes, world, clock
         self._said: dict[tuple[str, str], float] = {}
         self._roles: Roles | None = None
         self._tokens: Watched[dict[str, str]] | None = None
@@ -126,7 +133,7 @@ class Access:
 
     def note(self, method: str, peer: str, error: DaemonError) -> None:
         """Log a refused call, at most once in a while for equal refusals."""
-        now, key = time.monotonic(), (method, peer.rpartition(":")[0])
+        now, key = self._clock(), (method, peer.rpartition(":")[0])
         if now - self._said.get(key, -_SAY_AGAIN) < _SAY_AGAIN:
             return
         if len(self._said) > 1000:

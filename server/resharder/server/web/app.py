@@ -93,15 +93,15 @@ def web_app(
 class _Cached:
     """The status as JSON, built again when it is older than `_FRESH_SECONDS`."""
 
-    def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
-        self._status, self._lock = status, threading.Lock()
+    def __init__(self, status: Callable[[], dict[str, Any]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._status, self._clock, self._lock = status, clock, threading.Lock()
         self._body, self._at = b"", float("-inf")
 
     def response(self, request: Request) -> Response:
         with self._lock:
-            if time.monotonic() > self._at + _FRESH_SECONDS:
+            if self._clock() > self._at + _FRESH_SECONDS:
                 self._body = json.dumps(self._status(), separators=(",", ":")).encode()
-                self._at = time.monotonic()
+                self._at = self._clock()
             return Response(self._body, media_type="application/json")
 
 

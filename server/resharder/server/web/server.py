@@ -3,6 +3,7 @@
 import importlib.metadata
 import ssl
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,9 +31,10 @@ class Shown:
         events: Events,
         check: AccessCheck | None = None,
         tls: ssl.SSLContext | None = None,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._intake, self._fleets, self._events = intake, fleets, events
-        self._since = time.time()
+        self._since = wall()
         self._ready = False
         registry, self.observed = metrics.make(RELEASE)
         metrics.show(registry, self._look)

@@ -67,8 +67,7 @@ class ServerLease:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self.renewed: Callable[[float], None] = lambda seconds: None
-        """Called after each renewal with the remaining seconds."""
+        self._renewed: Callable[[float], None] = lambda seconds: None
         self.until = float("-inf")
         """End of the lease on the monotonic clock."""
         self.strict = False
@@ -80,13 +79,17 @@ class ServerLease:
         self.term = 0
         """Highest term observed, in orders and in the engine's refusals."""
 
+    def observe(self, renewed: Callable[[float], None]) -> None:
+        """Call `renewed` after each renewal with the remaining seconds."""
+        self._renewed = renewed
+
     def renew(self, until: float, *, strict: bool = False) -> None:
         """Extend the lease to `until` on the monotonic clock. A renewal after its end begins a new span."""
         if not self.alive:  # set before `until`, so that a reader of the renewed lease reads the new span and lapses
             self.span += self.until != float("-inf")
             self.lapses += self.strict
         self.until, self.strict = max(self.until, until), strict
-        self.renewed(self.until - self._clock())
+        self._renewed(self.until - self._clock())
 
     @property
     def alive(self) -> bool:
@@ -166,8 +169,6 @@ class Gate:
         """The version that the gate was last opened on."""
         self.in_flight = 0
         """Number of admitted requests that are not completely answered."""
-        self.when_empty: Callable[[], None] = lambda: None
-        """Called when the last request in flight completes while the gate is not open."""
         self.lease = lease or ServerLease()
         self._lapses = self.lease.lapses  # at the time of `open`
         self._reason = "no version is confirmed yet"
@@ -175,11 +176,16 @@ class Gate:
         self._held_at = 0.0
         self._changed = asyncio.Event()
         self._watcher = Watcher()
+        self._emptied: Callable[[], None] = lambda: None
 
     def watch(self, watcher: Watcher) -> None:
         """Send all further events to `watcher`, beginning with the current position."""
         self._watcher = watcher
         watcher.moved(self.position, self.version)
+
+    def observe_empty(self, emptied: Callable[[], None]) -> None:
+        """Call `emptied` when the last request in flight completes while the gate is not open."""
+        self._emptied = emptied
 
     @property
     def position(self) -> Position:
@@ -251,7 +257,7 @@ class Gate:
         finally:
             self.in_flight -= 1
             if not self.in_flight and self.position is not Position.OPEN:
-                self.when_empty()
+                self._emptied()
 
     async def changed(self, timeout: float | None) -> None:
         """Wait until the gate changes its position, at most `timeout` seconds."""

@@ -106,7 +106,7 @@ async def attach(
         outputs.watch_outputs(processor, page(), one_clock=engines_are_here(config))
     numbers = metrics.numbers()
     gate.watch(numbers)
-    gate.lease.renewed = numbers.renewed
+    gate.lease.observe(numbers.renewed)
 
     async def carry_out(order: ControlOrder) -> Outcome | None:
         outcome = await control.carry_out(order)
@@ -127,7 +127,7 @@ async def attach(
         thread.report_now,
         cannot_sleep(config),
     )
-    gate.when_empty = thread.report_now
+    gate.observe_empty(thread.report_now)
     try:
         await control.refresh_power()
     except Exception as error:  # LEAD queries the workers again

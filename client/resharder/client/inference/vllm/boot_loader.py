@@ -25,6 +25,7 @@ from resharder.client.inference.worker.install import Feed, Installed
 from resharder.client.inference.worker.model_part import DRAFTER, MODEL, ModelPart
 from resharder.client.inference.worker.reporter import claim
 from resharder.client.inference.worker.source import Stager, VersionManifest, VersionSource, get_manifest
+from resharder.client.rpc.channel import Channel
 from resharder.client.tracing import Timings, timed
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -122,23 +123,22 @@ def _begin(vllm_config: Any) -> Agent | None:
     """
     settings = PluginSettings.from_environment()
     host = VLLMHost.of_loader(vllm_config)
-    agent = Agent(host, settings)
+    channel = Channel(settings.endpoint)
     # One renewal for the whole server, because its processes end together.
-    agent.renewal = Renewal() if host.rank == 0 else None
+    renewal = Renewal() if host.rank == 0 else None
     wait, patience = (0.0, 5.0) if settings.prefer else (settings.boot_wait_seconds,) * 2
     try:
-        renews = agent.renewal is not None
-        answer = claim(agent.channel, settings, boot=True, renews=renews, wait_seconds=wait, patience=patience)
-        if agent.renewal is not None:
-            agent.renewal.begin()
-        version = f"models/{answer.model.removeprefix('models/')}/versions/{answer.boot_version}"
-        agent.boot = get_manifest(agent.channel, version)
+        answer = claim(channel, settings, boot=True, renews=renewal is not None, wait_seconds=wait, patience=patience)
+        if renewal is not None:
+            renewal.begin()
+        boot = get_manifest(channel, f"models/{answer.model.removeprefix('models/')}/versions/{answer.boot_version}")
     except ResharderError as error:
-        if agent.renewal is not None:
-            agent.renewal.close()
+        if renewal is not None:
+            renewal.close()
         if settings.prefer and _is_missing(error):
             return None
         raise
+    agent = Agent(host, settings, channel, boot, renewal)
     agent.staging.open(answer.store)
     return agent
 

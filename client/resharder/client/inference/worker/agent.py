@@ -44,17 +44,26 @@ class Agent:
     Args:
         host: The worker process.
         settings: The plugin's settings.
+        channel: Channel to the daemon, by default a new one.
+        boot: The version to boot; `None` if the server boots on vLLM's own weights.
+        renewal: The renewal of the server's claim.
     """
 
-    def __init__(self, host: Host, settings: PluginSettings) -> None:
+    def __init__(
+        self,
+        host: Host,
+        settings: PluginSettings,
+        channel: Channel | None = None,
+        boot: VersionManifest | None = None,
+        renewal: Renewal | None = None,
+    ) -> None:
         self.host, self.settings = host, settings
-        self.channel = Channel(settings.endpoint)
-        self.reporter = Reporter(self.channel, settings)
+        self.channel = channel or Channel(settings.endpoint)
+        self.reporter = Reporter(self.channel, settings, lambda request: self.verifier.request(request))
         self.parts = ModelParts(host)
-        self.renewal: Renewal | None = None
-        """The renewal of the server's claim, while the server boots."""
-        self.boot: VersionManifest | None = None
+        self.boot = boot
         """The version that the model booted, which its drafter boots too."""
+        self._renewal = renewal  # its helper process ends with this object
         self._version = 0
         page().write(host.rank, 0)
         self.fingerprint = ""
@@ -79,7 +88,6 @@ class Agent:
             self._altered,
             self.reporter.verified,
         )
-        self.reporter.verify_requested = self.verifier.request
 
     def _unverifiable(self) -> str:
         """Return why memory cannot be verified now; empty if it can."""

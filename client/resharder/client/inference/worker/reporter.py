@@ -51,17 +51,22 @@ def claim(
 
 
 class Reporter:
-    """Reports the worker's state periodically, so that a restarted daemon receives it too."""
+    """Reports the worker's state periodically, so that a restarted daemon receives it too.
 
-    def __init__(self, channel: Channel, settings: PluginSettings) -> None:
+    Args:
+        channel: Channel to the daemon.
+        settings: The server's settings.
+        verify_requested: Called after each report with the id of the daemon's last request to verify.
+    """
+
+    def __init__(self, channel: Channel, settings: PluginSettings, verify_requested: Callable[[str], None]) -> None:
+        self._verify_requested = verify_requested
         self._channel, self._settings = channel, settings
         self._installed = self._latest = resources_pb2.Worker()
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._verification: resources_pb2.Verification | None = None
-        self.verify_requested: Callable[[str], None] = lambda request: None
-        """Called after each report with the id of the daemon's last request to verify."""
 
     @property
     def started(self) -> bool:
@@ -130,7 +135,7 @@ class Reporter:
             request = server_pb2.ReportWorkerRequest(server=self._settings.server, worker=worker)
             try:
                 answer = self._channel.call(stub.ReportWorker, request, timeout=10, patience=0)
-                self.verify_requested(answer.verify_request)
+                self._verify_requested(answer.verify_request)
             except NotFound:
                 self._register()
             except ResharderError:

@@ -17,12 +17,19 @@ from resharder.server.store.catalogue import Catalogue
 class Traced(FleetObserver, IngestObserver):
     """Observer of ingest and fleets that adds spans to a trace exporter."""
 
-    def __init__(self, tracing: Tracing, catalogue: Catalogue) -> None:
+    def __init__(
+        self,
+        tracing: Tracing,
+        catalogue: Catalogue,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
         self._tracing, self._catalogue = tracing, catalogue
+        self._clock, self._wall = clock, wall
 
     def version_ended(self, upload: Upload, record: VersionRecord) -> None:
         """Add the spans of a version's publish."""
-        now = time.time()
+        now = self._wall()
         self._tracing.add(lambda: record, lambda: version_spans(record, upload.deliveries, upload.timings, now))
 
     def server_stepped(self, before: Server, after: Server) -> None:
@@ -31,7 +38,7 @@ class Traced(FleetObserver, IngestObserver):
         if ended is not None and ended is not known:
             reported = len(known.timings) if known is not None and known.id == ended.id else None
             if reported is None:
-                self._add(after.model, ended.version, partial(install_spans, after, ended, time.time() - time.monotonic()))
+                self._add(after.model, ended.version, partial(install_spans, after, ended, self._wall() - self._clock()))
             else:
                 self._add(after.model, ended.version, partial(control_spans, ended, ended.timings[reported:]))
         if before.booting and after.boot_version:
