@@ -7,7 +7,7 @@ from pathlib import Path
 
 from resharder.converters.storage.files import INDEX_FILE
 from resharder.server.infra.failpoints import failpoint
-from resharder.server.infra.filesystem import make_folder, move
+from resharder.server.infra.filesystem import make_durable_folder, make_folder, move
 from resharder.server.infra.medium import medium_errors
 from resharder.server.state.errors import AlreadyExists, ResourceExhausted, Unavailable
 from resharder.server.state.version import READY, VersionRecord
@@ -116,7 +116,7 @@ class Adopter:
             model_files.write(model.folder, record.epoch, {name: (part / name).read_bytes() for name in names})
             model.published = True
         target = self._folder.path(record)
-        make_folder(target.parent)
+        make_durable_folder(target.parent)
         move(part, target)
         failpoint("adopt.after-rename")
         sync_or_undo(part, target)

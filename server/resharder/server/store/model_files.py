@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from resharder.server.infra.filesystem import make_folder, move, sync, touching, write_file
+from resharder.server.infra.filesystem import make_durable_folder, make_folder, move, sync, touching, write_file
 
 
 def folders(model: Path) -> list[Path]:
@@ -20,7 +20,7 @@ def write(model: Path, epoch: int, files: Mapping[str, bytes]) -> Path:
 
     Raises MediumRefused; the folder that was valid still is.
     """
-    parent = make_folder(model / "files")
+    parent = make_durable_folder(model / "files")
     earlier = folders(model)
     drop_unfinished(model)
     part = parent / "new.part"
