@@ -178,3 +178,22 @@ def test_folders_that_could_not_be_removed_at_the_start_are_removed_later(host: 
     pool = host.store.catalogue.model("policy").reservation
     assert pool is not None
     assert set(host.files.names(f"{STORE}/models/policy/pool")) == {path.name for path in pool.pool}
+
+
+def test_a_folder_that_cannot_be_looked_up_is_not_taken_for_removed(host: Host) -> None:
+    host.start()
+    host.claim("job")
+    host.medium.plan = Refusals(("unlink", ".safetensors", 1), ("stat", "/pool/1-1", 3))
+    host.act(lambda: host.store.epochs.begin("policy", "later", 1))
+    model = host.store.catalogue.model("policy")
+    assert [path.name for path in model.stuck] == ["1-1"]
+
+
+def test_small_files_that_could_not_be_removed_are_never_the_models(host: Host) -> None:
+    host.start()
+    host.publish(host.claim("job"), 1)
+    epoch = host.act(lambda: host.store.epochs.begin("policy", "later", 1)).epoch
+    host.medium.plan = Refusals(("sync folder", "/files", 1), ("unlink", "tokenizer.json", 1))
+    with pytest.raises(DaemonError, match="EIO"):
+        host.act(lambda: host.store.epochs.reserve("policy", epoch, LAYOUTS, SMALL))
+    assert host.act(lambda: host.store.reader.model_files("policy")) == SMALL

@@ -39,6 +39,7 @@ def restore_models(root: Path) -> dict[str, StoredModel]:
 def _restore_model(folder: Path) -> StoredModel:
     model = StoredModel(folder.name, folder)
     model.sweep()
+    model.stuck = model.unswept()
     for renamed in (folder, folder / "versions"):  # a daemon that was killed may not have synced what is read here
         if renamed.exists():
             sync(renamed)
