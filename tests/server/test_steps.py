@@ -13,9 +13,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from resharder.client.trainer.attempts import Attempts
-from resharder.converters.geometry.layout import Range, TensorSpec
+from resharder.converters.geometry.layout import Range, TensorSpec, full_box
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.ingest.packed_boxes import pack
+from resharder.server.ingest.publisher import ACTIVE, REGISTERING
 from resharder.server.state.errors import DaemonError, FailedPrecondition, ResourceExhausted, ResourceNotFound
 from resharder.server.state.version import VersionRecord
 from resharder.server.store.store import Store
@@ -78,7 +79,7 @@ class Rank:
         self.register()
 
     def register(self) -> None:
-        publisher = self.site.intake.publishers.create("policy", "job", RANKS, {})
+        publisher = self.site.intake.publishers.create("policy", "job", RANKS, {"config.json": b"{}"})
         self.name = publisher.name
         box = (Range(self.rank, 1), Range(0, 8))
         boxes = pack([(0, box, False)])
@@ -497,3 +498,15 @@ Schedule.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestSchedule = Schedule.TestCase
+
+
+def test_a_publisher_waits_for_the_models_files(site: Site) -> None:
+    publishers, files = site.intake.publishers, {"config.json": b"{}"}
+    name = publishers.create("policy", "job", 1, {}).name
+    boxes = pack([(0, full_box(SPECS[0].shape), False)])
+    assert publishers.register(name, 0, "rank 0", SPECS, boxes).state == REGISTERING
+    message = refused(lambda: settled(publishers.assignment, name, 0, 0), "NOT_REGISTERED")
+    assert "no rank has sent the model's files" in message
+    publishers.create("policy", "job", 1, files)
+    assert publishers.register(name, 0, "rank 0", SPECS, boxes).state == ACTIVE
+    assert site.store.reader.model_files("policy") == files

@@ -125,8 +125,9 @@ class PublisherRecord:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank has registered and no activation is in progress or done."""
-        return self.state == REGISTERING and len(self.registered) == self.world_size and not self.activating
+        """Whether every rank has registered, one has sent the model's files, and no activation is in progress or done."""
+        everything = len(self.registered) == self.world_size and bool(self.files)
+        return self.state == REGISTERING and everything and not self.activating
 
     def is_registered(self, rank: int, fingerprint: str) -> bool:
         if self.registered.get(rank, fingerprint) != fingerprint:
