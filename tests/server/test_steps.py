@@ -510,3 +510,20 @@ def test_a_publisher_waits_for_the_models_files(site: Site) -> None:
     publishers.create("policy", "job", 1, files)
     assert publishers.register(name, 0, "rank 0", SPECS, boxes).state == ACTIVE
     assert site.store.reader.model_files("policy") == files
+
+
+def test_a_rank_without_boxes_does_not_run_ahead(site: Site) -> None:
+    publishers, steps = site.intake.publishers, site.intake.steps
+    name = publishers.create("policy", "job", 2, {"config.json": b"{}"}).name
+    for rank, boxes in enumerate([[(0, full_box(SPECS[0].shape), False)], []]):
+        publishers.register(name, rank, f"rank {rank}", SPECS, pack(iter(boxes)))
+    ahead = steps.create(name, 1, 2)
+    next(ahead)
+    numbers = []
+    for step in (1, 2):
+        numbers.append(settled(steps.create, name, 0, step).number)
+        site.intake.uploads.seal("policy", numbers[-1], 1, 0, [0], mapped=True)
+    with pytest.raises(StopIteration) as ended:
+        next(ahead)
+    assert [*numbers, ended.value.value.number] == [1, 2, 2]
+    site.settle()

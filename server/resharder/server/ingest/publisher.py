@@ -158,6 +158,13 @@ class PublisherRecord:
                 return f"rank {rank} has started step {started} without its part of step {step}"
         return ""
 
+    def is_due(self, step: int) -> bool:
+        """Return whether a rank that sends boxes has started `step` or a later one.
+
+        Until then a rank without boxes waits: it would run ahead, and later steps would get lower numbers than earlier ones.
+        """
+        return any(self.started.get(rank, -1) >= step for rank in self.senders())
+
     def senders(self) -> list[int]:
         """Return the ranks that send boxes."""
         return [rank for rank, boxes in self.boxes.items() if len(boxes)]
