@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check lint docs types proto proto-check unit test-compat bench fuzz mutants docs-metrics docs-picture clean
+.PHONY: setup demo test check lint docs types proto proto-check unit test-compat bench fuzz simulate mutants docs-metrics docs-picture clean
 
 setup: $(VENV)/.ready
 
@@ -51,7 +51,7 @@ types: setup
 
 # Three files at a time, for two processors: much of it is waiting. Where servers take all processors by themselves, one.
 unit: setup
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder tests/converters tests/client tests/deploy tests/server tests/vllm $(PYTEST)
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder tests/converters tests/client tests/deploy tests/server tests/simulation tests/vllm $(PYTEST)
 	$(BIN)/pytest tests/e2e tests/gpu $(PYTEST)
 
 # Generated with an old grpcio-tools on purpose: its output runs on protobuf 5.29, 6 and 7.
@@ -89,6 +89,10 @@ fuzz: setup
 	$(BIN)/pip install -q --group fuzz
 	$(BIN)/python -m tools.fuzz --inputs $(or $(N),1000000)
 	$(BIN)/python -m tools.fuzz_guided -runs=$(or $(RUNS),50000)
+
+# Schedules of every simulation, from SEED on: N=1000000, SEED=1.
+simulate: setup
+	$(BIN)/python -m tests.simulation --schedules $(or $(N),1000000) --seed $(or $(SEED),1) --jobs $(or $(JOBS),2)
 
 # Edits of the family tables, one at a time: an edit that no test notices is a survivor. FAMILY=qwen3 for one module, JOBS=2.
 mutants: setup

@@ -258,7 +258,10 @@ def test_files_of_models_that_take_long_to_lay_out_do_not_hold_up_anothers(
         intake = Intake(store)
         at_last.callback(ended.set)
         for model in noisy:
-            publisher, boxes = intake.publishers.create(model, "job", 1, {}), pack([(0, full_box(SPECS[0].shape), False)])
+            publisher, boxes = (
+                intake.publishers.create(model, "job", 1, {"config.json": b"{}"}),
+                pack([(0, full_box(SPECS[0].shape), False)]),
+            )
             intake.publishers.register(publisher.name, 0, "same", SPECS[:1], boxes)
         calm = sealed(intake, "calm", (32, 32), 1)
         assert settled(intake.waits.wait, "calm", calm, 30, False).state == "READY"
@@ -267,7 +270,7 @@ def test_files_of_models_that_take_long_to_lay_out_do_not_hold_up_anothers(
 
 def sealed(intake: Intake, model: str, shape: tuple[int, ...], step: int) -> int:
     """A version of zeros, which new files hold already, as a rank in shared memory delivers it: its number."""
-    publisher = intake.publishers.create(model, "job", 1, {})
+    publisher = intake.publishers.create(model, "job", 1, {"config.json": b"{}"})
     intake.publishers.register(publisher.name, 0, "same", [TensorSpec("a", "BF16", shape)], pack([(0, full_box(shape), False)]))
     version = settled(intake.steps.create, publisher.name, 0, step)
     return intake.uploads.seal(model, version.number, version.epoch, 0, [0], mapped=True).number

@@ -321,7 +321,7 @@ def test_a_silent_rank_aborts_its_version_and_frees_the_room(tmp_path: Path) -> 
     now = [100.0]
     store = Store(tmp_path / "store")
     intake = Intake(store, lease_seconds=10, clock=lambda: now[0])
-    publisher = intake.publishers.create("policy", "job", 2, {})
+    publisher = intake.publishers.create("policy", "job", 2, {"config.json": b"{}"})
     for rank in (0, 1):
         boxes = pack((["a", "b"].index(name), box, False) for name, box, _ in TWO[rank])
         intake.publishers.register(publisher.name, rank, str(rank), SPECS, boxes)

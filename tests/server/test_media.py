@@ -333,9 +333,9 @@ def test_ranks_that_wait_are_told_that_the_medium_refused_the_registration_and_a
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as waiting:
         asked = waiting.submit(settled, intake.publishers.assignment, name, 0, 60)
         patch.setattr(os, "fsync", refuse)
-        with pytest.raises(Unavailable, match=r"files/new\.part"):
+        with pytest.raises(Unavailable, match=r"models/policy.*: EIO"):
             intake.publishers.register(name, 1, "1", SPECS[1:], boxes[1])
-        with pytest.raises(Unavailable, match=r"files/new\.part"):
+        with pytest.raises(Unavailable, match=r"models/policy.*: EIO"):
             asked.result(60)
     assert intake.publishers.register(name, 0, "0", SPECS[:1], boxes[0]).state == ACTIVE
     assert settled(intake.publishers.assignment, name, 1, 0)[1] == [0]

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from resharder.client.trainer.attempts import Attempts
-from resharder.converters.geometry.layout import Range, TensorSpec
+from resharder.converters.geometry.layout import Range, TensorSpec, full_box
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.ingest.packed_boxes import pack
+from resharder.server.ingest.publisher import ACTIVE, REGISTERING
 from resharder.server.state.errors import DaemonError, FailedPrecondition, ResourceExhausted, ResourceNotFound
 from resharder.server.state.version import VersionRecord
 from resharder.server.store.store import Store
@@ -78,7 +79,7 @@ class Rank:
         self.register()
 
     def register(self) -> None:
-        publisher = self.site.intake.publishers.create("policy", "job", RANKS, {})
+        publisher = self.site.intake.publishers.create("policy", "job", RANKS, {"config.json": b"{}"})
         self.name = publisher.name
         box = (Range(self.rank, 1), Range(0, 8))
         boxes = pack([(0, box, False)])
@@ -497,3 +498,32 @@ Schedule.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestSchedule = Schedule.TestCase
+
+
+def test_a_publisher_waits_for_the_models_files(site: Site) -> None:
+    publishers, files = site.intake.publishers, {"config.json": b"{}"}
+    name = publishers.create("policy", "job", 1, {}).name
+    boxes = pack([(0, full_box(SPECS[0].shape), False)])
+    assert publishers.register(name, 0, "rank 0", SPECS, boxes).state == REGISTERING
+    message = refused(lambda: settled(publishers.assignment, name, 0, 0), "NOT_REGISTERED")
+    assert "no rank has sent the model's files" in message
+    publishers.create("policy", "job", 1, files)
+    assert publishers.register(name, 0, "rank 0", SPECS, boxes).state == ACTIVE
+    assert site.store.reader.model_files("policy") == files
+
+
+def test_a_rank_without_boxes_does_not_run_ahead(site: Site) -> None:
+    publishers, steps = site.intake.publishers, site.intake.steps
+    name = publishers.create("policy", "job", 2, {"config.json": b"{}"}).name
+    for rank, boxes in enumerate([[(0, full_box(SPECS[0].shape), False)], []]):
+        publishers.register(name, rank, f"rank {rank}", SPECS, pack(iter(boxes)))
+    ahead = steps.create(name, 1, 2)
+    next(ahead)
+    numbers = []
+    for step in (1, 2):
+        numbers.append(settled(steps.create, name, 0, step).number)
+        site.intake.uploads.seal("policy", numbers[-1], 1, 0, [0], mapped=True)
+    with pytest.raises(StopIteration) as ended:
+        next(ahead)
+    assert [*numbers, ended.value.value.number] == [1, 2, 2]
+    site.settle()

@@ -90,6 +90,24 @@ def make_folder(path: Path) -> Path:
     return path
 
 
+def make_durable_folder(path: Path) -> Path:
+    """Create a folder as `make_folder` does, and sync its entry in its parent, also if an earlier call could not."""
+    make_folder(path)
+    sync(path.parent)
+    return path
+
+
+def is_gone(path: Path) -> bool:
+    """Return whether nothing has this path. A path that cannot be looked up is not gone."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def write_zeros(path: Path, header: bytes, size: int) -> None:
     """Create a file of `size` bytes that starts with `header`, with every page allocated, so that a
     write to its mapping raises no SIGBUS on a full medium. Raises MediumRefused (ENOSPC).

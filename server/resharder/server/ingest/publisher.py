@@ -128,8 +128,9 @@ class PublisherRecord:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank has registered and no activation is in progress or done."""
-        return self.state == REGISTERING and len(self.registered) == self.world_size and not self.activating
+        """Whether every rank has registered, one has sent the model's files, and no activation is in progress or done."""
+        everything = len(self.registered) == self.world_size and bool(self.files)
+        return self.state == REGISTERING and everything and not self.activating
 
     def is_registered(self, rank: int, fingerprint: str) -> bool:
         if self.registered.get(rank, fingerprint) != fingerprint:
@@ -159,6 +160,13 @@ class PublisherRecord:
             if started > step and self.seen[rank] > self.replaced:
                 return f"rank {rank} has started step {started} without its part of step {step}"
         return ""
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a rank that sends boxes has started `step` or a later one.
+
+        Until then a rank without boxes waits: it would run ahead, and later steps would get lower numbers than earlier ones.
+        """
+        return any(self.started.get(rank, -1) >= step for rank in self.senders())
 
     def senders(self) -> list[int]:
         """Return the ranks that send boxes."""

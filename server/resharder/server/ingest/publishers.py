@@ -206,7 +206,10 @@ class Publishers:
             left = deadline - self._shared.clock()
             if left <= 0:
                 missing = [r for r in range(publisher.world_size) if r not in publisher.registered]
-                raise DeadlineExceeded("NOT_REGISTERED", f"{name}: {len(missing)} ranks have not registered: {missing[:8]}")
+                why = f"{len(missing)} ranks have not registered: {missing[:8]}"
+                if not missing and not publisher.files:
+                    why = "no rank has sent the model's files to this daemon: create and register the publisher again"
+                raise DeadlineExceeded("NOT_REGISTERED", f"{name}: {why}")
             yield self._shared.changed.pause(seen, min(left, 1.0))
 
     def expire(self) -> None:

@@ -57,12 +57,13 @@ class Steps:
                         if upload := self._uploads.find(known.model, known.number):
                             upload.begun[rank] = publisher.processes.get(rank, "")
                         return known
-                    self._check_may_open(publisher, rank, step)
-                    self._creating.add(key)
-                    break
+                    if publisher.is_due(step):
+                        self._check_may_open(publisher, rank, step)
+                        self._creating.add(key)
+                        break
             if (left := deadline - shared.clock()) <= 0:
                 raise ResourceExhausted(
-                    "TOO_MANY_UPLOADING", f"{publisher.model}: step {step} is being created for another rank: try again"
+                    "TOO_MANY_UPLOADING", f"{publisher.model}: step {step} is to be created for another rank: try again"
                 )
             yield shared.changed.pause(seen, min(left, _LOOK))
         try:

@@ -1,13 +1,12 @@
 """Adoption of versions from an archive: written to the store, verified, and READY again under their own numbers."""
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from resharder.converters.storage.files import INDEX_FILE
 from resharder.server.infra.failpoints import failpoint
-from resharder.server.infra.filesystem import make_folder, move
+from resharder.server.infra.filesystem import is_gone, make_durable_folder, make_folder, move
 from resharder.server.infra.medium import medium_errors
 from resharder.server.state.errors import AlreadyExists, ResourceExhausted, Unavailable
 from resharder.server.state.version import READY, VersionRecord
@@ -82,7 +81,7 @@ class Adopter:
             shutil.rmtree(part, ignore_errors=True)
             with changed:
                 model.arriving -= size
-                if os.path.lexists(part):
+                if not is_gone(part):
                     model.stuck[part] = size
                 changed.notify_all()
         self._catalogue.notify_subscribers([found.record])
@@ -116,7 +115,7 @@ class Adopter:
             model_files.write(model.folder, record.epoch, {name: (part / name).read_bytes() for name in names})
             model.published = True
         target = self._folder.path(record)
-        make_folder(target.parent)
+        make_durable_folder(target.parent)
         move(part, target)
         failpoint("adopt.after-rename")
         sync_or_undo(part, target)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from threading import Condition
 
-from resharder.server.infra.filesystem import make_folder
+from resharder.server.infra.filesystem import make_durable_folder
 from resharder.server.state.errors import ResourceNotFound, Unavailable
 from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store.model_state import StoredModel, check_model_name
@@ -78,7 +78,7 @@ class Catalogue:
     def add_model(self, name: str) -> StoredModel:
         """Return the model, with a new folder if it is unknown. Callers must hold the lock. Raises OSError."""
         if name not in self._models:
-            added = StoredModel(check_model_name(name), make_folder(self._folder / name))
+            added = StoredModel(check_model_name(name), make_durable_folder(self._folder / name))
             self._models = self._models | {name: added}
         return self._models[name]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import structlog
 from resharder.converters.storage.files import FileLayout
-from resharder.server.infra.filesystem import make_folder, move, touching, unused_elsewhere, write_at, write_zeros
+from resharder.server.infra.filesystem import is_gone, make_folder, move, touching, unused_elsewhere, write_at, write_zeros
 from resharder.server.store.capacity import Capacity
 from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.model_state import Reservation, StoredModel
@@ -73,14 +73,14 @@ class FilePool:
         while True:
             self._serial += 1
             path = model.folder / "pool" / f"{reservation.epoch}-{self._serial}"
-            if not os.path.lexists(path):  # left by an earlier daemon that could not remove it
+            if is_gone(path):  # not left by an earlier daemon that could not remove it
                 return path
 
     # On the model's background threads, without the lock
 
     def _remove(self, model: StoredModel, path: Path, size: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
-        left = os.path.lexists(path)
+        left = not is_gone(path)
         if left:
             _log.error("not_removed", model=model.name, folder=str(path), bytes=size)
         with self._changed:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from resharder.converters.storage.files import FileLayout
 from resharder.server.infra.failpoints import failpoint
-from resharder.server.infra.filesystem import make_folder, move, sync, touching, write_file
+from resharder.server.infra.filesystem import make_durable_folder, make_folder, move, sync, touching, write_file
 from resharder.server.infra.medium import medium_error, medium_errors
 from resharder.server.state.errors import FailedPrecondition, ResourceExhausted
 from resharder.server.state.version import ABORTED, READY, UPLOADING, VersionRecord
@@ -124,7 +124,7 @@ class VersionLifecycle:
             if current.state != UPLOADING:
                 raise FailedPrecondition("VERSION_ABORTED", f"{record.name} was aborted: {current.reason}")
             target = self._folder.path(done)
-            make_folder(target.parent)
+            make_durable_folder(target.parent)
             failpoint("commit.before-rename")
             move(folder, target)
             failpoint("commit.after-rename")

@@ -5,9 +5,10 @@ After a restart of the daemon the job sends the files of its epoch again, so an 
 
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from resharder.server.infra.filesystem import make_folder, move, sync, touching, write_file
+from resharder.server.infra.filesystem import make_durable_folder, make_folder, move, sync, touching, write_file
 
 
 def folders(model: Path) -> list[Path]:
@@ -20,7 +21,7 @@ def write(model: Path, epoch: int, files: Mapping[str, bytes]) -> Path:
 
     Raises MediumRefused; the folder that was valid still is.
     """
-    parent = make_folder(model / "files")
+    parent = make_durable_folder(model / "files")
     earlier = folders(model)
     drop_unfinished(model)
     part = parent / "new.part"
@@ -32,8 +33,9 @@ def write(model: Path, epoch: int, files: Mapping[str, bytes]) -> Path:
         move(part, done)
         sync(parent)
     except OSError:
-        for unfinished in (done, part):
-            shutil.rmtree(unfinished, ignore_errors=True)
+        with suppress(OSError):
+            done.rename(part)  # a folder that is removed in part must not be the valid one
+        shutil.rmtree(part, ignore_errors=True)
         raise
     for older in earlier:  # the next call retries one that stays
         shutil.rmtree(older, ignore_errors=True)

@@ -14,6 +14,7 @@ from resharder.server.state.errors import FailedPrecondition, InvalidArgument
 from resharder.server.state.version import ABORTED, READY, RETIRED, UPLOADING, VersionRecord
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SWEPT = ("pool", "staging", "retired")
 _HISTORY = 1000  # RETIRED and ABORTED versions listed of a model
 
 
@@ -102,8 +103,13 @@ class StoredModel:
 
     def sweep(self) -> None:
         """Remove all files but those of READY versions and what these need."""
-        for leftover in ("pool", "staging", "retired"):
+        for leftover in _SWEPT:
             shutil.rmtree(self.folder / leftover, ignore_errors=True)
+
+    def unswept(self) -> dict[Path, int]:
+        """Return the folders that `sweep` could not remove, and their bytes. Raises OSError."""
+        left = [path for kind in _SWEPT if (self.folder / kind).exists() for path in (self.folder / kind).iterdir()]
+        return {path: sum(file.stat().st_size for file in path.iterdir()) for path in left}
 
     def write_claim(self, claim: Claim | None = None, jobs: Mapping[str, int] | None = None) -> None:
         """Write the last numbers assigned, with `claim` and `jobs` in place of the current ones. Raises MediumRefused."""

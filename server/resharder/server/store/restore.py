@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import structlog
-from resharder.server.infra.filesystem import make_folder
+from resharder.server.infra.filesystem import make_durable_folder, sync
 from resharder.server.state.version import READY, RETIRED
 from resharder.server.store import manifest, model_files
 from resharder.server.store.history import read_history
@@ -22,7 +22,8 @@ def restore_models(root: Path) -> dict[str, StoredModel]:
 
     Removes unfinished versions and damaged ones. Raises OSError for a file that cannot be read: its version may be whole.
     """
-    folders = sorted(make_folder(root / "models").iterdir())
+    folders = sorted(make_durable_folder(root / "models").iterdir())
+    sync(root / "models")
     models = {folder.name: _restore_model(folder) for folder in folders if MODEL_NAME.fullmatch(folder.name)}
     for record in read_history(root):
         model = models.get(record.model)
@@ -38,6 +39,10 @@ def restore_models(root: Path) -> dict[str, StoredModel]:
 def _restore_model(folder: Path) -> StoredModel:
     model = StoredModel(folder.name, folder)
     model.sweep()
+    model.stuck = model.unswept()
+    for renamed in (folder, folder / "versions"):  # a daemon that was killed may not have synced what is read here
+        if renamed.exists():
+            sync(renamed)
     with suppress(FileNotFoundError, ValueError, KeyError):
         content = json.loads((folder / "claim.json").read_bytes())
         model.number, model.epoch, model.jobs = int(content["version"]), int(content["epoch"]), dict(content["jobs"])

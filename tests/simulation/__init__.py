@@ -1,0 +1,9 @@
+"""Deterministic simulations: one seed is one schedule of calls, faults and stops, without processes, sockets or waiting.
+
+`python -m tests.simulation --help` runs them. A new simulation is a function of the type `Simulation`, registered here.
+"""
+
+from tests.simulation.driver import Simulation
+
+SIMULATIONS: dict[str, Simulation] = {}
+"""Every simulation by its name."""

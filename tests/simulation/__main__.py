@@ -1,0 +1,77 @@
+"""Run simulations: `python -m tests.simulation --schedules 20000 --seed 1`, or one schedule with `--replay SEED --only NAME`.
+
+Each simulation runs the given number of schedules, from the seed on. Progress and counts are printed; a violated invariant is
+printed with its seed and the trace of its steps, and the status is 1 then.
+"""
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+from tests.simulation import SIMULATIONS
+from tests.simulation.driver import Totals, run_many, run_one
+
+_EVERY = 5.0  # seconds between lines of progress
+
+
+def main() -> int:
+    """Run what the command line asks for and return the exit status."""
+    parser = argparse.ArgumentParser("python -m tests.simulation", description=__doc__)
+    parser.add_argument("--schedules", type=int, default=20_000, help="schedules of each simulation")
+    parser.add_argument("--seed", type=int, default=1, help="first seed; the next schedules have the next seeds")
+    parser.add_argument("--only", choices=sorted(SIMULATIONS), action="append", help="simulation to run; may be repeated")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="run the schedule of one seed and print its steps")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    options = parser.parse_args()
+    names = options.only or sorted(SIMULATIONS)
+    if options.replay is not None:
+        return max((_replay(name, options.replay) for name in names), default=0)
+    seeds = range(options.seed, options.seed + options.schedules)
+    return max((_run(name, seeds, options.jobs) for name in names), default=0)
+
+
+def _run(name: str, seeds: range, jobs: int) -> int:
+    totals = run_many(name, SIMULATIONS, seeds, jobs, progress=_progress(name))
+    print(_line(name, totals))
+    for event, count in sorted(totals.counts.items()):
+        print(f"  {count:12,} {event}")
+    for seed, message in totals.failed.items():
+        print(f"{name}: seed {seed} fails: {message}\nIts steps:")
+        _replay(name, seed)
+    return int(bool(totals.failed))
+
+
+def _progress(name: str) -> Callable[[Totals], None]:
+    last = [time.monotonic()]
+
+    def report(totals: Totals) -> None:
+        if time.monotonic() - last[0] > _EVERY:
+            last[0] = time.monotonic()
+            print(_line(name, totals), flush=True)
+
+    return report
+
+
+def _line(name: str, totals: Totals) -> str:
+    rate = totals.schedules / max(totals.seconds, 1e-9)
+    return f"{name}: {totals.schedules:,} schedules in {totals.seconds:.1f} s, {rate:.0f} per second, {len(totals.failed)} failed"
+
+
+def _replay(name: str, seed: int) -> int:
+    try:
+        run_one(name, SIMULATIONS[name], seed, print)
+    except Exception:
+        traceback.print_exc(file=sys.stdout)
+        print(f"{name}: seed {seed} fails; repeat it with: python -m tests.simulation --only {name} --replay {seed}")
+        return 1
+    print(f"{name}: seed {seed} passes")
+    return 0
+
+
+if __name__ == "__main__":
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a schedule
+        os.execve(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]], os.environ | {"PYTHONHASHSEED": "0"})
+    sys.exit(main())
