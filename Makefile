@@ -51,7 +51,7 @@ types: setup
 
 # Three files at a time, for two processors: much of it is waiting. Where servers take all processors by themselves, one.
 unit: setup
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder tests/converters tests/client tests/deploy tests/server tests/vllm $(PYTEST)
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder tests/converters tests/client tests/deploy tests/server tests/simulation tests/vllm $(PYTEST)
 	$(BIN)/pytest tests/e2e tests/gpu $(PYTEST)
 
 # Generated with an old grpcio-tools on purpose: its output runs on protobuf 5.29, 6 and 7.
