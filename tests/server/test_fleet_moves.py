@@ -4,6 +4,8 @@ import os
 
 import pytest
 from hypothesis import HealthCheck, settings
+from resharder.server.state.fleet import FleetStrategyKind
+from resharder.server.state.server import OrderKind, WorkerState
 
 from tests.support.simulated_fleet import AheadSimulation, FleetSimulation
 
@@ -16,3 +18,27 @@ FleetSimulation.TestCase.settings = AheadSimulation.TestCase.settings = settings
 )
 test_fleets_under_everything = pytest.mark.timeout(1200)(FleetSimulation.TestCase)
 test_fleets_that_serve_ahead_under_everything = pytest.mark.timeout(1200)(AheadSimulation.TestCase)
+
+
+def test_a_server_of_a_rolling_fleet_that_returns_with_a_retired_version_gets_the_newest() -> None:
+    """Found by simulation: it counted as out of service for its own turn. It was lost while it staged."""
+    fleets = FleetSimulation()
+    fleets.set_up(FleetStrategyKind.ROLLING, 0, 1, approval=False, ahead=False)
+    for name in ("b", "c"):
+        fleets.kill_server(name)
+    for _ in range(10):
+        fleets.settle()
+    fleets.publish()
+    plant = fleets.plants["a"]
+    assert plant.attachment is not None
+    stage = next(order for order in iter(plant.attachment.orders.get, None) if order.kind == OrderKind.STAGE)
+    fleets.cut_off("a")
+    for _ in range(4):
+        fleets.pass_time(30)
+        fleets.publish()
+    assert 1 not in fleets.versions.ready
+    plant.install, plant.staged, plant.state = stage.install, stage.version, WorkerState.STAGED
+    fleets.connect("a")
+    for _ in range(10):
+        fleets.settle()
+    assert plant.shows(fleets.now) == 6, fleets.reasons()

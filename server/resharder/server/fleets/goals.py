@@ -107,7 +107,7 @@ def _turns(fleet: Fleet, view: View) -> set[str]:
 
 
 def _in_service(fleet: Fleet, id: str, view: View) -> int:
-    """Return the version that a server serves, or is about to serve; 0: none."""
+    """Return the version that a server serves, or is about to serve; 0: none. No gate opens anew on a retired version."""
     server = view.servers[id]
     low, high = _range(fleet, id, view) or (server.agreed, server.agreed)
     return server.opened or (server.agreed if low <= server.agreed <= high and server.serves(server.agreed) else 0)

@@ -107,7 +107,7 @@ class Control:
     seen: float
     busy: str = ""
     in_flight: int = 0  # requests in flight
-    closing: bool = False  # ordered to close its gate, without an answer yet
+    closing: bool = False  # its gate may be open on an earlier version: it has not answered CLOSE, or RESUME if it returned
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,22 @@ from resharder.client.inference.control.fence import FENCED, Fence, accepted, cl
 
 
 def fence_engine_core() -> None:
-    """Add a method to the engine core that checks a call's token and executes the call.
+    """Add `resharder_fenced` to the engine core."""
+    from vllm.v1.engine.core import EngineCore
+
+    setattr(EngineCore, FENCED, resharder_fenced)
+
+
+def resharder_fenced(self: Any, token: list[Any], method: str, args: list[Any]) -> Any:
+    """Check a call's token and execute the call: a method of the engine core.
 
     The core executes one call after the other, so check and execution are atomic.
     """
-    from vllm.v1.engine.core import EngineCore
-
-    def resharder_fenced(self: Any, token: list[Any], method: str, args: list[Any]) -> Any:
-        fence = self.__dict__.setdefault("_resharder_fence", Fence())
-        refusal = fence.refuse(token)
-        if method == "resume_scheduler":
-            refusal = _agreed(self, refusal)
-        return fence.refused(refusal) if refusal else getattr(self, method)(*args)
-
-    setattr(EngineCore, FENCED, resharder_fenced)
+    fence = self.__dict__.setdefault("_resharder_fence", Fence())
+    refusal = fence.refuse(token)
+    if method == "resume_scheduler":
+        refusal = _agreed(self, refusal)
+    return fence.refused(refusal) if refusal else getattr(self, method)(*args)
 
 
 def _agreed(core: Any, refusal: str) -> str:

@@ -120,12 +120,13 @@ def reported(server: Server, event: Reported, now: float, settings: Settings, or
     was_busy = server.busy_elsewhere(control)
     idle = event.done is not None and event.install == control.busy
     closed = event.done in (OrderKind.CLOSE, OrderKind.APPLY, OrderKind.SLEEP)
+    opened = event.done == OrderKind.RESUME and event.ok and bool(server.opened) and event.install == server.opened_by
     control = replace(
         control,
         seen=now,
         busy="" if idle else control.busy,
         in_flight=event.in_flight,
-        closing=control.closing and not closed,
+        closing=control.closing and not (closed or opened),
     )
     controls = tuple(control if c.nonce == control.nonce else c for c in server.controls)
     server = replace(server, controls=controls, seen=now)

@@ -1,0 +1,48 @@
+"""Gates that may still be open on an earlier version than the one that the daemon ordered."""
+
+from resharder.server.fleets.reconciler.step import step
+from resharder.server.state.server import (
+    Attached,
+    Event,
+    OrderKind,
+    Reported,
+    Server,
+    Settings,
+    VersionsChanged,
+    Worker,
+    WorkerReported,
+    WorkerState,
+)
+
+
+def after(server: Server, *events: Event) -> Server:
+    """Return the server after events at time 1."""
+    for event in events:
+        server, _ = step(server, event, 1.0, Settings())
+    return server
+
+
+def serving() -> Server:
+    """Return a server whose only control side, `a`, has resumed on version 5."""
+    held = Worker(0, WorkerState.BOOTED, 5, process="p", fingerprint="five")
+    server = after(
+        Server("s", "policy", "policy", "life", 0.0), VersionsChanged({5: "five"}), Attached("a", 1), WorkerReported(held)
+    )
+    assert server.opened == 5
+    return after(server, Reported("a", server.opened_by, OrderKind.RESUME))
+
+
+def test_a_control_side_that_returns_with_its_gate_open_lingers_until_it_has_resumed() -> None:
+    """Found by simulation: it lingered for ever, and the fleet's move did not end."""
+    server = after(serving(), Attached("b", 1, serving=2))
+    assert server.shown == {2, 5}
+    server = after(server, Reported("b"))
+    assert server.shown == {2, 5}
+    server = after(server, Reported("b", server.opened_by, OrderKind.RESUME))
+    assert server.shown == {5}
+
+
+def test_a_control_side_that_cannot_resume_or_has_resumed_on_an_earlier_order_still_lingers() -> None:
+    server = after(serving(), Attached("b", 1, serving=2))
+    for report in (Reported("b", server.opened_by, OrderKind.RESUME, ok=False), Reported("b", "another", OrderKind.RESUME)):
+        assert after(server, report).shown == {2, 5}

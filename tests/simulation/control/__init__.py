@@ -1,0 +1,1 @@
+"""Control sides, engines and the daemon's fleets under simulated time, processes and connections."""
