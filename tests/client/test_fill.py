@@ -211,7 +211,7 @@ def test_a_wrong_write_does_not_pass_the_proof(daemon: Daemon, monkeypatch: pyte
 def test_two_values_for_one_place_do_not_pass_either(tmp_path: Path) -> None:
     config = tiny_hf.tiny_config("deepseek_v3")
     save_file(random_weights(config, 1), tmp_path / "model.safetensors")
-    with pytest.raises(CorruptData, match=r"embed_tokens.weight.* both must have the same values"):
+    with pytest.raises(CorruptData, match=r"embed_tokens.weight.* must have equal values"):
         fill(build(config, 0, 1), config, tmp_path)
 
 

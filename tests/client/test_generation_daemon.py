@@ -78,7 +78,7 @@ def publisher_is_busy(publisher: Publisher) -> Iterator[None]:
     """For a generation within a generation, and for one in another thread."""
 
     def refused() -> None:
-        with pytest.raises(UsageError, match="end of this publisher's generation"), publisher.generation(5):
+        with pytest.raises(UsageError, match="previous generation of this publisher"), publisher.generation(5):
             found.append("entered")
 
     found: list[str] = []
@@ -139,7 +139,7 @@ def test_trainers_that_publish_tensors_lend_what_they_moved_themselves(daemon: D
                 assert generation.version == 1
             with pytest.raises(UsageError, match=r"publish_tensors\(2, …\) before generation\(2\)"), publisher.generation(2):
                 pass
-            with pytest.raises(UsageError, match="attached model to move aside"), publisher.generation(1, offload=True):
+            with pytest.raises(UsageError, match="attached model to offload"), publisher.generation(1, offload=True):
                 pass
             with pytest.raises(UsageError, match="level 1 or 2, got 3"), publisher.generation(1, level=3):
                 pass

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class DirectServiceStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Calls of trainer ranks and vLLM workers for the direct path.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -82,69 +83,71 @@ class DirectServiceStub(object):
 
 
 class DirectServiceServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Calls of trainer ranks and vLLM workers for the direct path.
+    """
 
     def DeclareMemory(self, request, context):
-        """What one process holds, by `fingerprint`. The last one that a process declares counts.
+        """Declares the layout of a process's memory, identified by `fingerprint`. It replaces the process's earlier one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OfferVersion(self, request, context):
-        """A rank's memory holds this version. It does the tasks one after the other; the stream ends when its memory may change.
-        FAILED_PRECONDITION (MEMORY_UNKNOWN) before DeclareMemory.
+        """Offers the version in a rank's memory. The rank executes the tasks one after the other; the stream ends when its memory may
+        change. FAILED_PRECONDITION (MEMORY_UNKNOWN) before DeclareMemory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def JoinTransfer(self, request, context):
-        """A worker that stages a version asks for its link to the ranks that offer it. Waits until all ranks and all workers of the server are there.
-        FAILED_PRECONDITION: MEMORY_UNKNOWN, or NOT_OFFERED where this install takes the staged path.
+        """Returns the link of a worker that stages a version to the ranks that offer it. Waits for all ranks and for all workers of the
+        server. FAILED_PRECONDITION: MEMORY_UNKNOWN, or NOT_OFFERED if this install takes the staged path.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartTransfer(self, request, context):
-        """A worker of a paused server waits for its turn. FAILED_PRECONDITION (NOT_OFFERED) where there is none any more.
+        """Starts the transfer to a worker of a paused server, in its turn. FAILED_PRECONDITION (NOT_OFFERED) if there will be none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishTransfer(self, request, context):
-        """How building a group, or a transfer, went for one member. A failure ends the group for all.
+        """Reports the outcome of a transfer, or of forming a group, for one member. A failure ends the group for all members.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PutDigests(self, request, context):
-        """A rank's answer to a DIGEST task: the digests of all that it sends over the group, as the version lies in its memory.
+        """Answers a DIGEST task: the digests of all boxes that the rank sends over the group, computed from its memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetDigests(self, request, context):
-        """For a worker that joined: the digests of all that it is to hold, by what the ranks say. Waits until they have said so.
-        FAILED_PRECONDITION (NOT_OFFERED) where this version is not offered over the group any more.
+        """Returns, to a worker that has joined, the ranks' digests of the boxes that it declared. Waits until the ranks have sent them.
+        FAILED_PRECONDITION (NOT_OFFERED) if the version is no longer offered over the group.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetGroupKey(self, request, context):
-        """The keys by which the members of a group meet.
+        """Sets a key by which the members of a group meet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetGroupKey(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns the value of a key. Waits until a member has set it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -206,7 +209,8 @@ def add_DirectServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DirectService(object):
-    """Missing associated documentation comment in .proto file."""
+    """Calls of trainer ranks and vLLM workers for the direct path.
+    """
 
     @staticmethod
     def DeclareMemory(request,

@@ -27,7 +27,8 @@ if _version_not_supported:
 
 
 class OperatorServiceStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Calls of operators. The daemon stores the effect of a command on the store's medium before it answers. Commands may be repeated.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -128,126 +129,132 @@ class OperatorServiceStub(object):
 
 
 class OperatorServiceServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Calls of operators. The daemon stores the effect of a command on the store's medium before it answers. Commands may be repeated.
+    """
 
     def GetDaemon(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns the daemon's release, store, models and publishers.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListVersions(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Lists versions, newest first.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetVersion(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns one version.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListServers(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Lists servers by id.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListFleets(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Lists fleets by name.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExportVersion(self, request, context):
-        """Every file of a READY version, in order; the version is held while the stream is open.
+        """Sends all files of a READY version, in order. The version is pinned while the stream is open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateFleet(self, request, context):
-        """Everything below is kept on the store's medium before it is answered, and may be repeated without harm.
-        Makes or changes a fleet: the fields of `fleet` named by `update_mask`.
+        """Creates or changes a fleet: sets the fields of `fleet` that `update_mask` names.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RollBackFleet(self, request, context):
-        """Back to an earlier version; the ones after it are refused, so that LATEST does not take them again by itself.
+        """Returns a fleet to an earlier version, and refuses the later ones, so that LATEST does not select them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DecideMove(self, request, context):
-        """A move that is HOLDING or STOPPED, or any that goes on: on to the end, or back.
+        """Decides a move that is HOLDING, STOPPED or in progress: continue to the end, or go back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetPower(self, request, context):
-        """Sleep and wake, of a fleet or one server of it.
+        """Puts a fleet, or one of its servers, to sleep, or wakes it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetDrained(self, request, context):
-        """Drain before maintenance, and resume, of a fleet or one server of it.
+        """Drains a fleet, or one of its servers, before maintenance, or resumes it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RetireVersions(self, request, context):
-        """Versions that nothing uses and retention would keep.
+        """Deletes versions that are not in use, also those that retention would keep.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ProfileInstall(self, request, context):
-        """Installs the version that a server serves once more, as any other install but for a profiler in every worker; their profiles
-        as they come. FAILED_PRECONDITION (NOT_SERVING) where it is at anything else, or the install fails.
+        """Installs the version that a server serves once more, with a profiler in every worker, and sends the profiles as they arrive.
+        FAILED_PRECONDITION (NOT_SERVING) if the server is busy or the install fails.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def VerifyServer(self, request, context):
-        """Has every worker of a server compare its memory with the version that it holds, while it serves; returns when all have.
-        A server with a worker that finds a difference leaves service, and gets its version again.
+        """Makes every worker of a server compare its memory with its version, while the server serves. Returns when all have done so.
+        If a worker finds a difference, the server leaves service, and its version is installed again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListEvents(self, request, context):
-        """What happened, oldest first; with `follow` the stream goes on.
+        """Sends events, oldest first. With `follow`, the stream continues with new ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ArchiveVersion(self, request, context):
-        """Writes a READY version to the archive now; returns when it is verified there.
+        """Writes a READY version to the archive. Returns when it is verified there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListArchive(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Lists the versions in the archive.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RestoreVersion(self, request, context):
-        """An archived version becomes READY again, under its own number.
+        """Restores an archived version, which becomes READY under its own number.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -355,7 +362,8 @@ def add_OperatorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class OperatorService(object):
-    """Missing associated documentation comment in .proto file."""
+    """Calls of operators. The daemon stores the effect of a command on the store's medium before it answers. Commands may be repeated.
+    """
 
     @staticmethod
     def GetDaemon(request,

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class PublisherServiceStub(object):
-    """Every error carries a google.rpc.ErrorInfo with domain "resharder" and a reason.
+    """Calls of trainer ranks. Every error carries a google.rpc.ErrorInfo with domain "resharder" and a reason (docs/errors.md).
     """
 
     def __init__(self, channel):
@@ -89,76 +89,79 @@ class PublisherServiceStub(object):
 
 
 class PublisherServiceServicer(object):
-    """Every error carries a google.rpc.ErrorInfo with domain "resharder" and a reason.
+    """Calls of trainer ranks. Every error carries a google.rpc.ErrorInfo with domain "resharder" and a reason (docs/errors.md).
     """
 
     def CreatePublisher(self, request, context):
-        """The claim of one job on a model. The same job again gets the same publisher; a new job a new epoch, which fences every earlier job.
+        """Claims a model for a job. The same job gets the same publisher; a new job gets a new epoch, which fences all earlier jobs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RegisterSlot(self, request, context):
-        """What one rank holds. The same again is no change. The last rank's call checks that all slots tile every tensor exactly
-        and reserves room; FAILED_PRECONDITION with the exact difference, or RESOURCE_EXHAUSTED, otherwise.
+        """Registers the boxes that a rank has; a repetition changes nothing. The last rank's call checks that all slots tile every
+        tensor exactly, and reserves capacity. Fails with FAILED_PRECONDITION and the exact difference, or RESOURCE_EXHAUSTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetAssignment(self, request, context):
-        """Which of its boxes a rank has to send. Waits until every rank has registered.
+        """Returns the boxes that a rank sends. Waits until every rank has registered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewLease(self, request, context):
-        """Keeps the rank's lease. A rank that stays silent for the lease aborts the versions it has not sealed.
+        """Renews the rank's lease. When a lease expires, the versions that its rank has not sealed are aborted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateVersion(self, request, context):
-        """The version of (epoch, step), made by whichever rank comes first. RESOURCE_EXHAUSTED (TOO_MANY_UPLOADING) while two are UPLOADING.
-        A version that was aborted is aborted for every rank: the answer is the ABORTED version until the rank's `after` names it, and
-        only then a new version of the step. FAILED_PRECONDITION (VERSION_ABORTED) where another rank has started a later step: a rank
-        that starts a step aborts the versions of earlier steps that it has not sealed.
+        """Returns the version of (epoch, step); the first rank's call creates it. RESOURCE_EXHAUSTED (TOO_MANY_UPLOADING) while two
+        versions are UPLOADING. An aborted version is aborted for every rank: the answer is the ABORTED version until the rank's
+        `after` names it, and then a new version of the step. A rank that starts a step aborts the versions of earlier steps that it
+        has not sealed, so the call fails with FAILED_PRECONDITION (VERSION_ABORTED) if another rank has started a later step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UploadChunks(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
+        """Receives chunks of a slot, in any order. A chunk may be repeated.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListMissingChunks(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns the chunks of a slot that have not arrived.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SealSlot(self, request, context):
-        """The rank has delivered everything. `digests` has one entry per box of its assignment. For a version that is READY already it
-        compares: equal is OK, other bytes are ALREADY_EXISTS.
+        """Declares the rank's slot complete. `digests` has one entry per box of its assignment. If the version is READY already, the
+        digests are compared: equal ones are OK, others fail with ALREADY_EXISTS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortVersion(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Aborts an UPLOADING version for all ranks.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WaitVersion(self, request, context):
-        """Waits until the version is READY (or serving everywhere), ABORTED or RETIRED, or the time is over, and says how it is.
+        """Waits until the version is READY (or served everywhere), ABORTED or RETIRED, or the time has passed. Returns its state then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -226,7 +229,7 @@ def add_PublisherServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PublisherService(object):
-    """Every error carries a google.rpc.ErrorInfo with domain "resharder" and a reason.
+    """Calls of trainer ranks. Every error carries a google.rpc.ErrorInfo with domain "resharder" and a reason (docs/errors.md).
     """
 
     @staticmethod

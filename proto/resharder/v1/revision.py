@@ -1,22 +1,22 @@
-"""The revision of this protocol, by which daemon and clients of different releases know whether they understand each other.
+"""Revision of this protocol, by which a daemon and clients of other releases recognise whether they are compatible.
 
-Raised when a message means something else than before, or a digest or checksum is made otherwise; not for new fields, calls and
-enum values, which others skip. docs/upgrading.md says what happens between revisions.
+Raised when the meaning of a message changes, or the computation of a digest or checksum; not for new fields, calls and enum
+values, which older releases ignore. docs/upgrading.md describes which revisions work together.
 """
 
 import re
 
 REVISION = 2
-OLDEST = 2  # that a daemon of this release still takes
+OLDEST = 2  # oldest revision that a daemon of this release accepts
 _NAMED = re.compile(r"resharder/(?P<release>\S+) protocol/(?P<revision>\d{1,9})(?!\S)")
 
 
 def user_agent(release: str) -> str:
-    """What every call of a client begins its `user-agent` with."""
+    """Return the beginning of the `user-agent` of a client's calls."""
     return f"resharder/{release} protocol/{REVISION}"
 
 
 def named(agent: str) -> tuple[str, int] | None:
-    """(release, revision) of a client by its `user-agent`; None for one that is not Resharder's."""
+    """Return (release, revision) of a client from its `user-agent`; None for a client that is not Resharder's."""
     found = _NAMED.match(agent)
     return (found["release"], int(found["revision"])) if found else None

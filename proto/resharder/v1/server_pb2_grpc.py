@@ -28,7 +28,8 @@ if _version_not_supported:
 
 
 class ServerServiceStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Calls of vLLM servers.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -79,61 +80,63 @@ class ServerServiceStub(object):
 
 
 class ServerServiceServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Calls of vLLM servers.
+    """
 
     def ClaimServer(self, request, context):
-        """The first claim of a server id fixes the boot version for all its processes; later ones get the same answer.
-        UNAVAILABLE (NO_VERSION) while the model has no READY version and `wait_seconds` pass.
+        """Claims a server's id. The first claim fixes the boot version for all processes of the server; later ones get the same answer.
+        UNAVAILABLE (NO_VERSION) if the model has no READY version within `wait_seconds`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Attend(self, request_iterator, context):
-        """The control side's stream: its first report names the server; each later one renews the lease. The daemon answers with orders.
-        Several control sides of one server may attach; one is told to lead.
+        """Stream of a control side: its first report names the server, each later one renews the lease. The daemon answers with orders.
+        Several control sides of one server may attach; the daemon elects one to lead.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportWorker(self, request, context):
-        """A worker's own confirmation, independent of the control side.
+        """Reports the state of a worker, independently of the control side. Sent at least every two seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PutProfile(self, request, context):
-        """A worker's own, of an install that it was ordered to profile. Only whoever waits for it gets it; nothing is kept.
+        """Sends a worker's profile of an install. The daemon passes it to the waiting ProfileInstall call and does not store it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetManifest(self, request, context):
-        """Names, dtypes, shapes and places of a version's tensors, and their digests.
+        """Returns the names, dtypes, shapes, places and digests of a version's tensors.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DigestBoxes(self, request, context):
-        """The digests of boxes as the store holds them.
+        """Returns the digests of boxes, computed from the store.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DownloadChunks(self, request, context):
-        """The boxes as chunks; `index` counts from 0, `rank` is 0.
+        """Sends boxes as chunks. `index` counts from 0; `rank` is 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns the files of a model: config.json and those of the tokenizer.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -190,7 +193,8 @@ def add_ServerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ServerService(object):
-    """Missing associated documentation comment in .proto file."""
+    """Calls of vLLM servers.
+    """
 
     @staticmethod
     def ClaimServer(request,

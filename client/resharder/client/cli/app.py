@@ -26,6 +26,8 @@ WENT_WRONG = 5
 
 
 class Section(str, Enum):
+    """Titles under which the help lists commands, in order."""
+
     LOOK = "Look"
     MOVE = "Move fleets"
     MAINTAIN = "Sleep, wake and maintenance"
@@ -37,6 +39,7 @@ class Sections(TyperGroup):
     """Plain help, with the commands under the titles of their sections."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of commands, section by section."""
         commands = [(name, self.commands[name]) for name in self.list_commands(ctx)]
         for section in Section:
             rows = [(name, command) for name, command in commands if command.rich_help_panel == section]  # type: ignore[attr-defined]
@@ -56,6 +59,7 @@ app = typer.Typer(
 
 
 def command(section: Section, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return the decorator that adds a command to a section of the help; by default it has the function's name."""
     return app.command(name, rich_help_panel=section)
 
 

@@ -12,10 +12,12 @@ Question = Callable[[Operator], Iterable[str]]
 
 
 def fleets(context: typer.Context, incomplete: str) -> list[str]:
+    """Return names of fleets."""
     return _known(context, incomplete, lambda operator: (fleet.name for fleet in operator.fleets()))
 
 
 def models(context: typer.Context, incomplete: str) -> list[str]:
+    """Return names of models."""
     return _known(context, incomplete, lambda operator: operator.daemon().models)
 
 
@@ -25,6 +27,7 @@ def servers(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def versions(context: typer.Context, incomplete: str) -> list[str]:
+    """Return `latest` and the numbers of READY versions."""
     return [*(["latest"] if "latest".startswith(incomplete) else []), *numbers(context, incomplete)]
 
 
@@ -35,6 +38,7 @@ def numbers(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def archived(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the numbers of archived versions."""
     model = context.params.get("model") or ""
     return _known(context, incomplete, lambda operator: (str(one.number) for one in operator.archived(model)))
 

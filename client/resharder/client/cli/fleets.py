@@ -25,6 +25,8 @@ AcceptRefused = Annotated[bool, typer.Option("--accept-refused", help="Forget wh
 
 
 class PauseModeOption(str, Enum):
+    """Values of --pause-mode."""
+
     KEEP = "keep"
     WAIT = "wait"
     ABORT = "abort"

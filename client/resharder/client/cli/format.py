@@ -22,11 +22,13 @@ VERSIONS = ("model", "version", "state", "step", "size", "ready", "served by", "
 
 
 def publisher_rows(publishers: Iterable[PublisherStatus]) -> Iterator[Row]:
+    """Yield the rows of a table with columns `PUBLISHERS`."""
     for p in publishers:
         yield p.name, p.state.value, f"{p.registered_slots}/{p.world_size}", p.job
 
 
 def fleet_rows(fleets: Iterable[FleetStatus], servers: Sequence[ServerStatus]) -> Iterator[Row]:
+    """Yield the rows of a table with columns `FLEETS`. `servers` are those of all fleets."""
     for f in fleets:
         there = sum(s.fleet == f.name and s.version == f.wanted_version and s.state == ServerState.SERVING for s in servers)
         selected = f" ({f.wanted_version})" if f.target.kind != TargetKind.NUMBER and f.wanted_version else ""
@@ -38,6 +40,7 @@ def fleet_rows(fleets: Iterable[FleetStatus], servers: Sequence[ServerStatus]) -
 
 
 def server_rows(servers: Iterable[ServerStatus]) -> Iterator[Row]:
+    """Yield the rows of a table with columns `SERVERS`; `apply` is that of the slowest worker."""
     for s in servers:
         apply = max((w.apply_seconds for w in s.workers), default=0.0)
         pause, error = (s.install.pause_seconds, s.install.error) if s.install else (0.0, "")
@@ -48,6 +51,7 @@ def server_rows(servers: Iterable[ServerStatus]) -> Iterator[Row]:
 
 
 def version_rows(versions: Iterable[VersionStatus]) -> Iterator[Row]:
+    """Yield the rows of a table with columns `VERSIONS`; an UPLOADING version has its progress in place of a time."""
     for v in versions:
         yield (
             v.model, number(v.number), v.state.value, str(v.step), size(v.size_bytes),
@@ -64,11 +68,13 @@ def _served(version: VersionStatus) -> str:
 
 
 def event_line(event: DaemonEvent) -> str:
+    """Return an event as one line: time, subject, event, details and reason."""
     details = " ".join(f"{name}={value}" for name, value in sorted(event.details.items()))
     return "  ".join(filter(None, (time_of(event.time), event.subject, event.what, details, event.reason)))
 
 
 def target(it: VersionTarget) -> str:
+    """Return a fleet's target in words."""
     if it.kind == TargetKind.NUMBER:
         return f"version {it.version}"
     if it.kind == TargetKind.LATEST:
@@ -77,6 +83,7 @@ def target(it: VersionTarget) -> str:
 
 
 def strategy(it: UpdateStrategy) -> str:
+    """Return an update strategy in words, defaults filled in."""
     if it.kind == StrategyKind.ROLLING:
         return _rolling(it)
     if it.kind == StrategyKind.CANARY:
@@ -94,10 +101,12 @@ def _rolling(it: UpdateStrategy) -> str:
 
 
 def move(it: MoveStatus | None) -> str:
+    """Return a move as `from → to STATE`; a dash without a move."""
     return f"{number(it.from_version)} → {it.to_version} {it.state.value}" if it else "–"
 
 
 def state(server: ServerStatus) -> str:
+    """Return a server's state with its sleep level, requests in progress, or `ahead`."""
     name = server.state.value
     if server.state == ServerState.ASLEEP:
         powers = {

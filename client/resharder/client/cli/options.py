@@ -9,6 +9,8 @@ from resharder.client.operator.states import StrategyKind, TargetKind
 
 @dataclass(frozen=True)
 class StrategyOptions:
+    """Options about the update strategy, as given; None and False if absent."""
+
     all_at_once: bool = False
     rolling: int | None = None
     canary: int | None = None

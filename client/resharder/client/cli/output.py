@@ -35,14 +35,17 @@ def table(titles: Sequence[str], rows: Iterable[Row]) -> Table | str:
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Row]) -> None:
+    """Print a table on standard output, or a sentence if it has no rows."""
     console().print(table(titles, rows))
 
 
 def print_json(value: object) -> None:
+    """Print a value as indented JSON on standard output."""
     print(json.dumps(value, indent=2))
 
 
 def one_line(value: object) -> str:
+    """Return a value as JSON without line breaks, for one event per line."""
     return json.dumps(value, separators=(",", ":"))
 
 
@@ -69,22 +72,27 @@ def _stamp(moment: datetime) -> str:
 
 
 def time_of(moment: datetime | None) -> str:
+    """Format a time in UTC, to the second; None is the epoch."""
     return (moment or datetime.fromtimestamp(0, UTC)).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 def number(version: int) -> str:
+    """Format a version's number; a dash for 0, no version."""
     return str(version) if version else "–"
 
 
 def size(count: int) -> str:
+    """Format bytes in MiB, or in GiB from 256 MiB on."""
     return f"{count / 2**30:.2f} GiB" if count >= 1 << 28 else f"{count / 2**20:.1f} MiB"
 
 
 def several(count: int, what: str) -> str:
+    """Format a count with its noun, in the plural unless the count is 1."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def count_up(what: str, done: int, total: int) -> None:
+    """Rewrite a line of progress on standard error; end it when `done` reaches `total`."""
     print(f"\r{what}: {done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
@@ -97,6 +105,7 @@ class Bar:
         self._task = self._progress.add_task(title, total=total)
 
     def update(self, done: int, total: int) -> None:
+        """Show `done` of `total` bytes."""
         self._progress.update(self._task, completed=done, total=total)
 
     def __enter__(self) -> "Bar":

@@ -17,6 +17,8 @@ ServerName = Annotated[
 
 
 class Tag(str, Enum):
+    """Values of --tag: vLLM's tag of the memory to wake."""
+
     WEIGHTS = "weights"
 
 

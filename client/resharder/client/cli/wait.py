@@ -31,6 +31,7 @@ def end_move(operator: Operator, asked: FleetStatus, wait: bool, timeout: float,
 
 
 def show(fleet: FleetStatus, as_json: bool) -> None:
+    """Print a fleet, as JSON or as a line about its target and version."""
     if as_json:
         return print_json(plain(fleet))
     print(format.outcome(fleet))

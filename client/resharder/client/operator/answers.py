@@ -208,7 +208,7 @@ class WorkerVerification:
 
     rank: int
     request: str
-    """Id of the request that it answers; empty for a verification that no operator requested."""
+    """Id of the last request to verify; empty if there was none."""
     time: datetime | None
     seconds: float
     version: int

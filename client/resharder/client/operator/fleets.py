@@ -144,6 +144,7 @@ class FleetCommands(OperatorQueries):
 
         Raises:
             NotFound: The fleet has never moved.
+            Refused: The fleet is at another move, or its move has ended.
         """
         return self._decide(fleet, True, reason, move)
 
@@ -160,6 +161,7 @@ class FleetCommands(OperatorQueries):
 
         Raises:
             NotFound: The fleet has never moved.
+            Refused: The fleet is at another move, or its move has ended.
         """
         return self._decide(fleet, False, reason, move)
 

@@ -1,1 +1,1 @@
-"""Whole jobs behind commands: importing a checkpoint, checking a plan, diagnosing a connection."""
+"""Tools behind commands: import of a checkpoint, check of a parallel layout, diagnosis of a host."""

@@ -1,7 +1,8 @@
-"""`resharder check`: whether a trainer's layout and a server's fit a model, and what each process sends and
-receives, from a config alone: no weights, no GPUs, any number of ranks.
+"""`resharder check`: whether the layouts of a trainer and a server fit a model, and the bytes that each process sends and
+receives.
 
-The trainer's half needs megatron-core, the server's half vLLM, in this environment; each can be checked without the other.
+Computed from a config alone, without weights and GPUs, for any number of ranks. The trainer's half needs megatron-core in this
+environment, the server's half vLLM; each can be checked without the other.
 """
 
 import json
@@ -26,30 +27,39 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, Any]
 Progress = Callable[[str, int, int], None]
-"""Function called with the current part, its number of finished items and its number of items."""
+"""Callback with the name of the current part, its finished items and all its items."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """Bytes of every process of one side."""
+    """Bytes that each process of one side sends or receives."""
 
     bytes_each: tuple[int, ...]
 
     @property
     def total(self) -> int:
+        """Bytes of all processes."""
         return sum(self.bytes_each)
 
     @property
     def imbalance(self) -> float:
-        """Largest over mean."""
+        """Largest number of bytes divided by the mean; 1.0 if there are none."""
         return max(self.bytes_each) * len(self.bytes_each) / self.total if self.total else 1.0
 
 
 @dataclass(frozen=True)
 class Report:
-    """Result of a check. `sends`: bytes from each trainer rank to the daemon; `receives`: bytes from
-    it to each worker; `direct`: bytes that ranks send straight to the workers of one server, in
-    `copies` copies. None if that side was not requested.
+    """Result of a check. A side that was not requested is None.
+
+    Attributes:
+        architecture: Name of the model family.
+        tensors: Number of HF tensors.
+        size: Bytes of all HF tensors.
+        sends: Bytes from each trainer rank to the daemon.
+        receives: Bytes from the daemon to each worker of one server.
+        direct: Bytes that ranks send to the workers of one server over the direct path.
+        copies: Number of copies of the direct path.
+        through_load_weights: Tensors that some worker loads whole, because its loader does more than copy.
     """
 
     architecture: str
@@ -60,11 +70,10 @@ class Report:
     direct: Side | None
     copies: int
     through_load_weights: tuple[str, ...]
-    """Tensors that some worker loads whole, because its loader does more than copy."""
 
 
 def read_config(path: Path) -> Config:
-    """Return the config.json at `path`, or in the folder. Raises UsageError."""
+    """Return the content of the config.json at `path`, or in that folder. Raises UsageError if there is none."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text())
@@ -76,7 +85,9 @@ def read_config(path: Path) -> Config:
 
 
 def parallel(world: int, tp: int, pp: int, vpp: int, cp: int, ep: int, etp: int) -> "Parallel":
-    """Return a trainer's sizes; 0 for `vpp` and `etp`: none. Raises UsageError."""
+    """Return the sizes of a trainer; 0 for `vpp` and `etp` is Megatron's default. Raises UsageError
+    for invalid ones, and without megatron-core.
+    """
     _positive(world=world, tp=tp, pp=pp, cp=cp, ep=ep)
     _need("megatron.core", "a trainer's layout needs megatron-core here: pip install 'resharder[megatron]'")
     from resharder.converters.models.megatron.worlds import Parallel
@@ -85,7 +96,7 @@ def parallel(world: int, tp: int, pp: int, vpp: int, cp: int, ep: int, etp: int)
 
 
 def server(tp: int, pp: int, dp: int, ep: bool) -> "ServerSizes":
-    """Return a server's sizes. Raises UsageError."""
+    """Return the sizes of a server; `ep` enables expert parallelism. Raises UsageError for invalid ones, and without vLLM."""
     _positive(server_tp=tp, server_pp=pp, server_dp=dp)
     _need("vllm", "a server's layout needs vllm here: install it, or check the trainer alone")
     from resharder.client.inference.vllm.blueprint import ServerSizes
@@ -94,7 +105,7 @@ def server(tp: int, pp: int, dp: int, ep: bool) -> "ServerSizes":
 
 
 def settings(pairs: Sequence[str]) -> dict[str, Any]:
-    """Return settings of `key=JSON`; other values are strings. Raises UsageError."""
+    """Return settings given as KEY=JSON; values that are no JSON are strings. Raises UsageError for other forms."""
     found = {}
     for pair in pairs:
         key, separator, value = pair.partition("=")
@@ -131,11 +142,20 @@ def check(
     options: Mapping[str, Any] | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Report:
-    """Lay out every rank and every worker, and plan. `options` are those of `build.build_chunks`.
+    """Compute the layout of every rank and every worker, and plan the copies between them.
 
-    Raises LayoutError (with the tensor, what was expected and what was found) and UnsupportedModel, also for
-    refusals of Megatron or
-    vLLM.
+    Args:
+        config: Content of config.json.
+        trainer: Sizes of the trainer; None leaves it out.
+        server: Sizes of the server; None leaves it out.
+        dtype: Dtype of the parameters: bfloat16, float16 or float32.
+        options: Arguments of `build.build_chunks`.
+        progress: Called after each rank and each worker.
+
+    Raises:
+        LayoutError: Layouts do not fit. The message has the tensor, what was expected and what was found.
+        UnsupportedModel: The model has no table, or Megatron or vLLM refuses the sizes.
+        UsageError: `dtype` is unknown.
     """
     shapes = expected_shapes(config)
     kind = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(dtype)
@@ -166,7 +186,7 @@ def _side(sizes: Ints | None) -> Side | None:
 
 
 def _whole(specs: Mapping[str, TensorSpec], names: tuple[str, ...] | None = None) -> Layout:
-    """Return tensors as in a checkpoint."""
+    """Return the layout of whole tensors, as in a checkpoint."""
     pieces = []
     for name in specs if names is None else names:
         strides = [1]
@@ -190,7 +210,7 @@ def _ranks(config: Config, trainer: "Parallel", dtype: str, options: Mapping[str
 
 @contextmanager
 def _refused_by(who: str) -> Iterator[None]:
-    """Convert the errors with which `who` refuses sizes, settings and models to one."""
+    """Convert the errors with which `who` refuses sizes, settings and models to UnsupportedModel."""
     try:
         yield
     except ConversionError:
@@ -209,7 +229,7 @@ def _workers(
         with _refused_by("vLLM"):
             recording = worker_recording(config, specs, server, worker, dtype=dtype)
         if "" in recording.impure:
-            raise LayoutError(f"worker {worker}: vLLM's loader of this model cannot be followed: {recording.impure['']}")
+            raise LayoutError(f"worker {worker}: cannot record vLLM's loader of this model: {recording.impure['']}")
         impure = tuple(name for name in recording.impure if name in specs)
         through.update(dict.fromkeys(impure))
         layouts[worker] = Layout(dict(specs), recording.layout.pieces + _whole(specs, impure).pieces)

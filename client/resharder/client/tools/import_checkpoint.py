@@ -1,7 +1,7 @@
 """Import of checkpoints as versions, without a trainer.
 
 import_checkpoint("daemon:7677", "/checkpoints/Qwen3-8B", "policy")
-import_checkpoint("daemon:7677", "/runs/7/checkpoints", "policy", config="/checkpoints/Qwen3-8B")   # Megatron's, torch_dist
+import_checkpoint("daemon:7677", "/runs/7/checkpoints", "policy", config="/checkpoints/Qwen3-8B")   # Megatron's torch_dist
 """
 
 import secrets
@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class _Opened:
-    """Contents of a checkpoint; `items` can be read several times."""
+    """Contents of an open checkpoint. `items` may be called several times."""
 
     specs: Mapping[str, TensorSpec]
     declared: list[DeclaredTensor]
@@ -52,18 +52,19 @@ def import_checkpoint(
     take_over: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> VersionStatus:
-    """Publish a checkpoint's weights as a READY version, by a job of its own.
+    """Publish the weights of a checkpoint as a READY version, by a job of its own.
 
-    At most a part of the checkpoint is in this process's memory: of Megatron's, 256 MiB and three times its largest tensor.
+    Only a part of the checkpoint is in this process's memory at a time; for one of Megatron, 256 MiB and three times its
+    largest tensor.
 
     Args:
-        endpoint: `host:port`; None: RESHARDER_ENDPOINT.
+        endpoint: Address as `host:port`; None is RESHARDER_ENDPOINT.
         folder: Hugging Face checkpoint in safetensors, or a distributed checkpoint of megatron-core (`torch_dist`) under any
             parallel layout: its folder, or the one with latest_checkpointed_iteration.txt.
         model: Name of the model.
         step: Label of the version.
         config: config.json or its folder, which a Megatron checkpoint needs.
-        tokenizer: Folder; by default the tokenizer's files in `folder` or `config`.
+        tokenizer: Folder of the tokenizer; by default its files are those in `folder` or `config`.
         take_over: Fence the model's publisher even if its ranks are within their lease; an earlier import is always fenced.
         progress: Called with the bytes so far and all bytes, for every part.
 
@@ -71,12 +72,12 @@ def import_checkpoint(
         The READY version.
 
     Raises:
-        UsageError: a missing folder or config.
-        Conflict: another job publishes the model.
-        UnknownTensor: missing or unexpected tensors.
-        LayoutError: other shapes.
-        UnsupportedModel: no table, or a quantised checkpoint.
-        ConversionError: the checkpoint cannot be read.
+        UsageError: The folder or the config is missing.
+        Conflict: Another job publishes the model.
+        UnknownTensor: Tensors are missing or unexpected.
+        LayoutError: Shapes differ from the config's.
+        UnsupportedModel: The model has no table, or the checkpoint is quantised.
+        ConversionError: The checkpoint cannot be read.
     """
     place = Path(folder)
     if not place.is_dir():
@@ -111,7 +112,9 @@ def _refuse_live(operator: Operator, model: str, take_over: bool) -> None:
 
 
 def _torch_dist_folder(folder: Path) -> Path | None:
-    """Return the folder of a distributed checkpoint: this one, or the newest iteration's. Raises UsageError."""
+    """Return the folder of a distributed checkpoint: this one, or that of the newest iteration;
+    None for other folders. Raises UsageError.
+    """
     tracker = folder / "latest_checkpointed_iteration.txt"
     if tracker.is_file():
         said = tracker.read_text().strip()
@@ -148,7 +151,7 @@ def _open_megatron(folder: Path, config: Mapping[str, Any]) -> Iterator[_Opened]
     if find_spec("megatron") is None:
         raise UsageError("a Megatron checkpoint needs megatron-core here: pip install 'resharder[megatron]'")
     if dist.is_initialized():
-        raise UsageError("expected a process of its own for Megatron's checkpoint, torch.distributed is initialised in this one")
+        raise UsageError("expected a process without process groups for Megatron's checkpoint: torch.distributed is initialised")
     from resharder.converters.models.megatron.torch_dist import open_torch_dist
 
     with open_torch_dist(folder, config) as opened:
@@ -161,7 +164,7 @@ def _declared(layout: Layout) -> list[DeclaredTensor]:
 
 
 def _check_against(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], where: str) -> None:
-    """Compare names and shapes with the family's table, if it has one. Raises UnknownTensor, LayoutError."""
+    """Compare names and shapes with the family's table, if it has one. Raises UnknownTensor and LayoutError."""
     try:
         shapes = expected_shapes(config)
     except UnsupportedModel:
@@ -170,7 +173,7 @@ def _check_against(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], w
     if missing or unexpected:
         raise UnknownTensor(
             f"{where}: expected the {len(shapes)} tensors of the config; {len(missing)} are not there "
-            f"{missing[:4]}, {len(unexpected)} are there that it does not speak of {unexpected[:4]}"
+            f"{missing[:4]}, {len(unexpected)} are there that the config does not mention {unexpected[:4]}"
         )
     for name, shape in shapes.items():
         if specs[name].shape != shape:

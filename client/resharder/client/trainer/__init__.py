@@ -1,1 +1,1 @@
-"""The trainer SDK: `connect`, publishers and handles, filling a model, lending GPUs to servers."""
+"""Trainer SDK: `connect`, publishers and handles, filling a model, lending GPUs to servers."""

@@ -1,22 +1,24 @@
-"""Versions that a rank has begun, which distinguish a retry of a step from a late first attempt."""
+"""Versions that a rank has begun, by which the daemon distinguishes a retry of a step from a late first attempt."""
 
 
 class Attempts:
-    """Attempts of a rank, for the life of its process, over restarts of the daemon too."""
+    """Attempts of a rank during the life of its process, over restarts of the daemon."""
 
     def __init__(self) -> None:
         self._first: int | None = None
         self._begun = (-1, 0)  # step, number
 
     def registered(self, newest: int) -> None:
-        """Record a registration. `newest` is the model's newest version: versions up to the first
-        registration belong to an earlier process.
+        """Record a registration.
+
+        Args:
+            newest: Number of the model's newest version. Versions up to the first registration belong to earlier processes.
         """
         if self._first is None:
             self._first = newest
 
     def begun(self, step: int, number: int) -> None:
-        """Record that the daemon answered with this version, in any state."""
+        """Record that the daemon answered with version `number` of `step`, in any state."""
         self._begun = step, number
 
     def after(self, step: int) -> int:

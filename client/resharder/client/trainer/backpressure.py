@@ -1,4 +1,4 @@
-"""Bound on a trainer's versions that servers do not serve yet."""
+"""Bound on the versions of a trainer that servers do not serve yet."""
 
 from collections import deque
 from contextlib import suppress
@@ -9,7 +9,7 @@ from resharder.client.trainer.handle import Handle
 
 
 class Backpressure:
-    """Blocks a publish while `max_ahead` earlier versions are not served; None means no bound."""
+    """Block a publish while `max_ahead` earlier versions are not served yet; None is no bound."""
 
     def __init__(self, max_ahead: int | None, timeout: float) -> None:
         if max_ahead is not None and max_ahead < 1:
@@ -18,16 +18,17 @@ class Backpressure:
         self._ahead: deque[Handle] = deque()
 
     def wait(self, timings: tracing.Timings) -> None:
-        """Wait until the bound permits another version. Raises WaitTimeout."""
+        """Wait until the bound permits another version; append the wait to `timings`. Raises WaitTimeout."""
         while self._max_ahead is not None and len(self._ahead) >= self._max_ahead:
             with tracing.timed(timings, "wait"), suppress(VersionAborted, NotFound):
                 self._ahead[0].wait_serving(self._timeout)
             self._ahead.popleft()
 
     def add(self, handle: Handle) -> None:
+        """Count a published version."""
         if self._max_ahead is not None:
             self._ahead.append(handle)
 
     def clear(self) -> None:
-        """Drop earlier versions, when servers serve the newest one."""
+        """Forget earlier versions, because servers serve the newest one."""
         self._ahead.clear()

@@ -1,10 +1,11 @@
-"""A trainer that shares its GPUs with servers: the time in which the servers have them.
+"""Generations: the periods in which servers use the GPUs that they share with a trainer.
 
-    publish, READY -> memory moved aside -> every rank has arrived -> rank 0 orders AWAKE -> every live server serves the version
-    -> the body -> every rank has left, or one has failed -> asleep -> memory restored -> train modes and RNG states restored
+    publish, READY -> memory moved aside -> every rank has arrived -> rank 0 orders AWAKE -> every live server serves the
+    version -> the body -> every rank has left, or one has failed -> asleep -> memory restored -> train modes and RNG states
+    restored
 
-Two rules separate the memory of ranks and servers. Only rank 0 wakes servers, after every rank has moved its memory aside.
-A rank restores its memory only after it has seen all servers asleep at a time when rank 0 no longer wakes them.
+Two rules separate the memory of ranks and servers. Only rank 0 wakes servers, after every rank has moved its memory aside. A
+rank restores its memory only after it has found all servers asleep at a time when rank 0 no longer wakes them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,40 +25,50 @@ ASLEEP = {1: ServerPower.ASLEEP_1, 2: ServerPower.ASLEEP_2}
 
 Restore = Callable[[], None]
 _ADVICE = (
-    "they may hold memory of this trainer's GPUs, so what offload moved aside was not brought back: put them to sleep or end "
-    "them, then call publisher.bring_back()"
+    "they may use memory of this trainer's GPUs, so offloaded memory was not restored: put them to sleep or end them, then "
+    "call publisher.bring_back()"
 )
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Each of the servers serves `version` or a newer one; 0: the version of their fleet. `servers` has their addresses."""
+    """Period in which servers use the GPUs.
+
+    Attributes:
+        version: Each server serves this version or a newer one; 0 for the version of their fleet.
+        servers: Addresses of the servers.
+    """
 
     version: int
     servers: tuple[str, ...]
 
 
 class SharedFleet:
-    """Servers of one fleet, as one generation sees them."""
+    """Servers of the fleet that shares the GPUs, during one generation."""
 
     def __init__(self, operator: Operator, name: str) -> None:
         self._operator, self.name = operator, name
         self._known: set[str] = set()
 
     def wake(self) -> None:
+        """Order all servers of the fleet to wake."""
         self._operator.wake(self.name)
 
     def sleep(self, level: int) -> None:
+        """Order all servers of the fleet to sleep, at level 1 or 2."""
         self._operator.sleep(self.name, level=level)
 
     def look(self) -> list[ServerStatus]:
-        """Return the live servers, and those lost since the first look: servers lost earlier remain in the daemon's lists."""
+        """Return the live servers, and those lost since the first look.
+
+        Servers lost before that remain in the daemon's lists and are left out.
+        """
         listed = self._operator.servers(self.name)
         self._known |= {server.name for server in listed if server.state != ServerState.LOST}
         return [server for server in listed if server.name in self._known]
 
     def lagging(self, version: int) -> dict[str, str]:
-        """Return `lagging` servers; raise UsageError if they lag because the fleet does not take the version."""
+        """Return `lagging` servers. Raises UsageError if they lag because the fleet does not take the version."""
         late = lagging(self.look(), version)
         if late and (why := next((refuses(f, version) for f in self._operator.fleets() if f.name == self.name), "")):
             raise UsageError(f"expected fleet {self.name} to take version {version}, {why}")
@@ -65,7 +76,16 @@ class SharedFleet:
 
 
 class GenerationPart:
-    """One rank's part in one generation. `timeout` bounds each wait in seconds, except that for other ranks' bodies."""
+    """One rank's part in one generation.
+
+    Args:
+        ranks: Meeting of all ranks.
+        fleet: Servers that share the GPUs.
+        level: Sleep level of the servers afterwards.
+        timeout: Bound in seconds on each wait, except that for other ranks' bodies.
+        set_aside: Moves this rank's memory to the host.
+        bring_back: Restores it.
+    """
 
     def __init__(
         self,
@@ -83,13 +103,13 @@ class GenerationPart:
 
     @contextmanager
     def held(self, publish: Callable[[], Handle | None], keep: Iterable[Callable[[], Restore]]) -> Iterator[Generation]:
-        """Hold servers and memory for the context.
+        """Hold the generation while the block runs.
+
+        Errors are raised inside, so that the other ranks are informed.
 
         Args:
-            publish: Function that returns the version that servers should serve; None: any.
+            publish: Returns the version that servers should serve; None for any version.
             keep: Functions that save state and return its restoration, which always runs.
-
-        Errors are found inside, so that the other ranks are informed.
         """
         with ExitStack() as kept:
             for keeping in keep:
@@ -111,14 +131,14 @@ class GenerationPart:
     def _ready(self, handle: Handle | None) -> int:
         if handle is None:
             return 0
-        self._wait(partial(ready, handle), f"{handle.name} to be READY", lambda: f"it is not: {handle.progress()}")
+        self._wait(partial(ready, handle), f"{handle.name} to be READY", lambda: f"found {handle.progress()}")
         return handle.version
 
     def _come(self, version: int) -> Generation:
         self._set_aside()
         self._ranks.say("aside")
         if self._ranks.first:
-            self._wait(lambda: self._ranks.all_said("aside"), "every rank to come to this generation", self._ranks.absent)
+            self._wait(lambda: self._ranks.all_said("aside"), "every rank to join this generation", self._ranks.absent)
             self._ranks.forget_earlier()
             self._fleet.wake()
         else:
@@ -135,7 +155,7 @@ class GenerationPart:
         return Generation(version, tuple(servers))
 
     def _leave(self, *, failed: bool) -> None:
-        """Put servers to sleep, then restore memory. Raises ServersNotAsleep, with memory still aside."""
+        """Put servers to sleep, then restore memory. Raises ServersNotAsleep; memory then stays aside."""
         try:
             self._agree_to_end(failed)
             self._until(lambda: not occupying(self._fleet.look(), but_lost=True))
@@ -153,7 +173,7 @@ class GenerationPart:
         self._bring_back()
 
     def _agree_to_end(self, failed: bool) -> None:
-        """Return when servers are ordered to sleep and rank 0 no longer wakes them."""
+        """Return once servers are ordered to sleep and rank 0 no longer wakes them."""
         ranks = self._ranks
         if failed:
             self._fail()
@@ -172,7 +192,7 @@ class GenerationPart:
             self._ranks.say("settled")
 
     def _wait(self, holds: Callable[[], object], what: str, found: Callable[[], str]) -> None:
-        """Wait for the other ranks. Raises WaitTimeout, and GenerationEnded as soon as a rank has failed."""
+        """Wait for other ranks or servers. Raises WaitTimeout, and GenerationEnded as soon as a rank has failed."""
 
         def over() -> object:
             if self._ranks.said("failed"):
@@ -183,7 +203,7 @@ class GenerationPart:
             raise WaitTimeout(f"expected {what} in {self._timeout:g} s: {found()}")
 
     def _until(self, holds: Callable[[], object], timeout: float | None = 0.0) -> bool:
-        """Return whether a condition holds within `_timeout` seconds, or without bound for None."""
+        """Return whether a condition holds within `_timeout` seconds; with None, wait without a bound."""
         backoff = Backoff(float("inf") if timeout is None else self._timeout, longest=1.0)
         while not holds():
             if not backoff.wait():
@@ -192,7 +212,7 @@ class GenerationPart:
 
 
 def ready(handle: Handle) -> bool:
-    """Wait until it is READY. Raises the errors of `Handle.wait_ready`."""
+    """Return whether a version is READY, after at most a second. Raises the errors of `Handle.wait_ready` except WaitTimeout."""
     with suppress(WaitTimeout):
         handle.wait_ready(1.0)
         return True
@@ -200,11 +220,12 @@ def ready(handle: Handle) -> bool:
 
 
 def serves(server: ServerStatus, version: int) -> bool:
+    """Return whether a server serves the version or a newer one."""
     return server.state in (ServerState.SERVING, ServerState.STAGING) and server.version >= version
 
 
 def lagging(servers: Sequence[ServerStatus], version: int) -> dict[str, str]:
-    """Return the reasons, by server, of live and undrained servers that do not serve the version or a newer one."""
+    """Return, by server, why live and undrained servers do not serve the version or a newer one."""
     live = [server for server in servers if server.state != ServerState.LOST and not server.drained]
     if not live:
         return {"the fleet": "has no live server"}
@@ -212,7 +233,10 @@ def lagging(servers: Sequence[ServerStatus], version: int) -> dict[str, str]:
 
 
 def occupying(servers: Iterable[ServerStatus], *, but_lost: bool = False) -> dict[str, str]:
-    """Return the servers that may use GPU memory: not asleep when last seen."""
+    """Return, by server, the state of servers that may use GPU memory, because they were not asleep as last reported.
+
+    With `but_lost`, lost servers are left out.
+    """
     return {
         server.name: seen(server)
         for server in servers
@@ -221,7 +245,7 @@ def occupying(servers: Iterable[ServerStatus], *, but_lost: bool = False) -> dic
 
 
 def refuses(fleet: FleetStatus, version: int) -> str:
-    """Return why the fleet does not take this version; empty if it does."""
+    """Return why the fleet does not take this version; an empty string if it does."""
     if fleet.target.kind == TargetKind.NUMBER and fleet.target.version < version:
         return f"its target is version {fleet.target.version}"
     if fleet.target.kind == TargetKind.NONE and version:
@@ -233,10 +257,12 @@ def refuses(fleet: FleetStatus, version: int) -> str:
 
 
 def seen(server: ServerStatus) -> str:
+    """Return a server's state as text, with its address, version, power and reason."""
     lost = "its lease ended in this generation and its processes may still run" if server.state == ServerState.LOST else ""
     why = server.reason or lost
     return f"{server.state} at {server.address} with version {server.version}, {server.power}" + (f" ({why})" if why else "")
 
 
 def listed(found: dict[str, str]) -> str:
+    """Return servers and their states as one line."""
     return "; ".join(f"{name}: {why}" for name, why in found.items())

@@ -1,4 +1,4 @@
-"""The trainer SDK: three lines in a training loop.
+"""Trainer SDK: three lines in a training loop.
 
 from resharder.client import connect
 
@@ -39,10 +39,10 @@ def connect(
     direct_wait: float = 0.0,
     tls: Tls | None = None,
 ) -> Publisher:
-    """Return this rank's publisher of a model. Nothing is sent before something is attached.
+    """Return this rank's publisher of a model. The daemon is not called before something is attached.
 
     Args:
-        endpoint: `host:port`; by default RESHARDER_ENDPOINT.
+        endpoint: Address as `host:port`; by default RESHARDER_ENDPOINT.
         model: Name of the model.
         job: Id that the job's ranks share; by default RESHARDER_JOB, else a random one, broadcast over torch.distributed.
         rank: This rank; by default torch.distributed's, else RANK, else 0.
@@ -50,20 +50,20 @@ def connect(
         config: transformers config or content of config.json, for `publish_tensors`.
         tokenizer: Object with `save_pretrained`, or a folder, for `publish_tensors`.
         transport: `auto` writes into the daemon's shared memory if possible; `grpc` and `shared-memory` force one.
-        max_ahead: `publish` waits until fewer than this number of the trainer's versions are not served yet; None: no bound.
-        connect_timeout: Seconds for which calls are retried while the daemon cannot be reached; None: no bound.
-        staging_timeout: Seconds to wait for capacity among UPLOADING versions, or for servers; None: no bound.
-        register_timeout: Seconds to wait for the other ranks to register; None: no bound.
-        direct_wait: Above 0, servers take versions from this trainer's memory, GPU to GPU; `publish` then returns
-        when all expected
-            servers have done so, and holds the weights for at most this many seconds after READY. Later servers use the store.
-        tls: TLS settings; by default RESHARDER_TLS_*.
+        max_ahead: `publish` waits until fewer than this number of the trainer's versions are not served yet; None is no bound.
+        connect_timeout: Seconds for which calls are retried while the daemon cannot be reached; None is no bound.
+        staging_timeout: Seconds to wait for capacity among UPLOADING versions, or for servers; None is no bound.
+        register_timeout: Seconds to wait for the other ranks to register; None is no bound.
+        direct_wait: Above 0, servers take versions from this trainer's memory, GPU to GPU. `publish` then returns when all
+            expected servers have done so; the weights must not change until then, at most this many seconds after READY. Later
+            servers use the store.
+        tls: TLS settings; by default those of the RESHARDER_TLS_* variables.
 
     Returns:
         The publisher, a context manager.
 
     Raises:
-        UsageError: an argument is missing or wrong.
+        UsageError: An argument is missing or wrong.
     """
     where = endpoint or os.environ.get("RESHARDER_ENDPOINT")
     if not where:

@@ -1,8 +1,8 @@
-"""Delivery of one rank's part of a version: create, offer, transfer, seal; again after a restart of the daemon.
+"""Delivery of one rank's part of a version: create, offer, transfer, seal.
 
     CreateVersion -> servers may read the rank's memory (direct path) -> the transport delivers the slot's boxes -> SealSlot
 
-A daemon that restarts loses versions that were not READY: `NotFound` starts the delivery over, a few times.
+A daemon that restarts loses versions that were not READY. A delivery that gets `NotFound` starts over, a few times.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,15 +25,18 @@ if TYPE_CHECKING:
     from resharder.client.transport.base import Item
 
     Read = Callable[[Sequence[int]], Iterable[Item]]
-    """Function that returns the items at these positions of the rank's layout."""
+    """Function from positions in the rank's layout to items."""
 
 _RESTARTS = 3
 
 
 class Delivery:
-    """Deliveries of what is attached.
+    """Deliveries of the attached tensors.
 
     Args:
+        channel: Channel to the daemon.
+        session: This rank's registration.
+        transports: Transports to the daemon's store.
         sender: Offers versions on the direct path; None without one.
         staging_timeout: Seconds to wait for capacity among UPLOADING versions.
         direct_wait: Seconds that an offer may outlast READY.
@@ -54,19 +57,27 @@ class Delivery:
         self._staging_timeout, self._direct_wait = staging_timeout, direct_wait
 
     def declare(self) -> None:
-        """Declare the memory of a new registration to the direct path, if there is one."""
+        """Declare the memory of a new registration for the direct path, if there is one."""
         if self._sender is not None:
             self._sender.declare(self._session.registration.name)
 
     def close(self) -> None:
+        """Close the sender of the direct path, if there is one."""
         if self._sender is not None:
             self._sender.close()
         self._sender = None
 
     def deliver(self, step: int, read: "Read", timings: tracing.Timings, *, direct: bool, once: bool) -> Handle:
-        """Deliver this rank's part of a version of `step`. `once`: `read` cannot be called again.
+        """Deliver this rank's part of a version.
 
-        Appends to `timings`. Raises as `Publisher.publish`; the version is aborted then.
+        Args:
+            step: Label of the version.
+            read: Returns the tensors.
+            timings: Durations of phases are appended to it.
+            direct: Offer the version on the direct path.
+            once: Whether `read` can be called only once, so that the delivery cannot start over.
+
+        Raises as `Publisher.publish`; the version is then aborted.
         """
         restarts = 0 if once else _RESTARTS
         while True:
@@ -83,7 +94,7 @@ class Delivery:
     def _begin(
         self, step: int, timings: tracing.Timings, direct: bool
     ) -> tuple[AssignedSlot, Sequence[int], resources_pb2.Version]:
-        """Return the slot, its positions and the version to fill; registers again with a daemon that was restarted."""
+        """Return the slot, the positions of its boxes and the version to fill. Registers again with a restarted daemon."""
         restarts = _RESTARTS
         while True:
             try:
@@ -116,7 +127,7 @@ class Delivery:
 
     @contextmanager
     def _offered(self, version: resources_pb2.Version, direct: bool) -> Iterator[None]:
-        """Offer the rank's memory to servers during the delivery, and afterwards until no server is expected to read it."""
+        """Offer the rank's memory to servers during the block, and afterwards until no server is expected to read it."""
         if not direct or self._sender is None or version.state == State.ABORTED:
             yield
             return

@@ -1,4 +1,4 @@
-"""Load a checkpoint or a version into a trainer's model, under any parallel layout.
+"""Loading of a checkpoint or a version into a trainer's model, under any parallel layout.
 
 from resharder.client import fill
 
@@ -32,14 +32,16 @@ class Filled(NamedTuple):
     """Result of `fill` on this rank."""
 
     source: str
-    """The folder, or models/{model}/versions/{number}."""
+    """The folder, or `models/{model}/versions/{number}`."""
     tensors: int
+    """HF tensors of which this rank has a part."""
     bytes: int
+    """Bytes of the boxes that this rank has read."""
     proven: int
-    """Boxes whose digest, taken of the model's own memory, is the source's: a version's manifest has it from the ranks that
-    published. Boxes whose values were cast are not among them."""
+    """Boxes that were verified: the digest of the model's memory equals that of the source. Boxes whose values were cast are not
+    verified."""
     unused: tuple[str, ...]
-    """Tensors of the source that the config does not mention; no rank has read them."""
+    """Tensors of the source that the config does not mention, and that no rank has read."""
 
 
 @torch.no_grad()
@@ -52,30 +54,28 @@ def fill(
     ranks: Sequence[int] | None = None,
     shared: bool = True,
 ) -> Filled:
-    """Load weights into this rank's part of a model, replicas included; padding becomes zero.
+    """Load weights into this rank's part of a model, replicas included. Padding becomes zero.
 
     Names, shapes and dtypes are checked before the first write. Values whose dtype differs from the parameter's are cast as
     `Tensor.copy_` casts (float32 to bfloat16: round to nearest, ties to even). An optimizer with fp32 copies must refresh them:
-    Megatron's `optimizer.reload_model_params()`. A tensor that the source lacks is filled if the model stores it
-    in the place of another one,
-    as the copies of embedding and head in MTP layers.
+    Megatron's `optimizer.reload_model_params()`. The source may lack a tensor that the model stores in the place of another
+    one, such as the copies of embedding and head in MTP layers.
 
     Args:
         model: Model as in `Publisher.attach`.
         hf_config: transformers config or content of config.json.
         source: Folder with a Hugging Face checkpoint in safetensors, or `resharder://HOST:PORT/models/MODEL/versions/NUMBER`
-            (or `latest`: rank 0's newest version, by one broadcast, so every rank calls). Only this rank's boxes are read.
+            (or `latest`: rank 0's newest version, by one broadcast, so every rank must call). Only this rank's boxes are read.
         rename: As in `Publisher.attach`.
         ranks: As in `Publisher.attach`.
-        shared: False: stream a version even if the daemon's store can be mapped.
-        tls: TLS settings; by default RESHARDER_TLS_*.
+        shared: Map a version's files if the daemon's store is visible here; otherwise stream them.
 
     Returns:
-        The source and counts of boxes.
+        The source and counts of tensors, bytes and boxes.
 
     Raises:
-        UnknownTensor, LayoutError, UnsupportedModel, UsageError, NotFound: before the first write.
-        CorruptData, DaemonUnreachable: the model is partly filled.
+        UnknownTensor, LayoutError, UnsupportedModel, UsageError, NotFound: Before the first write.
+        CorruptData, DaemonUnreachable: The model may be partly filled.
     """
     config = plain_config(hf_config)
     layout, tensors = local_layout(model, config, rename=rename, ranks=ranks)
@@ -93,7 +93,7 @@ def fill(
 
 
 def _without_copies(layout: Layout, stored: Container[str]) -> Layout:
-    """Return the boxes without copies: tensors that are not `stored` and whose every piece is in the place of a stored one."""
+    """Return the layout without tensors that the source lacks and whose pieces are all in the place of stored ones."""
     kept = {_place(piece) for piece in layout.pieces if piece.tensor in stored}
     needed = {piece.tensor for piece in layout.pieces if piece.tensor in stored or _place(piece) not in kept}
     pieces = tuple(piece for piece in layout.pieces if piece.tensor in needed)
@@ -105,14 +105,14 @@ def _place(piece: Piece) -> tuple[object, ...]:
 
 
 def _check(layout: Layout, tensors: Mapping[str, torch.Tensor], source: WeightSource) -> dict[Wanted, list[Piece]]:
-    """Return the pieces that each box of the source goes into. Raises errors before the first write."""
+    """Return the pieces into which each box of the source goes. Raises the errors that precede the first write."""
     missing = [name for name in layout.tensors if name not in source.specs]
     if missing:
         raise UnknownTensor(f"{source.name}: {len(missing)} tensors of the model are not there: {_some(missing)}")
     for name, spec in layout.tensors.items():
         there = source.specs[name]
         if there.shape != spec.shape:
-            raise LayoutError(f"{name}: expected {list(spec.shape)} as the model has it, {source.name} has {list(there.shape)}")
+            raise LayoutError(f"{name}: expected {list(spec.shape)} as in the model, {source.name} has {list(there.shape)}")
         if there.dtype != spec.dtype and not (there.dtype in _FLOATS and spec.dtype in _FLOATS):
             raise UnsupportedModel(
                 f"{name}: expected {spec.dtype} or a float that can be cast to it, {source.name} has {there.dtype}"
@@ -135,7 +135,7 @@ def _write(source: WeightSource, wanted: Mapping[Wanted, Sequence[Piece]], tenso
 
 
 def _provable(piece: Piece, layout: Layout, source: WeightSource) -> bool:
-    """Return whether the model has the exact bits of the source."""
+    """Return whether the model has the exact bits of the source, so that digests can be compared."""
     return not piece.plus and layout.tensors[piece.tensor].dtype == source.specs[piece.tensor].dtype
 
 
@@ -156,8 +156,8 @@ def _prove(
         found = digest(host_bits(there), box, shape) if there.device.type == "cpu" else digest_torch(there, box, shape)
         if found != expected:
             raise CorruptData(
-                f"{name}{format_box(box)}: the model's digest is {found:#x}, that of {source.name} is {expected:#x}. Where the "
-                "model keeps two tensors in one place, as it does the embeddings of MTP layers, both must have the same values"
+                f"{name}{format_box(box)}: the model's digest is {found:#x}, that of {source.name} is {expected:#x}; "
+                "tensors that the model stores in one place, such as the embeddings of MTP layers, must have equal values"
             )
 
 

@@ -1,4 +1,4 @@
-"""Result of `publish`: a version to wait for or to look at."""
+"""Result of `publish`: a handle of the version, for waits and queries."""
 
 import time
 from dataclasses import dataclass
@@ -12,7 +12,11 @@ State = resources_pb2.Version.State
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a version. `sealed_slots` of `slots` ranks have delivered; both are 0 once it is READY."""
+    """Progress of a version.
+
+    `sealed_slots` of `slots` ranks have delivered their part; both are 0 once the version is READY. `servers_serving` of the
+    `servers_following` servers of the model serve it.
+    """
 
     state: str
     received_bytes: int
@@ -24,8 +28,13 @@ class Progress:
 
 
 class Handle:
-    """One published version. `version` is its number, `step` the trainer's label, `trace` the W3C
-    traceparent of its trace, empty without traces.
+    """Published version.
+
+    Attributes:
+        name: `models/{model}/versions/{number}`.
+        version: Number of the version.
+        step: The trainer's label.
+        trace: W3C traceparent of the version's trace; empty without traces.
     """
 
     def __init__(self, channel: Channel, version: resources_pb2.Version) -> None:
@@ -40,10 +49,13 @@ class Handle:
         """Wait until the version is READY.
 
         Args:
-            timeout: Bound in seconds; None: no bound.
+            timeout: Bound in seconds; None is no bound.
 
         Raises:
-            VersionAborted, WaitTimeout, NotFound, DaemonUnreachable.
+            VersionAborted: The version ended before READY.
+            WaitTimeout: `timeout` seconds have passed.
+            NotFound: The daemon has restarted and lost the version.
+            DaemonUnreachable: The daemon cannot be reached.
         """
         self._wait(bound(timeout), serving=False)
 
@@ -51,15 +63,18 @@ class Handle:
         """Wait until every live server of the model serves this version or a newer one.
 
         Args:
-            timeout: Bound in seconds; None: no bound.
+            timeout: Bound in seconds; None is no bound.
 
         Raises:
-            VersionAborted, WaitTimeout, NotFound, DaemonUnreachable.
+            VersionAborted: The version ended before READY.
+            WaitTimeout: `timeout` seconds have passed.
+            NotFound: The daemon has restarted and lost the version.
+            DaemonUnreachable: The daemon cannot be reached.
         """
         self._wait(bound(timeout), serving=True)
 
     def progress(self) -> Progress:
-        """Return the version's state, bytes, sealed slots and servers now."""
+        """Return the version's state, bytes, sealed slots and servers at present."""
         version = self.get()
         done = version.state in (State.READY, State.RETIRED)
         return Progress(
@@ -73,18 +88,21 @@ class Handle:
         )
 
     def get(self, *, serving: bool = False, wait_seconds: float = 0.0) -> resources_pb2.Version:
-        """Return the version as a message.
+        """Return the version as a message, after a wait.
 
         Args:
             serving: Wait until every live server of the model serves it, rather than until it is READY.
             wait_seconds: Bound on the wait.
+
+        Returns:
+            The version, in whatever state it is after the wait.
         """
         request = publisher_pb2.WaitVersionRequest(version=self.name, wait_seconds=wait_seconds, serving=serving)
         version: resources_pb2.Version = self._channel.call(self._stub.WaitVersion, request, timeout=wait_seconds + 30)
         return version
 
     def is_gone(self) -> bool:
-        """Return whether a restart of the daemon has lost the version while it was UPLOADING."""
+        """Return whether the daemon has lost the version in a restart while it was UPLOADING."""
         try:
             self.get()
         except NotFound:
@@ -120,10 +138,11 @@ class Handle:
 
 
 def behind(version: resources_pb2.Version) -> bool:
+    """Return whether some servers of the model do not serve the version yet."""
     return bool(version.servers_serving < version.servers_following)
 
 
 def delivered(version: resources_pb2.Version, rank: int) -> bool:
-    """Return whether the daemon has this rank's slot already: then only digests are compared."""
+    """Return whether the daemon has this rank's slot already, so that only digests are compared."""
     sealed = any(slot.rank == rank and slot.state == resources_pb2.Slot.SEALED for slot in version.slots)
     return bool(version.state != State.UPLOADING or sealed)

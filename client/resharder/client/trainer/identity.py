@@ -1,4 +1,4 @@
-"""Rank and job of this process: arguments, else torch.distributed, else the environment, else a single rank."""
+"""Rank and job of this process, from arguments, torch.distributed, the environment, or as a single rank."""
 
 import os
 import secrets
@@ -9,15 +9,19 @@ from resharder.client.errors import UsageError
 
 @dataclass(frozen=True)
 class RankIdentity:
+    """Rank of a job. `process` is a nonce that distinguishes the processes of one rank."""
+
     job: str
     rank: int
     world_size: int
-    process: str = field(default_factory=lambda: secrets.token_hex(16))  # another one for each `connect`
+    process: str = field(default_factory=lambda: secrets.token_hex(16))  # new for each `connect`
 
 
 def identify(job: str | None, rank: int | None, world_size: int | None) -> RankIdentity:
-    """Return this process's identity. With torch.distributed initialised and no `job`, a random one is
-    broadcast, the only collective.
+    """Return this process's identity.
+
+    With torch.distributed initialised and no `job`, rank 0 broadcasts a random id, the only collective. Raises UsageError if
+    rank, world size or job cannot be determined.
     """
     if (rank is None) != (world_size is None):
         raise UsageError(f"expected rank and world_size together, got rank={rank}, world_size={world_size}")

@@ -1,4 +1,4 @@
-"""Renewal of a rank's lease while its process lives."""
+"""Renewal of a rank's lease for as long as its process lives."""
 
 import threading
 from collections.abc import Callable
@@ -10,10 +10,17 @@ from resharder.v1 import publisher_pb2, publisher_pb2_grpc
 
 
 class PublisherLease:
-    """Thread that renews three times per lease. `lost` is the error that ended it: a newer job, or a refusal.
+    """Thread that renews a rank's lease three times per lease. It retries while the daemon does not answer.
 
-    Retries while the daemon does not answer. Calls `again` if a restarted daemon has lost the publisher, and `renewed` after
-    every renewal.
+    Args:
+        channel: Channel to the daemon.
+        registration: Registration whose lease is renewed.
+        rank: This rank.
+        again: Called if a restarted daemon has lost the publisher.
+        renewed: Called after every renewal.
+
+    Attributes:
+        lost: Error that ended the lease: the model has a newer job, or a refusal.
     """
 
     def __init__(
@@ -28,9 +35,11 @@ class PublisherLease:
         self._thread.start()
 
     def follow(self, registration: Registration) -> None:
+        """Renew the lease of a newer registration from now on."""
         self._registration = registration
 
     def stop(self) -> None:
+        """End the thread. The lease then expires."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -39,7 +48,7 @@ class PublisherLease:
             try:
                 publisher = self._channel.call(self._stub.RenewLease, request, timeout=10, patience=0)
                 raise_refusal(publisher)
-                # Another rank has registered with a restarted daemon.
+                # The daemon has restarted, and another rank has registered with it.
                 if publisher.state == State.REGISTERING and self._registration.complete:
                     self._register_again()
                 self._renewed()
@@ -49,7 +58,7 @@ class PublisherLease:
                 self._register_again()
             except ResharderError as error:
                 self._lose(error)
-            except ValueError:  # grpcio: the channel was closed
+            except ValueError:  # raised by grpcio for a closed channel
                 return
 
     def _register_again(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks of an attached model across its ranks: replicas that differ, parameters that are stale."""
+"""Checks of an attached model across its ranks, for replicas that differ and parameters that are stale."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def compare_replicas(layout: "Layout", tensors: "Mapping[str, torch.Tensor]", world_size: int) -> None:
-    """Compare what all ranks have of the same elements: a collective of torch's default group.
+    """Compare the replicas of all ranks, a collective of torch's default process group.
 
-    Raises ReplicasDiffer, and UsageError where that group does not span `world_size` ranks.
+    Raises ReplicasDiffer, and UsageError if that group does not span `world_size` ranks.
     """
     import torch.distributed as dist
     from resharder.converters.models.replicas import check_replicas
@@ -25,7 +25,10 @@ def compare_replicas(layout: "Layout", tensors: "Mapping[str, torch.Tensor]", wo
 
 
 def refuse_stale(chunks: "Sequence[torch.nn.Module]", *, sync: bool) -> None:
-    """Gather parameters that `overlap_param_gather` left stale if `sync` (a collective), else raise StaleParameters."""
+    """Raise StaleParameters for parameters that `overlap_param_gather` left stale.
+
+    With `sync`, gather them instead, a collective of the data-parallel ranks.
+    """
     if not chunks:
         return
     from resharder.converters.models.megatron.layout import gather_parameters, stale_parameters

@@ -1,4 +1,4 @@
-"""Files of a model besides its weights: config.json and the tokenizer's."""
+"""Files of a model besides its weights: config.json and those of the tokenizer."""
 
 import json
 import tempfile
@@ -18,9 +18,10 @@ TOKENIZER_FILES = (
 
 
 class Saved(Protocol):
-    """Object that transformers can write into a folder: a config, a tokenizer."""
+    """Object that transformers can write into a folder, such as a config or a tokenizer."""
 
-    def save_pretrained(self, save_directory: str) -> Any: ...
+    def save_pretrained(self, save_directory: str) -> Any:
+        """Write the object's files into a folder."""
 
 
 Config = Mapping[str, Any] | Saved
@@ -28,8 +29,9 @@ Tokenizer = Saved | str | Path
 
 
 def config_file(config: Config) -> resources_pb2.ModelFile:
-    """Return config.json as `save_pretrained` writes it, with `architectures`, by which vLLM selects
-    the model, filled in if known.
+    """Return config.json as `save_pretrained` writes it.
+
+    `architectures`, by which vLLM selects the model, is filled in if the model type is known. Raises UsageError otherwise.
     """
     content = plain_config(config)
     if not content.get("architectures"):
@@ -43,12 +45,12 @@ def config_file(config: Config) -> resources_pb2.ModelFile:
 
 
 def plain_config(config: Config) -> dict[str, Any]:
-    """Return the content of config.json."""
+    """Return the content of config.json as a dict."""
     return dict(config) if isinstance(config, Mapping) else dict(json.loads(_saved(config)["config.json"]))
 
 
 def tokenizer_files(tokenizer: Tokenizer | None) -> list[resources_pb2.ModelFile]:
-    """Return the files of a tokenizer, or of a folder that contains one."""
+    """Return the files of a tokenizer, or of a folder that has one. Raises UsageError if there are none."""
     if tokenizer is None:
         return []
     contents = _read(Path(tokenizer)) if isinstance(tokenizer, str | Path) else _saved(tokenizer)

@@ -1,7 +1,7 @@
-"""A model's memory moved to the host and restored bit for bit, under the same tensors.
+"""A model's memory, moved to the host and restored bit for bit, under the same tensors.
 
-Storages are emptied and filled again; tensors stay as they are. Every view is valid again when its storage is: Megatron's
-DDP has parameters and gradients in flat buffers, of which buckets and optimizers have views. Addresses change.
+Storages are emptied and filled again; the tensors remain. Every view is valid again when its storage is: Megatron's DDP has
+parameters and gradients in flat buffers, of which buckets and optimizers have views. Addresses change.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,17 +12,17 @@ from resharder.converters.models.hf_names import Model, local_of
 from torch.distributed.fsdp import FSDPModule
 
 _DEVICE = "cuda"
-_BLOCK = 1 << 28  # bytes; torch rounds pinned memory up to powers of two, and caches freed memory
+_BLOCK = 1 << 28  # bytes; torch rounds pinned memory up to a power of two, and keeps freed memory in a cache
 
 
 class Aside:
-    """Empty storages and their content in pinned memory. Nothing is changed if the host lacks memory."""
+    """Emptied storages, with their content in pinned host memory. If the host lacks memory, nothing is changed."""
 
     def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
         self._sizes = [(storage, storage.nbytes()) for storage in storages]
         self._devices = {storage.device for storage in storages if storage.device.type == "cuda"}
         self.size_bytes = sum(size for _, size in self._sizes)
-        self._synchronize()  # gradients and gathered parameters are on their own streams
+        self._synchronize()  # gradients and gathered parameters may be in use on other streams
         self._blocks = _host_blocks(self.size_bytes, pinned=bool(self._devices))
         for there, here in self._spans():
             here.copy_(there, non_blocking=True)
@@ -30,7 +30,7 @@ class Aside:
         self._empty()
 
     def bring_back(self) -> None:
-        """Restore the memory. May be repeated after torch.OutOfMemoryError: all storages are empty then."""
+        """Restore the memory. May be repeated after torch.OutOfMemoryError, which leaves all storages empty."""
         try:
             for storage, size in self._sizes:
                 storage.resize_(size)
@@ -53,7 +53,7 @@ class Aside:
             torch.cuda.synchronize(device)
 
     def _spans(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the same bytes in a storage and in a block."""
+        """Yield (part of a storage, part of a host block) of the same bytes."""
         blocks = iter(self._blocks)
         here = torch.empty(0, dtype=torch.uint8)
         for storage, _ in self._sizes:
@@ -66,7 +66,8 @@ class Aside:
 
 
 def set_aside(model: Model) -> Aside:
-    """Move parameters, gradients (Megatron's `main_grad` included) and buffers on a GPU to the host.
+    """Move parameters, gradients (Megatron's `main_grad` included) and buffers from GPUs to the host.
+
     Raises UsageError if their memory cannot be moved.
     """
     storages: dict[int, torch.UntypedStorage] = {}
@@ -79,13 +80,13 @@ def set_aside(model: Model) -> Aside:
         if storage.device.type != _DEVICE or not storage.nbytes():
             continue
         if not storage.resizable():
-            raise UsageError(f"{name}: expected memory that torch may free, found some that others have a hold on")
+            raise UsageError(f"{name}: expected memory that torch may free, found memory that is in use elsewhere")
         storages[storage.data_ptr()] = storage
     return Aside(list(storages.values()))
 
 
 def roots_of(model: Model) -> list[torch.nn.Module]:
-    """Return the modules of a model; None for a state dict."""
+    """Return the modules of a model; an empty list for a state dict."""
     if isinstance(model, Mapping):
         return []
     return [model] if isinstance(model, torch.nn.Module) else list(model)
@@ -102,13 +103,15 @@ def _tensors(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _refuse_fixed(module: torch.nn.Module) -> None:
-    """Refuse memory that is registered with NCCL or captured in a CUDA graph, which is used by its address."""
+    """Raise UsageError for memory that is used by its address: captured in a CUDA graph, or registered with NCCL."""
     config, ddp = getattr(module, "config", None), getattr(module, "ddp_config", None)
     graphs = getattr(config, "cuda_graph_impl", None) not in (None, "none")
     if graphs or getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False):
-        raise UsageError("expected parameters that may change their address, CUDA graphs hold them: use offload=False")
+        raise UsageError("expected parameters that may change their address, found CUDA graphs, which fix it: use offload=False")
     if getattr(ddp, "nccl_ub", False):
-        raise UsageError("expected parameters that may change their address, nccl_ub registers them: use offload=False")
+        raise UsageError(
+            "expected parameters that may change their address, found nccl_ub, which registers them: use offload=False"
+        )
 
 
 def _host_blocks(size: int, *, pinned: bool) -> list[torch.Tensor]:

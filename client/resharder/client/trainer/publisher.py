@@ -1,7 +1,7 @@
-"""One rank's side of a publisher: register the rank's layout, then deliver its part of version after version.
+"""One rank's side of a publisher: registration of the rank's layout, then delivery of its part of version after version.
 
-Ranks wait for one another only through the daemon: registration is complete when every rank has
-registered, and a version is READY when every rank has sealed its slot.
+Ranks wait for one another only through the daemon. Registration is complete when every rank has registered, and a version is
+READY when every rank has sealed its slot.
 """
 
 import threading
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class Publisher:
-    """One rank's publisher, made by `connect`. A context manager; one thread at a time publishes."""
+    """One rank's publisher of a model, created by `connect`. It is a context manager. One thread at a time may publish."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Publisher:
 
     @property
     def epoch(self) -> int:
-        """The epoch of this job's claim on the model; 0 before something is attached."""
+        """Epoch of this job's claim to the model; 0 before something is attached."""
         return self._session.epoch
 
     def attach(
@@ -101,18 +101,22 @@ class Publisher:
         """Register this rank's layout of a model, and wait for the other ranks unless `wait` is False.
 
         Args:
-            model: Megatron's chunks, or a module (its parts, a state dict) of DTensors and plain tensors with HF
-            names, wrapped or not.
+            model: Megatron's chunks; or a module with HF names, its parts or a state dict, of DTensors and plain tensors,
+                wrapped or not.
             hf_config: transformers config or content of config.json.
             tokenizer: Object with `save_pretrained`, or a folder.
-            rename: For DTensors: function from names in memory to names on disk.
-            ranks: For DTensors: ranks that together have the whole of `model`, as those of a pipeline stage; None: all.
-            check_replicas: Compare all ranks' replicas first, a collective of torch's default group.
+            rename: For DTensors, a function from names in memory to names on disk.
+            ranks: For DTensors, the ranks that together have the whole of `model`, such as those of a pipeline stage; None for
+                all.
+            check_replicas: Compare all ranks' replicas first, a collective of torch's default process group.
             wait: Wait for all ranks to register.
 
         Raises:
-            ConversionError: an unsupported model (FP8 parameters, an unknown family), or replicas that differ.
-            LayoutRejected, OutOfRoom, StaleEpoch, UsageError.
+            ConversionError: The model is not supported (FP8 parameters, an unknown family), or replicas differ.
+            LayoutRejected: The ranks' layouts do not tile the model.
+            OutOfRoom: The store lacks capacity for the model.
+            StaleEpoch: A later job has claimed the model.
+            UsageError: An argument is wrong.
         """
         from resharder.converters.models import local_layout, megatron_chunks
 
@@ -133,6 +137,9 @@ class Publisher:
         Args:
             hf_config: transformers config or content of config.json.
             tokenizer: Object with `save_pretrained`, or a folder.
+
+        Raises:
+            UsageError: The config lacks `architectures`, or there are no tokenizer files.
         """
         self._files = [config_file(hf_config), *tokenizer_files(tokenizer)]
         self._shapes = _known_shapes(hf_config)
@@ -141,11 +148,14 @@ class Publisher:
         """Register the tensors that this rank will pass to `publish_tensors`.
 
         Args:
-            items: (name, dtype, shape of the whole tensor[, index]).
+            declared: (name, dtype, shape of the whole tensor[, index]) for each.
             wait: Wait for all ranks to register.
 
         Raises:
-            LayoutRejected, OutOfRoom, StaleEpoch, UsageError.
+            LayoutRejected: The ranks' tensors do not tile the model.
+            OutOfRoom: The store lacks capacity for the model.
+            StaleEpoch: A later job has claimed the model.
+            UsageError: A declaration is invalid, or there is no config.
         """
         with self._alone():
             self._live, self._model, self._chunks = None, None, ()
@@ -156,17 +166,20 @@ class Publisher:
     def publish(self, step: int, *, sync: bool = False, direct: bool = True) -> Handle:
         """Deliver this rank's part of the attached model. The weights may change when it returns.
 
+        Reads tensors on the current stream, after its pending work.
+
         Args:
             step: Label of the version; a step is a version within the job.
             sync: Gather parameters that `overlap_param_gather` left stale, a collective.
-            direct: False: servers take this version from the daemon despite `direct_wait`; the same on all ranks.
+            direct: False makes servers take this version from the daemon despite `direct_wait`; the same on all ranks.
 
         Returns:
             A handle of the version.
 
         Raises:
-            StaleParameters: parameters are stale and `sync` is False.
-            StaleEpoch, Conflict, VersionAborted, OutOfRoom, WaitTimeout, DaemonUnreachable: the version is aborted.
+            StaleParameters: Parameters are stale and `sync` is False.
+            UsageError: No model is attached.
+            StaleEpoch, Conflict, VersionAborted, OutOfRoom, WaitTimeout, DaemonUnreachable: The version is aborted.
         """
         with self._alone():
             live = self._live
@@ -178,13 +191,12 @@ class Publisher:
     def publish_tensors(self, step: int, items: Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]) -> Handle:
         """Deliver HF tensors, divided over the ranks in any way and order, with each element on one rank.
 
-        A tensor may be reused when the iterator is asked for the next item. Without `attach_tensors`, the first
-        call registers the items and
+        A tensor may be reused when the next item is requested. Without `attach_tensors`, the first call registers the items and
         reads them twice, so those of a plain iterator stay in memory until it returns.
 
         Args:
             step: Label of the version.
-            items: (hf_name, tensor) or (hf_name, index, part), or a function that returns them.
+            items: (hf_name, tensor) or (hf_name, index, part) for each, or a function that returns them.
 
         Returns:
             A handle of the version.
@@ -216,41 +228,40 @@ class Publisher:
         timeout: float | None = 600.0,
         publish: bool = True,
     ) -> Iterator[Generation]:
-        """Lend the GPUs to the servers that share them for the duration of the block. Every rank enters and leaves.
+        """Lend the GPUs to the servers that share them while the block runs. Every rank must enter and leave.
 
-        At entry: `publish(step)` unless it is published; models in eval mode; with `offload`, parameters,
-        gradients and buffers in host memory;
-        every live server of `fleet` awake, with this version or a newer one. At exit, however the block ends: servers asleep at
-        `level`, memory restored, and every module's train mode and all RNG states as before.
+        At entry: `publish(step)`, unless it is published; models in eval mode; with `offload`, parameters, gradients and
+        buffers in host memory; every live server of `fleet` awake, with this version or a newer one. At exit, however the block
+        ends: servers asleep at `level`, memory restored, and every module's train mode and all RNG states as before.
 
         Args:
             step: Label of the version.
             fleet: Name of the fleet; by default the model's.
-            level: Sleep level of the servers.
+            level: Sleep level of the servers, 1 or 2.
             offload: Free the model's GPU memory.
-            timeout: Bound in seconds on each wait, except that for other ranks to leave; None: no bound.
-            publish: False: publish nothing.
+            timeout: Bound in seconds on each wait, except that for other ranks to leave; None is no bound.
+            publish: False publishes nothing.
 
         Returns:
             A context of the generation.
 
         Raises:
-            WaitTimeout: with the servers that lag.
-            GenerationEnded: another rank failed.
-            ServersNotAsleep: at exit; memory stays aside until `bring_back`.
+            WaitTimeout: Servers lag; the message names them.
+            GenerationEnded: Another rank has failed.
+            ServersNotAsleep: At exit; memory stays aside until `bring_back`.
             UsageError, and the errors of `publish`.
         """
         from resharder.client.trainer.offload import roots_of, set_aside
 
         if not self._sharing.acquire(blocking=False):
-            raise UsageError("expected the end of this publisher's generation before another one")
+            raise UsageError("expected the previous generation of this publisher to have ended")
         model = self._model
         roots = roots_of(model) if model is not None else []
 
         def wanted() -> Handle | None:
             with self._alone():
                 if offload and model is None:
-                    raise UsageError("expected an attached model to move aside: call attach, or move your own tensors")
+                    raise UsageError("expected an attached model to offload: call attach, or offload your own tensors")
                 return self._published(step) if publish else self._session.newest
 
         def aside() -> None:
@@ -274,6 +285,7 @@ class Publisher:
 
     def bring_back(self) -> None:
         """Restore the memory that a generation has left aside, after ServersNotAsleep or an interrupt.
+
         The servers must be asleep or gone.
         """
         if self._aside is not None:
@@ -290,7 +302,7 @@ class Publisher:
             self._session.abort(newest.name, reason)
 
     def close(self) -> None:
-        """End the lease's renewal and the channel. Versions that every rank has sealed remain."""
+        """Stop renewing the lease and close the channel. Versions that every rank has sealed remain."""
         self._session.close()
         self._delivery.close()
         self._channel.close()
@@ -306,12 +318,12 @@ class Publisher:
         with self._session.exclusive():
             if self._aside is not None:
                 raise UsageError(
-                    "expected parameters in their place, a generation has moved them aside: leave it, or bring_back()"
+                    "expected parameters in GPU memory, a generation has moved them aside: leave it, or call bring_back()"
                 )
             yield
 
     def _published(self, step: int) -> Handle:
-        """Return the newest version if it is of this step, else publish."""
+        """Return the newest version if it is that of `step`, else publish."""
         newest = self._session.newest
         if newest is not None and newest.step == step and newest.is_coming():
             return newest
@@ -340,9 +352,8 @@ class Publisher:
     def _register(self, rank_layout: RankLayout, wait: bool) -> None:
         self._session.register(self._files, rank_layout)
         self._delivery.declare()
-        compile_for(
-            ITEM_SIZES[spec.dtype] for spec in rank_layout.tensors.values()
-        )  # while others register, rather than in a publish
+        # Compiles while others register, rather than in a publish.
+        compile_for(ITEM_SIZES[spec.dtype] for spec in rank_layout.tensors.values())
         if wait:
             self._session.assignment()
 
@@ -361,7 +372,7 @@ def _opened(items: Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]) ->
 
 
 def _known_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of whole tensors, if the family has a table."""
+    """Return the shapes of whole tensors by name; empty for a family without a table."""
     with suppress(ConversionError):
         return expected_shapes(plain_config(config))
     return {}

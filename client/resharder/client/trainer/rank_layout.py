@@ -1,4 +1,4 @@
-"""Boxes that a rank registers, and where to read them at each publish."""
+"""Boxes that a rank registers, and the tensors from which they are read at each publish."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +19,8 @@ TensorItem = tuple[str, torch.Tensor] | tuple[str, Index, torch.Tensor]
 
 
 class RankBox(NamedTuple):
+    """Box of an HF tensor that a rank has; `replica` marks a copy of another rank's box."""
+
     tensor: str
     box: Box
     replica: bool = False
@@ -33,12 +35,18 @@ class RankLayout:
 
     @cached_property
     def positions(self) -> dict[tuple[str, Box], int]:
+        """Index of each (tensor, box) in `boxes`."""
         return {(each.tensor, each.box): position for position, each in enumerate(self.boxes)}
 
 
 class DeclaredTensor(NamedTuple):
-    """Whole HF tensor, or its part by `part`, that a rank delivers. `shape` is the whole tensor's;
-    `dtype` is torch's, or safetensors' name.
+    """HF tensor, whole or in part, that a rank delivers.
+
+    Attributes:
+        name: Name of the HF tensor.
+        dtype: torch's dtype, or safetensors' name.
+        shape: Shape of the whole tensor.
+        part: Index that selects the rank's part; None for the whole.
     """
 
     name: str
@@ -48,12 +56,14 @@ class DeclaredTensor(NamedTuple):
 
 
 def rank_layout_of(layout: Layout) -> RankLayout:
+    """Return the boxes of a model's layout, in the order of its pieces."""
     return RankLayout(dict(layout.tensors), tuple(RankBox(piece.tensor, piece.box, piece.replica) for piece in layout.pieces))
 
 
 def declared_rank_layout(declared: Iterable[DeclaredTensor | tuple[Any, ...]]) -> RankLayout:
-    """Return the layout of declared tensors. Raises UsageError for a dtype that safetensors lacks, two
-    shapes of one tensor, or a piece declared twice.
+    """Return the layout of declared tensors.
+
+    Raises UsageError for a dtype that safetensors lacks, two shapes of one tensor, and a box declared twice.
     """
     specs: dict[str, TensorSpec] = {}
     boxes: dict[tuple[str, Box], RankBox] = {}
@@ -72,21 +82,22 @@ def declared_rank_layout(declared: Iterable[DeclaredTensor | tuple[Any, ...]]) -
 
 
 def declare(items: Iterable[TensorItem], shapes: Mapping[str, tuple[int, ...]]) -> list[DeclaredTensor]:
-    """Return the declaration of `items`; `shapes` has the whole tensor's shape for an item that is a part."""
+    """Return the declaration of items. `shapes` has the whole shapes of tensors that come in parts."""
     declared = []
     for item in items:
         name, index, tensor = split_item(item)
         shape = tuple(tensor.shape) if index is None else shapes.get(name)
         if shape is None:
             raise UsageError(
-                f"{name}: a part was given, and its model's config does not tell the whole tensor's shape: "
-                "call attach_tensors with the names, dtypes, shapes and indices first"
+                f"{name}: expected the whole tensor, got a part, and the config does not determine the whole shape: "
+                "call attach_tensors with names, dtypes, shapes and indices first"
             )
         declared.append(DeclaredTensor(name, tensor.dtype, shape, index))
     return declared
 
 
 def split_item(item: TensorItem) -> tuple[str, Index | None, torch.Tensor]:
+    """Return (name, index or None, tensor) of an item. Raises UsageError for any other form."""
     if len(item) == 2 and isinstance(item[1], torch.Tensor):
         return item[0], None, item[1]
     if len(item) == 3 and isinstance(item[2], torch.Tensor) and isinstance(item[1], tuple):
@@ -95,6 +106,7 @@ def split_item(item: TensorItem) -> tuple[str, Index | None, torch.Tensor]:
 
 
 def dtype_name(name: str, dtype: torch.dtype | str) -> str:
+    """Return safetensors' name of a dtype. Raises UsageError, naming tensor `name`, for one that cannot be published."""
     found = dtype if isinstance(dtype, str) else DTYPES.get(dtype, "")
     if found not in ITEM_SIZES or found.startswith("F8"):
         raise UsageError(
@@ -104,7 +116,7 @@ def dtype_name(name: str, dtype: torch.dtype | str) -> str:
 
 
 def box_of(name: str, index: Index | None, shape: tuple[int, ...]) -> Box:
-    """Return the box that `tensor[index]` selects; an integer selects a box of one. Raises UsageError for an invalid index."""
+    """Return the box that `tensor[index]` selects; an integer selects one index. Raises UsageError for an invalid index."""
     if index is None:
         return full_box(shape)
     if len(index) > len(shape):
@@ -132,13 +144,14 @@ class LiveTensors:
 
     @property
     def device(self) -> torch.device | None:
-        """Device of all tensors, if it is one."""
+        """Device of all tensors; None if there are several devices or no tensors."""
         devices = {tensor.device for tensor in self._tensors.values()}
         return devices.pop() if len(devices) == 1 else None
 
     def items(self, positions: Iterable[int]) -> list["Item"]:
-        """Yield the tensors. Raises UsageError if a tensor has changed its shape, strides or dtype
-        since the model was attached.
+        """Return the tensors of the boxes at these positions, numbered in order.
+
+        Raises UsageError if a tensor has changed its shape, strides or dtype since the model was attached.
         """
         for name, tensor in self._tensors.items():
             if _memory_form(tensor) != self._known[name]:
@@ -154,8 +167,9 @@ def _memory_form(tensor: torch.Tensor) -> str:
 
 
 def assigned_items(rank_layout: RankLayout, positions: Iterable[int], items: Iterable[TensorItem]) -> Iterator["Item"]:
-    """Yield the assigned items with their number in the slot. Raises UsageError unless `items` are
-    exactly the registered ones, in any order.
+    """Yield the assigned items with their numbers in the slot.
+
+    Raises UsageError unless `items` are exactly the registered ones, in any order.
     """
     numbers = {position: number for number, position in enumerate(positions)}
     open_ = dict(rank_layout.positions)
@@ -163,7 +177,7 @@ def assigned_items(rank_layout: RankLayout, positions: Iterable[int], items: Ite
         name, index, tensor = split_item(item)
         spec = rank_layout.tensors.get(name)
         if spec is None:
-            raise UsageError(f"{name}: this rank registered no such tensor; it holds {len(rank_layout.tensors)} others")
+            raise UsageError(f"{name}: this rank registered no such tensor; it registered {len(rank_layout.tensors)} others")
         box = box_of(name, index, spec.shape)
         position = open_.pop((name, box), None)
         if position is None:
@@ -179,7 +193,7 @@ def assigned_items(rank_layout: RankLayout, positions: Iterable[int], items: Ite
             yield number, tensor.reshape(box_shape(box)) if tensor.dim() != len(box) else tensor
     if open_:
         names = ", ".join(f"{name}{format_box(box)}" for name, box in list(open_)[:4])
-        raise UsageError(f"expected everything that this rank registered, {len(open_)} pieces did not come: {names}")
+        raise UsageError(f"expected all tensors that this rank registered, {len(open_)} pieces did not come: {names}")
 
 
 def _count(box: Box) -> int:
@@ -187,5 +201,5 @@ def _count(box: Box) -> int:
 
 
 def _same_shape(tensor: torch.Tensor, box: Box) -> bool:
-    """Return whether shapes are equal except for dimensions of one that integer indices omit."""
+    """Return whether shapes are equal, apart from dimensions of length 1, which integer indices omit."""
     return [n for n in tensor.shape if n != 1] == [n for n in box_shape(box) if n != 1]

@@ -1,4 +1,4 @@
-"""A rank's registration with the daemon, and the boxes that it sends."""
+"""Registration of a rank with the daemon, and its assignment: the boxes that the rank sends."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ _POLL_SECONDS = 20.0
 
 
 class Registration:
-    """One publisher of the daemon. `assignment` requests it once and caches the answer."""
+    """A rank's registration with one publisher of the daemon. `assignment` asks the daemon once and caches the answer."""
 
     def __init__(
         self, channel: Channel, publisher: resources_pb2.Publisher, identity: RankIdentity, rank_layout: RankLayout
@@ -34,13 +34,13 @@ class Registration:
 
     @property
     def complete(self) -> bool:
-        """Return whether every rank had registered when this one did."""
+        """Whether the assignment is known, for which every rank has registered."""
         return self._assigned is not None
 
     def assignment(self, timeout: float) -> tuple[AssignedSlot, Sequence[int]]:
-        """Return the slot, and the position of each of its boxes in the rank's registration, after all ranks have registered.
+        """Return the slot, and the position of each of its boxes in the rank's registration, once all ranks have registered.
 
-        Raises LayoutRejected, OutOfRoom, StaleEpoch, WaitTimeout after `timeout` seconds.
+        Raises LayoutRejected, OutOfRoom and StaleEpoch; WaitTimeout after `timeout` seconds.
         """
         with self._lock:
             if self._assigned is None:
@@ -79,9 +79,9 @@ class Registration:
 def register(
     channel: Channel, model: str, files: Sequence[resources_pb2.ModelFile], identity: RankIdentity, rank_layout: RankLayout
 ) -> Registration:
-    """Claim the model for the job and register this rank's layout. The model's files come from rank 0.
+    """Claim the model for the job and register this rank's layout. Rank 0 sends the model's files.
 
-    Raises LayoutRejected, OutOfRoom, StaleEpoch.
+    Raises LayoutRejected, OutOfRoom and StaleEpoch.
     """
     stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
     claim = publisher_pb2.CreatePublisherRequest(
@@ -105,7 +105,10 @@ def register(
 
 
 def raise_refusal(publisher: resources_pb2.Publisher) -> None:
+    """Raise StaleEpoch for a FENCED publisher, and the error of its reason for a REJECTED one."""
     if publisher.state == State.FENCED:
-        raise StaleEpoch(f"{publisher.name} of job {publisher.job}: a later job took the model over {publisher.reason}".rstrip())
+        raise StaleEpoch(
+            f"{publisher.name} of job {publisher.job}: a later job has claimed the model {publisher.reason}".rstrip()
+        )
     if publisher.state == State.REJECTED:
         raise refusal(publisher.name, publisher.reason)

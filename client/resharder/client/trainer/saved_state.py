@@ -13,7 +13,10 @@ import torch
 
 
 def eval_mode(roots: Sequence[torch.nn.Module]) -> Callable[[], None]:
-    """Set eval mode, and restore `training` of each module: a trainer may have frozen parts in eval mode."""
+    """Set eval mode, and return a function that restores `training` of each module.
+
+    A trainer may have frozen parts in eval mode.
+    """
     modes = [(module, module.training) for root in roots for module in root.modules()]
 
     def restore() -> None:
@@ -26,7 +29,7 @@ def eval_mode(roots: Sequence[torch.nn.Module]) -> Callable[[], None]:
 
 
 def keep_rng() -> Callable[[], None]:
-    """Save Python's, numpy's and torch's generators on the host and every GPU, and Megatron's tracker, if there is one."""
+    """Save the generators of Python, numpy and torch, of the host and all GPUs, and Megatron's tracker, if there is one."""
     python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     restore_tracker = _keep_tracker()
@@ -43,9 +46,9 @@ def keep_rng() -> Callable[[], None]:
 
 
 def _keep_tracker() -> Callable[[], None]:
-    """Save the tracker's states, which are tensors that it replaces, or with CUDA graphs generators that it advances."""
+    """Save the tracker's states: tensors that it replaces or, with CUDA graphs, generators that it advances."""
     module: Any = sys.modules.get("megatron.core.tensor_parallel.random")
-    tracker: Any = getattr(module, "_CUDA_RNG_STATE_TRACKER", None)  # the function that returns the tracker would create one
+    tracker: Any = getattr(module, "_CUDA_RNG_STATE_TRACKER", None)  # Megatron's function would create a tracker
     if tracker is None or not tracker.is_initialized():
         return lambda: None
     states = tracker.get_states()

@@ -1,4 +1,4 @@
-"""One rank's registration and lease, across restarts of the daemon."""
+"""Registration and lease of one rank, across restarts of the daemon."""
 
 import os
 import threading
@@ -18,10 +18,10 @@ from resharder.v1 import operator_pb2, operator_pb2_grpc, publisher_pb2, publish
 
 
 class PublisherSession:
-    """A rank's claim on a model: its registration, the lease, and the newest version that it has delivered to.
+    """A rank's claim to a model: its registration, the lease, and the newest version to which it has delivered.
 
-    A daemon that was restarted has lost the registration and every version that was not READY. The
-    rank then registers again with the same layout, and aborts versions that can no longer complete.
+    A restarted daemon has lost the registration and every version that was not READY. The rank then registers again with the
+    same layout, and aborts versions that can no longer complete.
     """
 
     def __init__(self, channel: Channel, model: str, identity: RankIdentity, register_timeout: float) -> None:
@@ -34,42 +34,45 @@ class PublisherSession:
         self._lease: PublisherLease | None = None
         self._attempts = Attempts()
         self._newest: Handle | None = None
-        self._lost = ""  # the newest version's name, if it was lost in a restart of the daemon
+        self._lost = ""  # name of the newest version, if a restart of the daemon has lost it
         self._process, self._lock = os.getpid(), threading.RLock()
 
     @property
     def epoch(self) -> int:
-        """The epoch of this job's claim; 0 before a registration."""
+        """Epoch of this job's claim; 0 before a registration."""
         return self._registration.epoch if self._registration else 0
 
     @property
     def newest(self) -> Handle | None:
-        """The newest version that this rank has published."""
+        """Newest version that this rank has published."""
         return self._newest
 
     @property
     def rank_layout(self) -> RankLayout | None:
-        """The layout that was registered last."""
+        """Layout that was registered last."""
         return self._rank_layout
 
     @property
     def registration(self) -> Registration:
+        """Current registration. Raises UsageError before something is attached."""
         if self._registration is None:
             raise UsageError("expected something attached")
         return self._registration
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Exclude other threads. Raises UsageError in a forked process, and the error that ended the lease."""
+        """Exclude other threads while the block runs. Raises UsageError in a forked process, and
+        the error that ended the lease.
+        """
         if os.getpid() != self._process:
-            raise UsageError("expected the process that called connect, this one was forked from it: connect here")
+            raise UsageError("expected the process that called connect, got a process forked from it: call connect here")
         with self._lock:
             if self._lease is not None and self._lease.lost is not None:
                 raise self._lease.lost
             yield
 
     def register(self, files: Sequence[resources_pb2.ModelFile], rank_layout: RankLayout) -> Registration:
-        """Register `rank_layout` in place of an earlier one. Raises LayoutRejected, OutOfRoom, StaleEpoch, UsageError."""
+        """Register a layout in place of an earlier one. Raises LayoutRejected, OutOfRoom, StaleEpoch and UsageError."""
         if not files:
             raise UsageError("expected the model's config: pass config to connect, or call attach_config first")
         self._files, self._rank_layout = list(files), rank_layout
@@ -84,7 +87,7 @@ class PublisherSession:
         return registration
 
     def register_again(self) -> None:
-        """Register as before with a daemon that was restarted and has lost this publisher."""
+        """Register the same layout with a restarted daemon, which has lost this publisher."""
         if self._rank_layout is None:
             raise UsageError("expected something attached")
         self._registration = register(self._channel, self._model, self._files, self.identity, self._rank_layout)
@@ -95,7 +98,7 @@ class PublisherSession:
                 self._lost = self._newest.name if self._newest.is_gone() else ""
 
     def _register_again_if_idle(self) -> None:
-        """For the lease's thread. A publish in progress registers by itself, and must not cost the lease."""
+        """Register again on the lease's thread, unless a publish is in progress, which registers by itself."""
         if self._lock.acquire(blocking=False):
             try:
                 self.register_again()
@@ -103,29 +106,35 @@ class PublisherSession:
                 self._lock.release()
 
     def assignment(self) -> tuple[AssignedSlot, Sequence[int]]:
-        """This rank's slot and the registered positions of its boxes. Waits for all ranks to register."""
+        """Return this rank's slot and the registered positions of its boxes, once all ranks have registered."""
         return self.registration.assignment(self._register_timeout)
 
     def after(self, step: int) -> int:
-        """`CreateVersionRequest.after` for this step."""
+        """Return `CreateVersionRequest.after` for a step."""
         return self._attempts.after(step)
 
     def begun(self, step: int, version: resources_pb2.Version) -> None:
-        """Record the daemon's answer to the creation of a version, in whatever state that is."""
+        """Record the daemon's answer to the creation of a version, in any state."""
         self._attempts.begun(step, version.number)
 
     def published(self, handle: Handle) -> None:
-        """Record the newest version."""
+        """Record the newest version of this rank."""
         self._newest = handle
 
     def start_publish(self, step: int) -> None:
-        """Abort a version that was lost in a restart; one of `step` is about to be delivered again and needs no abort later."""
+        """Abort a version that a restart has lost.
+
+        A lost version of `step` itself is delivered again now, and needs no abort later.
+        """
         self.abort_lost()
         if self._newest is not None and self._newest.step == step:
             self._lost = ""
 
     def abort_lost(self) -> None:
-        """Abort versions that wait for this rank's part of a step that it delivered to a daemon before its restart."""
+        """Abort versions that can no longer complete.
+
+        They wait for this rank's part of a step that it delivered to a daemon before its restart.
+        """
         newest, registration, rank = self._newest, self._registration, self.identity.rank
         if newest is None or registration is None or newest.name != self._lost:
             return
@@ -137,7 +146,7 @@ class PublisherSession:
                 self.abort(version.name, f"rank {rank} delivered step {newest.step} to a daemon that is gone")
 
     def abort(self, name: str, reason: str) -> None:
-        """Abort a version. Errors are dropped: the daemon also aborts it when the lease expires."""
+        """Abort a version. Errors are ignored: the daemon also aborts the version when the lease expires."""
         request = publisher_pb2.AbortVersionRequest(version=name, epoch=self.epoch, reason=reason)
         with suppress(ResharderError):
             self._channel.call(self._stub.AbortVersion, request, timeout=5, patience=0)
