@@ -100,3 +100,13 @@ def test_typed_packages_carry_their_marker() -> None:
     for package in ("resharder.client", "resharder.converters", "resharder.server"):
         (folder,) = import_module(package).__path__
         assert (Path(folder) / "py.typed").is_file(), package
+
+
+def test_the_api_page_has_every_exported_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    shown = re.findall(r"^::: (\S+)", page, re.MULTILINE)
+    documented = {name.rpartition(".")[2] for name in shown}
+    for module in ("resharder.client.operator.answers", "resharder.client.operator.states", "resharder.client.errors"):
+        assert module in shown
+        documented |= vars(import_module(module)).keys()
+    assert set(resharder.client.__all__) - documented == {"__version__"}

@@ -202,7 +202,7 @@ class Publisher:
             A handle of the version.
 
         Raises:
-            The errors of `publish`.
+            ResharderError: As in `publish`.
         """
         with self._alone():
             if self._live is not None:
@@ -249,7 +249,8 @@ class Publisher:
             WaitTimeout: Servers lag; the message names them.
             GenerationEnded: Another rank has failed.
             ServersNotAsleep: At exit; memory stays aside until `bring_back`.
-            UsageError, and the errors of `publish`.
+            UsageError: Another generation is in progress.
+            ResharderError: As in `publish`.
         """
         from resharder.client.trainer.offload import roots_of, set_aside
 
