@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from resharder.server.config import load
+from resharder.server.config import ConfigError, load
 from resharder.server.fleets.canary_checks import Checks, environment
 
 from tests.support.observing import wait_until
@@ -138,7 +138,7 @@ def test_commands_are_lists_or_lines_of_the_configuration(tmp_path: Path) -> Non
     assert config.check_seconds == 30
     for wrong in ("checks: {one: []}", 'checks: {one: "it\'s"}', "checks: [one]", "check_seconds: 0"):
         file.write_text(wrong)
-        with pytest.raises(ValueError, match="check"):
+        with pytest.raises(ConfigError, match="check"):
             load(file, {})
 
 

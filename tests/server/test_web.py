@@ -240,7 +240,7 @@ def test_a_real_daemon_is_ready_until_it_drains_and_two_do_not_share_a_port() ->
         try:
             other.launch()
             assert other.wait() == 1
-            assert f"resharderd: cannot listen on {listen} (web_listen)" in other.log.read_text()
+            assert f"resharderd: --web-listen: cannot listen on {listen}" in other.log.read_text()
         finally:
             other.close()
         open_version = job(daemon, "policy").begin(1)  # what draining waits for

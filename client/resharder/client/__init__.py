@@ -223,7 +223,14 @@ def __getattr__(name: str) -> Any:
         return version("resharder")
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_NAMES[name]}"), name)
+    try:
+        found = getattr(import_module(f"{__name__}.{_NAMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        from resharder.converters.extras import explain
+
+        if (line := explain(error, "client")) is None:
+            raise
+        raise ModuleNotFoundError(line, name=error.name) from None
     globals()[name] = found
     return found
 

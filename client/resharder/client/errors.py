@@ -204,6 +204,7 @@ _BY_CODE: dict[grpc.StatusCode, type[ResharderError]] = {
 }
 
 
+_NOT_TLS = ("Connection refused", "No route to host", "Network is unreachable", "DNS resolution failed")
 # Message of gRPC itself, which refuses the call before it reaches the daemon's code.
 _TOO_LARGE = re.compile(r"(?:Received|Sent) message larger than max \((\d+) vs\. (\d+)\)")
 
@@ -220,10 +221,10 @@ def error_of(error: grpc.RpcError, endpoint: str) -> ResharderError:
         )
     kind = _BY_REASON.get(reason) or _BY_CODE.get(code, Refused)
     if kind is DaemonUnreachable and not reason:
-        return DaemonUnreachable(
-            f"expected a Resharder daemon at {endpoint}, got {code.name}: {details}; is resharderd running there, and do its "
-            "TLS and this client's (RESHARDER_TLS_CA, _CERT, _KEY) fit?"
-        )
+        why = details.rpartition("Failed to connect to remote host: ")[2]
+        known = any(word in why for word in _NOT_TLS)
+        hint = "start resharderd there" if known else "is it running, and do its TLS and this client's (RESHARDER_TLS_*) fit?"
+        return DaemonUnreachable(f"expected a Resharder daemon at {endpoint}, got {code.name}: {why}; {hint}")
     return kind(f"{details} [{reason or code.name}]", reason or code.name)
 
 

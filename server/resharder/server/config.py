@@ -2,15 +2,22 @@
 
 import os
 import shlex
+import socket
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
-from resharder.server.infra.addresses import is_loopback
+from resharder.server.infra.addresses import is_loopback, parse_listen
 from resharder.server.security.settings import Security
+from yaml import YAMLError
 
+_FILE_ONLY = ("security", "checks")
 DEFAULT_STORE = Path(f"/dev/shm/resharder-{os.getuid()}")
+
+
+class ConfigError(Exception):
+    """An option of the daemon cannot be used. The message is one line and begins with the option's name."""
 
 
 class Config(BaseSettings):
@@ -47,6 +54,13 @@ class Config(BaseSettings):
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
+    @field_validator("listen", "web_listen")
+    @classmethod
+    def _parsed(cls, listen: str) -> str:
+        if listen and not listen.startswith(("unix:", "unix-abstract:")):
+            parse_listen(listen)
+        return listen
+
     @field_validator("checks", mode="before")
     @classmethod
     def _split(cls, checks: object) -> object:
@@ -67,9 +81,9 @@ class Config(BaseSettings):
 
 
 def load(file: Path | None, flags: dict[str, Any]) -> Config:
-    """Load the options. Raises pydantic.ValidationError, which names the option, and FileNotFoundError."""
+    """Load the options. Raises ConfigError."""
     if file is not None and not file.is_file():
-        raise FileNotFoundError(f"no configuration file {file}")
+        raise ConfigError(f"--config: expected a YAML file, there is none at {file}")
 
     class Loaded(Config):
         @classmethod
@@ -79,4 +93,41 @@ def load(file: Path | None, flags: dict[str, Any]) -> Config:
             found = [named["init_settings"], named["env_settings"]]
             return (*found, YamlConfigSettingsSource(settings_cls, yaml_file=file)) if file else tuple(found)
 
-    return Loaded(**flags)
+    try:
+        return Loaded(**flags)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_problem(dict(found)) for found in error.errors())) from None
+    except (OSError, YAMLError, TypeError, ValueError) as error:
+        raise ConfigError(f"--config: expected options in YAML in {file}, got: {' '.join(str(error).split())}") from None
+
+
+def _problem(found: dict[str, Any]) -> str:
+    """Return one of pydantic's errors as a line."""
+    place = ".".join(map(str, found["loc"]))
+    option = f"--{place.replace('_', '-')}" if place in Config.model_fields and place not in _FILE_ONLY else place
+    message = found["msg"].removeprefix("Value error, ")
+    if found["type"] == "extra_forbidden":
+        return f"{option}: there is no such option"
+    if found["type"] == "value_error":
+        return f"{option}: {message}" if option else message
+    return f"{option}: {message.replace('Input should be', 'expected')}, got {found['input']!r}"
+
+
+def check_store(folder: Path) -> None:
+    """Raise ConfigError unless the store can be a folder here that this process may write."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"--store: expected a folder, {existing} is a file")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"--store: expected a folder that this user may write, {existing} is not")
+
+
+def why_not_bound(listen: str) -> str:
+    """Return why an address cannot be bound, as the kernel explains it; empty if it can."""
+    try:
+        host, port = parse_listen(listen)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:
+            trial.bind((host, port))
+    except (OSError, ValueError) as error:
+        return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return ""

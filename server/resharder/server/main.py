@@ -1,6 +1,7 @@
 """`resharderd`, the daemon's command. By default it listens on the loopback interface and stores versions in shared memory."""
 
 import gc
+import os
 import signal
 import sys
 import threading
@@ -11,11 +12,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC's core logs lines of its own; grpc reads it on import
+
+# isort: split
 import structlog
 import typer
-from pydantic import ValidationError
 from resharder.server.archive.archive import Archive
-from resharder.server.config import Config, load
+from resharder.server.config import Config, ConfigError, check_store, load, why_not_bound
 from resharder.server.direct.coordinator import Direct
 from resharder.server.direct.offered_versions import OfferedVersions
 from resharder.server.fleets.canary_checks import Checks
@@ -52,7 +55,6 @@ from resharder.server.state.version import VersionRecord
 from resharder.server.store.store import Store
 from resharder.server.web.server import RELEASE, Shown
 from resharder.v1 import direct_pb2_grpc, operator_pb2, operator_pb2_grpc, publisher_pb2_grpc, server_pb2_grpc
-from yaml import YAMLError
 
 _log = structlog.get_logger("resharder.main")
 
@@ -129,7 +131,10 @@ class Daemon:
             self.events.add("archive", name, what, reason)
 
         url, every = self.config.archive_url, self.config.archive_every
-        return Archive(self.store, url, every, report=report) if url else None
+        try:
+            return Archive(self.store, url, every, report=report) if url else None
+        except DaemonError as error:
+            raise ConfigError(f"--archive-url: {error}") from error
 
     def _server(self) -> RpcServer:
         config = self.config
@@ -154,7 +159,8 @@ class Daemon:
         try:
             return RpcServer(dispatcher, self._services(), add, options)
         except RuntimeError as error:
-            raise SystemExit(f"resharderd: cannot listen on {config.listen}: {error}") from error
+            why = why_not_bound(config.listen) or error
+            raise ConfigError(f"--listen: cannot listen on {config.listen}: {why}") from error
 
     def _services(self) -> dict[Any, Callable[[Any, Any], None]]:
         views = Views(self.intake, self.fleets, self.tracing)
@@ -186,7 +192,8 @@ class Daemon:
         try:
             return Shown(self.config.web_listen, self.intake, self.fleets, self.events, check, tls)
         except (OSError, ValueError) as error:
-            raise SystemExit(f"resharderd: cannot listen on {self.config.web_listen} (web_listen): {error}") from error
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"--web-listen: cannot listen on {self.config.web_listen}: {why}") from error
 
     def _note_version(self, record: VersionRecord) -> None:
         self.events.add("version", record.name, record.state.lower(), record.reason, step=record.step, epoch=record.epoch)
@@ -231,7 +238,13 @@ class Daemon:
         _log.info("daemon_stopped")
 
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"resharderd {RELEASE}")
+        raise typer.Exit
 
 
 @app.command()
@@ -267,19 +280,22 @@ def run(
     check_seconds: Annotated[float | None, typer.Option(help="bound on a check")] = None,
     log_format: Annotated[str | None, typer.Option(help="console or json")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error")] = None,
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the release")] = False,
 ) -> None:
     """Store versions of models and install them on vLLM servers. Every option is also RESHARDERD_NAME in the environment."""
-    flags: dict[str, Any] = {name: value for name, value in locals().items() if value is not None and name != "config"}
+    flags: dict[str, Any] = {
+        name: value for name, value in locals().items() if value is not None and name not in ("config", "version")
+    }
     try:
-        loaded = load(config, flags)
-    except (ValidationError, OSError, YAMLError, TypeError, ValueError) as error:
-        print(f"resharderd: expected a configuration of the options in --help, got: {error}", file=sys.stderr)
+        serve(load(config, flags))
+    except ConfigError as error:
+        print(f"resharderd: {error}", file=sys.stderr)
         sys.exit(2)
-    serve(loaded)
 
 
 def serve(config: Config) -> None:
-    """Run a daemon until SIGTERM or SIGINT."""
+    """Run a daemon until SIGTERM or SIGINT. Raises ConfigError if it cannot start with these options."""
+    check_store(config.store)
     raise_malloc_thresholds()
     gc.freeze()  # a version of many tensors creates so many objects that a sixth of the time went into collections
     gc.set_threshold(100_000, 50, 100)
@@ -293,10 +309,12 @@ def serve(config: Config) -> None:
     signal.signal(signal.SIGINT, end)
     try:
         daemon = Daemon(config)
-    except (DaemonError, SecurityFilesError) as error:
+    except DaemonError as error:
         sys.exit(f"resharderd: {error}")
+    except SecurityFilesError as error:
+        raise ConfigError(f"security: {error}") from error
     except OSError as error:
-        sys.exit(f"resharderd: {medium_error(error)}")
+        sys.exit(f"resharderd: --store: {medium_error(error)}")
     daemon.start()
     while not ended.wait(1.0):  # with a timeout, so that a signal delivered to another thread is noticed
         pass

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from enum import Enum
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
@@ -47,6 +48,12 @@ class Sections(TyperGroup):
                 formatter.write_dl([(name, command.get_short_help_str(90)) for name, command in rows])
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"resharder {version('resharder')}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     cls=Sections,
     no_args_is_help=True,
@@ -58,12 +65,24 @@ app = typer.Typer(
 )
 
 
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the release.")
+    ] = False,
+) -> None:
+    """Take the options that precede a command."""
+
+
 def command(section: Section, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return the decorator that adds a command to a section of the help; by default it has the function's name."""
     return app.command(name, rich_help_panel=section)
 
 
-Endpoint = Annotated[str | None, typer.Option("--endpoint", envvar="RESHARDER_ENDPOINT", metavar="HOST:PORT", help="The daemon.")]
+Endpoint = Annotated[
+    str | None,
+    typer.Option("--endpoint", envvar="RESHARDER_ENDPOINT", metavar="HOST:PORT", help="The daemon; by default 127.0.0.1:7677."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 ModelName = Annotated[
     str,

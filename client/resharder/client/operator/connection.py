@@ -1,6 +1,5 @@
 """Connection of an operator to one daemon: single calls and paged lists."""
 
-import os
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -8,7 +7,7 @@ from typing import Any, Self, TypeVar
 from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator.answers import DaemonStatus
 from resharder.client.operator.convert import answer
-from resharder.client.rpc.channel import Channel
+from resharder.client.rpc.channel import Channel, endpoint_or_default
 from resharder.client.rpc.tls import Tls
 from resharder.v1 import operator_pb2, operator_pb2_grpc
 
@@ -20,13 +19,13 @@ class DaemonConnection:
     """Connection to one daemon.
 
     Args:
-        endpoint: Address as `host:port`; by default RESHARDER_ENDPOINT.
+        endpoint: Address as `host:port`; by default RESHARDER_ENDPOINT, else 127.0.0.1:7677.
         timeout: Bound on one answer in seconds; None is no bound.
         connect_timeout: Seconds for which calls are retried while the daemon cannot be reached; None is no bound.
         tls: TLS settings; by default those of the RESHARDER_TLS_* variables.
 
     Raises:
-        UsageError: There is no endpoint, or the endpoint or the TLS settings are invalid.
+        UsageError: The endpoint or the TLS settings are invalid.
     """
 
     def __init__(
@@ -34,13 +33,10 @@ class DaemonConnection:
         endpoint: str | None = None,
         *,
         timeout: float | None = 30.0,
-        connect_timeout: float | None = 3.0,
+        connect_timeout: float | None = 2.0,
         tls: Tls | None = None,
     ) -> None:
-        where = endpoint or os.environ.get("RESHARDER_ENDPOINT")
-        if not where:
-            raise UsageError("expected the daemon's endpoint, got none: pass --endpoint host:port or set RESHARDER_ENDPOINT")
-        self._channel, self._timeout = Channel(where, connect_timeout, tls), timeout
+        self._channel, self._timeout = Channel(endpoint_or_default(endpoint), connect_timeout, tls), timeout
         self._stub = operator_pb2_grpc.OperatorServiceStub(self._channel.grpc)
 
     @property

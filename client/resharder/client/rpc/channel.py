@@ -4,6 +4,7 @@ A channel is created at its first use, never at import: processes that fork late
 """
 
 import importlib.metadata
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,15 @@ _OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 10_000),  # bound on one attempt to connect, handshake included; not a pause
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
+
+
+DEFAULT_ENDPOINT = "127.0.0.1:7677"
+"""Address on which a daemon listens by default."""
+
+
+def endpoint_or_default(endpoint: str | None) -> str:
+    """Return `endpoint`, else RESHARDER_ENDPOINT, else the address on which a daemon listens by default."""
+    return endpoint or os.environ.get("RESHARDER_ENDPOINT") or DEFAULT_ENDPOINT
 
 
 def bound(timeout: float | None) -> float:

@@ -8,10 +8,7 @@ publisher.attach(model_chunks, hf_config, tokenizer)
 handle = publisher.publish(step)     # every rank; the weights may change as soon as it returns
 """
 
-import os
-
-from resharder.client.errors import UsageError
-from resharder.client.rpc.channel import Channel, bound
+from resharder.client.rpc.channel import Channel, bound, endpoint_or_default
 from resharder.client.rpc.tls import Tls
 from resharder.client.trainer.handle import Handle, Progress
 from resharder.client.trainer.identity import identify
@@ -65,11 +62,8 @@ def connect(
     Raises:
         UsageError: An argument is missing or wrong.
     """
-    where = endpoint or os.environ.get("RESHARDER_ENDPOINT")
-    if not where:
-        raise UsageError("expected the daemon's endpoint, got none: pass host:port or set RESHARDER_ENDPOINT")
     publisher = Publisher(
-        Channel(where, connect_timeout, tls),
+        Channel(endpoint_or_default(endpoint), connect_timeout, tls),
         model,
         identify(job, rank, world_size),
         transport=transport,

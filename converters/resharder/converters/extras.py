@@ -1,0 +1,34 @@
+"""The extras of the distribution, and one line for a package that is not installed."""
+
+_PACKAGES = {
+    "client": "numba rich typer xxhash",
+    "server": (
+        "blake3 grpc_health grpc_reflection numba prometheus_client pydantic pydantic_settings starlette structlog typer "
+        "uvicorn xxhash yaml"
+    ),
+    "archive": "fsspec",
+    "otel": "opentelemetry",
+    "import": "safetensors",
+    "megatron": "megatron",
+}
+_TORCH = "install the build for this host's devices; for CPUs: pip install torch --index-url https://download.pytorch.org/whl/cpu"
+_VLLM = "install vLLM beside it, as docs/vllm.md describes"
+
+
+def explain(error: ModuleNotFoundError, role: str) -> str | None:
+    """Return one line that names the extra which brings a missing package; None for a module of no extra.
+
+    Args:
+        error: The failed import.
+        role: The extra of the program, `client` or `server`; it is named where several extras bring the package.
+    """
+    package = (error.name or "").partition(".")[0]
+    extras = [extra for extra, packages in _PACKAGES.items() if package in packages.split()]
+    if package == "torch":
+        return f"expected the package torch, it is not installed: {_TORCH}"
+    if package == "vllm":
+        return f"expected the package vllm, it is not installed: {_VLLM}"
+    if not extras:
+        return None
+    extra = role if role in extras else extras[0]
+    return f"expected the package {package}, it is not installed: pip install 'resharder[{extra}]'"

@@ -1,0 +1,116 @@
+"""Without an extra, each program ends with one line that names it; with the extra, it starts."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from resharder.client.cli import app
+
+from tests.support.bare_venv import ROOT, BareVenv
+
+
+def commands(of: typer.Typer = app) -> Iterator[list[str]]:
+    """Every command of `resharder`, as its words."""
+    group = typer.main.get_command(of)
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        inner = getattr(command, "commands", None)
+        yield from ([name, each] for each in inner) if inner else [[name]]
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> BareVenv:
+    return BareVenv(tmp_path_factory.mktemp("bare"))
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> BareVenv:
+    return BareVenv(tmp_path_factory.mktemp("client"), "client")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> BareVenv:
+    return BareVenv(tmp_path_factory.mktemp("server"), "server")
+
+
+def test_each_program_names_the_extra_that_it_lacks(bare: BareVenv) -> None:
+    for program, extra in (("client", "client"), ("server", "server")):
+        ended = bare.run("-m", f"resharder.{program}", "--help")
+        assert ended.returncode == 2
+        assert ended.stderr.count("\n") == 1
+        assert f"pip install 'resharder[{extra}]'" in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["Operator", "connect", "fill", "import_checkpoint", "attach"])
+def test_an_import_without_its_extra_names_the_package_and_how_to_get_it(bare: BareVenv, name: str) -> None:
+    assert bare.run("-c", "from resharder.client import Tls, UsageError").stderr == ""
+    last = bare.run("-c", f"from resharder.client import {name}").stderr.splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: expected the package")
+    assert "pip install" in last
+
+
+@pytest.mark.parametrize("command", list(commands()), ids=" ".join)
+def test_with_the_extra_client_every_command_has_its_help(client: BareVenv, command: list[str]) -> None:
+    ended = client.run("-m", "resharder.client", *command, "--help")
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_commands_that_need_torch_say_how_to_get_it(client: BareVenv, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    for command in (["import", str(tmp_path), "--model", "m"], ["check", str(tmp_path), "--world", "2"]):
+        ended = client.run("-m", "resharder.client", *command)
+        assert ended.returncode == 2, ended.stderr
+        assert ended.stderr.count("\n") == 1
+        assert "torch" in ended.stderr or "megatron" in ended.stderr
+
+
+def test_a_daemon_that_is_not_there_is_one_line(client: BareVenv) -> None:
+    ended = client.run("-m", "resharder.client", "status")
+    assert ended.returncode == 3
+    assert ended.stderr.count("\n") == 1
+    assert len(ended.stderr) < 160
+
+
+def test_with_the_extra_server_the_daemon_starts(server: BareVenv, tmp_path: Path) -> None:
+    assert server.run("-m", "resharder.server", "--version").stdout.startswith("resharderd ")
+    (tmp_path / "file").touch()
+    (tmp_path / "security.yaml").write_text(
+        f"security: {{certificate: {tmp_path}/none.pem, key: {tmp_path}/none.key, tokens: {tmp_path}/none, "
+        "roles: {'token:a': [operator]}}"
+    )
+    for options, named in (
+        (["--store", str(tmp_path / "file")], "--store: expected a folder"),
+        (["--listen", "nonsense"], "--listen: expected host:port"),
+        (["--listen", "127.0.0.1:99999"], "--listen: expected host:port"),
+        (["--keep-count", "0"], "--keep-count: expected greater than or equal to 1, got 0"),
+        (["--config", str(tmp_path / "none.yaml")], "--config: expected a YAML file"),
+        (["--config", str(tmp_path / "security.yaml"), "--store", str(tmp_path / "store")], "security: "),
+    ):
+        ended = server.run("-m", "resharder.server", *options)
+        assert ended.returncode == 2, ended.stderr
+        assert named in ended.stderr.splitlines()[-1]
+        assert ended.stderr.count("\n") == 1, ended.stderr
+    if os.geteuid():
+        assert "--store" in server.run("-m", "resharder.server", "--store", "/proc/1/x").stderr
+
+
+def test_a_wheel_has_the_packages_their_types_and_both_programs_but_no_tests(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT)]
+    assert subprocess.run(build, timeout=300, check=False).returncode == 0
+    (wheel,) = tmp_path.glob("resharder-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
+        (programs,) = (archive.read(name).decode() for name in names if name.endswith("/entry_points.txt"))
+    for package in ("client", "server", "converters"):
+        assert f"resharder/{package}/py.typed" in names
+    assert [
+        name for name in names if ("test" in name and name.endswith(".py")) or name.startswith(("benchmarks", "demo", "tools"))
+    ] == []
+    assert "Classifier: Typing :: Typed" in metadata
+    assert "Author: The Resharder maintainers" in metadata
+    assert {line.split(" = ")[0] for line in programs.splitlines()} >= {"resharder", "resharderd"}
