@@ -1,4 +1,4 @@
-"""Boxes of ranks in arrays: a thousand ranks have a million boxes, which take hundreds of MiB as Python objects."""
+"""Boxes of ranks in arrays. A thousand ranks have a million boxes, which would take hundreds of MiB as Python objects."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +28,7 @@ class PackedBoxes:
         return len(self.tensors)
 
     def box(self, i: int) -> Box:
+        """Return box `i` as ranges, one for each dimension."""
         first = int(self.ends[i - 1]) if i else 0
         return tuple(Range(*row) for row in self.ranges[first : int(self.ends[i])].tolist())
 
@@ -36,11 +37,12 @@ class PackedBoxes:
         return replace(self, tensors=np.array(numbers, np.uint32)[self.tensors])
 
     def take(self, positions: Sequence[int]) -> "PackedBoxes":
+        """Return the boxes at these positions, in their order."""
         return pack((int(self.tensors[i]), self.box(i), bool(self.replicas[i])) for i in positions)
 
 
 def pack(boxes: Iterator[tuple[int, Box, bool]]) -> PackedBoxes:
-    """Pack (number of the tensor, box, replica)."""
+    """Pack triples of a tensor's number, its box, and whether the box is a replica."""
     tensors: list[int] = []
     replicas: list[bool] = []
     ends: list[int] = []
@@ -90,6 +92,7 @@ class Slot:
 
     @property
     def chunks(self) -> int:
+        """Number of chunks."""
         return len(self.sizes)
 
     def parts(self, chunk: int) -> list[Part]:
