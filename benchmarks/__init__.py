@@ -1,1 +1,1 @@
-"""Where README's figures come from."""
+"""Benchmarks behind the figures of README.md."""

@@ -1,7 +1,7 @@
-"""The direct path where things go wrong, and over sleep, on real parts: one Megatron rank on a GPU, one vLLM server on another.
+"""Faults and sleep on the direct path, with real parts: one Megatron rank on a GPU, one vLLM server on another.
 
-`python -m benchmarks.direct_faults [--layers N] [--only sleep|faults]`; `--cpu-tiny` runs it on a CPU, to try it. Nothing is
-measured against a bound: what must hold is checked, and what was seen is shown in a table at the end.
+`python -m benchmarks.direct_faults [--layers N] [--only sleep|faults]`; `--cpu-tiny` runs it on a CPU, as a
+trial. Invariants are checked, and observations are printed in a table at the end. No duration is compared with a bound.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from rich.text import Text
 from benchmarks.direct_system import CPU_JOBS, GPU_JOBS, PROMPT, Job, System, frozen
 from tests.support.observing import servers, wait_serving, wait_until
 
-SECONDS = {False: 8.0, True: 20.0}  # for members to meet, and for a transfer, on GPUs and on a CPU
+SECONDS = {False: 8.0, True: 20.0}  # for a group's set-up and for a transfer, on GPUs and on a CPU
 AWAKE, ASLEEP_1, ASLEEP_2 = resources_pb2.AWAKE, resources_pb2.ASLEEP_1, resources_pb2.ASLEEP_2
 MIB = 1 << 20
 
@@ -34,7 +34,7 @@ class Trial:
         self.table.add_row(what, Text(seen))
 
     def used(self) -> int:
-        """MiB of the server's GPU, whoever uses them."""
+        """Return the MiB in use on the server's GPU, by all processes."""
         if self.cpu:
             return 0
         command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", self.system.gpus[0][0]]
@@ -55,7 +55,7 @@ class Trial:
         self.note(f"the next version after {after}", f"direct, {seconds * 1000:.0f} ms")
 
     def stored(self, version: int, fault: str, began: float) -> None:
-        """What was wanted came from the store, whole."""
+        """Check that the version was installed from the store, complete, after the direct path failed."""
         self.serves(version)
         seconds = time.monotonic() - began
         if self.system.sent(version):

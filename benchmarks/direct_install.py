@@ -1,19 +1,20 @@
-"""Installs over the direct and the staged path with everything in its place: two Megatron ranks on two GPUs, a daemon, one vLLM
-server of two workers on two others. `python -m benchmarks.direct_install [--rounds N] [--json FILE] [--only NAME] [--reload]`;
+"""Installs over the direct and the staged path in a complete system: two Megatron ranks on two GPUs, a daemon, one vLLM server of
+two workers on two others. `python -m benchmarks.direct_install [--rounds N] [--json FILE] [--only NAME] [--reload]`;
 `--each 1`: one rank to one worker, on two GPUs; `--servers 2 --each 1`: one rank to two servers of one worker, on three;
-`--replicas 2` beside that: a rank to each, at the same time, on four.
-`--gpus` names them, one twice where processes share it: with `0,1,1` two servers, with `0,1,1,0` two ranks send to two workers
-across two GPUs (NCCL joins no two processes on one: in the dense shape these exchange nothing). `--cpu-tiny` runs it all on a
-CPU, to try it. Servers run with CUDA graphs, or as `--eager` says.
+with `--replicas 2`: a rank to each server, concurrently, on four.
+`--gpus` lists the GPUs, repeated where processes share one: `0,1,1` for two servers, `0,1,1,0` for two ranks that send to two
+workers across two GPUs (NCCL joins no two processes on one GPU: in the dense shape these exchange nothing). `--cpu-tiny` runs
+on a CPU, as a trial. Servers run with CUDA graphs, unless `--eager` is given.
 
-For each version: the pause as the daemon has it from the server, as a client sees it (the longest wait between two tokens of an
-answer that goes on through the install), what the workers said of it, and how long after the trainer's call to `publish` it was
-served. Versions come over the direct path, over that ahead of READY, and over the staged path. After the rounds of each the
-weights of the first version come once more the same way, and every tensor that workers read is compared with what it was after
-the boot.
-The peer of the direct path is vLLM's own transfer, where FILE has it from a run of `benchmarks.direct_path` just before, and rows
-are added to those; that of the staged path is vLLM's `reload_weights` of the same files (`--reload`), its limit a copy of a
-worker's bytes from pinned memory.
+For each version, it measures the pause as the server reports it, the pause as a client observes it (the longest wait between two
+tokens of an answer that continues through the install), the workers' phases, and the time from the trainer's call of `publish`
+until the version is served. Versions arrive over the direct path, over the direct path ahead of READY, and over the staged path.
+After the rounds of each path, the weights of the first version are installed again, and every tensor that workers read is
+compared with its value after the boot.
+
+The peer of the direct path is vLLM's own transfer, if FILE has its row from a preceding run of `benchmarks.direct_path`; rows are
+added to that file. The peer of the staged path is vLLM's `reload_weights` of the same files (`--reload`), and its limit is a copy
+of a worker's bytes from pinned memory.
 """
 
 import argparse
@@ -33,7 +34,7 @@ NAMES = {"staged": "staged", "direct": "direct", "ahead": "direct, ahead of READ
 
 
 class Seen(NamedTuple):
-    """Of one install: the slowest server's, or worker's, in seconds."""
+    """Durations of one install in seconds, each of the slowest server or worker."""
 
     publish: float
     served: float  # from the beginning of `publish`
@@ -64,7 +65,7 @@ def install(system: System, clients: list[Client], path: str, seed: int | None =
 
 
 def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
-    """Its rows, and once more when the staged path's peer has been measured, which takes a while."""
+    """Yield the rows, and again after the staged path's peer was measured, which takes long."""
     each, count, cpu = arguments.each, arguments.servers, arguments.cpu_tiny
     asked = {"direct": arguments.rounds, "ahead": arguments.ahead, "staged": arguments.staged}
     found: dict[str, list[Seen]] = {}
@@ -92,7 +93,7 @@ def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
 
 
 def check(system: System, path: str, held: list[dict[str, int]], transfers: int) -> None:
-    """Raises AssertionError where tensors are not `held`, or not so many more transfers went over the direct path."""
+    """Raise AssertionError unless tensors equal `held` and `transfers` further transfers used the direct path."""
     equal, sent = system.fingerprints() == held, [line["seconds"] for line in system.events("direct_transfer")]
     failed, planned = system.events("direct_failed"), [line["seconds"] for line in system.events("direct_planned")]
     system.checked, before = len(sent), system.checked
@@ -110,7 +111,7 @@ def check(system: System, path: str, held: list[dict[str, int]], transfers: int)
 def rows_of(
     job: Job, arguments: argparse.Namespace, found: dict[str, list[Seen]], reload: float | None, limit: float | None
 ) -> list[Row]:
-    """Of medians without the first, which connects and compiles."""
+    """Return rows of medians, without the first install, which connects and compiles."""
     each, replicas, count = arguments.each, arguments.replicas, arguments.servers
     whom = "" if (each, replicas, count) == (2, 1, 1) else f", {each * replicas} to {count}"
     sent = read(arguments.json).get(f"direct {job.name}") if arguments.json else None

@@ -1,6 +1,6 @@
-"""Who holds what in `benchmarks.direct_path`: as Megatron and vLLM say it where they can be imported, else as written here.
+"""Layouts for `benchmarks.direct_path`: recorded from Megatron and vLLM if they can be imported, otherwise the ones defined here.
 
-What is written here is for Qwen3, dense and MoE, at tensor parallel sizes that divide all heads.
+The layouts defined here are for Qwen3, dense and MoE, at tensor parallel sizes that divide all heads.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ EXPERTS: dict[str, Any] = DENSE | {
 
 
 class Place(NamedTuple):
-    """Rows, or columns, `[start, start + count)` of an HF matrix lie in a local one of `width` columns from row `row` on."""
+    """Rows or columns `[start, start + count)` of an HF matrix, placed in a local matrix of `width` columns from row `row`."""
 
     tensor: str
     local: str
@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of one of `tp` ranks."""
+    """Sizes of the part of one of `tp` ranks."""
 
     hidden: int
     heads: int
@@ -91,7 +91,7 @@ def layout_of(config: HFConfig, specs: Mapping[str, TensorSpec], places: list[Pl
 
 
 def shared_places(s: Sizes, rank: int, whole: Callable[[str], str]) -> list[Place]:
-    """What both sides hold alike; `whole` names the local tensor of an HF one."""
+    """Return the places that are the same on both sides. `whole` returns the local tensor's name of an HF tensor."""
     vocab = ["model.embed_tokens.weight"] + ([] if s.tied else ["lm_head.weight"])
     places = [Place(name, whole(name), 0, rank * s.vocab, s.vocab, 0, s.hidden) for name in vocab]
     places.append(Place("model.norm.weight", "model.norm.weight", 0, 0, s.hidden, 0, 1))
@@ -108,7 +108,7 @@ def shared_places(s: Sizes, rank: int, whole: Callable[[str], str]) -> list[Plac
 
 
 def written_trainer(config: HFConfig, ranks: int) -> Layouts:
-    """Tensor parallel, experts expert parallel, each a tensor of its own."""
+    """Return layouts of tensor parallel ranks whose experts are expert parallel, each expert a separate tensor."""
     s, specs = Sizes.of(config, ranks), specs_of(config)
     found = {}
     for rank in range(ranks):
@@ -143,7 +143,7 @@ def _mlp(p: str, inner: int, rank: int, hidden: int) -> list[Place]:
 
 
 def written_workers(config: HFConfig, tp: int) -> Layouts:
-    """As vLLM fuses: q, k and v; gate and up; all experts of a layer."""
+    """Return layouts with vLLM's fused tensors: q, k and v; gate and up; all experts of a layer."""
     s, specs = Sizes.of(config, tp), specs_of(config)
     found = {}
     for rank in range(tp):
@@ -192,7 +192,7 @@ def vllm_workers(config: HFConfig, tp: int) -> Layouts:
 
 
 def memory_of(layout: Layout) -> dict[str, tuple[int, torch.dtype]]:
-    """(elements, dtype) that each local tensor needs at least."""
+    """Return the least elements, and the dtype, of each local tensor."""
     found: dict[str, tuple[int, torch.dtype]] = {}
     for piece in layout.pieces:
         end = piece.offset + 1 + sum((n - 1) * s for n, s in zip(box_shape(piece.box), piece.strides, strict=True))
@@ -202,7 +202,7 @@ def memory_of(layout: Layout) -> dict[str, tuple[int, torch.dtype]]:
 
 
 def layouts(make: Callable[[], Layouts], otherwise: Callable[[], Layouts], name: str) -> tuple[Layouts, str]:
-    """And whose they are."""
+    """Return layouts and their origin: those of `make` if it can be imported, otherwise those of `otherwise`."""
     try:
         return make(), name
     except Exception as error:
@@ -210,7 +210,7 @@ def layouts(make: Callable[[], Layouts], otherwise: Callable[[], Layouts], name:
 
 
 def both_sides(config: dict[str, Any], size: int, written: bool = False) -> tuple[Layouts, Layouts, str]:
-    """(trainer ranks, workers, where they are from)."""
+    """Return the layouts of trainer ranks and of workers, and their origin."""
     if written:
         return written_trainer(config, size), written_workers(config, size), "trainer: written, workers: written"
     have, whose = layouts(lambda: megatron_trainer(config, size), lambda: written_trainer(config, size), "Megatron")

@@ -1,11 +1,12 @@
 """The direct path on four GPUs of one host, two senders and two receivers: `python -m benchmarks.direct_path [--json FILE]`.
 
 Trainer TP=2 to vLLM TP=2 in the shape of Qwen3-8B, and EP=2 to TP=2 in that of Qwen3-30B-A3B. Weights are hashes of their
-positions, which receivers check. A time counts from when the last process begins to when the last is done; medians. The limit is
-what a worker keeps over the rate of plain sends of the same group, in the same run. `--half`: on two GPUs, the first sender's
-part of what the first receiver keeps. `--sweep`: more ways, and plain messages of many sizes. `--recorded`: layouts from Megatron
-and vLLM themselves; what is written in `direct_layouts` is the same and takes no minute. `--faults`: nothing is measured; members
-are killed, and fall asleep. `--cpu-tiny`: the very same with gloo.
+positions, which receivers check. Times are medians, from the begin of the last process to the end of the last one. The limit is a
+worker's bytes divided by the rate of plain sends of the same group, in the same run.
+
+`--half`: on two GPUs, only the first sender's part of the first receiver's memory. `--sweep`: more parameters, and plain messages
+of many sizes. `--recorded`: layouts recorded from Megatron and vLLM, which takes minutes and gives those of `direct_layouts`.
+`--faults`: without measurements, kill and suspend members. `--cpu-tiny`: the same with gloo.
 """
 
 import argparse
@@ -43,7 +44,7 @@ CPU_JOBS = (Job("tiny dense", DENSE, CPU_WAYS, MIB), Job("tiny experts", EXPERTS
 
 
 def half(have: Layouts, want: Layouts) -> tuple[Layouts, Layouts]:
-    """The first rank and, of the first worker, the tensors that this rank has some of."""
+    """Return the first rank and, of the first worker, the tensors of which this rank has a part."""
     ours, rank = next(iter(have.items()))
     theirs, worker = next(iter(want.items()))
     pieces = tuple(piece for piece in worker.pieces if piece.tensor in rank.tensors)
@@ -51,7 +52,7 @@ def half(have: Layouts, want: Layouts) -> tuple[Layouts, Layouts]:
 
 
 def processes(job: Job, target: Any, arguments: argparse.Namespace, seconds: float) -> Iterator[tuple[int, Any]]:
-    """What all of them answer. Raises RuntimeError where they do not, in time."""
+    """Run the processes and yield their answers. Raises RuntimeError unless all answer in time."""
     have, want, whose = both_sides(job.config, 2, written=not arguments.recorded)
     if arguments.half:
         have, want = half(have, want)
@@ -84,7 +85,7 @@ def processes(job: Job, target: Any, arguments: argparse.Namespace, seconds: flo
 
 
 def seconds_of(took: list[Took]) -> float:
-    """The median, over rounds, of the time from when the last process begins to when the last is done."""
+    """Return the median over rounds of the seconds from the last process's begin to the last process's end."""
     return median(max(end for _, end, _ in each) - max(begin for begin, _, _ in each) for each in zip(*took, strict=True))
 
 

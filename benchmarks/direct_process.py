@@ -1,4 +1,4 @@
-"""One of the processes of `benchmarks.direct_path`: a sender or a receiver with a device of its own, and what it measures."""
+"""Process of `benchmarks.direct_path`: a sender or a receiver with its own device, and its measurements."""
 
 import os
 import signal
@@ -31,8 +31,10 @@ Took = list[tuple[float, float, Any]]  # (begin, end, what was said) of each rou
 
 
 class Way(NamedTuple):
-    """What is tried: the shortest run that goes from memory to memory (None: all is packed), and the memory for packing and
-    unpacking."""
+    """Parameters of a transfer.
+
+    The shortest run that is sent from memory to memory (None: all runs are packed), and the memory for packing and unpacking.
+    """
 
     direct_bytes: int | None
     staging: int
@@ -48,11 +50,11 @@ class Job(NamedTuple):
     ways: tuple[Way, ...]  # the first is what counts
     link_bytes: int
     sizes: tuple[int, ...] = ()
-    """Of plain messages that are tried, so many at once as fill `link_bytes`."""
+    """Sizes of plain messages, as many at once as fill `link_bytes`."""
 
 
 class Place(NamedTuple):
-    """Where a process is among all: the first half of them send. `part`: its own copies; `most`: most_peers and most_made."""
+    """Position of a process among all, the first half of which send. `part`: its copies; `most`: `most_peers` and `most_made`."""
 
     rank: int
     size: int
@@ -68,12 +70,12 @@ class Place(NamedTuple):
 
     @property
     def others(self) -> range:
-        """Ranks of the other side."""
+        """Return the ranks of the other side."""
         return range(self.size // 2, self.size) if self.sends else range(self.size // 2)
 
 
 def values(piece: Piece, shape: tuple[int, ...], version: int, device: torch.device) -> torch.Tensor:
-    """16 bits of a hash of each element's tensor and place in it, as bfloat16."""
+    """Return 16 bits of a hash of each element's tensor, position and version, as bfloat16."""
     place = torch.full((), sum(piece.tensor.encode()) * 7919 + version * 104729, dtype=torch.int64, device=device)
     for r, n in zip(piece.box, shape, strict=True):
         along = torch.arange(r.start, r.last + 1, r.step, device=device)
@@ -92,7 +94,7 @@ class Process:
         self.facts = dict[str, Any]()
 
     def new_group(self, prefix: str, peers: Sequence[int] | None = None) -> DirectGroup:
-        """Of those that it exchanges something with, by default."""
+        """Form a group, by default with the processes with which this one exchanges data."""
         before, place = self.free(), self.place
         if peers is None:
             peers = sorted({*place.part.source.tolist(), *place.part.target.tolist()} - {self.rank})
@@ -113,7 +115,7 @@ class Process:
         self.store.wait([f"{where}/{rank}" for rank in range(self.place.size)], timedelta(seconds=TIMEOUT))
 
     def fill(self, version: int) -> None:
-        """Senders hold `version`, receivers nothing of it."""
+        """Fill senders' memory with `version`, and clear receivers' memory."""
         self.forget()
         for piece in self.layout.pieces if self.place.sends else ():
             there = view_of(self.tensors[piece.local], piece.view(piece.box))
@@ -126,7 +128,7 @@ class Process:
         self.wait()
 
     def wrong(self, version: int) -> int:
-        """Elements that are not `version`'s."""
+        """Return the number of elements that differ from `version`."""
         total = torch.zeros((), dtype=torch.int64, device=self.device)
         for piece in self.layout.pieces:
             there = view_of(self.tensors[piece.local].view(torch.int16), piece.view(piece.box))
@@ -155,7 +157,7 @@ class Process:
         return found[warm_up:]
 
     def plain(self, group: DirectGroup, memory: torch.Tensor, size: int, crossed: bool) -> None:
-        """Messages of `size` bytes that are all of `memory`: each sender to one receiver, or half of it to each."""
+        """Send all of `memory` in messages of `size` bytes: each sender to one receiver or, if `crossed`, half of it to each."""
         others = self.place.others
         peers = list(others) if crossed else [others[self.rank % len(others)]]
         parts = [
@@ -188,7 +190,7 @@ class Process:
         return {"links": links, "ways": ways, "bytes": s.sent + s.received, "plain": plain, **self.facts}
 
     def tried(self, way: Way, group: DirectGroup, rounds: int, held: list[int]) -> dict[str, Any]:
-        """`held`: digests of what was compared element by element, once it was."""
+        """Measure one way. `held`: digests of memory that was compared element by element before."""
         transfer = self.transfer(way, group)
         if not self.place.sends:
             self.forget()
@@ -204,14 +206,14 @@ class Process:
         return {"took": took, "rounds": len(s.rounds), "messages": s.messages, "staging": transfer.staging, "wrong": wrong}
 
     def prove(self, way: Way, group: DirectGroup, rounds: int) -> None:
-        """Transfers that end with the digests of all that arrived; some of those are compared with digests taken otherwise."""
+        """Measure transfers that end with digests of all received data, and compare some with independently computed ones."""
         transfer, found = self.transfer(way, group), list[int]()
         begin = time.monotonic()
         proof = self.proof(transfer.schedule.complete)
         self.facts["proof made"] = time.monotonic() - begin
 
         def work() -> float:
-            """Seconds of the proof after the transfer."""
+            """Return the seconds of verification after the transfer."""
             transfer.run(TIMEOUT, proof)
             begin = time.monotonic()
             if not self.place.sends:
@@ -227,7 +229,7 @@ class Process:
             self.facts["unproven"] += wanted != found[i]
 
     def proof(self, complete: dict[str, int] | None = None) -> Digester | None:
-        """None on a CPU. `complete`: for a transfer that it follows."""
+        """Return a digester; None on a CPU. `complete`: digests of a transfer that it follows."""
         if self.device.type != "cuda" or self.place.sends:
             return None
         return Digester(self.layout, self.tensors, self.device, complete)
@@ -243,7 +245,7 @@ def measuring(place: Place, job: Job, rounds: int, answers: Any) -> None:
 
 
 def failing(place: Place, job: Job, rounds: int, answers: Any) -> None:
-    """The last sender sleeps past the others' timeout; a new group works; then it is killed."""
+    """Suspend the last sender beyond the others' timeout, check a new group, then kill the sender."""
     process, said = Process(place), list[str]()
     actor, timeout = place.size // 2 - 1, 3.0
     for act, what in (("sleeps", lambda: time.sleep(2 * timeout)), ("nothing", None), ("is killed", _die)):

@@ -1,5 +1,6 @@
-"""The proof alone on one GPU, with blocks of several shapes: `python -m benchmarks.direct_proof`. Half of a model's memory, as
-one of two vLLM workers has it; the limit is the rate of a read by torch."""
+"""Verification alone on one GPU, with blocks of several shapes: `python -m benchmarks.direct_proof`.
+
+It digests half of a model, as one of two vLLM workers has it. The limit is the rate of a read by torch."""
 
 import time
 from functools import partial

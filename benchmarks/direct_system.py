@@ -1,5 +1,8 @@
-"""Everything in its place for the benchmarks of the direct path: Megatron ranks on the first GPUs, a daemon, vLLM servers on the
-GPUs after them. `cpu`: all of it on a CPU, over gloo, to try it."""
+"""Complete system for the benchmarks of the direct path.
+
+Megatron ranks run on the first GPUs, vLLM servers on the next ones, beside a daemon. `cpu`: everything on a CPU, over gloo, as a
+trial.
+"""
 
 import contextlib
 import json
@@ -29,10 +32,10 @@ ROOT = Path(__file__).parents[1]
 PROMPT = [5, 17, 42, 7, 300, 11]
 KV_CACHE = 1 << 30  # bytes
 PATIENCE = 400.0  # seconds
-SHARED = ("--gpu-memory-utilization", "0.5")  # what is asked for at a start: something else may use the GPU too
-# As servers run, but for torch.compile, which takes minutes.
+SHARED = ("--gpu-memory-utilization", "0.5")  # requested at start, because other processes may use the GPU too
+# As in production, except for torch.compile, which takes minutes.
 GRAPHS = ("--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 512]}')
-SAID = {  # in the daemon's log, of a version
+SAID = {  # events of a version in the daemon's log
     "created": r"^version_created .*/versions/{}\b",
     "READY": r"^version_ready .*/versions/{} ",
     "staging": r"^server_staging .* staging version {},",
@@ -52,7 +55,7 @@ CPU_JOBS = (Job("tiny dense", DENSE, "tp"), Job("tiny experts", EXPERTS, "ep"))
 
 
 class Client:
-    """One answer that never ends, and the longest wait for a token since it was last asked for."""
+    """Client of one endless answer, with the longest wait for a token since it was last queried."""
 
     def __init__(self, server: VllmServer) -> None:
         self._server, self._times, self._ended = server, [time.monotonic()], False
@@ -70,13 +73,13 @@ class Client:
                 time.sleep(0.05)
 
     def longest(self) -> tuple[float, float]:
-        """Seconds of it, and when it ended in seconds since 1970."""
+        """Return the longest wait in seconds, and its end in seconds since 1970; then start over."""
         times = self.times()
         del self._times[: len(times) - 1]
         return max(((b - a, b) for a, b in pairwise(times)), default=(0.0, times[-1]))
 
     def times(self) -> list[float]:
-        """When tokens came, in seconds since 1970."""
+        """Return the times of tokens, in seconds since 1970."""
         to_wall = time.time() - time.monotonic()
         return [at + to_wall for at in self._times]
 
@@ -86,7 +89,7 @@ class Client:
 
 
 def devices(need: int, cpu: bool, gpus: str = "") -> list[str]:
-    """GPUs that may be used, `gpus` or all; on a CPU only their names. Raises RuntimeError where there are too few."""
+    """Return the GPUs to use, `gpus` or all; on a CPU, only names. Raises RuntimeError if there are too few."""
     named = gpus or os.environ.get("CUDA_VISIBLE_DEVICES")
     if cpu:
         return [str(i) for i in range(need)]
@@ -99,7 +102,7 @@ def devices(need: int, cpu: bool, gpus: str = "") -> list[str]:
 
 
 class System:
-    """`ranks` of each of the trainer's `replicas`, `count` servers of `workers` GPUs each. To be used as a context."""
+    """System of `ranks` for each of the trainer's `replicas`, and `count` servers of `workers` GPUs each; a context manager."""
 
     def __init__(
         self,
@@ -114,8 +117,11 @@ class System:
         replicas: int = 1,
         **options: Any,
     ) -> None:
-        """`more`: of the servers' arguments; `eager`: without CUDA graphs, as on a CPU; `gpus`: the ranks', then the servers', as
-        `0,1,1` where two servers share one; `options`: the daemon's."""
+        """Configure the system; entering the context starts it.
+
+        `more`: further arguments of servers. `eager`: without CUDA graphs, as on a CPU. `gpus`: those of ranks, then of servers,
+        for example `0,1,1` if two servers share one. `options`: those of the daemon.
+        """
         self.job, self.ranks, self.replicas, self._began, self._step, self._jobs = job, ranks, replicas, time.monotonic(), 0, 0
         eager, ranks = eager or cpu, ranks * replicas
         own = devices(ranks + workers * count, cpu, gpus)
@@ -132,7 +138,7 @@ class System:
             VllmServer(self.folder, arguments, self._environment(i, cpu), dtype="bfloat16", eager=eager, timeout=PATIENCE)
             for i in range(count)
         ]
-        self.began, self.published_seconds = 0.0, 0.0  # of the last publish: when, in seconds since 1970, and how long
+        self.began, self.published_seconds = 0.0, 0.0  # of the last publish: begin, in seconds since 1970, and duration
         self.checked = 0  # direct transfers that a benchmark has counted
         self.trainer: TrainerJob
 
@@ -206,15 +212,19 @@ class System:
         return found[-1].read_text(errors="replace") if found else ""
 
     def publish(self, seed: int | None = None, direct: bool = True) -> int:
-        """The number of the version, whose weights are those of `seed`; those of the step by default."""
+        """Publish weights made from `seed`, by default the step, and return the version's number."""
         said = self.trainer.ask(timeout=PATIENCE, **self._request(seed, direct))
         self.began, self.published_seconds = float(said["began"]), float(said["publish_s"])
         self.say(f"version {said['version']} published in {self.published_seconds:.2f} s")
         return int(said["version"])
 
     def happened(self, version: int) -> dict[str, float]:
-        """Seconds from the beginning of its publish, the last one, until the daemon said that; until the last server's word of
-        several. It waits until the version is served, and the store's copy proven the same."""
+        """Return the seconds from the begin of the last publish to each event in the daemon's log.
+
+        Of an event of several servers, the last one counts.
+
+        Waits until the version is served and the store's copy is verified to be the same.
+        """
         wait_serving(self.daemon, version, PATIENCE)
         wait_until(lambda: all(server.version == version and not server.ahead for server in servers(self.daemon)), "it is proven")
         times: dict[str, float] = {}
@@ -231,12 +241,12 @@ class System:
         return times
 
     def serve_ahead(self, ahead: bool) -> None:
-        """Whether servers take versions that are not READY."""
+        """Set whether servers install versions before READY."""
         with Operator(self.daemon.endpoint) as operator:
             operator.set_fleet("policy", serve_ahead=ahead)
 
     def begin_publish(self, seed: int | None = None) -> int:
-        """The number of the request; `trainer.requests.reply` waits for it."""
+        """Request a publish, and return the request's number, for which `trainer.requests.reply` waits."""
         return self.trainer.requests.send(**self._request(seed, True))
 
     def _request(self, seed: int | None, direct: bool) -> dict[str, Any]:
@@ -248,7 +258,7 @@ class System:
         return max(server.version for server in servers(self.daemon))
 
     def fingerprints(self) -> list[dict[str, int]]:
-        """Of every tensor that each worker reads when it runs."""
+        """Return the fingerprints of all tensors that each worker reads when it runs."""
         found = []
         for server in self.servers:
             said = server.request("POST", "/collective_rpc", {"method": "resharder_fingerprint"}).json()["results"]
@@ -258,16 +268,16 @@ class System:
         return found
 
     def events(self, *names: str) -> list[dict[str, Any]]:
-        """Of these names, all by default, in the daemon's log."""
+        """Return the events of these names, by default all, in the daemon's log."""
         lines = [json.loads(line) for line in self.daemon.log.read_text().splitlines() if line.startswith("{")]
         return [line for line in lines if not names or line["event"] in names]
 
     def sent(self, version: int) -> bool:
-        """Whether it went over the direct path."""
+        """Return whether a version was sent over the direct path."""
         return any(line["version"] == version for line in self.events("direct_transfer"))
 
     def kill_engine(self, i: int) -> None:
-        """SIGKILL to all of a server but the process that answers requests."""
+        """Send SIGKILL to all processes of a server except the one that answers requests."""
         process = self.servers[i].process
         assert process is not None
         children = psutil.Process(process.pid).children(recursive=True)
@@ -279,7 +289,7 @@ class System:
 
 @contextlib.contextmanager
 def frozen(pid: int) -> Iterator[None]:
-    """Lets it go on, whatever happens."""
+    """Stop a process within the context, and continue it at the end in any case."""
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""One of the Megatron ranks of `benchmarks.direct_system`: a model of a real shape on its GPU, told what to publish.
+"""One of the Megatron ranks of `benchmarks.direct_system`: a model of a real shape on its GPU, which publishes on request.
 
-Weights are a hash of each element's tensor, place and step, small enough for a model to run with. `fault`: what rank 0
-does in the middle of its next transfer: "stop" (SIGSTOP), "die" (SIGKILL), or sleep so many seconds.
+Weights are a hash of each element's tensor, position and step, small enough for a model to run with. `fault`: action of rank 0 in
+the middle of its next transfer: "stop" (SIGSTOP), "die" (SIGKILL), or a number of seconds to sleep.
 """
 # ruff: noqa: E402, I001 - megatron-core on a CPU needs something to be imported first
 
@@ -42,7 +42,7 @@ def values(piece: Piece, shape: tuple[int, ...], step: int, device: torch.device
 
 
 def run(self: Transfer, *arguments: Any) -> Seconds:
-    """With the fault, once something was sent."""
+    """Run a transfer, with the fault once data was sent."""
     global _fault
     what, _fault = _fault, ""
     if not what:

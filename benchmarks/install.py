@@ -1,7 +1,8 @@
-"""A new version of a Qwen3-0.6B-shaped model into a running vLLM server on the same host.
+"""Install of a new version of a Qwen3-0.6B-shaped model into a running vLLM server on the same host.
 
-The server runs in raw mode (linear layers keep their parameters, as on a GPU), so the box path is what is measured. Against a
-memcpy of the worker's bytes, and against what people do today: write safetensors to disk, then `reload_weights`, or a restart.
+The server runs in raw mode (linear layers keep their parameters, as on a GPU), so the box path is measured. It is
+compared with a memcpy of the worker's bytes, and with the common practice: write safetensors to disk, then `reload_weights` or a
+restart.
 """
 
 import json
@@ -69,7 +70,7 @@ def _measure(daemon: Daemon, weights: dict[str, torch.Tensor], folder: Path, rou
                     np.copyto(target, source)
                 memcpy = time.perf_counter() - start
                 values = (memcpy, served, worker.stage_seconds, worker.apply_seconds, found.install.pause_seconds)
-                if step > 1:  # the first install goes through load_weights and finds out which tensors are boxes
+                if step > 1:  # the first install uses load_weights, and records which tensors are boxes
                     for name, value in zip(times, values, strict=True):
                         times[name].append(value)
     written, restarted, reloaded = _others(weights, folder, rounds)
@@ -84,8 +85,10 @@ def _measure(daemon: Daemon, weights: dict[str, torch.Tensor], folder: Path, rou
 
 
 def _others(weights: dict[str, torch.Tensor], folder: Path, rounds: int) -> tuple[float, float, float]:
-    """Seconds to write the checkpoint, to start vLLM on it, and of vLLM's own reload from it. `resharder` is no load format that
-    vLLM can reload from disk, so this server has vLLM's own."""
+    """Return the seconds to write the checkpoint, to start vLLM on it, and of vLLM's own reload from it.
+
+    This server uses vLLM's own load format, because vLLM cannot reload the format `resharder` from disk.
+    """
     written = median(_write(weights, folder) for _ in range(rounds))
     environment = {"PYTHONPATH": str(RAW_MODE), "VLLM_PLUGINS": "raw_mode", "VLLM_SERVER_DEV_MODE": "1"}
     with VllmServer(folder, SHORT, environment, dtype="bfloat16", timeout=400) as server:

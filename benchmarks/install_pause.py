@@ -1,9 +1,10 @@
-"""Where the pause of an install goes beyond its transfer: Megatron ranks, a daemon and a vLLM server on a CPU, over gloo, with a
-model so small that a transfer takes next to nothing. `python -m benchmarks.install_pause [--rounds N] [--each N]`; `--gpu`: with
-the shape of Qwen3-8B, over NCCL, a GPU for each rank and each worker.
+"""Parts of an install's pause beside its transfer: `python -m benchmarks.install_pause [--rounds N] [--each N]`.
 
-An answer is streamed all the time. For each install the phases are those of its trace (docs/tracing.md) with what lies between
-them. Shown are medians over all installs, direct and staged, and lower quartiles, which other work on the machine touches less.
+Megatron ranks, a daemon and a vLLM server run on a CPU, over gloo, with a model so small that a transfer takes almost no time.
+`--gpu`: with the shape of Qwen3-8B, over NCCL, on a GPU for each rank and each worker.
+
+An answer is streamed throughout. The phases of an install are those of its trace (docs/tracing.md), with the gaps between them.
+It prints medians over all installs, direct and staged, and lower quartiles, on which other load of the machine has less effect.
 """
 
 import argparse
@@ -40,7 +41,7 @@ PHASES = {
 
 
 def phases(spans: Sequence[Span], tokens: Sequence[float]) -> dict[str, float]:
-    """Of one install, in milliseconds. `tokens`: when they came, in seconds since 1970."""
+    """Return the phases of one install in milliseconds. `tokens`: times of tokens, in seconds since 1970."""
     by_name: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         by_name[span.name].append(span)
@@ -92,7 +93,7 @@ def run(rounds: int, each: int, gpu: bool) -> None:
                 for direct, those in found.items():
                     seen = measure(system, collector, client, direct)
                     system.say(", ".join(f"{name} {ms:.1f}" for name, ms in seen.items()))
-                    if round_:  # the first one of each meets and compiles
+                    if round_:  # the first one of each path connects and compiles
                         those.append(seen)
             client.end()
     table = Table("phase", "direct, ms", "staged, ms", "what")

@@ -1,14 +1,14 @@
-"""One daemon under the load of many: `python -m benchmarks.load [--minutes N] [--every SECONDS] [--ranks N] [--servers N] …`.
+"""One daemon under load: `python -m benchmarks.load [--minutes N] [--every SECONDS] [--ranks N] [--servers N] …`.
 
-Ranks of one job publish a small model over gRPC, all of them at once, a version every so many seconds; servers follow, as the
-wire sees them (tests/support/simulated_server.py).
-Meanwhile one process asks what ranks, operators and status pages ask all day, and
-takes the time of each call from its start to its answer. Once a minute: the slowest of these calls, how many versions were
-published, and what memory the daemon has of its own (versions are files, and not in it).
+Ranks of one job publish a small model over gRPC, all at the same time, a version every few seconds. Simulated servers
+(tests/support/simulated_server.py) follow. Meanwhile one process makes the usual calls of ranks, operators and status pages, and
+measures each from its start to its answer. Once a minute it prints the slowest of these calls, the number of published versions,
+and the daemon's anonymous memory, which does not include versions.
 
-The daemon has one core for itself, everything else the others; ranks and servers give way there to the process that measures, so
-that what it waits for is the daemon. `--every 0` is the opposite, a machine with too much to do: each version as soon as the last
-one is READY, and no core is anybody's. They all are one caller to the daemon, so its bound on calls a second is off.
+The daemon has a core of its own. Everything else shares the others, where ranks and servers have a lower priority than the
+measuring process, so that it waits for the daemon only. `--every 0` is the opposite, an overloaded machine: each version begins
+when the previous one is READY, and no core is reserved. All clients are one caller to the daemon, so its bound on the rate of
+calls is off.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from tests.support.daemon import Daemon
 MODEL = "policy"
 CONFIG = {"model_type": "none", "architectures": ["NoneForCausalLM"]}
 ELEMENTS = 1 << 17  # of BF16, of each rank: 256 KiB
-LIMIT = 0.05  # seconds, that 99 of 100 control calls may take
+LIMIT = 0.05  # seconds; bound on the 99th percentile of control calls
 _PAUSE = 0.02  # seconds from the end of a control call to the next
 _NICE = 10  # of ranks and servers, where they share cores with the process that measures
 _context = multiprocessing.get_context("spawn")
@@ -48,7 +48,7 @@ Timed = tuple[str, float]  # call, seconds
 
 @dataclass(frozen=True)
 class Minute:
-    """`calls`: how long each control call took, by its name."""
+    """Measurements of one minute. `calls`: seconds of each control call, by its name."""
 
     minute: float
     versions: int
@@ -61,7 +61,7 @@ class Minute:
         return [seconds for calls in self.calls.values() for seconds in calls]
 
 
-# In processes of their own
+# Run in processes of their own
 
 
 def publish(endpoint: str, job: str, ranks: list[int], world_size: int, every: float, ended: Event) -> None:
@@ -109,7 +109,7 @@ def follow(endpoint: str, names: list[str], ended: Event) -> None:
 
 
 def ask(endpoint: str, timed: "Queue[Timed]", ended: Event) -> None:
-    """A call every `_PAUSE` seconds, whether the one before was answered or not: one that is slow hides none that would be."""
+    """Make a call every `_PAUSE` seconds, answered or not, so that a slow call does not hide others."""
     with _channel(endpoint) as channel:
         operator = operator_pb2_grpc.OperatorServiceStub(channel)
         publishers = publisher_pb2_grpc.PublisherServiceStub(channel)
@@ -157,7 +157,7 @@ def running(processes: list[multiprocessing.context.SpawnProcess], ended: Event)
 
 @contextmanager
 def on_a_core(alone: bool) -> Iterator[Daemon]:
-    """A daemon; `alone`: on the first core that there is, and whatever starts from here on without it."""
+    """Run a daemon; with `alone`, on the first core, which later processes of this one do not use."""
     cores = sorted(os.sched_getaffinity(0))
     if alone and len(cores) < 2:
         raise SystemExit("expected two cores, one of them for the daemon: take --every 0 on one")
@@ -190,7 +190,7 @@ def measure(minutes: float, every: float, ranks: int, servers: int, processes: i
 
 
 def _wait(there: Callable[[], bool]) -> None:
-    """What is there before the measuring begins is not in the figures."""
+    """Wait for the initial state, which the figures do not include."""
     while not there():
         time.sleep(0.2)
 
@@ -209,9 +209,9 @@ def _minutes(daemon: Daemon, timed: "Queue[Timed]", minutes: float) -> Iterator[
 
 
 def _look(daemon: Daemon) -> tuple[int, int]:
-    """The newest READY version's number, and how many servers serve something."""
+    """Return the newest READY version's number, and the number of servers that serve a version."""
     stub = operator_pb2_grpc.OperatorServiceStub(daemon.channel)
-    with suppress(grpc.RpcError):  # before the first publisher there is no model
+    with suppress(grpc.RpcError):  # there is no model before the first publisher
         listed = stub.ListVersions(operator_pb2.ListVersionsRequest(model=MODEL)).versions
         ready = [version.number for version in listed if version.state == resources_pb2.Version.READY]
         return max(ready, default=0), sum(server.version > 0 for server in _servers(daemon))

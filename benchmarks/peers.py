@@ -1,4 +1,4 @@
-"""What publishing is compared with: the same bytes over plain TCP sockets, and a plain copy in memory."""
+"""Peers of publishing: the same bytes over plain TCP sockets, and a plain copy in memory."""
 
 import socket
 import sys
@@ -13,7 +13,7 @@ Array = npt.NDArray[Any]
 
 
 class TcpSender:
-    """One rank's connection to `receive`; `send` returns when the receiver has everything."""
+    """Connection of one rank to `receive`. `send` returns once the receiver has all bytes."""
 
     def __init__(self, port: int, size: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port))
@@ -31,7 +31,7 @@ def copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:
 
 
 def receive(ranks: int) -> None:
-    """A process that takes the bytes of every rank, over and over, into memory that is already warm. Prints its port."""
+    """Receive the bytes of every rank repeatedly into the same memory, in a process of its own. Prints the port."""
     server = socket.create_server(("127.0.0.1", 0))
     print(server.getsockname()[1], flush=True)
     threads = [threading.Thread(target=_receive_from, args=(server.accept()[0],)) for _ in range(ranks)]

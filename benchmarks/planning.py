@@ -1,8 +1,8 @@
-"""Planning trainer ranks to vLLM workers at real sizes, on one core: `python -m benchmarks.planning [--grow] [--json FILE]`.
+"""Planning from trainer ranks to vLLM workers at real sizes, on one core: `python -m benchmarks.planning [--grow] [--json FILE]`.
 
-The trainer's layouts are Megatron's own (every distinct rank built on the meta device). Of a server some workers are recorded
-from vLLM's own model; the others have the same dense tensors and other experts, which is checked on workers recorded besides.
-Timed: from pieces in arrays, as a daemon keeps them, to a plan of every copy.
+The trainer's layouts are Megatron's own (every distinct rank built on the meta device). Some workers of a server are
+recorded from vLLM's own model; the others have the same dense tensors and other experts, which further recorded workers confirm.
+The measured time is from pieces in arrays, as a daemon has them, to a plan of all copies.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def sources(work: Work, trainer: Parallel) -> Pieces[int]:
 
 
 def targets(work: Work, specs: dict[str, TensorSpec], workers: int) -> Pieces[int]:
-    """Data parallel attention, experts over all workers: what large MoE models are served with."""
+    """Return workers with data parallel attention and experts over all workers, the usual layout of large MoE models."""
     server = ServerSizes(dp=workers, ep=True)
     experts = 1 + max(int(found[2]) for name in specs if (found := EXPERT.match(name)))
     least, more = divmod(experts, workers)  # the first `more` workers have one more
@@ -104,7 +104,7 @@ def _recorded(work: Work, specs: dict[str, TensorSpec], server: ServerSizes, wor
 
 
 def _moved(pieces: tuple[Piece, ...], experts: int) -> tuple[Piece, ...]:
-    """The same pieces of experts that come so many later."""
+    """Return the same pieces for experts whose numbers are greater by `experts`."""
     return tuple(_of_expert(piece, experts) for piece in pieces)
 
 
@@ -118,7 +118,7 @@ def _layout(specs: dict[str, TensorSpec], pieces: tuple[Piece, ...]) -> Layout:
 
 
 def timed(have: Pieces[int], want: Pieces[int], rounds: int) -> tuple[float, Plan[int, int], float]:
-    """(median seconds, the plan, GiB at the peak beyond what the pieces take)."""
+    """Return the median seconds, the plan, and the peak memory beyond the pieces in GiB."""
     seconds = []
     for _ in range(rounds):
         started = time.perf_counter()
@@ -132,7 +132,7 @@ def timed(have: Pieces[int], want: Pieces[int], rounds: int) -> tuple[float, Pla
 
 
 def growing(work: Work, rounds: int) -> Iterator[tuple[int, int, float, int]]:
-    """(ranks, workers, seconds, copies) of one model, ranks added as data parallel replicas and workers in step."""
+    """Yield (ranks, workers, seconds, copies) of one model with a growing number of data parallel replicas and workers."""
     least = work.trainer.pp * max(work.trainer.tp, work.trainer.ep)
     specs = _specs(work, sources(work, work.trainer))
     for ranks in [least * 2**i for i in range(4)]:
@@ -143,7 +143,7 @@ def growing(work: Work, rounds: int) -> Iterator[tuple[int, int, float, int]]:
 
 
 def _specs(work: Work, have: Pieces[int]) -> dict[str, TensorSpec]:
-    """As trained: buffers in float32 stay so."""
+    """Return the tensors with the dtypes of training, in which some buffers are float32."""
     held = {spec.name: spec for spec in have.specs}
     return {name: held[name] for name in expected_shapes(work.config)}
 
@@ -164,7 +164,7 @@ def main() -> None:
         have = sources(work, work.trainer)
         want = targets(work, _specs(work, have), work.workers)
         seconds, found, peak = timed(have, want, arguments.rounds)
-        sent = found.sent.reshape(work.trainer.pp, -1)  # a stage's ranks alone hold its layers
+        sent = found.sent.reshape(work.trainer.pp, -1)  # only a stage's ranks have its layers
         uneven = (sent.max() / sent.mean(), sent.mean(axis=1).max() / sent.mean(), found.received.max() / found.received.mean())
         even = [f"{ratio:.3f}" for ratio in uneven]
         sizes = (work.trainer.world, work.workers, len(have) + len(want), len(found))

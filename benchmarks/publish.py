@@ -1,8 +1,8 @@
 """Publishing a Qwen3-0.6B-shaped model (1.2 GB in bf16) from two real Megatron ranks to READY, all checks included.
 
-Over gRPC against the same bytes over plain TCP sockets to one process; over shared memory against a plain copy in both ranks. A
-way and its peers take turns in one run, the first rounds left out (the pool is warm from the third version on). One way comes
-after the other, so that the versions of one daemon alone are in memory.
+gRPC is compared with the same bytes over plain TCP sockets to one process, shared memory with a plain copy in both ranks. A
+transport and its peers alternate in one run, without the first rounds (the pool is warm from the third version on). The
+transports are measured one after the other, so that memory has the versions of one daemon only.
 """
 
 import json
@@ -38,7 +38,7 @@ def _measure(work: str, peer: str, options: dict[str, object], rounds: int) -> R
 
 
 def _seconds(endpoint: str, rounds: int) -> dict[str, float]:
-    """Medians of `publish` and of each peer."""
+    """Return the medians of `publish` and of each peer, in seconds."""
     with subprocess.Popen([sys.executable, "-m", "benchmarks.peers", str(RANKS)], stdout=subprocess.PIPE, text=True) as receiver:
         try:
             port = int(receiver.stdout.readline() if receiver.stdout else 0)

@@ -1,4 +1,4 @@
-"""One of the trainer's ranks in `benchmarks.publish`, under torchrun: publishes, sends and copies the same bytes in turn.
+"""Rank of the trainer in `benchmarks.publish`, under torchrun: publishes, sends and copies the same bytes alternately.
 
 Rank 0 prints `{way: [seconds of the slowest rank, …]}` as its last line.
 """

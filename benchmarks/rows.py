@@ -1,4 +1,4 @@
-"""What a benchmark says: one row per work."""
+"""Results of benchmarks, one row for each workload."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Row:
-    """Medians of one run. `peer`: what others take for the same; `limit`: what the machine allows; None: not measured."""
+    """Medians of one run. `peer`: the same work by other means; `limit`: the bound of the machine; None: not measured."""
 
     work: str
     ours: float
@@ -30,7 +30,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def read(path: Path) -> dict[str, Row]:
-    """By work; none where there is no file."""
+    """Return the rows of a file by workload; empty if there is no file."""
     return {row["work"]: Row(**row) for row in json.loads(path.read_text())} if path.exists() else {}
 
 
@@ -39,5 +39,5 @@ def write(rows: Sequence[Row], path: Path) -> None:
 
 
 def add(rows: Sequence[Row], path: Path) -> None:
-    """To those of the same run that are there, in place of those of the same works."""
+    """Add rows to a file, in place of those of the same workloads."""
     write([*(read(path) | {row.work: row for row in rows}).values()], path)

@@ -1,4 +1,4 @@
-"""Real shapes, from the models' own config.json."""
+"""Shapes of published models, from their `config.json`."""
 
 from typing import Any
 

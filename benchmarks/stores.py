@@ -1,7 +1,7 @@
-"""Where a benchmark's daemon keeps its versions: a tmpfs with huge pages where this process may mount one, else /dev/shm.
+"""Store of a benchmark's daemon: a tmpfs with huge pages if this process may mount one, otherwise /dev/shm.
 
-Huge pages are what an operator of a fast store sets (`mount -t tmpfs -o huge=always`): mapping a version costs hundreds of page
-faults then, not hundreds of thousands. It is as large as /dev/shm.
+Operators of fast stores use huge pages (`mount -t tmpfs -o huge=always`), because a version then takes hundreds of page faults
+rather than hundreds of thousands. The tmpfs is as large as /dev/shm.
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 
 @contextmanager
 def fast_store() -> Iterator[tuple[Path, str]]:
-    """(folder, what it is)."""
+    """Yield a folder for the store and its description."""
     folder, shared = Path(tempfile.mkdtemp(prefix="resharder-benchmark-")), os.statvfs("/dev/shm")
     options = f"huge=always,size={shared.f_blocks * shared.f_frsize}"
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], capture_output=True).returncode == 0

@@ -1,7 +1,7 @@
-"""Uploads over TLS against uploads without: `python -m benchmarks.tls [--rounds N] [--mib N] [--json FILE]`.
+"""Uploads with and without TLS: `python -m benchmarks.tls [--rounds N] [--mib N] [--json FILE]`.
 
-One rank publishes over gRPC to two daemons in turn, one with client certificates and one without, in one run: from the first byte
-to READY, every chunk and digest checked. The first round of each is left out: the pool is warm from then on.
+One rank publishes over gRPC to two daemons in turn, one with client certificates and one without, in one run. The time is from
+the first byte to READY, with every chunk and digest checked. The first round of each is left out, because its pool is cold.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The direct path's peer: vLLM's own packed NCCL transfer (0.26 and later), one trainer GPU to a server of one or two.
 
 `python -m benchmarks.vllm_nccl NAME WORKERS FILE` writes the seconds of each update to FILE: start, the
-transfer and `load_weights`, finish. vLLM makes no proof of what arrived.
+transfer and `load_weights`, finish. vLLM does not verify the received data.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ ROUNDS, WARM_UP = 5, 1
 
 
 def devices() -> list[str]:
-    """GPUs that may be used."""
+    """Return the GPUs that may be used."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
 
 
 def measure(name: str, workers: int = 2, seconds: float = 300.0) -> float | None:
-    """The median of the rounds after the first; None, with the reason, where it cannot be measured here."""
+    """Return the median seconds of the rounds after the first; print the reason and return None if it cannot be measured here."""
     if len(devices()) <= workers:
         print(f"{name}: vLLM's own transfer to {workers} needs {workers + 1} GPUs, {len(devices())} are here", flush=True)
         return None
@@ -48,7 +48,7 @@ def measure(name: str, workers: int = 2, seconds: float = 300.0) -> float | None
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # As it is without Resharder beside it, and without a network.
+                # Without Resharder's plugin, and without a network.
                 env=os.environ | CPU_ENVIRONMENT | {"VLLM_PLUGINS": "none", "CUDA_VISIBLE_DEVICES": ",".join(devices())},
             )
             deadline = time.monotonic() + seconds
@@ -64,7 +64,7 @@ def measure(name: str, workers: int = 2, seconds: float = 300.0) -> float | None
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
-    """With all that it started, until their memory is free again."""
+    """End a process and its children, and wait until their memory is free."""
     all_ = [process, *psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else [process]
     for each in all_:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -74,7 +74,7 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def trainer(name: str, workers: int, port: int) -> None:
-    """Holds every tensor whole on one GPU; sends them all for each line of its input."""
+    """Hold all tensors, whole, on one GPU, and send them for each line of standard input."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine as Engine
 
     weights = [
@@ -142,7 +142,7 @@ def server(name: str, workers: int, answer: Path) -> None:
         say(f"{sum(2 * math.prod(shape) for shape in known.values()) / 1e9:.2f} GB in {took[-1]:.3f} s")
     part = answer.with_suffix(".part")
     part.write_text(json.dumps(took))
-    part.rename(answer)  # whoever waits for it ends this process, and those that it started
+    part.rename(answer)  # the reader of this file ends this process and its children
 
 
 if __name__ == "__main__":

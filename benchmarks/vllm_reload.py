@@ -12,7 +12,7 @@ from tests.support.vllm_server import VllmServer
 
 
 def keep_newest(system: System) -> Path:
-    """What the daemon has of the newest version, in a folder that outlives it, with the rest of the model's."""
+    """Link the newest version's files and the model's other files into a folder that outlives the daemon, and return it."""
     (newest,) = system.daemon.store.glob(f"models/*/versions/{system.newest:08}")
     folder = system.daemon.store.with_name("reload")
     shutil.copytree(newest, folder, copy_function=_link)
@@ -23,14 +23,14 @@ def keep_newest(system: System) -> Path:
 
 
 def _link(source: str, target: str) -> None:
-    """The same pages: two copies of a large model may not fit."""
+    """Link rather than copy: two copies of a large model may not fit."""
     Path(target).hardlink_to(source)
 
 
 def measure(folder: Path, devices: list[str], rounds: int) -> float:
-    """The median of the rounds after the first, in seconds; the folder is gone then.
+    """Return the median seconds of the rounds after the first, and remove the folder.
 
-    Raises RuntimeError where the server refuses.
+    Raises RuntimeError if the server refuses.
     """
     try:
         return _measured(folder, devices, rounds)
@@ -58,7 +58,7 @@ def _measured(folder: Path, devices: list[str], rounds: int) -> float:
 
 
 def limit_seconds(size: int) -> float:
-    """For so many bytes, from pinned memory to the GPU."""
+    """Return the seconds of a copy of `size` bytes from pinned memory to the GPU."""
     here, there = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True), torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     times = []
     for _ in range(6):

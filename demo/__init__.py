@@ -1,1 +1,1 @@
-"""The main job from end to end: `make demo`."""
+"""Demonstration of the whole path from a trainer to vLLM: `make demo`."""

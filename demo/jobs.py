@@ -1,6 +1,6 @@
-"""Talking to a torchrun job: requests and replies as files in a folder.
+"""Requests to a torchrun job and its replies, as files in a folder.
 
-Whoever starts the job writes requests; rank 0 picks each up and shares it with the other ranks, every rank does it, rank 0
+The starter of the job writes requests. Rank 0 reads each one and shares it with the other ranks, all ranks execute it, and rank 0
 replies.
 """
 
@@ -13,11 +13,11 @@ Request = dict[str, Any]
 
 
 class JobFailed(RuntimeError):
-    """The job ended, or answered with an error."""
+    """Job that has ended, or that replied with an error."""
 
 
 class Requests:
-    """The starter's side. `alive` says whether the job still runs."""
+    """Starter's side of a job. `alive` returns whether the job is running."""
 
     def __init__(self, folder: Path, alive: Any) -> None:
         self._folder, self._alive, self._count = folder, alive, 0
@@ -45,7 +45,7 @@ class Requests:
 
 
 def next_request(folder: Path, number: int) -> Request:
-    """Rank 0's side: waits for the request with this number."""
+    """Return the request with this number, after waiting for it; rank 0's side."""
     path = folder / f"{number:04}.request.json"
     while not path.exists():
         time.sleep(0.005)
@@ -58,7 +58,7 @@ def answer(folder: Path, number: int, reply: Request) -> None:
 
 
 def _write(path: Path, content: Request) -> None:
-    """In one step: a reader never sees half of it."""
+    """Write a file atomically, so that a reader never reads a part of it."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(content))
     part.rename(path)

@@ -1,9 +1,9 @@
 """From Megatron to a running vLLM, end to end, on one CPU box: `make demo`.
 
 For a dense and a mixture-of-experts Qwen3: a daemon, four real Megatron ranks, and a vLLM server that boots from the daemon with
-no checkpoint on any disk. Three versions are published while a client streams tokens. Each is proven: what is stored has the
-digests that were published, what is installed has the digests of what is stored, and the answers are those of Megatron's own
-forward. At the end a fresh server that loads the exported folder has to answer exactly alike.
+no checkpoint on any disk. Three versions are published while a client streams tokens. Each is verified: the stored version
+has the published digests, the installed tensors have the stored digests, and the answers equal those of Megatron's own forward.
+At the end, a new server that loads the exported folder has to give exactly the same answers.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def publish_and_prove(
 
 
 def judge(trainer: TrainerJob, published: dict[str, Any], install: Proven, before: Answer, after: Answer) -> VersionResult:
-    """Compares the server's answer with Megatron's forward over the same tokens."""
+    """Compare the server's answer with Megatron's forward over the same tokens."""
     scores = trainer.ask(do="score", tokens=[*PROMPT, *after.token_ids])
     first = len(PROMPT) - 1
     return VersionResult(

@@ -1,4 +1,4 @@
-"""Looks at the daemon and at exported folders with nobody's word taken for it."""
+"""Independent checks of the daemon and of exported folders."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ from tests.support.daemon import Daemon
 
 @dataclass(frozen=True)
 class Proven:
-    """An install that every worker confirmed."""
+    """Install that every worker has confirmed."""
 
     size_bytes: int
     stage_seconds: float
@@ -27,7 +27,7 @@ class Proven:
 
 
 def installed(daemon: Daemon, version: int, timeout: float = 60) -> Proven:
-    """Waits until the only server serves `version`. Raises TimeoutError with the server's own reason."""
+    """Wait until the only server serves `version`. Raises TimeoutError with the server's reason."""
     operators = operator_pb2_grpc.OperatorServiceStub(daemon.channel)
     end = time.monotonic() + timeout
     while True:
@@ -54,7 +54,7 @@ def export(daemon: Daemon, version: int, folder: Path) -> None:
 
 
 def digests_equal(daemon: Daemon, version: int, folder: Path) -> bool:
-    """The exported folder holds exactly the version's tensors, each with the digest that its publisher's ranks gave."""
+    """Return whether the exported folder has exactly the version's tensors, each with the digest that the ranks published."""
     servers = server_pb2_grpc.ServerServiceStub(daemon.channel)
     manifest = servers.GetManifest(server_pb2.GetManifestRequest(version=f"models/policy/versions/{version}"))
     published = {tensor.spec.name: tensor.digest for tensor in manifest.tensors}
@@ -64,6 +64,6 @@ def digests_equal(daemon: Daemon, version: int, folder: Path) -> bool:
 
 
 def resharder(*arguments: str | Path, endpoint: str) -> None:
-    """Runs the operator's command. Raises CalledProcessError."""
+    """Run the `resharder` command. Raises CalledProcessError."""
     command = [Path(sys.executable).with_name("resharder"), *map(str, arguments), "--json"]
     subprocess.run(command, env=os.environ | {"RESHARDER_ENDPOINT": endpoint}, check=True, stdout=subprocess.DEVNULL)

@@ -1,10 +1,10 @@
-"""What the demo found, and whether it proves what it should."""
+"""Results of the demo, and whether they meet its claims."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-LOGPROB_TOLERANCE = 1e-4  # fp32; Megatron and vLLM add up in another order
+LOGPROB_TOLERANCE = 1e-4  # fp32; Megatron and vLLM sum in different orders
 
 
 @dataclass
@@ -13,8 +13,8 @@ class VersionResult:
     bytes: int
     publish_s: float  # from publish() to READY, the slowest rank
     stage_s: float
-    apply_s: float  # copies and proof, in the worker
-    pause_s: float  # as the control side saw it
+    apply_s: float  # copies and verification, in the worker
+    pause_s: float  # as the control side measured it
     digests_equal: bool
     tokens_equal: bool  # the server's greedy tokens are Megatron's, and the header names this version
     logprob_diff_megatron: float

@@ -1,4 +1,4 @@
-"""A client that keeps one long answer after another flowing."""
+"""Client that streams one long answer after another."""
 
 import threading
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from tests.support.vllm_server import VllmServer
 
 
 class Stream(threading.Thread):
-    """Streams inside a `with` block. `unbroken` is False, and `error` says why, when an answer ended in any way but its own."""
+    """Stream within a `with` block. If an answer ended early, `unbroken` is False and `error` has the reason."""
 
     def __init__(self, server: VllmServer, prompt: Sequence[int], length: int = 300) -> None:
         super().__init__(daemon=True)

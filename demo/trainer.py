@@ -1,4 +1,4 @@
-"""One rank of a Megatron trainer under torchrun: builds a model, publishes when told to, scores tokens with its own forward.
+"""One rank of a Megatron trainer under torchrun: builds a model, publishes on request, and scores tokens with its own forward.
 
 torchrun --nproc-per-node 4 -m demo.trainer ENDPOINT MODEL FOLDER '{"config": {…}, "tp": 2, "pp": 2, "connect": {…}}'
 """
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def publish(publisher: Any, chunks: Any, config: Any, step: int) -> dict[str, Any]:
-    """An "optimizer step" (new random weights), then the publish. The weights are spoilt at once: nobody may need them."""
+    """Make an "optimizer step" (new random weights), publish, then overwrite the weights, which publishing no longer needs."""
     fill_from_hf(chunks, config, random_weights(config, step))
     dist.barrier()
     start = time.perf_counter()
@@ -67,7 +67,7 @@ def publish(publisher: Any, chunks: Any, config: Any, step: int) -> dict[str, An
 
 
 def score(publisher: Any, chunks: Any, config: Any, tokens: list[int]) -> dict[str, Any]:
-    """Log-probabilities of `tokens` after the first by Megatron's own forward, and the token it finds likeliest at each place."""
+    """Return log-probabilities of `tokens` after the first by Megatron's own forward, and the likeliest tokens."""
     scores = logits(chunks, config, torch.tensor([tokens]))
     found = torch.zeros(2, len(tokens) - 1, dtype=torch.float64)
     if scores is not None:

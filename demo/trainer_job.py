@@ -1,4 +1,4 @@
-"""Four Megatron ranks under torchrun, told what to do: the starter's side of `demo.trainer`."""
+"""Four Megatron ranks under torchrun: the starter's side of `demo.trainer`."""
 
 import contextlib
 import json
@@ -15,8 +15,10 @@ from demo.jobs import JobFailed, Request, Requests
 
 
 class TrainerJob:
-    """`settings`: a HF `config`, options of `connect`, `tp`, `pp`, … as `build_model` takes them. Its output goes to
-    FOLDER/trainer.log."""
+    """Running trainer job, a context manager. Its output is in FOLDER/trainer.log.
+
+    `settings`: a HF `config`, options of `connect`, and `tp`, `pp`, … of `build_model`.
+    """
 
     def __init__(
         self, endpoint: str, model: str, folder: Path, settings: dict[str, Any], ranks: int = 4, module: str = "demo.trainer"
@@ -34,18 +36,18 @@ class TrainerJob:
         self.requests = Requests(folder, lambda: self.process.poll() is None)
 
     def ask(self, **request: Any) -> Request:
-        """Raises JobFailed with the end of the ranks' output."""
+        """Send a request and return its reply. Raises JobFailed with the end of the ranks' output."""
         try:
             return self.requests.ask(**request)
         except JobFailed as error:
             raise JobFailed(f"{error}\n{self._log_path.read_text(errors='replace')[-6000:]}") from None
 
     def tell(self, **request: Any) -> None:
-        """Does not wait."""
+        """Send a request without waiting for its reply."""
         self.requests.send(**request)
 
     def kill(self) -> None:
-        """SIGKILL to every rank at once."""
+        """Send SIGKILL to all ranks."""
         with contextlib.suppress(psutil.NoSuchProcess):
             started = psutil.Process(self.process.pid)
             for process in [*started.children(recursive=True), started]:

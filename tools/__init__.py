@@ -1,1 +1,1 @@
-"""What makes generated pages and pictures of docs/."""
+"""Developers' tools: generated pages and pictures of docs/, fuzzing, mutation tests, checks of prose."""

@@ -1,10 +1,10 @@
-"""Sends a daemon in this process requests that no client would send, of every method, among good ones.
+"""Send a daemon in this process invalid requests of every method, among valid ones.
 
-python -m tools.fuzz [--inputs N] [--seed TEXT]     # ends with 1 at the first thing that must not be, and says what it is
+python -m tools.fuzz [--inputs N] [--seed TEXT]     # exits with 1 at the first violation, and prints it
 
-A request is made from its message's descriptor or is a good one that was changed, with names in it that the daemon knows; frames
-of the data stream are damaged in each of the ways that they can be wrong. After every 500 the files of READY versions, the log,
-the status page and the metrics are looked at; then good ranks and servers go on with their work, which has to succeed.
+A request is generated from its message's descriptor, or is a valid one that was changed, and has names of existing resources.
+Frames of the data stream are damaged in each possible way. After every 500 requests, the files of READY versions, the log, the
+status page and the metrics are checked; then valid ranks and servers continue their work, which has to succeed.
 """
 
 import argparse
@@ -22,11 +22,11 @@ BATCH = 500
 WARM_UP = 40  # batches, after which memory may not grow by more than
 GROWTH = 256 << 20  # bytes
 _SAY = 15.0  # seconds
-_LONGEST = 300.0  # seconds, of a batch; then a call never ends, and it is said where it waits
+_LONGEST = 300.0  # seconds of a batch, after which the stacks of calls that do not end are printed
 
 
 def fuzz(inputs: int, seed: str) -> None:
-    """Raises AssertionError, the batch in its notes."""
+    """Run batches of requests. Raises AssertionError, with the batch in its notes."""
     with tempfile.TemporaryDirectory(prefix="resharder-fuzz-", dir="/dev/shm") as folder, fuzzed(Path(folder)) as world:
         began = said = time.monotonic()
         warm = 0

@@ -1,9 +1,9 @@
-"""`tools.fuzz`, led by coverage: atheris looks for bytes that reach what was not reached before.
+"""`tools.fuzz`, guided by coverage: atheris searches for bytes that reach new code.
 
 python -m tools.fuzz_guided [FOLDER] [-runs=N] [-max_total_time=SECONDS]    # libFuzzer's options; FOLDER keeps a corpus
 
-The bytes stand for the choices that make a request (tests/support/fuzzing.py), so most inputs are messages. One input is one call
-or four, in the state that those before it left.
+The bytes encode the choices that generate a request (tests/support/fuzzing.py), so most inputs are valid messages. One input is
+one to four calls, in the state that earlier inputs left.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import atheris
 
-_COMPILED = ["resharder.converters.storage.digest"]  # by numba, which takes its bytecode as it is
+_COMPILED = ["resharder.converters.storage.digest"]  # by numba, which needs the original bytecode
 with atheris.instrument_imports(include=["resharder.server", "resharder.converters"], exclude=_COMPILED):
     import resharder.server.main  # noqa: F401
 
@@ -22,7 +22,7 @@ from tests.support.fuzz_daemon import World, fuzzed  # noqa: E402
 from tests.support.fuzzing import Bytes  # noqa: E402
 
 CALLS = 4
-BATCH = 500  # inputs, after which everything is looked at
+BATCH = 500  # inputs between checks of the state
 _OPTIONS = ["-max_len=2048", "-len_control=0", "-timeout=300", "-rss_limit_mb=4096"]
 _FOLDER = "RESHARDER_FUZZ_FOLDER"
 
@@ -44,7 +44,7 @@ class Fuzzer:
 
 
 def run(folder: Path) -> None:
-    """libFuzzer ends the process."""
+    """Fuzz with a corpus in `folder`. Does not return: libFuzzer ends the process."""
     with fuzzed(folder) as world:
         atheris.Setup([sys.argv[0], *_OPTIONS, f"-artifact_prefix={tempfile.gettempdir()}/", *sys.argv[1:]], Fuzzer(world))
         atheris.Fuzz()

@@ -69,7 +69,7 @@ def page() -> str:
 
 
 def _collectors(registry: CollectorRegistry) -> list[Any]:
-    return list(registry._collector_to_names)  # the library has no public list
+    return list(registry._collector_to_names)  # prometheus_client has no public list
 
 
 def _table(rows: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Takes docs/images/status.png: the status page of a real daemon with simulated servers. Needs Debian's Chromium.
+"""Take docs/images/status.png: the status page of a real daemon with simulated servers. Needs Debian's Chromium.
 
 python -m tools.screenshot [--folder DIR]    # also narrow and dark, into DIR
 """

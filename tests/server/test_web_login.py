@@ -72,7 +72,7 @@ def test_without_a_token_that_the_daemon_knows_nothing_is_shown(page: "Chrome", 
 def test_a_token_that_may_not_look_is_told_so(page: "Chrome", daemon: SecureDaemon) -> None:
     type_password(page, daemon, OTHER)
     open_page(page, daemon)
-    assert "token:trainer@web may not look: expected a role of viewer, got publisher:policy" in text(page, "body")
+    assert "token:trainer@web may not read the status: expected a role of viewer, got publisher:policy" in text(page, "body")
 
 
 def test_a_page_whose_token_is_taken_away_shows_nothing_new(page: "Chrome", daemon: SecureDaemon) -> None:

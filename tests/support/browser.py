@@ -19,19 +19,19 @@ WIDE, NARROW = (1280, 900), (400, 850)
 
 
 def needs_browser() -> None:
-    """Skips where there is none."""
+    """Skip the test if Chromium is not installed."""
     if not (shutil.which("chromium") and shutil.which("chromedriver")):
         pytest.skip("needs Chromium: apt-get install chromium chromium-driver")
 
 
 @contextmanager
 def browser(folder: Path, *, any_authority: bool = False) -> "Iterator[Chrome]":
-    """With a profile of its own in `folder`. `any_authority`: pages may have a certificate of a test's own."""
+    """Run Chromium with its own profile in `folder`. `any_authority`: accept certificates of any authority."""
     from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 
     options = ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
-    # No sandbox: tests may run as root, in a container without user namespaces; what is shown is the daemon's own page.
+    # No sandbox: tests may run as root in a container without user namespaces, and only load the daemon's own page.
     for flag in (
         "headless=new",
         "no-sandbox",
@@ -62,7 +62,7 @@ def resize(page: "Chrome", size: tuple[int, int], *, dark: bool = False) -> None
 
 
 def text(page: "Chrome", selector: str) -> str:
-    """What a person reads there; empty where there is nothing yet."""
+    """Return the visible text of an element; empty if it has none yet."""
     return str(page.execute_script("return document.querySelector(arguments[0])?.innerText ?? ''", selector)).replace(
         "\u00a0", " "
     )

@@ -1,4 +1,4 @@
-"""Clients that keep asking servers, and whether each answer that they got is one version's.
+"""Clients that query servers continuously, and a judge of whether each answer is that of one version.
 
 with Client({"left": server, "right": other}) as client:   # one after the other, in turn
     judge = Judge(lambda version: Reference(config, weights_of(version)))
@@ -23,13 +23,13 @@ from tests.support.weights import Reference
 
 PROMPTS = ([5, 17, 42, 7, 300, 11], [800, 2, 9], [77] * 12)
 TOKENS = 8
-_PAUSE = 0.2  # seconds between two questions, so that servers have time for other things
+_PAUSE = 0.2  # seconds between two requests, which leave servers time for other work
 _NEAR = 1e-3
 
 
 @dataclass(frozen=True)
 class Asked:
-    """`versions`: as its header names them, in their order."""
+    """Answer of a server. `versions`: as its header lists them, in order."""
 
     server: str
     prompt: tuple[int, ...]
@@ -41,7 +41,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Turned:
-    """A question that was not answered; `status` 0: the connection broke, or there was none."""
+    """Failed request. `status` 0: the connection broke, or was refused."""
 
     server: str
     status: int
@@ -117,7 +117,7 @@ class Judge:
         return ""
 
     def _made(self, answer: Asked, version: str) -> list[bool]:
-        """Which of the tokens these weights would have given, after those before them."""
+        """Return, for each token, whether these weights generate it after the preceding ones."""
         text = (*answer.prompt, *answer.token_ids)
         if (version, text) not in self._said:
             self._said[version, text] = self._reference(int(version)).logprobs(text)

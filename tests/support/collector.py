@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector on the loopback: what OTLP brings over gRPC, kept in memory.
+"""An OpenTelemetry collector on the loopback that keeps spans received over OTLP/gRPC in memory.
 
 with Collector() as collector:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
@@ -20,7 +20,7 @@ from tests.support.observing import wait_until
 
 @dataclass(frozen=True)
 class Span:
-    """Times in nanoseconds; `links` are (trace id, span id)."""
+    """Received span. Times are in nanoseconds; `links` are pairs of trace id and span id."""
 
     service: str
     trace: str

@@ -1,4 +1,4 @@
-"""A real `resharderd` process on a free port, its store in a folder of its own in shared memory, or in `store`.
+"""A real `resharderd` process on a free port, with its store in a new folder in shared memory, or in `store`.
 
 with Daemon() as daemon:
     publishers = PublisherServiceStub(daemon.channel)
@@ -20,11 +20,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.ports import free_port
 
-LEASE_SECONDS = 60.0  # a busy machine may stop a test, and its clients with it, for many seconds
+LEASE_SECONDS = 60.0  # a loaded machine may suspend a test and its clients for many seconds
 
 
 class Daemon:
-    """`options` are the daemon's own, as environment: `keep_count=2` becomes RESHARDERD_KEEP_COUNT=2."""
+    """Daemon process. `options` become its environment: `keep_count=2` is RESHARDERD_KEEP_COUNT=2."""
 
     def __init__(self, *, port: int | None = None, umask: int = -1, store: Path | None = None, **options: object) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="resharder-test-", dir="/dev/shm"))
@@ -53,7 +53,7 @@ class Daemon:
         return self.process.pid
 
     def start(self, *, failpoint: str = "", timeout: float = 120) -> "Daemon":
-        """Returns when its health service says SERVING. With `failpoint` it dies hard when it gets there."""
+        """Start the process, and return once its health service reports SERVING. With `failpoint`, it exits at that point."""
         self.launch(failpoint=failpoint)
         deadline = time.monotonic() + timeout
         with self.connect([("grpc.use_local_subchannel_pool", 1)]) as channel:
@@ -70,7 +70,7 @@ class Daemon:
         raise TimeoutError(f"the daemon was not healthy in {timeout} s:\n{self.log.read_text()}")
 
     def launch(self, *, failpoint: str = "") -> subprocess.Popen[bytes]:
-        """Starts the process and waits for nothing."""
+        """Start the process without waiting."""
         options = {"listen": self.endpoint, "web_listen": "", "store": self.store, **self.options}
         environment = {f"RESHARDERD_{key.upper()}": str(value) for key, value in options.items()}
         if failpoint:
@@ -86,15 +86,15 @@ class Daemon:
         return self.process
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """End the process with SIGKILL."""
         self._end(signal.SIGKILL, 60)
 
     def stop(self, timeout: float = 120) -> int:
-        """SIGTERM; the exit status."""
+        """Send SIGTERM, and return the exit status."""
         return self._end(signal.SIGTERM, timeout)
 
     def wait(self, timeout: float = 120) -> int:
-        """Its exit status, once it ends by itself."""
+        """Wait until the process ends by itself, and return its exit status."""
         return self._end(None, timeout)
 
     def _end(self, sign: signal.Signals | None, timeout: float) -> int:

@@ -1,4 +1,4 @@
-"""A medium that fails one file operation: every operation below a folder goes through here, and one of them is refused."""
+"""A medium that fails one file operation: all operations below a folder are intercepted, and one of them is refused."""
 
 import errno
 import fcntl
@@ -42,7 +42,7 @@ class Faults:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What this thread does in it is not the daemon's."""
+        """Exempt the operations of this thread, which are not the daemon's."""
         self._own.paused = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""Members of a transfer's group that do something else first."""
+"""Members of a transfer's group that run an action first."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from resharder.client.direct.base import DirectGroup
 
 
 class Late:
-    """A group whose round `at`, counted from 1, begins with `act`."""
+    """Group whose round `at`, counted from 1, begins with a call of `act`."""
 
     def __init__(self, group: DirectGroup, at: int, act: Callable[[], object]) -> None:
         self.rank, self.size, self.check, self.abort, self.close = group.rank, group.size, group.check, group.abort, group.close

@@ -1,4 +1,4 @@
-"""What a daemon's `/metrics` says."""
+"""Samples of a daemon's `/metrics`."""
 
 import http.client
 from collections.abc import Callable

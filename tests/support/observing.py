@@ -1,4 +1,4 @@
-"""What an operator sees of a daemon under test, and waiting for it."""
+"""State of a daemon under test as an operator sees it, and waits for it."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def servers(daemon: Daemon) -> list[resources_pb2.Server]:
 
 
 def versions(daemon: Daemon) -> dict[int, str]:
-    """{number: state}."""
+    """Return the state of each version by number."""
     listed = operator_pb2_grpc.OperatorServiceStub(daemon.channel).ListVersions(operator_pb2.ListVersionsRequest()).versions
     return {version.number: resources_pb2.Version.State.Name(version.state) for version in listed}
 
@@ -31,7 +31,7 @@ def wait_until(holds: Callable[[], bool], what: str = "what the test waits for",
 
 
 def wait_serving(daemon: Daemon, version: int, timeout: float = 120) -> resources_pb2.Server:
-    """Until every live server serves `version`; one of them, as it was then."""
+    """Wait until every live server serves `version`, and return one of them."""
     live: list[resources_pb2.Server] = []
 
     def serving() -> bool:
@@ -46,7 +46,7 @@ def wait_serving(daemon: Daemon, version: int, timeout: float = 120) -> resource
 
 
 def export(daemon: Daemon, version: str, folder: Path) -> None:
-    """A version, by its resource name, as a folder."""
+    """Export a version, by its resource name, as a folder."""
     with Operator(daemon.endpoint) as operator:
         _, model, _, number = version.split("/")
         operator.export(int(number), folder, model=model)

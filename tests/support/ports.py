@@ -1,11 +1,11 @@
-"""Ports that nobody else gets, also while what listens on them is dead between two lives."""
+"""Ports that stay reserved, also while their listener is restarted."""
 
 import random
 import socket
 
 _OURS = range(20_000, 29_000)  # below those that torch takes, and that Linux gives to connections and whoever asks for any
-_random = random.SystemRandom()  # a test's seed is the same in every process
-_held: list[socket.socket] = []  # as long as this process lives
+_random = random.SystemRandom()  # because a test's seed is the same in every process
+_held: list[socket.socket] = []  # until this process ends
 
 
 def free_port() -> int:

@@ -1,4 +1,4 @@
-"""Trainer ranks as the wire sees them, on the generated stubs: for tests of the daemon."""
+"""Trainer ranks on the generated stubs, for tests of the daemon."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ Held = tuple[str, Box, bool]  # tensor, box, replica
 
 
 def reason_of(error: grpc.RpcError) -> str:
-    """The ErrorInfo's reason; checks that the status repeats code and message."""
+    """Return the ErrorInfo's reason, after checking that the status repeats code and message."""
     details = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin")
     status = status_pb2.Status.FromString(details)
     assert (status.code, status.message) == (error.code().value[0], error.details())
@@ -40,7 +40,7 @@ def random_weights(specs: Iterable[TensorSpec], seed: int) -> dict[str, np.ndarr
 
 
 class Job:
-    """One job's ranks; `holdings[rank]` is what each holds."""
+    """Ranks of one job. `holdings[rank]` has the boxes of each."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Job:
         return self.stub.CreateVersion(publisher_pb2.CreateVersionRequest(publisher=self.name, rank=rank, step=step))
 
     def chunks(self, number: int, rank: int, weights: Weights, only: Iterable[int] | None = None) -> list[bytes]:
-        """Framed, the first with the model's name."""
+        """Yield framed chunks, the first with the model's name."""
         sizes = {spec.name: ITEM_SIZES[spec.dtype] for spec in self.specs}
         boxes = self.sends[rank]
         cut = cut_chunks([box for _, box, _ in boxes], [sizes[name] for name, _, _ in boxes], self.chunk_bytes)
@@ -127,7 +127,7 @@ class Job:
         return self.stub.WaitVersion(publisher_pb2.WaitVersionRequest(version=version, wait_seconds=seconds))
 
     def publish(self, step: int, weights: Weights) -> resources_pb2.Version:
-        """The version as it is in the end; sends only what is missing."""
+        """Upload the missing chunks, seal, and return the version once it is settled."""
         version = self.begin(step)
         for rank in range(len(self.holdings)):
             self.upload(version.number, rank, weights, only=self.missing(version.name, rank))
@@ -137,12 +137,12 @@ class Job:
 
 
 def whole(specs: Iterable[TensorSpec]) -> list[Held]:
-    """One rank that holds everything."""
+    """Return the boxes of one rank that holds all tensors."""
     return [(spec.name, full_box(spec.shape), False) for spec in specs]
 
 
 def read_folder(folder: str) -> dict[str, np.ndarray]:
-    """Copies of a checkpoint folder's tensors, as raw bits."""
+    """Return copies of a checkpoint folder's tensors, as raw bits."""
     path = Path(folder)
     with MappedFiles(path, read_layout(path)) as files:
         return {name: array.copy() for name, array in files.arrays.items()}

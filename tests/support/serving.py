@@ -1,4 +1,4 @@
-"""Services behind the daemon's dispatcher, on a port of their own, without a daemon."""
+"""Services behind the daemon's dispatcher, on a separate port, without a daemon."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -14,7 +14,7 @@ _END = "--- it ended"
 
 
 class Session:
-    """One bash; commands that stay are ended with it. `output` is where they write."""
+    """Session of bash, which ends its background commands with it. `output`: file of their output."""
 
     def __init__(self, folder: Path, environment: dict[str, str], output: Path) -> None:
         self._output = output
@@ -37,7 +37,7 @@ class Session:
         self._bash.communicate()
 
     def run(self, step: Step) -> str:
-        """What it prints."""
+        """Run a command, and return its output."""
         assert self._bash.stdin is not None
         assert self._bash.stdout is not None
         away = f">>{shlex.quote(str(self._output))} 2>&1 &"

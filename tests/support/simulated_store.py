@@ -83,7 +83,7 @@ class SimulatedVersions:
         pass
 
     def restart(self) -> None:
-        """Holds are the daemon's memory, and so is what is UPLOADING."""
+        """Drop pins and UPLOADING versions, which a restarted daemon loses."""
         self.holders.clear()
         self.offers.clear()
         self.aborted |= self.staging

@@ -1,4 +1,4 @@
-"""Versions published straight into a store."""
+"""Versions that are published directly into a store."""
 
 from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.converters.storage.digest import digest
@@ -33,7 +33,7 @@ def numbers(store: Store, state: str = READY) -> list[int]:
 
 
 def settle(store: Store) -> None:
-    """Until nothing goes on behind the store."""
+    """Wait until the store's background work has ended."""
     with store.catalogue.changed:
         model = store.catalogue.model("policy")
         assert store.catalogue.changed.wait_for(
@@ -42,6 +42,6 @@ def settle(store: Store) -> None:
 
 
 def ready_version(store: Store) -> VersionRecord:
-    """A READY version of unwritten bytes."""
+    """Return a READY version whose bytes are zeros."""
     record = store.lifecycle.begin("policy", claim(store), 1, "job")
     return store.lifecycle.commit(record, {spec.name: 0 for spec in SPECS}, ())

@@ -1,4 +1,4 @@
-"""Programs that check what is deployed: not everybody has them."""
+"""External programs that check deployments, which may be missing."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Which test runs which lines, and how long it takes: a mutant is given only to the tests that run what it changes."""
+"""Lines that each test runs, and its duration: a mutant is tested only by tests that run its lines."""
 
 import contextlib
 import gc
@@ -22,7 +22,7 @@ from tools.mutants.edits import Mutant
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".pytest_cache/mutants"
 OPTIONS = ("-q", "-x", "-W", "ignore", "--import-mode=importlib")
-PLUGINS = ("cacheprovider", "unraisableexception", "threadexception", "faulthandler")  # left out, for they take half a second
+PLUGINS = ("cacheprovider", "unraisableexception", "threadexception", "faulthandler")  # disabled, because they take half a second
 PRELOADED = re.compile(r"(transformers|hypothesis|megatron|safetensors|tokenizers|numpy|torch\.(distributed|testing))(\.|$)")
 
 
@@ -129,7 +129,7 @@ def run_pytest(tests: Sequence[str], select: str, *plugins: object) -> int:
 
 
 class Selection:
-    """A plugin of pytest that runs some tests alone, in their order."""
+    """Plugin of pytest that runs only the given tests, in their order."""
 
     def __init__(self, nodes: Sequence[str]) -> None:
         self._places = {node: place for place, node in enumerate(nodes)}
@@ -140,7 +140,7 @@ class Selection:
 
 
 class _Recorder:
-    """A plugin of pytest that traces every test."""
+    """Plugin of pytest that traces every test."""
 
     def __init__(self, files: set[str]) -> None:
         self._files = files

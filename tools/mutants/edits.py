@@ -93,7 +93,7 @@ class _Edit(NamedTuple):
 
 
 def mutants(file: Path) -> Iterator[Mutant]:
-    """Every edit of a file.
+    """Yield every edit of a file.
 
     Args:
         file: Python source.
@@ -113,7 +113,7 @@ def mutants(file: Path) -> Iterator[Mutant]:
 
 
 class _Finder:
-    """The edits of a source, by the function they are in."""
+    """Finder of the edits of a source, each with the function that contains it."""
 
     def __init__(self, source: bytes) -> None:
         self._source, self._starts = source, [0]
@@ -260,9 +260,9 @@ class _Finder:
         yield from self._swapped([value for key, value in zip(node.keys, node.values, strict=True) if key])
 
     def _swapped(self, items: list[ast.expr]) -> Iterator[_Edit]:
-        """Neighbours exchanged."""
+        """Yield edits that exchange neighbours."""
         for one, other in pairwise(items):
-            calls = isinstance(one, ast.Call) and len(items) > 4  # a list of families: its order is of no matter
+            calls = isinstance(one, ast.Call) and len(items) > 4  # a list of families, whose order has no effect
             if calls or isinstance(one, ast.Starred) or _kind(one) != _kind(other) or self._text(one) == self._text(other):
                 continue
             (start, middle), (after, end) = self._span(one), self._span(other)
@@ -290,13 +290,13 @@ class _Finder:
         return self._starts[node.lineno - 1] + node.col_offset, self._span(node.value)[1]
 
     def _past_comma(self, end: int) -> int:
-        """After the comma that follows, if one does."""
+        """Return the position after a following comma, or `end` without one."""
         found = re.compile(rb"\s*,").match(self._source, end)
         return found.end() if found else end
 
 
 def _kind(node: ast.expr) -> str:
-    """What an expression may be exchanged with."""
+    """Return the kind of an expression: it is exchanged only with one of the same kind."""
     match node:
         case ast.Constant(value=str()) | ast.JoinedStr():
             return "text"

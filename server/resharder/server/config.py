@@ -21,36 +21,44 @@ class ConfigError(Exception):
 
 
 class Config(BaseSettings):
+    """Options of the daemon, validated by pydantic. `load` combines flags, environment and file."""
+
     model_config = SettingsConfigDict(env_prefix="RESHARDERD_", extra="forbid")
 
     listen: str = Field("127.0.0.1:7677", description="host:port")
-    security: Security | None = Field(None, description="certificates, tokens, and who has which roles (file only)")
+    security: Security | None = Field(None, description="certificates, tokens, and the roles of callers (file only)")
     insecure: bool = Field(False, description="whether to listen beyond the loopback without security")
-    caller_rate: float = Field(1000.0, ge=0, description="calls that one caller may begin in a second; 0: no bound")
-    caller_calls: int = Field(1024, ge=1, description="calls that wait or carry much that one caller may have open")
+    caller_rate: float = Field(1000.0, ge=0, description="calls per second of one caller; 0: no bound")
+    caller_calls: int = Field(1024, ge=1, description="open calls of one caller that wait or transfer data")
     web_listen: str = Field("127.0.0.1:7678", description="host:port of the status page, metrics and probes; empty: none")
     store: Path = Field(DEFAULT_STORE, description="folder of the versions, in shared memory or on disk")
     store_limit_bytes: int = Field(0, ge=0, description="bound on the bytes of versions; 0: 80 % of the free space")
     keep_count: int = Field(3, ge=1, description="READY versions kept of each model")
     keep_bytes: int = Field(0, ge=0, description="bytes of READY versions kept of each model; 0: no bound")
-    shared_memory: bool = Field(True, description="whether clients on this host may map the store; false: all goes over gRPC")
-    lease_seconds: float = Field(15.0, gt=0, description="how long a rank or server may be silent")
+    shared_memory: bool = Field(
+        True, description="whether clients on this host may map the store; false: all data goes over gRPC"
+    )
+    lease_seconds: float = Field(15.0, gt=0, description="duration of the leases of ranks and servers")
     chunk_bytes: int = Field(1 << 20, ge=1 << 10, le=16 << 20, description="largest chunk")
     max_message_bytes: int = Field(96 << 20, ge=2 << 20, description="largest message; large models register with some 10 MiB")
     threads: int = Field(256, ge=8, description="control sides attached at once, and calls that wait; a model may hold half")
     transfers: int = Field(24, ge=4, description="uploads at once, downloads, and calls that compute; a model may hold half")
     digest_threads: int = Field(
-        min(8, os.cpu_count() or 1), ge=1, description="threads that digest versions, for proofs and for servers"
+        min(8, os.cpu_count() or 1), ge=1, description="threads that digest versions, for verification and for servers"
     )
-    direct_staging_bytes: int = Field(1 << 30, ge=4 << 20, description="of memory that the direct path takes of each GPU")
-    direct_seconds: float = Field(10.0, gt=0, description="how long one transfer of the direct path may take")
-    drain_seconds: float = Field(30.0, ge=0, description="how long versions that are arriving may still take after SIGTERM")
-    pause_mode: Literal["keep", "wait", "abort"] = Field("keep", description="what installs do to requests, in new fleets")
+    direct_staging_bytes: int = Field(1 << 30, ge=4 << 20, description="memory of each GPU that the direct path may use")
+    direct_seconds: float = Field(10.0, gt=0, description="bound on one transfer of the direct path")
+    drain_seconds: float = Field(30.0, ge=0, description="time for UPLOADING versions to finish after SIGTERM")
+    pause_mode: Literal["keep", "wait", "abort"] = Field(
+        "keep", description="treatment of requests during installs, in new fleets"
+    )
     archive_url: str = Field("", description="folder or fsspec URL that versions are archived in; empty: none")
-    archive_every: int = Field(0, ge=0, description="every how many READY versions of a model one is archived; 0: on command")
-    archive_restore: bool = Field(True, description="at start, fetch the newest archived version of models without one")
-    check_seconds: float = Field(600.0, gt=0, description="how long a check may take")
-    checks: dict[str, Annotated[list[str], Field(min_length=1)]] = Field({}, description="what canaries may wait for (file only)")
+    archive_every: int = Field(0, ge=0, description="archive every n-th READY version of a model; 0: on command")
+    archive_restore: bool = Field(True, description="at start, restore the newest archived version of models without a READY one")
+    check_seconds: float = Field(600.0, gt=0, description="bound on a check")
+    checks: dict[str, Annotated[list[str], Field(min_length=1)]] = Field(
+        {}, description="commands that canaries may wait for, by name (file only)"
+    )
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

@@ -1,4 +1,4 @@
-"""Logs on standard error, one event per line: each change of a state once, with its reason, as in the journal."""
+"""Logs on standard error, one event per line: each change of state once, with its reason, as in the event log."""
 
 import logging
 import sys
@@ -31,5 +31,6 @@ def configure_logs(form: str, level: str) -> None:
 
 
 def log_event(event: Event) -> None:
+    """Log an event of the journal: as a warning if a server, version or move failed, else as information."""
     say = _log.warning if event.what in _GRAVE else _log.info
     say(f"{event.kind}_{event.what}", subject=event.subject, reason=event.reason, **event.details)

@@ -60,7 +60,7 @@ _log = structlog.get_logger("resharder.main")
 
 
 class _ServingSignal(FleetObserver):
-    """Observer that wakes calls that wait until a version is served."""
+    """Observer that notifies calls which wait until a version is served."""
 
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
@@ -70,7 +70,11 @@ class _ServingSignal(FleetObserver):
 
 
 class Daemon:
-    """All parts of a daemon, from `start` to `stop`."""
+    """All parts of a daemon, from `start` to `stop`.
+
+    The constructor locks and restores the store and binds the ports. It raises DaemonError, SecurityFilesError or OSError, and
+    SystemExit if an address cannot be bound.
+    """
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -146,7 +150,7 @@ class Daemon:
             transfers=config.transfers,
         )
         options = [
-            ("grpc.so_reuseport", 0),  # else two daemons share one port
+            ("grpc.so_reuseport", 0),  # otherwise two daemons could share one port
             ("grpc.max_receive_message_length", config.max_message_bytes),
             ("grpc.max_send_message_length", -1),
             # Read-ahead for each upload: gRPC's own estimate grew to 600 MiB on a busy host.
@@ -199,6 +203,7 @@ class Daemon:
         self.events.add("version", record.name, record.state.lower(), record.reason, step=record.step, epoch=record.epoch)
 
     def start(self) -> None:
+        """Read the archive, listen for calls, and report ready. Returns once calls are accepted."""
         if self.archive is not None:
             self.archive.start(self.config.archive_restore)
         self.events.add("daemon", "daemon", "started", release=RELEASE)
@@ -221,7 +226,7 @@ class Daemon:
                 _log.error("leases_failed", exc_info=error)
 
     def stop(self) -> None:
-        """Wait for UPLOADING versions to finish, within the bound, then end everything."""
+        """Wait up to `drain_seconds` for UPLOADING versions to finish, then end all calls and threads and unlock the store."""
         _log.info("daemon_drains", seconds=self.config.drain_seconds)
         self.server.drain()
         self.intake.steps.drain(self.config.drain_seconds)
@@ -297,7 +302,7 @@ def serve(config: Config) -> None:
     """Run a daemon until SIGTERM or SIGINT. Raises ConfigError if it cannot start with these options."""
     check_store(config.store)
     raise_malloc_thresholds()
-    gc.freeze()  # a version of many tensors creates so many objects that a sixth of the time went into collections
+    gc.freeze()  # versions of many tensors create many objects: collections took a sixth of the time
     gc.set_threshold(100_000, 50, 100)
     configure_logs(config.log_format, config.log_level)
     ended = threading.Event()
@@ -322,6 +327,7 @@ def serve(config: Config) -> None:
 
 
 def main() -> None:
+    """Run the command line. Entry point of `resharderd`."""
     app()
 
 

@@ -1,7 +1,7 @@
 """Archive of versions in a folder or fsspec URL: every n-th one, or on command; and restoration.
 
-One thread writes in the background, the newest version first. A version waits until a newer one of its model does, and gives way
-if the store needs its space, so a slow archive never delays a publish.
+One thread writes in the background. Of each model, only the newest version waits, and it gives way if the store needs its
+capacity, so a slow archive never delays a publish.
 """
 
 import secrets
@@ -27,16 +27,18 @@ _log = structlog.get_logger("resharder.archive")
 
 
 class Archive:
-    """Thread-safe. `_changed` guards what waits and what is written; no I/O happens under it. The store's lock is taken under it,
-    never the other way round.
+    """Archive of one store. Thread-safe.
+
+    `_changed` guards the queue and the version being written; no I/O happens under it. The store's lock may be taken under it,
+    never the reverse.
 
     Args:
         store: Store of the versions.
         url: Folder or fsspec URL.
         every: Archive every n-th READY version of a model; 0: on command only.
         options: Options for fsspec.
-        pause: Seconds before a failed operation is tried again, doubling.
-        report: Function of a resource's name, `archived`, `restored` or `failed`, and the reason, called after each.
+        pause: Seconds before a failed operation is retried, doubling.
+        report: Called with a resource's name, `archived`, `restored` or `failed`, and the reason, after each.
 
     Raises:
         FailedPrecondition: NO_ARCHIVE.
@@ -65,10 +67,11 @@ class Archive:
 
     @property
     def url(self) -> str:
+        """URL of the archive, with the protocol of its filesystem."""
         return self._checkpoints.url
 
     def start(self, restore: bool = True) -> None:
-        """Read the archive, so that its numbers and epochs are not reused, and return after that or after a bounded time.
+        """Read the archive, so that its numbers and epochs are not reused, and return after that or after 30 seconds.
 
         Args:
             restore: Restore the newest version of each model without a READY version, in the background.
@@ -80,7 +83,7 @@ class Archive:
             _log.error("archive_not_seen", url=self.url, seconds=_PATIENCE)
 
     def close(self) -> None:
-        """Stop writing and restoring."""
+        """Stop writing and restoring, and wait up to 30 seconds for the thread. Later versions are not archived."""
         self._closed.set()
         with self._changed:
             self._changed.notify_all()
@@ -90,7 +93,7 @@ class Archive:
     # Calls of operators
 
     def archive_now(self, model: str, number: int) -> Archived:
-        """Archive a version and return after every file was read back. A damaged copy is written again.
+        """Archive a version, blocking until every file was read back. A damaged copy is written again.
 
         Raises:
             ResourceNotFound: MODEL_UNKNOWN, VERSION_UNKNOWN, VERSION_GONE.
@@ -202,7 +205,7 @@ class Archive:
         return len(later) >= self.every
 
     def _next(self) -> VersionRecord | None:
-        """Return the version that has waited longest; None at the end."""
+        """Return the version that has waited longest; None after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._waiting) or self._closed.is_set())
             if self._closed.is_set():
@@ -237,7 +240,7 @@ class Archive:
             self._report(name, "failed", f"{what}: {error}")
 
     def _keep(self, record: VersionRecord, *, sure: bool) -> Archived:
-        """Return a version's copy in the archive, written if it is missing; with `sure`, verified as well."""
+        """Return a version's copy in the archive, written if it is missing; with `sure`, its bytes are verified as well."""
         with self._one:
             there = self._checkpoints.find(record.model, record.number)
             if there is not None and there.fingerprint != record.fingerprint:

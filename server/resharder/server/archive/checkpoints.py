@@ -3,8 +3,8 @@
     <url>/<model>/<number>/    every file of the version, resharder.json included
                                archived.json: their sizes and hashes
 
-Object stores have no rename: a folder counts once it has archived.json, which is written after every file was read back and
-compared. Nothing is deleted except the archived.json of a folder that is written again.
+Object stores have no rename: a folder is complete once it has archived.json, which is written after every file was read back
+and compared. Nothing is deleted except the archived.json of a folder that is written again.
 """
 
 import json
@@ -30,18 +30,20 @@ from resharder.server.store.model_state import MODEL_NAME
 
 MARKER = "archived.json"
 _FORMAT = 1
-_AT_ONCE = 2  # files at a time; each takes some chunks of memory
+_AT_ONCE = 2  # concurrent files; each takes a few chunks of memory
 _log = structlog.get_logger("resharder.archive")
 Found = TypeVar("Found")
 
 
 class File(NamedTuple):
+    """Size in bytes and hash of an archived file."""
+
     size: int
     xxh3: str  # xxh3_128, hexadecimal
 
 
 class Archived(NamedTuple):
-    """A version in the archive. `size_bytes` are those of its safetensors files, `archive_time` seconds since 1970."""
+    """Version in the archive. `size_bytes` counts its safetensors files; `archive_time` is in seconds since 1970."""
 
     model: str
     number: int
@@ -54,6 +56,7 @@ class Archived(NamedTuple):
 
     @property
     def name(self) -> str:
+        """Resource name, `models/{model}/versions/{number}`."""
         return f"models/{self.model}/versions/{self.number}"
 
 
@@ -65,9 +68,11 @@ class Checkpoints:
 
     @property
     def url(self) -> str:
+        """URL of the folder of all models."""
         return self._remote.url
 
     def models(self) -> list[str]:
+        """Return the names of models with at least one folder, complete or not."""
         return [name for name in self._remote.names() if MODEL_NAME.fullmatch(name) and self.numbers(name)]
 
     def numbers(self, model: str) -> list[int]:
@@ -76,7 +81,7 @@ class Checkpoints:
         return sorted((int(name) for name in names if name.isascii() and name.isdigit() and len(name) >= 8), reverse=True)
 
     def find(self, model: str, number: int) -> Archived | None:
-        """Return an archived version, or None without a complete folder."""
+        """Return an archived version, or None if there is no complete folder. A damaged archived.json is logged."""
         place = _place(model, number)
         content = self._remote.content(f"{place}/{MARKER}")
         if content is None:
@@ -89,8 +94,9 @@ class Checkpoints:
         return archived if (archived.model, archived.number) == (model, number) else None
 
     def write(self, record: VersionRecord, folder: Path, names: Sequence[str]) -> Archived:
-        """Write all files, read them back, then write archived.json. Raises ResourceNotFound
-        (VERSION_GONE) if the version retires meanwhile, DataLoss (CHECKSUM).
+        """Write all files, read them back, then write archived.json.
+
+        Raises ResourceNotFound (VERSION_GONE) if the version retires meanwhile, DataLoss (CHECKSUM).
         """
         place = _place(record.model, record.number)
         url, marker = f"{self.url}/{place}", f"{place}/{MARKER}"
@@ -101,16 +107,16 @@ class Checkpoints:
         now = round(self._wall(), 3)
         archived = Archived(record.model, record.number, url, record.size_bytes, record.fingerprint, now, record.epoch, files)
         if damaged := self.damaged(archived):
-            raise DataLoss("CHECKSUM", f"{url}: read back other than they were written: {', '.join(damaged[:8])}")
+            raise DataLoss("CHECKSUM", f"{url}: read back differently than written: {', '.join(damaged[:8])}")
         failpoint("archive.before-marker")
         content = _encode(archived)
         self._remote.write(marker, [content])
         if self._remote.content(marker) != content:
-            raise DataLoss("CHECKSUM", f"{url}/{MARKER}: read back other than it was written")
+            raise DataLoss("CHECKSUM", f"{url}/{MARKER}: read back differently than written")
         return archived
 
     def damaged(self, archived: Archived) -> list[str]:
-        """Return the files that differ from those written."""
+        """Read every file, and return the names of files that are missing or differ from the written ones."""
         place, names = _place(archived.model, archived.number), list(archived.files)
         found = self._each(lambda name: self._read_back(f"{place}/{name}"), names)
         return [name for name, file in zip(names, found, strict=True) if file != archived.files[name]]
@@ -126,11 +132,13 @@ class Checkpoints:
         return counted.file()
 
     def _read(self, source: Path) -> Iterator[bytes]:
-        """Yield the chunks of a version's file, whose bytes remain while it is open, even if the version retires."""
+        """Yield the chunks of a version's file. Its bytes remain while it is open, even if the version retires."""
         try:
             file = source.open("rb", buffering=0)
         except FileNotFoundError:
-            raise ResourceNotFound("VERSION_GONE", f"{source}: the store needed the space of this version") from None
+            raise ResourceNotFound(
+                "VERSION_GONE", f"{source}: the version was retired, because the store needed its capacity"
+            ) from None
         except OSError as error:
             raise medium_error(error) from error
         with file:
@@ -161,7 +169,7 @@ class Checkpoints:
 
     def _check_open(self) -> None:
         if self._closed.is_set():
-            raise Unavailable("DRAINING", "the daemon is going down")
+            raise Unavailable("DRAINING", "the daemon is shutting down")
 
     def _each(self, act: Callable[[str], Found], names: Sequence[str]) -> list[Found]:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="archive-files") as threads:
@@ -199,7 +207,7 @@ def _write_new(path: Path, size: int, chunks: Iterator[bytes]) -> None:
         descriptor, at = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), 0
         try:
             if size:
-                os.posix_fallocate(descriptor, 0, size)  # check all before any copy
+                os.posix_fallocate(descriptor, 0, size)  # fail before any copy on a full medium
             for chunk in chunks:
                 write_at(descriptor, chunk, at)
                 at += len(chunk)

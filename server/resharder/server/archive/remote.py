@@ -1,4 +1,4 @@
-"""Files at a fsspec URL, in chunks: a folder, memory, or an object store by its plugin."""
+"""Files at an fsspec URL, in chunks: a folder, memory, or an object store with its plugin."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,7 +35,7 @@ class Remote:
         self.url: str = self._files.unstrip_protocol(self._root)
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the names in a folder; nothing if it does not exist."""
+        """Return the names in a folder, sorted; an empty list if it does not exist."""
         with self._failures(folder):
             self._files.invalidate_cache()
             try:
@@ -54,7 +54,7 @@ class Remote:
             return found
 
     def size(self, path: str) -> int | None:
-        """Return the size of a file; None if it does not exist."""
+        """Return the size of a file in bytes; None if it does not exist."""
         with self._failures(path):
             try:
                 return int(self._files.size(self._at(path)))
@@ -62,12 +62,13 @@ class Remote:
                 return None
 
     def chunks(self, path: str) -> Iterator[bytes]:
+        """Yield the content of a file in chunks of 4 MiB. The file is closed when the generator ends."""
         with self._failures(path), self._files.open(self._at(path), "rb", block_size=CHUNK) as file:
             while chunk := file.read(CHUNK):
                 yield chunk
 
     def write(self, path: str, chunks: Iterable[bytes]) -> None:
-        """Write a whole file and create its folder; durably on a disk."""
+        """Write a whole file and create its folder. On a local filesystem, the file and its folders are synced."""
         with self._failures(path):
             place = self._at(path)
             folder = place.rsplit("/", 1)[0]
@@ -80,6 +81,7 @@ class Remote:
                     sync(made)
 
     def remove(self, path: str) -> None:
+        """Remove a file, which must exist."""
         with self._failures(path):
             self._files.rm_file(self._at(path))
 
@@ -88,7 +90,7 @@ class Remote:
 
     @contextmanager
     def _failures(self, path: str) -> Iterator[None]:
-        """Convert the exceptions of plugins; the daemon's own, from the source of a write, pass."""
+        """Convert the exceptions of plugins to ARCHIVE_FAILED. A DaemonError, as from the source of a write, passes."""
         try:
             yield
         except DaemonError:

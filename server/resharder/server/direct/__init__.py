@@ -1,1 +1,1 @@
-"""The direct path's coordinator: offers of versions, groups of members, turns."""
+"""Coordination of the direct path: offers of versions, groups of members, turns."""

@@ -1,9 +1,9 @@
-"""Coordination of the direct path: who sends to whom, and when. `layouts.py` plans between declared memories.
+"""Coordination of the direct path: which ranks send to which servers, and when. `layouts.py` plans the copies.
 
 An *offer* is a version that the ranks of a publisher still have in memory. A *group* is one server's workers and the ranks that
 send to them, planned once and reused from version to version while its processes live. A *turn* is one group's transfer: a rank
-sends to one group at a time, so that it needs the buffers of one transfer only. Groups with disjoint ranks, as those of different
-replicas, transfer at the same time.
+sends to one group at a time, so that it needs the buffers of one transfer only. Groups with disjoint ranks, such as those of
+different replicas, transfer concurrently.
 
     worker: join (staging) ......... [digests] ........ start (paused) - turn - finish
     rank:   offer ... LINK: joins the group ... [DIGEST: reports] .. RUN: sends - finish ... end: memory may change

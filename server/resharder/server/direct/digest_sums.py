@@ -34,6 +34,7 @@ def sent_by(plan: Plan[Any, Any], source: int) -> Pieces[Any]:
 
 
 def sent_count(plan: Plan[Any, Any], source: int) -> int:
+    """Return the number of pieces that a process sends, which is the number of digests that it reports."""
     return len(_of(plan, source))
 
 

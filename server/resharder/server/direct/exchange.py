@@ -1,4 +1,4 @@
-"""State that the parts of the direct path share, and the ends of its groups."""
+"""State that the parts of the direct path share, and the end of groups."""
 
 import threading
 from collections.abc import Callable
@@ -11,8 +11,11 @@ from resharder.server.infra.change_signal import ChangeSignal
 from resharder.server.state.errors import FailedPrecondition
 
 LOOK = 0.25
-"""Seconds between looks of a waiting call."""
-_PAUSE, _LONGEST_PAUSE = 30.0, 600.0  # seconds without an attempt, from the first failure on; doubles with each in a row
+"""Longest pause of a waiting call, in seconds."""
+_PAUSE, _LONGEST_PAUSE = (
+    30.0,
+    600.0,
+)  # seconds without an attempt after the second consecutive failure; doubles with each further one
 _log = structlog.get_logger("resharder.direct")
 
 Cause = Literal["not_offered", "offer_over", "layout", "late", "member_gone", "member_failed"]
@@ -32,7 +35,7 @@ def _no_observer(seconds: float, cause: Cause | None) -> None:
 class Exchange:
     """Offers by model and groups by server, guarded by `lock`; `changed` signals each change.
 
-    The lock comes after all others but that of the layouts. The fleets are called without it.
+    Lock order: `lock` is taken after all others, except that of the layouts. The fleets are called without it.
 
     Args:
         seconds: Bound on the set-up of a group, and on one transfer.
@@ -81,7 +84,7 @@ class Exchange:
             self.refuse(server, number, "member_failed", f"{failures} transfers in a row failed; the next is due in {left:.0f} s")
 
     def refuse(self, server: str, number: int, cause: Cause, why: str) -> NoReturn:
-        """Let a server take a version over the staged path: raise FailedPrecondition (NOT_OFFERED)."""
+        """Make a server take a version over the staged path, and raise FailedPrecondition (NOT_OFFERED)."""
         self._give_up(server, number, cause)
         self.changed.notify()
         raise FailedPrecondition("NOT_OFFERED", f"version {number} goes to server {server} over the staged path: {why}")
@@ -124,7 +127,7 @@ class Exchange:
         self.changed.notify()
 
     def fail(self, group: Group, cause: Cause, why: str) -> None:
-        """End a group after a failure, and count it against further attempts."""
+        """End a group after a failure, which delays further attempts of its server. A no-op for a group that has ended."""
         if group.error:
             return
         count = self._failures.get(group.server, (0, 0.0))[0] + 1

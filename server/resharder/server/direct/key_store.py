@@ -8,7 +8,7 @@ _KEYS, _KEY_BYTES, _ALL_KEYS_BYTES = 4096, 1 << 16, 16 << 20
 
 
 class KeyStore:
-    """Thread-safe."""
+    """Keys of all groups, which end with them. Thread-safe."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -29,7 +29,10 @@ class KeyStore:
             self._exchange.changed.notify()
 
     def get(self, id: str, key: str, wait_seconds: float) -> Waiting[bytes | None]:
-        """Return the value of a key, or None if it is not set in time. Raises FailedPrecondition after the group's end."""
+        """Return the value of a key; None if it is not set in time.
+
+        Raises FailedPrecondition (NOT_OFFERED) after the group's end.
+        """
         exchange = self._exchange
         deadline = exchange.clock() + wait_seconds
         while True:

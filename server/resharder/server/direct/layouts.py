@@ -25,7 +25,7 @@ class _Memory(NamedTuple):
 
 
 class Memories:
-    """Thread-safe. No other lock is taken under its lock."""
+    """Declared layouts of members, and a cache of plans between them. Thread-safe; no other lock is taken under its own."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
@@ -33,7 +33,7 @@ class Memories:
         self._plans: OrderedDict[tuple[Hashable, int], Planned] = OrderedDict()  # by sides, and part of the replicas
 
     def declare(self, member: Member, fingerprint: str, pieces: Pieces[int]) -> None:
-        """Replace a member's declared layout. Of a model, only the newest publisher's layouts remain."""
+        """Replace a member's declared layout. A rank's declaration removes the layouts of its model's other publishers."""
         model, is_rank, _ = member.owner.partition("/publishers/")
         with self._lock:
             if is_rank:
@@ -42,10 +42,12 @@ class Memories:
             self._known[member.owner, member.rank] = _Memory(member.process, fingerprint, pieces)
 
     def owners(self) -> frozenset[str]:
+        """Return the publishers and servers that have declared a layout."""
         with self._lock:
             return frozenset(owner for owner, _ in self._known)
 
     def forget(self, owners: Collection[str]) -> None:
+        """Remove the layouts of all members of these owners. Cached plans remain."""
         with self._lock:
             self._known = {key: memory for key, memory in self._known.items() if key[0] not in owners}
 
@@ -57,7 +59,7 @@ class Memories:
     def _find(self, member: Member, fingerprint: str) -> Pieces[int]:
         known = self._known.get((member.owner, member.rank))
         if known is None or (known.process, known.fingerprint) != (member.process, fingerprint):
-            raise FailedPrecondition("MEMORY_UNKNOWN", f"{member.owner}, rank {member.rank}: declare what it holds first")
+            raise FailedPrecondition("MEMORY_UNKNOWN", f"{member.owner}, rank {member.rank}: declare its memory first")
         return known.pieces
 
     def plan(self, ranks: Side, workers: Side, number: int) -> Planned:

@@ -26,7 +26,7 @@ Raises ResourceNotFound (SERVER_UNKNOWN).
 
 
 class Links:
-    """Thread-safe."""
+    """Calls of members that declare their memory and join a group. Thread-safe."""
 
     def __init__(
         self, exchange: Exchange, offers: Offers, memories: Memories, processes: Processes, offered: OfferedVersions
@@ -38,7 +38,7 @@ class Links:
         self._planning: set[str] = set()
 
     def declare(self, member: Member, fingerprint: str, pieces: Pieces[int]) -> None:
-        """Replace the declared layout of a member's memory, and forget servers that are gone."""
+        """Replace the declared layout of a member's memory, and remove all state of servers that are gone."""
         gone = {
             owner: server
             for owner in self._memories.owners()
@@ -113,7 +113,7 @@ class Links:
                     place = self._number(server, model)
                     break
                 if exchange.clock() > deadline:
-                    exchange.refuse(server, number, "late", "not all ranks and workers came in time")
+                    exchange.refuse(server, number, "late", "not all ranks and workers joined in time")
             yield exchange.changed.pause(seen, LOOK)
         try:
             planned = self._memories.plan(ranks, workers, place)
@@ -142,7 +142,7 @@ class Links:
             return former
         if offer.ended:
             exchange.refuse(server, offer.number, "offer_over", "its offer is over")
-        if former is not None:  # its ranks miss its end if their offer was over by then
+        if former is not None:  # its ranks were not notified if their offer had ended
             exchange.end(former, former.error or "other members have taken its place")
         members = (*(ranks[rank][0] for rank in planned.senders), *(workers[rank][0] for rank in sorted(workers)))
         group = Group(secrets.token_hex(12), server, key, members, len(planned.senders), planned)

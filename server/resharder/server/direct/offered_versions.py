@@ -1,4 +1,4 @@
-"""Versions that all ranks of a publisher have offered, for readers outside of the direct path."""
+"""Versions that all ranks of a publisher have offered, for readers outside the direct path."""
 
 from collections.abc import Callable, Collection
 
@@ -6,7 +6,7 @@ _REMEMBERED = 4  # offered versions of a model
 
 
 class OfferedVersions:
-    """Readers take no lock: the tables are replaced, never changed. Writers hold the lock of the direct path."""
+    """Table of offered versions. Readers take no lock: it is replaced, never modified. Writers hold the exchange's lock."""
 
     def __init__(self) -> None:
         self._offered: dict[str, tuple[int, ...]] = {}

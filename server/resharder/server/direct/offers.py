@@ -15,14 +15,14 @@ Awaiting = Callable[[str, int], frozenset[str]]
 
 
 class Offers:
-    """Thread-safe."""
+    """Offers of all publishers, one for each model. Thread-safe."""
 
     def __init__(self, exchange: Exchange, memories: Memories, awaiting: Awaiting, offered: OfferedVersions) -> None:
         self._exchange, self._memories, self._awaiting, self._offered = exchange, memories, awaiting, offered
         self._withheld: dict[str, int] = {}  # the newest version of each model that no rank offers
 
     def offer(self, member: Member, memory: str, model: str, number: int, world_size: int, wait_seconds: float) -> Offer:
-        """Add one rank's offer.
+        """Add one rank's offer. The first offer of a later version ends the earlier one.
 
         Args:
             member: The rank.
@@ -53,13 +53,13 @@ class Offers:
             return offer
 
     def withhold(self, model: str, number: int) -> None:
-        """Declare that no rank offers a version, nor an earlier one that is not offered yet."""
+        """Declare that no rank will offer a version, nor an earlier one that is not offered yet."""
         with self._exchange.lock:
             self._withheld[model] = max(number, self._withheld.get(model, 0))
             self._exchange.changed.notify()
 
     def version_changed(self, model: str) -> None:
-        """Look at the offer of a model soon: the state of one of its versions has changed."""
+        """Schedule a check whether a model's offer is over, because the state of one of its versions has changed."""
         with self._exchange.lock:
             if offer := self._exchange.offers.get(model):
                 offer.look_at = 0.0
@@ -84,7 +84,7 @@ class Offers:
         return offer
 
     def tasks(self, offer: Offer, rank: int, state: Callable[[], str]) -> Iterator[Task | Pause]:
-        """Yield a rank's tasks until its memory may change.
+        """Yield a rank's tasks, and pauses, until its memory may change.
 
         Args:
             offer: The offer.
@@ -106,7 +106,7 @@ class Offers:
             yield exchange.changed.pause(seen, LOOK)
 
     def leave(self, offer: Offer, rank: int) -> None:
-        """End an offer unless it has ended: one of its ranks is gone."""
+        """End an offer because one of its ranks is gone, and fail its groups. A no-op if the offer has ended."""
         exchange = self._exchange
         with exchange.lock:
             member, _, _ = offer.ranks[rank]

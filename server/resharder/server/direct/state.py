@@ -14,7 +14,10 @@ from resharder.server.infra.change_signal import ChangeSignal
 
 
 class Member(NamedTuple):
-    """A rank of a publisher, or a worker of a server, in one life of its process."""
+    """Rank of a publisher or worker of a server, in one lifetime of its process.
+
+    `owner` is the resource name of the publisher or server, `process` a nonce.
+    """
 
     owner: str
     rank: int
@@ -22,6 +25,8 @@ class Member(NamedTuple):
 
 
 class Act(Enum):
+    """Kind of a rank's task: join a group, send, leave the group, report digests."""
+
     LINK = "link"
     RUN = "run"
     DROP = "drop"
@@ -41,13 +46,17 @@ class Link:
 
 
 class Task(NamedTuple):
+    """Task of one rank in a group."""
+
     act: Act
     group: str
     link: Link | None = None
-    sent: Pieces[int] | None = None  # of DIGEST, the first one of a group
+    sent: Pieces[int] | None = None  # pieces to digest, in the first DIGEST task of a group
 
 
 class Planned(NamedTuple):
+    """Plan between the ranks of a publisher and the workers of a server, and the copies that it takes."""
+
     copies: Copies
     senders: tuple[int, ...]  # ranks, in the order of the group
     plan: Plan[int, int]  # between numbers of ranks and of workers
@@ -55,13 +64,15 @@ class Planned(NamedTuple):
 
 @dataclass(eq=False)
 class Group:
+    """One server's workers and the ranks that send to them. Guarded by the exchange's lock."""
+
     id: str
     server: str
     key: Hashable  # processes and memories of all members
     members: tuple[Member, ...]  # in the group's order, senders first
     senders: int
     planned: Planned
-    install: str = ""  # of the workers' current start
+    install: str = ""  # the install that the workers have started last
     started: set[int] = field(default_factory=set)  # workers
     finished: set[Member] = field(default_factory=set)
     linked: set[Member] = field(default_factory=set)  # members that have a link
@@ -80,6 +91,7 @@ class Group:
         return frozenset(self.members[: self.senders])
 
     def link(self, member: Member) -> Link:
+        """Return a member's link, and record that it has one."""
         rank = self.members.index(member)
         copies = self.planned.copies
         self.linked.add(member)
@@ -88,7 +100,7 @@ class Group:
 
 @dataclass
 class Offer:
-    """Version that ranks of a publisher have in memory. `ranks` has each with its declared memory and its queue of tasks."""
+    """Version that ranks of a publisher have in memory. `ranks` has each rank's member, layout fingerprint and queue of tasks."""
 
     model: str
     number: int
@@ -102,17 +114,19 @@ class Offer:
     ready_at: float | None = None
     served: set[str] = field(default_factory=set)  # servers that have installed it
     ended: bool = False
-    look_at: float = 0.0  # time of the next look whether it is over
+    look_at: float = 0.0  # time of the next check whether it is over
 
     @property
     def complete(self) -> bool:
+        """Whether every rank of the publisher offers the version."""
         return len(self.ranks) == self.world_size
 
     def has_room(self, group: Group) -> bool:
-        """Return whether none of a group's ranks sends at the moment."""
+        """Return whether none of a group's ranks is sending."""
         return all(group.ranks.isdisjoint(other.ranks) for other in self.running.values())
 
     def tell(self, group: Group, act: Act, *, link: bool = False) -> None:
+        """Queue a task for each rank of a group that still offers the version; with `link`, including the rank's link."""
         for member in group.members[: group.senders]:
             there = self.ranks.get(member.rank)
             if there is not None and there[0] == member:
@@ -130,6 +144,7 @@ class Offer:
         self.changed.notify()
 
     def end(self) -> None:
+        """End the offer: each rank's queue of tasks ends, after which its memory may change."""
         self.ended = True
         for _, _, tasks in self.ranks.values():
             tasks.append(None)

@@ -11,13 +11,16 @@ from resharder.server.state.errors import FailedPrecondition, InvalidArgument
 
 
 class Transfers:
-    """Thread-safe."""
+    """Calls of members during a transfer. Thread-safe."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
     def start(self, member: Member, id: str, install: str) -> Waiting[None]:
-        """Return when the transfer of a worker's group has begun. Raises FailedPrecondition (NOT_OFFERED)."""
+        """Return once the transfer of a worker's group has begun.
+
+        Raises FailedPrecondition (NOT_OFFERED), InvalidArgument (WORKER).
+        """
         exchange = self._exchange
         with exchange.lock:
             group = self._group_of_worker(member, id)
@@ -41,7 +44,11 @@ class Transfers:
             yield exchange.changed.pause(seen, LOOK)
 
     def finish(self, member: Member, id: str, ok: bool, error: str, size_bytes: int) -> None:
-        """Record that a member has finished, a worker with `size_bytes` received, or failed with `error`."""
+        """Record that a member has finished, or failed with `error`.
+
+        `size_bytes` counts the bytes that a worker received; it is ignored for ranks. Raises FailedPrecondition (NOT_OFFERED),
+        InvalidArgument (WORKER).
+        """
         exchange = self._exchange
         with exchange.lock:
             group = exchange.group(id)
@@ -86,7 +93,10 @@ class Transfers:
         return held_by(group.planned.plan, target, reported)
 
     def report(self, member: Member, id: str, number: int, digests: Sequence[int]) -> None:
-        """Take a rank's digests of the boxes that it sends. Raises FailedPrecondition (NOT_OFFERED), InvalidArgument."""
+        """Record a rank's digests of the boxes that it sends, in the plan's order.
+
+        Raises FailedPrecondition (NOT_OFFERED), InvalidArgument (WORKER, DIGESTS).
+        """
         exchange = self._exchange
         with exchange.lock:
             group = exchange.group(id)

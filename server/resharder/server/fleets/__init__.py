@@ -1,1 +1,1 @@
-"""Servers and fleets: update strategies, the reconciler of each server, operator commands, canary checks."""
+"""Servers and fleets: sessions of servers, update strategies, the reconciler, operators' commands, canary checks."""

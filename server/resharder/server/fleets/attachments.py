@@ -1,4 +1,4 @@
-"""Streams of control sides, and the orders on their way to them."""
+"""Streams of control sides, and the queues of orders to them."""
 
 import queue
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from resharder.server.state.server import Attached, Order, Reported
 
 @dataclass(eq=False)
 class Attachment:
-    """One control side's stream."""
+    """Stream of one control side. Methods are thread-safe."""
 
     server: str
     first: Attached
@@ -27,11 +27,11 @@ class Attachment:
         self.changed.notify()
 
     def report(self, report: Reported) -> None:
-        """Take a report. Raises ResourceNotFound (SERVER_UNKNOWN) if the server is forgotten."""
+        """Process a report. Raises ResourceNotFound (SERVER_UNKNOWN) if the server was removed."""
         self.on_report(self, report)
 
     def close(self) -> None:
-        """Detach the control side."""
+        """Detach the control side. A no-op if a newer stream has replaced this one."""
         self.on_close(self)
 
 
@@ -61,7 +61,7 @@ class Attachments:
         return True
 
     def send(self, server: str, order: Order) -> None:
-        """Queue an order for its control side; drop it if that is not attached."""
+        """Queue an order for its control side. It is dropped if the control side is not attached."""
         attachment = self._streams.get((server, order.control))
         if attachment is not None:
             attachment.put(order)

@@ -3,9 +3,9 @@
     checks = Checks({"answers": ["/opt/checks/answers.sh", "--quick"]}, timeout=600)
     checks.start("answers", "fleets/policy/7", environment("policy", 7, 12, 11, ["10.0.0.1:8000"]), done)
 
-A command runs without a shell, in its own process group, which ends with it. Its environment is
-RESHARDER_* of `environment` and the daemon's PATH and HOME. A restarted daemon repeats a check that is
-still due; after a SIGKILL, the orphan may run at the same time.
+A command runs without a shell, in its own process group, which is killed when it ends. Its environment is the RESHARDER_*
+variables of `environment` and the daemon's PATH and HOME. A restarted daemon repeats a check that is still due. After a SIGKILL
+of the daemon, the orphaned command may run at the same time.
 """
 
 import os
@@ -19,16 +19,16 @@ import structlog
 from resharder.server.infra.medium import medium_error
 from resharder.server.state.fleet import Fleet
 
-_TAIL_BYTES = 16 << 10  # of the end of the output
-_LINES, _LONGEST = 5, 1000  # of it in the message
+_TAIL_BYTES = 16 << 10  # of output retained, the last ones
+_LINES, _LONGEST = 5, 1000  # lines and characters of it in the message
 _log = structlog.get_logger("resharder.checks")
 
 Done = Callable[[bool, str], None]
-"""Function of whether the command exited with 0, and a message with the last lines of its output."""
+"""Called with whether the command exited with 0, and a message with the last lines of its output."""
 
 
 class Checks:
-    """Thread-safe. `timeout` is the time in seconds after which a command and its group are killed."""
+    """Runner of checks. Thread-safe. A command and its process group are killed after `timeout` seconds."""
 
     def __init__(self, commands: Mapping[str, Sequence[str]], timeout: float) -> None:
         self._commands, self._timeout = dict(commands), timeout
@@ -58,14 +58,14 @@ class Checks:
         threading.Thread(target=self._follow, args=(run, key, done), name=f"check-{name}", daemon=True).start()
 
     def cancel(self, key: str) -> None:
-        """Kill the command of a key, if it runs. The key may be used again."""
+        """Kill the command of a key, if it is running, without a call of `done`. The key may be used again."""
         with self._lock:
             run = self._runs.pop(key, None)
         if run is not None:
             run.cancel()
 
     def close(self) -> None:
-        """Kill all commands, and start no others."""
+        """Kill all commands, and ignore later starts."""
         with self._lock:
             self._closed = True
             keys = list(self._runs)
@@ -82,13 +82,13 @@ class Checks:
             done(ok, message)
         except OSError as error:
             _log.error("check_not_kept", check=run.name, key=key, reason=str(medium_error(error)))
-            with self._lock:  # it is started again while it is due
+            with self._lock:  # so that it is started again while it is due
                 if self._runs.get(key) is run:
                     del self._runs[key]
 
 
 class _Run:
-    """One command. `result` runs it unless it is cancelled before."""
+    """One command. `result` runs it, unless `cancel` was called before."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], timeout: float) -> None:
         self.name, self._command, self._timeout = name, list(command), timeout
@@ -120,7 +120,7 @@ class _Run:
     def cancel(self) -> None:
         with self._lock:
             self._cancelled = True
-            if self._process is not None and self._process.poll() is None:  # else its number may belong to another process
+            if self._process is not None and self._process.poll() is None:  # otherwise its id may belong to another process
                 _kill(self._process)
 
     def _start(self) -> subprocess.Popen[bytes] | None:
@@ -152,7 +152,7 @@ class _Tail:
                 self._end = (self._end + read)[-_TAIL_BYTES:]
 
     def lines(self) -> str:
-        """Return `: ` and the last lines, after the process has ended."""
+        """Return `: ` and the last lines of output; empty without output. Call after the process has ended."""
         self._thread.join(5)  # a process that left the group may still have the output open
         lines = [line.strip() for line in self._end.decode(errors="replace").splitlines() if line.strip()]
         end = "\n".join(lines[-_LINES:])[-_LONGEST:]
@@ -160,7 +160,7 @@ class _Tail:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process group, which outlives its first process."""
+    """Kill the process group, which may outlive its first process."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):  # all have ended

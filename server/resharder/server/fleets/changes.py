@@ -14,7 +14,7 @@ from resharder.server.state.server import Reinstalled
 
 
 class FleetChanges:
-    """Thread-safe. Changes are durable and in effect when a method returns."""
+    """Changes by operators. Thread-safe. A change is durable and in effect when its method returns."""
 
     def __init__(self, roster: Roster, seen: SeenVersions, steering: Steering, note: Note) -> None:
         self._roster, self._seen, self._steering, self._note = roster, seen, steering, note
@@ -53,7 +53,7 @@ class FleetChanges:
         return self._roster.new_fleet(name, model)
 
     def reinstall(self, server: str) -> tuple[str, int]:
-        """Let a server repeat its install under a profiler, and return the id of the install and the number of workers.
+        """Order a server to repeat its install under a profiler, and return the install's id and the number of workers.
 
         Raises:
             ResourceNotFound: SERVER_UNKNOWN.

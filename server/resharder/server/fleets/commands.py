@@ -19,12 +19,12 @@ _Act = Callable[[Fleet, View], Fleet]
 
 
 class Operations:
-    """Requests of operators.
+    """Requests of operators, validated and recorded before they change a fleet.
 
     Args:
         changes: Changes of fleets.
         checks: Names of the commands that canaries can wait for.
-        note: Recorder of each granted request, before anything follows from it.
+        note: Recorder of each granted request, called before the request takes effect.
     """
 
     def __init__(self, changes: FleetChanges, checks: Collection[str] = (), note: Note = no_note) -> None:
@@ -110,8 +110,9 @@ class Operations:
         return self._change(request.fleet, "rollback", request, act)
 
     def decide(self, request: operator_pb2.DecideMoveRequest) -> FleetView:
-        """Complete or undo the current move. Raises FailedPrecondition (NOTHING_TO_DECIDE),
-        ResourceNotFound (FLEET_UNKNOWN).
+        """Approve or reverse the current move.
+
+        Raises FailedPrecondition (NOTHING_TO_DECIDE), ResourceNotFound (FLEET_UNKNOWN).
         """
 
         def act(fleet: Fleet, view: View) -> Fleet:
@@ -126,8 +127,9 @@ class Operations:
         return self._change(request.fleet, "approve" if request.go_on else "back", request, act)
 
     def set_power(self, request: operator_pb2.SetPowerRequest) -> FleetView:
-        """Put servers to sleep or wake them. Raises InvalidArgument (POWER), ResourceNotFound
-        (FLEET_UNKNOWN, SERVER_UNKNOWN).
+        """Put servers to sleep or wake them. Returns before the engines have changed.
+
+        Raises InvalidArgument (POWER), ResourceNotFound (FLEET_UNKNOWN, SERVER_UNKNOWN).
         """
         if int(request.power) not in set(Power) - {Power.UNKNOWN}:
             names = [power.name for power in Power if power]
@@ -147,7 +149,7 @@ class Operations:
 
 
 def read_target(message: resources_pb2.VersionTarget) -> FleetTarget:
-    """Return a target. Raises InvalidArgument (TARGET)."""
+    """Convert and validate a version target. Raises InvalidArgument (TARGET)."""
     if int(message.kind) not in set(FleetTargetKind):
         raise InvalidArgument("TARGET", f"expected a target of {[kind.name for kind in FleetTargetKind]}, got {message.kind}")
     target = FleetTarget(FleetTargetKind(message.kind), message.version, message.every_seconds)
@@ -161,7 +163,7 @@ def read_target(message: resources_pb2.VersionTarget) -> FleetTarget:
 
 
 def read_strategy(message: resources_pb2.UpdateStrategy, checks: Collection[str]) -> FleetStrategy:
-    """Return an update strategy. Raises InvalidArgument (STRATEGY, CHECK_UNKNOWN)."""
+    """Convert and validate an update strategy. Raises InvalidArgument (STRATEGY, CHECK_UNKNOWN)."""
     if int(message.kind) not in set(FleetStrategyKind):
         raise InvalidArgument(
             "STRATEGY", f"expected a strategy of {[kind.name for kind in FleetStrategyKind]}, got {message.kind}"
@@ -202,7 +204,7 @@ def _set_target(fleet: Fleet, target: FleetTarget, view: View) -> Fleet:
     refused = dict(fleet.refused)
     if target.kind == FleetTargetKind.NUMBER:
         _check_ready(target.version, view)
-        refused.pop(target.version, None)  # an operator permits it again by naming it
+        refused.pop(target.version, None)  # naming a refused version permits it again
     fleet = replace(fleet, target=target, refused=refused)
     if fleet.move is not None and not fleet.move.active:
         fleet = replace(

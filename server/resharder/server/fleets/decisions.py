@@ -15,7 +15,7 @@ from resharder.server.state.server import Power
 
 
 def set_power(fleet: Fleet, power: Power, servers: Iterable[str] = ()) -> Fleet:
-    """Set the power state of the named servers, or of all, including later ones."""
+    """Set the power state of the named servers; without names, of all present and future servers."""
     named = tuple(servers)
     if not named:
         return replace(fleet, power=power, powers={})
@@ -23,12 +23,13 @@ def set_power(fleet: Fleet, power: Power, servers: Iterable[str] = ()) -> Fleet:
 
 
 def set_drained(fleet: Fleet, drained: bool, servers: Iterable[str]) -> Fleet:
+    """Drain the named servers, or resume them. Names may be those of servers that have not returned after a restart."""
     names = frozenset(servers)
     return replace(fleet, drained=fleet.drained | names if drained else fleet.drained - names)
 
 
 def roll_back(fleet: Fleet, to: int, view: View, reason: str, request: str) -> Fleet:
-    """Set the target to `to`, and refuse READY versions after it. A target of another number is replaced."""
+    """Return to version `to`, and refuse the versions after it. A target that is not LATEST becomes `to`."""
     later = {version: reason for version in view.usable if version > to}
     kept = {version: why for version, why in still_refused(fleet, view.ready).items() if version != to}
     target = fleet.target if fleet.target.kind == FleetTargetKind.LATEST else FleetTarget(FleetTargetKind.NUMBER, to)
@@ -36,7 +37,7 @@ def roll_back(fleet: Fleet, to: int, view: View, reason: str, request: str) -> F
 
 
 def decide(fleet: Fleet, go_on: bool, reason: str, view: View) -> Fleet:
-    """Apply an operator's decision about the current move. Raises ValueError if it needs none."""
+    """Apply an operator's decision about the current move. Raises ValueError if there is nothing to decide."""
     move = fleet.moving
     if move is None:
         raise ValueError("expected a move that goes on, there is none")
@@ -55,7 +56,7 @@ def decide(fleet: Fleet, go_on: bool, reason: str, view: View) -> Fleet:
 
 
 def checked(fleet: Fleet, move: int, passed: bool, message: str, view: View) -> Fleet:
-    """Record the result of a canary's check."""
+    """Record the result of a canary's check. Ignored if the move no longer waits for it."""
     found = fleet.moving
     if found is None or found.id != move or not found.checking:
         return fleet

@@ -1,4 +1,4 @@
-"""Reason of the state of a server or fleet: one sentence for every state."""
+"""Explanations of the states of servers and fleets, one sentence for each."""
 
 from resharder.server.fleets.reconciler.installs import target, why_not_ahead
 from resharder.server.fleets.updates import wanted
@@ -15,7 +15,7 @@ _GOING = {
 
 
 def state_of(server: Server) -> int:
-    """Return the value of `Server.State`."""
+    """Return the value of the protocol's `Server.State`."""
     install = server.install
     if server.lost_at is not None:
         return resources_pb2.Server.LOST
@@ -89,7 +89,7 @@ def _way(server: Server) -> str:
 
 
 def _stranger(server: Server) -> str:
-    """Return the first worker that has a version of another store, as part of a sentence."""
+    """Return the error of the first worker that has a version of another store, as part of a sentence."""
     workers = sorted(server.workers.items())
     errors = [
         f"worker {rank}: {worker.error}; " for rank, worker in workers if worker.state == WorkerState.EMPTY and worker.error

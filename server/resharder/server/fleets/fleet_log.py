@@ -1,4 +1,4 @@
-"""Events of servers and fleets for the journal."""
+"""Events of servers and fleets for the event log."""
 
 from collections.abc import Callable
 
@@ -10,12 +10,13 @@ from resharder.v1 import resources_pb2
 
 
 class FleetLog(FleetObserver):
-    """Record each change of a server's state or version, each difference in its memory, and each state of a move."""
+    """Recorder of each change of a server's state or version, each difference in its memory, and each state of a move."""
 
     def __init__(self, note: Note, settings: Settings, clock: Callable[[], float]) -> None:
         self._note, self._settings, self._clock = note, settings, clock
 
     def server_stepped(self, before: Server, after: Server) -> None:
+        """Record what changed between two states of a server."""
         subject = f"servers/{after.id}"
         if after.differs and not before.differs:
             self._note("server", subject, "differs", after.differs, version=after.opened, fleet=after.fleet)
@@ -27,6 +28,7 @@ class FleetLog(FleetObserver):
             self._note("server", subject, state.lower(), reason, version=after.opened, fleet=after.fleet)
 
     def fleet_stepped(self, before: Fleet | None, after: Fleet) -> None:
+        """Record a move that began or changed its state."""
         move = after.move
         known = before.move if before is not None else None
         if move is None or (known is not None and (known.id, known.state) == (move.id, move.state)):

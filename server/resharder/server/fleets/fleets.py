@@ -1,4 +1,4 @@
-"""Assembly of the fleets' parts: servers, the fleets that they form, and what brings both to their versions."""
+"""Assembly of the fleets' parts: servers, fleets, and the control loop that brings them to their versions."""
 
 import time
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from resharder.server.state.fleet import PauseMode
 from resharder.server.state.server import Settings
 
 _TICK = 0.5
-_TERM_BITS = 32  # of a term, for the leaders of one server in one life of the daemon
+_TERM_BITS = 32  # low bits of a term, for the leaders of one server in one lifetime of the daemon
 
 
 class Fleets:
     """Parts of the fleets, which share the lock of `roster`.
 
     Attributes:
-        roster: Servers and fleets as they are, and queries.
+        roster: Current state of servers and fleets, and queries.
         sessions: Calls of servers.
         changes: Calls of operators.
         steering: Steps of servers and fleets, and their observers.
@@ -63,7 +63,7 @@ class Fleets:
         offers, settings = offers or NoOffers(), settings or Settings()
         seen, pinned, attachments = SeenVersions(versions, offers), FleetPins(pins), Attachments()
         loaded = files.load(clock()) if files else {}
-        first_term = files.next_start() << _TERM_BITS if files else 0  # above every term of this store
+        first_term = files.next_start() << _TERM_BITS if files else 0  # above every earlier term of this store
         self.roster = Roster(seen, pinned, loaded, settings=settings, pause_mode=pause_mode, clock=clock, wall=wall)
         self.steering = Steering(self.roster, seen, pinned, files, attachments.send, start_check)
         self.steering.observe(FleetLog(note, settings, clock))

@@ -1,4 +1,4 @@
-"""Goals: what each server of a fleet should do now."""
+"""Goals: the intended state of each server of a fleet."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
 
 
 def boots(fleet: Fleet, view: View) -> int:
-    """Return the version for a server that starts now; 0: none is READY."""
+    """Return the version from which a server of the fleet should boot now; 0: none is READY."""
     move = fleet.moving
     version = fleet.settled
     if move is not None and move.state in (MoveState.MOVING, MoveState.APPLYING):
@@ -86,8 +86,9 @@ def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tupl
 
 
 def _turns(fleet: Fleet, view: View) -> set[str]:
-    """Return the servers that may move now: with `at_a_time`, those out of service and as many more as
-    it allows. A server that is away gets its goal when it returns.
+    """Return the servers that may move now: those out of service, and as many more as `at_a_time` allows.
+
+    An absent server gets its goal when it returns.
     """
     move = fleet.moving
     strategy, version = (move.strategy, move.to) if move else (fleet.strategy, fleet.settled)

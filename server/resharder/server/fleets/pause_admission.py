@@ -1,8 +1,8 @@
-"""Servers of a fleet that stay in service, staged, until their turn on the direct path is near: a pure function of their states.
+"""Pause admission: the staged servers that stay in service until their turn on the direct path is near, as a pure function.
 
-A rank sends to one server at a time. A server that paused together with all others would wait through every transfer
-before its own. At most two servers pause for each that ranks can send to at the same time: one receives the
-version, another is ready when the first has it.
+A rank sends to one server at a time, so a server that paused together with all others would wait for every transfer before its
+own. For each server that ranks can send to at the same time, at most two pause: one receives the version, the other is ready
+when that transfer ends.
 
 Servers that finish requests before they pause (PauseMode.WAIT) pause together, since that may take minutes.
 """
@@ -12,8 +12,8 @@ from collections.abc import Set
 from resharder.server.state.fleet import View
 from resharder.server.state.server import InstallState, Server
 
-_PAUSED = 2  # servers for each that ranks can send to
-_PATIENCE = 20.0  # seconds of a pause after which others do not wait for a server
+_PAUSED = 2  # paused servers for each that ranks can send to at the same time
+_PATIENCE = 20.0  # seconds of a pause after which a server no longer counts as paused
 
 
 def held_back(view: View) -> Set[str]:

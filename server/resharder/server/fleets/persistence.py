@@ -25,6 +25,8 @@ _log = structlog.get_logger("resharder.fleet")
 
 
 class FleetFiles:
+    """Files of all fleets in a folder. Not thread-safe; callers hold the roster's lock. The constructor raises MediumRefused."""
+
     def __init__(self, folder: Path) -> None:
         self._folder = make_folder(folder)
 
@@ -45,8 +47,9 @@ class FleetFiles:
         return found
 
     def next_start(self) -> int:
-        """Return how often a daemon has started on this store, including this start, durably. Restarts
-        from 1 if the file has no number. Raises OSError.
+        """Count this start of a daemon on the store durably, and return the number of starts.
+
+        Restarts from 1 if the file contains no number. Raises OSError.
         """
         path = self._folder / "starts"
         before = path.read_bytes().strip() if path.exists() else b"0"
@@ -71,6 +74,7 @@ class FleetFiles:
 
 
 def stored(fleet: Fleet, now: float) -> bytes:
+    """Return the content of a fleet's file. `now` is a reading of the monotonic clock, from which ages are computed."""
     return _with_names(_fleet.dump_json(_turned(fleet, now)), _NAMES)
 
 
@@ -80,7 +84,7 @@ def restored(content: bytes, now: float) -> Fleet:
 
 
 def _turned(fleet: Fleet, now: float) -> Fleet:
-    """Return the fleet with ages for readings of the clock, and readings for ages."""
+    """Convert between readings of the clock and ages, which is the same operation in both directions."""
     move = fleet.move
     return fleet if move is None else replace(fleet, move=replace(move, began=now - move.began, held=now - move.held))
 

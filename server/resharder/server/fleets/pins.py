@@ -10,12 +10,15 @@ from resharder.server.state.version import VersionRecord
 class Pinnable(Protocol):
     """Pins of the versions in the store."""
 
-    def pin(self, name: str, number: int, holder: str) -> VersionRecord: ...
-    def release(self, name: str, number: int, holder: str) -> None: ...
+    def pin(self, name: str, number: int, holder: str) -> VersionRecord:
+        """Protect a READY version until `release`. Raises ResourceNotFound if it is not READY or unknown."""
+
+    def release(self, name: str, number: int, holder: str) -> None:
+        """Remove a pin. A no-op if the holder has not pinned the version."""
 
 
 class FleetPins:
-    """Versions that servers and fleets pin. Callers change it one at a time; any thread may call `of`."""
+    """Versions that servers and fleets pin. Callers serialise changes; any thread may call `of`."""
 
     def __init__(self, pins: Pinnable) -> None:
         self._pins = pins

@@ -12,9 +12,14 @@ from resharder.server.state.version import VersionRecord
 class Versions(Protocol):
     """Records of the versions in the store."""
 
-    def models(self) -> list[str]: ...
-    def versions(self, name: str) -> list[VersionRecord]: ...
-    def subscribe(self, callback: Callable[[VersionRecord], None]) -> None: ...
+    def models(self) -> list[str]:
+        """Return the names of models that are published, have a READY version, or await a restored one."""
+
+    def versions(self, name: str) -> list[VersionRecord]:
+        """Return the versions of a model, oldest first. Raises ResourceNotFound (MODEL_UNKNOWN)."""
+
+    def subscribe(self, callback: Callable[[VersionRecord], None]) -> None:
+        """Call `callback(record)` after every READY, RETIRED and ABORTED, without the store's lock."""
 
 
 class DirectOffers(Protocol):
@@ -34,13 +39,15 @@ class NoOffers:
     """`DirectOffers` of a daemon without a direct path."""
 
     def offered(self, model: str) -> Collection[int]:
+        """Return no versions."""
         return ()
 
     def at_once(self, model: str) -> int:
+        """Return 1."""
         return 1
 
     def subscribe(self, callback: Callable[[], None]) -> None:
-        pass
+        """Ignore the callback, since nothing changes."""
 
 
 class Note(Protocol):
@@ -69,7 +76,11 @@ def no_check(fleet: Fleet, addresses: Sequence[str], done: Callable[[bool, str],
 class FleetObserver:
     """Observer of every step of servers and fleets. Methods are called with the fleets' lock held and must not block."""
 
-    def server_stepped(self, before: Server, after: Server) -> None: ...
-    def fleet_stepped(self, before: Fleet | None, after: Fleet) -> None: ...
+    def server_stepped(self, before: Server, after: Server) -> None:
+        """Called after each step of a server, even if nothing changed."""
+
+    def fleet_stepped(self, before: Fleet | None, after: Fleet) -> None:
+        """Called after each change of a fleet's durable state; `before` is None for a new fleet."""
+
     def serving_changed(self) -> None:
         """Called when `Roster.serving` may have changed."""

@@ -1,4 +1,4 @@
-"""Profiles of installs on their way from workers to a waiting operator; they are not stored."""
+"""Profiles of installs, passed from workers to the waiting operator and never stored."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from resharder.server.state.server import InstallState
 from resharder.v1 import resources_pb2
 
 MAX_BYTES = 64 << 20  # of one worker's profile
-_LOOK = 0.1  # seconds between looks whether the install has ended and the operator is connected
+_LOOK = 0.1  # longest pause between checks of the install and of the operator's connection, in seconds
 
 
 @dataclass
@@ -26,7 +26,7 @@ class _Waiting:
 
 
 class Profiles:
-    """Thread-safe. `_lock` comes before the roster's."""
+    """Requests for profiles. Thread-safe. Lock order: `_lock` before the roster's."""
 
     def __init__(self, fleets: Fleets, clock: Callable[[], float] = time.monotonic) -> None:
         self._fleets, self._clock = fleets, clock
@@ -34,7 +34,7 @@ class Profiles:
         self._waiting: dict[tuple[str, str], _Waiting] = {}  # by server and install
 
     def take(self, server: str, wait_seconds: float) -> Iterator[resources_pb2.Profile | Pause]:
-        """Let a server repeat its install, and yield its workers' profiles until the install ends.
+        """Order a server to repeat its install, and yield its workers' profiles until the install ends.
 
         Raises:
             ResourceNotFound: SERVER_UNKNOWN.
@@ -70,7 +70,7 @@ class Profiles:
         return known.install is None or known.install.id != install or not known.install.active
 
     def put(self, server: str, profile: resources_pb2.Profile) -> None:
-        """Take a worker's profile, and drop it if no request waits for it. Raises InvalidArgument (PROFILE)."""
+        """Pass a worker's profile to the request that waits for it, if any. Raises InvalidArgument (PROFILE)."""
         if len(profile.trace) + len(profile.table) > MAX_BYTES:
             raise InvalidArgument("PROFILE", f"expected a profile of at most {MAX_BYTES} bytes, got {profile.ByteSize()}")
         with self._lock:

@@ -1,4 +1,4 @@
-"""Servers and fleets as they are now, and views of them."""
+"""Current state of servers and fleets, and views of them."""
 
 import threading
 import time
@@ -43,9 +43,8 @@ class FleetView:
 class Roster:
     """State of all servers and fleets.
 
-    `lock` guards changes and comes before ingest's and the store's locks: a subscriber of the store must
-    not wait for it. Queries take no lock: `by_id` and `by_name` are replaced, never changed, and so is
-    everything in them. `changed` signals each change.
+    `lock` guards changes. It is taken before ingest's and the store's locks, so a subscriber of the store must not wait for it.
+    Queries take no lock: `by_id`, `by_name` and their values are replaced, never modified. `changed` signals each change.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Roster:
         return [server for server in self.by_id.values() if server.fleet == name]
 
     def see(self, fleet: Fleet) -> View:
-        """Return what decisions about a fleet depend on, besides its own state."""
+        """Return the inputs of decisions about a fleet, besides its own state."""
         now = self.clock()
         servers = {server.id: server for server in self.of_fleet(fleet.name)}
         ready = self._seen.ready(fleet.model).keys() | self._pins.of(f"fleets/{fleet.name}", fleet.model)
@@ -150,7 +149,7 @@ class Roster:
         return known.fleet if known else ""
 
     def only_model(self) -> str:
-        """Return the name of the only model, "" without models. Raises InvalidArgument (MODEL_AMBIGUOUS)."""
+        """Return the name of the only model; empty without models. Raises InvalidArgument (MODEL_AMBIGUOUS)."""
         return self._seen.only_model()
 
     def following(self) -> dict[str, str]:
@@ -168,11 +167,14 @@ class Roster:
         return sum(1 for server in live if server.serving >= number), len(live)
 
     def processes(self, server: str) -> dict[int, str]:
-        """Return the process nonce of every worker by rank, or nothing unless all are known. Raises ResourceNotFound."""
+        """Return the process nonce of every worker by rank; empty unless all are known.
+
+        Raises ResourceNotFound (SERVER_UNKNOWN).
+        """
         known = self.server(server)
         return {rank: worker.process for rank, worker in known.workers.items()} if known.complete else {}
 
 
 def without_server(fleet: Fleet, id: str) -> Fleet:
-    """Return the fleet without one of its servers."""
+    """Return the fleet without one of its members."""
     return replace(fleet, members=fleet.members - {id}, drained=fleet.drained - {id})

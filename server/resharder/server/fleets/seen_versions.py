@@ -1,4 +1,4 @@
-"""Versions of the store as of the last look at it: what the fleets' decisions go by."""
+"""Versions of the store as of the last read, on which the fleets' decisions depend."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ from resharder.server.state.version import READY, UPLOADING
 class SeenVersions:
     """READY and offered versions of each model.
 
-    `look` takes the store's lock and is called without the fleets' lock where possible: its result may be older than a pin.
+    `look` takes the store's lock and is called without the fleets' lock where possible, so its result may be older than a pin.
     """
 
     def __init__(self, versions: Versions, offers: DirectOffers) -> None:
@@ -22,7 +22,7 @@ class SeenVersions:
         self._ahead: dict[str, dict[int, Ahead]] = {}
 
     def look(self, model: str) -> dict[int, str]:
-        """Read a model's versions anew and return the fingerprints of READY ones by number."""
+        """Read a model's versions, and return the fingerprints of READY ones by number; empty for an unknown model."""
         try:
             records = self._versions.versions(model)
         except ResourceNotFound:
@@ -34,7 +34,7 @@ class SeenVersions:
         return found
 
     def look_at_all(self) -> list[str]:
-        """Read the versions of every model anew and return the models."""
+        """Read the versions of every model, and return the models."""
         models = self.models()
         for model in models:
             self.look(model)
@@ -56,7 +56,7 @@ class SeenVersions:
         return models[0] if models else ""
 
     def ready(self, model: str) -> Mapping[int, str]:
-        """Return the fingerprints of READY versions by number, as of the last look."""
+        """Return the fingerprints of READY versions by number, as of the last read."""
         return self._ready.get(model, {})
 
     def ahead(self, fleet: Fleet) -> dict[int, Ahead]:

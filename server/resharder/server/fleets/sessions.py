@@ -19,7 +19,7 @@ MAX_WORLD_SIZE = 65536
 MAX_WAIT = 3600.0
 """Bound on the seconds that a claim may wait."""
 MAX_TERM = 1 << 62
-_LOOK = 0.5  # seconds between looks at the store while a claim waits
+_LOOK = 0.5  # longest pause of a waiting claim, in seconds
 
 
 def check_name(what: str, name: str) -> None:
@@ -29,7 +29,7 @@ def check_name(what: str, name: str) -> None:
 
 
 class Sessions:
-    """Thread-safe.
+    """Calls of servers. Thread-safe.
 
     Args:
         first_term: Term of new servers, above every term of the store so far.
@@ -46,7 +46,7 @@ class Sessions:
     def claim(
         self, server: str, model: str, fleet: str, *, wait_seconds: float, boot: bool, renews: bool = False
     ) -> Waiting[Server]:
-        """Return the server with its boot version fixed, after waiting for a READY version if `boot`.
+        """Register a server, and return it. With `boot`, wait for a READY version and assign the boot version.
 
         Args:
             server: Id that the processes of the server share.
@@ -147,8 +147,8 @@ class Sessions:
             if not self._attachments.has(attachment, report.control):
                 return
             if all(control.nonce != report.control for control in known.controls):
-                # Its lease expired. A new lease must not revive orders that it has not begun: they end with the stream,
-                # and the next stream starts over.
+                # Its lease expired. A new lease must not revive orders that it has not begun: they are dropped with the
+                # stream, and the next stream starts over.
                 attachment.put(None)
                 return
             self._steering.happen(known.id, report)
@@ -159,7 +159,7 @@ class Sessions:
                 self._steering.happen(attachment.server, Detached(attachment.first.control))
 
     def report_worker(self, server: str, worker: Worker) -> ServerView:
-        """Take the report of a worker and return the server's view.
+        """Process a worker's report, and return the server's view.
 
         Raises:
             ResourceNotFound: SERVER_UNKNOWN, if the server has not claimed its id.
@@ -168,7 +168,7 @@ class Sessions:
         known = self._roster.server(server)
         loaded = worker.state in (WorkerState.BOOTED, WorkerState.APPLIED)
         if loaded and worker.fingerprint != known.ready.get(worker.version):
-            self._seen.look(known.model)  # the worker may see that the version is READY before the next tick
+            self._seen.look(known.model)  # the version may have become READY since the last tick
         with self._roster.lock:
             known = self._roster.server(server)
             self._steering.see_versions(server)
@@ -181,7 +181,7 @@ class Sessions:
             return self._roster.server_view(self._roster.by_id[server])
 
     def forget(self, server: Server) -> None:
-        """Remove a server from the lists and its fleet. Callers hold the roster's lock. Raises OSError."""
+        """Remove a server, its pins and its membership. Callers hold the roster's lock. Raises OSError."""
         self._roster.remove_server(server.id)
         self._term = max(self._term, server.term)
         self._pins.release(f"servers/{server.id}", server.model)

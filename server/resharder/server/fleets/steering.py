@@ -1,9 +1,9 @@
 """Steps of servers and fleets: events in, durable state, pins and orders out.
 
-Every event of a server goes through `Steering.step`: one step of its reconciler; then the versions that it
-needs are pinned; then its orders go to the control sides. `Steering.steer` advances its fleet and gives
-every server its goal, until nothing changes. A fleet is durable before anything follows from it. If a
-version retires meanwhile, the step changes: a version is pinned before any order names it.
+`Steering.step` processes one event of a server: it runs the reconciler, pins the versions that the server needs, then sends the
+orders. A version is pinned before any order names it; if one has retired meanwhile, the step is repeated without it.
+`Steering.steer` advances a fleet and gives every server its goal, until nothing changes. A fleet is durable before its state
+takes effect.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from resharder.server.fleets.seen_versions import SeenVersions
 from resharder.server.state.fleet import Fleet
 from resharder.server.state.server import Event, Order, Server, VersionsChanged, Wanted, in_use
 
-_ROUNDS = 1000  # bound on the rounds of steering, against a loop
+_ROUNDS = 1000  # bound on the rounds of steering, in case they do not converge
 _log = structlog.get_logger("resharder.fleet")
 
 
@@ -98,7 +98,7 @@ class Steering:
             changed = [(id, goal) for id, goal in goals(fleet, view).items() if goal != view.servers[id].goal]
             if not changed:
                 break
-            for id, goal in changed[:1] if fleet.strict else changed:  # an open gate counts for the next server
+            for id, goal in changed[:1] if fleet.strict else changed:  # an opened gate affects the next server's goal
                 self.step(id, Wanted(goal))
         else:
             _log.error("fleet_unsteady", fleet=name)

@@ -12,17 +12,17 @@ from resharder.server.fleets.steering import Steering
 from resharder.server.infra.medium import medium_error
 from resharder.server.state.server import Ticked
 
-_FORGET = 3600.0  # seconds for which a LOST server stays in lists
+_FORGET = 3600.0  # seconds for which a LOST server is still listed
 _RETURNING = "servers that may come back"
 _CHECKPOINT = 30.0  # seconds of a wait that a killed daemon may lose
 _log = structlog.get_logger("resharder.fleet")
 
 
 class FleetTicker:
-    """Ticks every `tick_seconds` and after `wake`; with 0 seconds only by calls of `tick`.
+    """Thread that ticks every `tick_seconds` and after `wake`. With 0 seconds there is no thread, and the caller ticks.
 
-    After a restart of the daemon, it pins all READY versions of a model until the fleet's servers have
-    returned or their leases have expired: they may return with any version.
+    After a restart of the daemon, all READY versions of a model stay pinned until the fleet's servers have returned or their
+    leases have expired, since they may return with any version.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class FleetTicker:
             self._thread.start()
 
     def wake(self) -> None:
-        """Tick soon."""
+        """Request a tick as soon as possible. Never blocks."""
         self._wake.set()
 
     def close(self) -> None:
-        """Stop the thread and store how long waits have lasted. Pins remain."""
+        """Stop the thread, end all sessions, and store how long waits have lasted. Pins remain."""
         self._closed = True
         self._wake.set()
         if self._thread.is_alive():
@@ -85,7 +85,7 @@ class FleetTicker:
             now = roster.clock()
             for server in list(roster.by_id.values()):
                 self._steering.see_versions(server.id)
-                if roster.by_name[server.fleet].strict:  # a step may open a gate, which other servers' goals depend on
+                if roster.by_name[server.fleet].strict:  # a step may open a gate, on which other servers' goals depend
                     self._steering.happen(server.id, Ticked())
                 else:
                     self._steering.step(server.id, Ticked())

@@ -1,14 +1,14 @@
 """Progress of a fleet to its target: pure functions of the fleet, its servers and the time.
 
-`advance` returns the fleet after one step of its move; `goals.goals` what each server should do. A fleet, which is stored
-whenever it changes, and the servers' reports are the whole state.
+`advance` returns the fleet after one step of its move; `goals.goals` returns the goal of each server. The whole state is the
+fleet, which is stored whenever it changes, and the servers' reports.
 
     ALL_AT_ONCE   MOVING -> DONE                    a newer version replaces the target of the move
     ROLLING       MOVING -> DONE | STOPPED          at most `at_a_time` servers out of service for it
     CANARY        TRYING -> HOLDING -> MOVING ...   a failed canary or check, or an operator: BACK -> FAILED
     ATOMIC        STAGING -> APPLYING -> DONE       a failure in STAGING: FAILED; in APPLYING: BACK -> FAILED
 
-A failed version is refused: LATEST skips it, like one that was rolled back. The versions on which gates may open enforce
+A failed version is refused: LATEST skips it, as it skips one that was rolled back. The versions on which gates may open enforce
 a skew bound; a jump beyond the bound is atomic. Moves do not wait for lost
 servers: where versions must not mix (atomic fleets, skew bounds), leases are strict, so that an unreachable server has
 closed its gate by the time it is LOST.
@@ -110,8 +110,9 @@ def _begin(fleet: Fleet, to: int, view: View) -> Fleet:
 
 
 def _taken_back(fleet: Fleet, move: Move, view: View) -> bool:
-    """Return whether the move goes back because its version was refused meanwhile. If the version
-    before it was refused as well, servers go straight to the target if they can.
+    """Return whether the move goes back because its version was refused meanwhile.
+
+    If the previous version was refused as well, servers go straight to the target if they can.
     """
     if move.state == MoveState.BACK or move.to not in fleet.refused or move.back_to not in view.ready:
         return False
@@ -130,7 +131,7 @@ def _gives_way(fleet: Fleet, move: Move, target: int, view: View) -> bool:
 
 
 def present_servers(fleet: Fleet, view: View) -> dict[str, Server]:
-    """Return the servers that a move concerns: attached, and awake by order."""
+    """Return the servers that a move waits for: attached, awake by order and in fact, and not drained."""
     return {
         id: server
         for id, server in sorted(view.servers.items())
@@ -139,11 +140,13 @@ def present_servers(fleet: Fleet, view: View) -> dict[str, Server]:
 
 
 def is_attached(server: Server) -> bool:
+    """Return whether a server is live and has a control side."""
     return server.lost_at is None and bool(server.controls)
 
 
 def _hopeless(server: Server, version: int, move: Move, view: View) -> str:
     """Return the error of a version that has used all its attempts on a server; empty otherwise.
+
     Failures before this move, or before an operator's retry, do not count.
     """
     failure = server.failures.get(version) if server.goal.retry == move_tries(move) else None
@@ -151,6 +154,7 @@ def _hopeless(server: Server, version: int, move: Move, view: View) -> str:
 
 
 def move_tries(move: Move) -> tuple[int, int]:
+    """Return the key by which a change of `Goal.retry` clears a server's failures: the move, and its approved retries."""
     return move.id, move.tries
 
 
@@ -177,6 +181,7 @@ def still_refused(fleet: Fleet, ready: Collection[int]) -> dict[int, str]:
 
 
 def turn_back(fleet: Fleet, move: Move, view: View, reason: str) -> Fleet:
+    """Reverse a move and refuse its version; without an earlier version to return to, stop the move."""
     if move.back_to not in view.ready:
         return replace(fleet, move=replace(move, state=MoveState.STOPPED, reason=f"{reason}; there is no version to go back to"))
     return replace(_refuse(fleet, move.to, reason, view.ready), move=replace(move, state=MoveState.BACK, reason=reason))

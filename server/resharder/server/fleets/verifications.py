@@ -1,4 +1,4 @@
-"""Requests to verify workers' memory: made by operators, carried to workers by the answers to their reports."""
+"""Requests of operators to verify workers' memory. Workers receive them in the answers to their reports."""
 
 import secrets
 import threading
@@ -10,11 +10,11 @@ from resharder.server.infra.change_signal import Waiting
 from resharder.server.state.errors import DeadlineExceeded, FailedPrecondition
 from resharder.v1 import resources_pb2
 
-_LOOK = 0.1  # seconds between looks whether all have answered
+_LOOK = 0.1  # longest pause between checks of the answers, in seconds
 
 
 class Verifications:
-    """Thread-safe."""
+    """Requests for verification, one for each server. A newer request replaces an earlier one. Thread-safe."""
 
     def __init__(self, roster: Roster, clock: Callable[[], float] = time.monotonic) -> None:
         self._roster, self._clock = roster, clock

@@ -4,7 +4,7 @@ from ipaddress import ip_address
 
 
 def parse_listen(listen: str) -> tuple[str, int]:
-    """Split host:port into host, without brackets, and port. Raises ValueError."""
+    """Split host:port into host, without brackets, and port. Raises ValueError for any other form."""
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"expected host:port, got {listen!r}")
@@ -12,7 +12,7 @@ def parse_listen(listen: str) -> tuple[str, int]:
 
 
 def is_loopback(listen: str) -> bool:
-    """Whether only processes on this host can reach the address."""
+    """Return whether only processes on this host can reach the address."""
     host = listen.rpartition(":")[0].strip("[]")
     try:
         return ip_address(host).is_loopback

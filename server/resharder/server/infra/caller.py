@@ -1,4 +1,4 @@
-"""Caller of the call on the current thread, with security: set for each call before any other code runs."""
+"""Identity of the caller of the current call; empty without security. Set before any other code of the call runs."""
 
 from contextvars import ContextVar
 

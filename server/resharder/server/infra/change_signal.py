@@ -1,10 +1,10 @@
 """Waiting for changes without holding a lock over them, or a thread.
 
-A function that waits is a generator, a `Waiting[T]`: it yields a `Pause` whenever there is nothing to do before a signal fires,
-and returns its result. The RPC server drives it from its event loop and holds no thread meanwhile; `result_of` blocks.
+A function that waits is a generator, a `Waiting[T]`: it yields a `Pause` until a signal fires or a time has passed, and returns
+its result. The RPC server drives it from its event loop and holds no thread meanwhile; `result_of` blocks.
 
-    seen = changes.count        # before looking, so that no change is missed
-    while not look():
+    seen = changes.count        # before the condition is checked, so that no change is missed
+    while not condition():
         yield changes.pause(seen, 1.0)
         seen = changes.count
 """
@@ -19,7 +19,10 @@ T = TypeVar("T")
 
 
 class ChangeSignal:
-    """Thread-safe. No other lock is taken under its own, so `notify` may be called under any."""
+    """Counter of changes with waiters and listeners.
+
+    Thread-safe. No other lock is taken under its own, so `notify` may be called under any.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -27,6 +30,7 @@ class ChangeSignal:
         self._listeners: dict[object, Callable[[], object]] = {}
 
     def notify(self) -> None:
+        """Count a change, wake all waiters, then call the listeners on this thread."""
         with self._changed:
             self.count += 1
             self._changed.notify_all()
@@ -40,15 +44,16 @@ class ChangeSignal:
             self._changed.wait_for(lambda: self.count != seen, seconds)
 
     def listeners(self) -> int:
-        """How many listen at the moment."""
+        """Return the number of current listeners."""
         return len(self._listeners)
 
     def pause(self, seen: int, seconds: float) -> "Pause":
+        """Return a `Pause` until a change after `seen`, for at most `seconds`."""
         return Pause(self, seen, seconds)
 
     @contextmanager
     def listening(self, listener: Callable[[], object]) -> Iterator[None]:
-        """Call `listener` at each change, on the thread that makes it. It must not block."""
+        """Call `listener` at each change within the context, on the thread that notifies. It must not block."""
         key = object()
         with self._changed:
             self._listeners[key] = listener
@@ -61,7 +66,7 @@ class ChangeSignal:
 
 @dataclass(frozen=True)
 class Pause:
-    """Nothing to do until `signal` changes after `seen`, or `seconds` have passed."""
+    """Request to resume a generator once `signal` has changed after `seen`, or `seconds` have passed."""
 
     signal: ChangeSignal
     seen: int
@@ -72,7 +77,7 @@ Waiting = Generator[Pause, None, T]
 
 
 def result_of(waiting: Waiting[T]) -> T:
-    """Drive `waiting` to its end on this thread."""
+    """Run `waiting` to its end, blocking this thread during its pauses, and return its result."""
     while True:
         try:
             pause = next(waiting)

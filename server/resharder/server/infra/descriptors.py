@@ -1,4 +1,4 @@
-"""File descriptors of this process: a warning while there are still some."""
+"""File descriptors of this process: a warning before the last one is used."""
 
 import os
 import resource
@@ -10,16 +10,17 @@ _log = structlog.get_logger("resharder.descriptors")
 
 
 class Descriptors:
-    """`look` warns once each time that few come to be left. Metrics: `process_open_fds` and `process_max_fds`."""
+    """Watch over the limit of open files. The metrics are `process_open_fds` and `process_max_fds`. Not thread-safe."""
 
     def __init__(self) -> None:
         self._few = False
 
     def look(self) -> None:
+        """Log a warning when fewer than 64 descriptors, or a tenth of the limit, are left; once until more are free again."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         try:
             used = len(os.listdir("/proc/self/fd"))
-        except OSError:  # to look takes one
+        except OSError:  # listing the folder takes a descriptor
             used = limit
         few = limit - used < max(_FEW, limit // 10)
         if few and not self._few:

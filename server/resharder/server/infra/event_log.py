@@ -5,7 +5,7 @@
     for event in events.follow(0, "fleets/policy"): ...     # events, and pauses
 
 Each event is one line, written before a caller can read the event, so ids increase over restarts and SIGKILL. At `limit` lines
-the file becomes `events.1.jsonl`, in place of the one before.
+the file replaces `events.1.jsonl`.
 """
 
 import os
@@ -48,7 +48,7 @@ class Event:
     details: dict[str, str] = field(default_factory=dict)
 
     def about(self, subject: str) -> bool:
-        """Whether the event is about this resource or one under it; always true for the empty name."""
+        """Return whether the event is about this resource or one under it; always True for the empty name."""
         return not subject or self.subject == subject or self.subject.startswith(f"{subject}/")
 
 
@@ -74,8 +74,8 @@ class Events:
     def add(self, kind: Kind, subject: str, what: str, reason: str = "", **details: object) -> Event:
         """Add an event; `what` is one word.
 
-        An operator's event is synced before this returns; any other is written by the kernel later. Raises OSError if the sync
-        fails.
+        An operator's event is synced before this returns; any other reaches the medium when the kernel writes it back. Raises
+        OSError if the sync fails.
         """
         if kind == "operator" and (caller := CALLER.get()):
             details["by"] = caller
@@ -96,15 +96,15 @@ class Events:
         return event
 
     def last(self, count: int, subject: str = "") -> list[Event]:
-        """The newest `count` events about `subject`, oldest first."""
+        """Return the newest `count` events about `subject`, oldest first."""
         return [event for event in self._since(0) if event.about(subject)][-count:] if count > 0 else []
 
     def after(self, id: int, subject: str = "") -> list[Event]:
-        """Events about `subject` with a greater id, among the newest `limit` events, oldest first."""
+        """Return the events about `subject` with an id above `id`, among the newest `limit` events, oldest first."""
         return [event for event in self._since(id) if event.about(subject)]
 
     def follow(self, after: int, subject: str) -> Iterator[Event | Pause]:
-        """Yield events as `after` does, then new ones, until the log is closed."""
+        """Yield the events that `after` returns, then new ones and pauses, until the log is closed."""
         while True:
             seen, closed = self._changed.count, self._closed
             fresh = self._since(after)
@@ -115,7 +115,7 @@ class Events:
             yield self._changed.pause(seen, _LOOK)
 
     def listed(self, request: operator_pb2.ListEventsRequest) -> Iterator[Event | Pause]:
-        """Yield the events of a ListEvents call."""
+        """Yield the events of a ListEvents call; with `follow`, new ones as well until the log is closed."""
         last, subject = request.last or _LAST, request.subject
         found = self.after(request.after, subject) if request.after else self.last(last, subject)
         yield from found
@@ -147,7 +147,7 @@ class Events:
         try:
             with touching(self._journal.path, "syncing"):
                 os.fsync(file)
-            sync(self._root)  # the file's name, where it is new
+            sync(self._root)  # the entry of a new file
         finally:
             os.close(file)
 

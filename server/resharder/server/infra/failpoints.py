@@ -1,4 +1,6 @@
-"""Named points at which tests end the daemon: RESHARDERD_FAILPOINT=commit.before-rename@2, the second time it is reached."""
+"""Named points at which tests end the daemon.
+
+`RESHARDERD_FAILPOINT=commit.before-rename@2` ends it when that point is reached for the second time."""
 
 import itertools
 import os

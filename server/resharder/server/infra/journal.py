@@ -1,4 +1,4 @@
-"""Append-only files of JSON lines, with one rotation: a full `x.jsonl` becomes `x.1.jsonl`, in place of the one before."""
+"""Append-only files of JSON lines, with one rotation: a full `x.jsonl` replaces `x.1.jsonl`."""
 
 import json
 import os
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class JournalFile:
-    """One such file. Not thread-safe.
+    """Append-only file of JSON lines. Not thread-safe.
 
-    Lines that the medium refuses are kept in memory, the newest `max_late` of them, and precede the next one. A last line that
-    was cut short is dropped when the file is opened. The file is rotated at `max_lines` or beyond `max_bytes`.
+    Lines that the medium refuses are kept in memory, the newest `max_late` of them, and are written before the next one. An
+    incomplete last line is dropped when the file is opened. The file is rotated at `max_lines` or beyond `max_bytes`.
     """
 
     def __init__(self, path: Path, *, max_late: int, max_lines: float = inf, max_bytes: float = inf) -> None:
@@ -28,7 +28,7 @@ class JournalFile:
         self._torn = False
 
     def open(self) -> None:
-        """Open the file, which `append` does otherwise. Raises OSError."""
+        """Open the file now rather than at the first `append`. Raises OSError."""
         content = self.path.read_bytes() if self.path.exists() else b""
         whole = content.rfind(b"\n") + 1
         if whole < len(content):

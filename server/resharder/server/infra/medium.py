@@ -22,7 +22,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def medium_error(error: OSError) -> DaemonError:
-    """Return the error for a failed file operation."""
+    """Return the error for a failed file operation: STORE_FAILED, STORE_FULL or NO_DESCRIPTORS, by its errno."""
     name = errno.errorcode.get(error.errno or 0, type(error).__name__)
     doing, path = getattr(error, "doing", "using"), error.filename or "a file"
     what = f"{doing} {path}: {name} ({error.strerror or error})"

@@ -1,8 +1,8 @@
-"""Assembly of ingest: publishers, epochs, slots and chunks, the way into the store.
+"""Assembly of ingest: publishers, registration, and the upload of versions into the store.
 
 A new job fences every earlier one of its model: their UPLOADING versions are aborted, their calls refused. A version is aborted
-as soon as a rank cannot be expected to seal its slot: it is silent for its lease, has started a later step, or its process was
-replaced by another. An abort applies to every rank, and only ranks that have received it retry the step.
+once a rank cannot be expected to seal its slot: the rank's lease has expired, it has started a later step, or its process was
+replaced. An abort applies to every rank, and only ranks that have received it retry the step.
 """
 
 import time
@@ -56,7 +56,7 @@ class Intake:
         self.waits = VersionWaits(self._shared, audience)
 
     def observe(self, observer: IngestObserver) -> None:
-        """Report everything that follows to an observer."""
+        """Report all later events to an observer."""
         self._shared.observers.append(observer)
 
     @property

@@ -1,4 +1,4 @@
-"""Boxes of ranks in arrays: a thousand ranks have a million boxes, which take hundreds of MiB as Python objects."""
+"""Boxes of ranks in arrays. A thousand ranks have a million boxes, which would take hundreds of MiB as Python objects."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -83,6 +83,7 @@ class Slot:
 
     @property
     def chunks(self) -> int:
+        """Number of chunks."""
         return len(self.sizes)
 
     def parts(self, chunk: int) -> list[Part]:

@@ -28,7 +28,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def check_files(files: Mapping[str, bytes]) -> None:
-    """Raise InvalidArgument (MODEL_FILE) for a path, a name of the store's own files, or too much content."""
+    """Raise InvalidArgument (MODEL_FILE) for a path, a name that the store uses itself, or too much content."""
     if len(files) > MAX_FILES:
         raise InvalidArgument("MODEL_FILE", f"expected at most {MAX_FILES} files of a model, got {len(files)}")
     for name, content in files.items():
@@ -40,7 +40,7 @@ def check_files(files: Mapping[str, bytes]) -> None:
 
 
 def _check_counts(config: object) -> None:
-    """Raise LayoutError for more layers and experts than any model has, whose tensors' names would exhaust memory."""
+    """Raise LayoutError for more layers and experts than any model has, since a table of their tensors would exhaust memory."""
     counts = {"layers": 1, "experts": 1}
     parts = [config]
     while parts:
@@ -83,9 +83,11 @@ class PublisherRecord:
 
     @property
     def name(self) -> str:
+        """Resource name, `models/{model}/publishers/{epoch}`."""
         return f"models/{self.model}/publishers/{self.epoch}"
 
     def check_rank(self, rank: int) -> None:
+        """Raise InvalidArgument (RANK) for a rank outside the publisher's world size."""
         if not 0 <= rank < self.world_size:
             raise InvalidArgument("RANK", f"{self.name}: expected a rank below {self.world_size}, got {rank}")
 
@@ -97,6 +99,7 @@ class PublisherRecord:
             raise type(self.error)(self.error.reason, str(self.error))
 
     def check_active(self) -> None:
+        """Raise FailedPrecondition (NOT_REGISTERED) before ACTIVE, or as `check_usable` does."""
         self.check_usable()
         if self.state != ACTIVE:
             raise FailedPrecondition(
@@ -104,8 +107,9 @@ class PublisherRecord:
             )
 
     def add_slot(self, rank: int, fingerprint: str, specs: Sequence[TensorSpec], boxes: PackedBoxes) -> bool:
-        """Add a rank's slot and return whether all ranks have registered. Raises FailedPrecondition
-        (TENSOR_MISMATCH), with nothing changed.
+        """Add a rank's slot and return whether all ranks have registered.
+
+        Raises FailedPrecondition (TENSOR_MISMATCH); nothing has changed then.
         """
         for spec in specs:
             number = self.numbers.get(spec.name)
@@ -133,12 +137,13 @@ class PublisherRecord:
         return self.state == REGISTERING and everything and not self.activating
 
     def is_registered(self, rank: int, fingerprint: str) -> bool:
+        """Return whether a rank has registered this slot. Raises AlreadyExists (SLOT_DIFFERS) if it has registered another."""
         if self.registered.get(rank, fingerprint) != fingerprint:
             raise AlreadyExists("SLOT_DIFFERS", f"{self.name}: rank {rank} has registered other tensors or boxes before")
         return rank in self.registered
 
     def is_replaced(self, rank: int, process: str, now: float) -> bool:
-        """Return whether a rank registers from another process than before. An empty `process` changes nothing."""
+        """Record a rank's process, and return whether it has replaced another one. A no-op for an empty `process`."""
         former = self.processes.get(rank)
         if not process or process == former:
             return False
@@ -225,7 +230,7 @@ class PublisherRecord:
 
     def _held_by_tensor(self) -> dict[str, list[Held]]:
         held: dict[str, list[Held]] = defaultdict(list)
-        same: dict[Box, Box] = {}  # ranks have the same boxes many times
+        same: dict[Box, Box] = {}  # ranks repeat the same boxes
         for rank, boxes in sorted(self.held.items()):
             for position in range(len(boxes)):
                 box = boxes.box(position)
@@ -234,10 +239,12 @@ class PublisherRecord:
         return held
 
     def activate(self, assigned: dict[int, list[int]], boxes: dict[int, PackedBoxes]) -> None:
+        """Become ACTIVE with the result of `check_and_assign`, and free the state of registration."""
         self.assigned, self.boxes, self.state = assigned, boxes, ACTIVE
         self.held, self.files, self.stalled = {}, {}, None
 
     def reject(self, error: DaemonError) -> None:
+        """Become REJECTED. Later calls raise `error`."""
         self.error, self.state = error, REJECTED
         self.held, self.files = {}, {}
 

@@ -27,7 +27,7 @@ _OVER = "a newer job has claimed the model"
 
 
 class Publishers:
-    """Thread-safe. `lease_seconds` is the duration of a rank's lease."""
+    """Newest publisher of each model. Thread-safe. `lease_seconds` is the duration of a rank's lease."""
 
     def __init__(self, shared: IngestShared, uploads: Uploads, lease_seconds: float) -> None:
         self._shared, self._uploads, self._store = shared, uploads, shared.store
@@ -123,12 +123,12 @@ class Publishers:
     def register(
         self, name: str, rank: int, fingerprint: str, specs: Sequence[TensorSpec], boxes: PackedBoxes, process: str = ""
     ) -> PublisherRecord:
-        """Register one rank's slot. The last rank's call checks all slots and reserves space.
+        """Register one rank's slot. The last rank's call checks all slots and reserves capacity.
 
         Args:
             name: Name of the publisher.
             rank: The rank.
-            fingerprint: Fingerprint of the request: the same one again changes nothing.
+            fingerprint: Fingerprint of the request. A repeated one changes nothing.
             specs: Tensors of which the rank has boxes.
             boxes: The rank's boxes, replicas included, by position in `specs`.
             process: Nonce of the rank's process. A new one aborts versions that the former process has begun and not sealed.
@@ -159,7 +159,7 @@ class Publishers:
         self._uploads.abort_left(publisher, rank)
 
     def _activate(self, publisher: PublisherRecord) -> None:
-        """Check the slots and reserve space, without the lock, since this takes long for large models.
+        """Check the slots and reserve capacity, without the lock, because this takes long for large models.
 
         If a medium fails, every rank gets the error, and the next rank that registers tries again.
         """
@@ -167,7 +167,7 @@ class Publishers:
             self._store.capacity.check_size(sum(spec.size for spec in publisher.specs))
             assigned, boxes = publisher.check_and_assign()
             layouts = lay_out(publisher.specs)
-            compile_for(ITEM_SIZES[spec.dtype] for spec in publisher.specs)  # here rather than in the first verification
+            compile_for(ITEM_SIZES[spec.dtype] for spec in publisher.specs)  # now rather than in the first verification
             with self._shared.lock:
                 publisher.check_usable()
                 self._store.epochs.reserve(publisher.model, publisher.epoch, layouts, publisher.files)

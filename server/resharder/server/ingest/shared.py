@@ -17,10 +17,18 @@ Phase = Literal["registration", "upload", "verify", "commit"]
 class IngestObserver:
     """Observer of publishing. Methods are called with locks held and must not block."""
 
-    def publish_phase(self, phase: Phase, model: str, seconds: float) -> None: ...
-    def received(self, model: str, transport: str, size: int) -> None: ...
-    def slot_sealed(self, transport: str, size: int, seconds: float) -> None: ...
-    def rank_lost(self, model: str) -> None: ...
+    def publish_phase(self, phase: Phase, model: str, seconds: float) -> None:
+        """Called when a phase of a publish has ended."""
+
+    def received(self, model: str, transport: str, size: int) -> None:
+        """Called with the bytes of each chunk, and of each slot in mapped files when it is sealed."""
+
+    def slot_sealed(self, transport: str, size: int, seconds: float) -> None:
+        """Called when a slot is sealed, with its bytes and the seconds since its version began."""
+
+    def rank_lost(self, model: str) -> None:
+        """Called when the lease of a rank with an open slot expires."""
+
     def version_ended(self, upload: Upload, record: VersionRecord) -> None:
         """Called when a version is no longer UPLOADING."""
 
@@ -28,8 +36,8 @@ class IngestObserver:
 class IngestShared:
     """Lock, change signal, clock and observers.
 
-    Locks are taken in this order: the fleets', `lock`, the store's, that of a change signal. Queries, lease
-    renewals and waits for a version take none of the first three. The fleets are called while none is held.
+    Lock order: the fleets', `lock`, the store's, a change signal's. Queries, lease renewals and waits for a version take none of
+    the first three. The fleets are called while none is held.
     """
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
@@ -44,7 +52,7 @@ class IngestShared:
             raise Unavailable("DRAINING", "the daemon is shutting down and accepts no new versions")
 
     def check_epoch(self, record: VersionRecord, epoch: int) -> None:
-        """Raise FailedPrecondition (STALE_EPOCH) unless a version is of this epoch, and it is the model's newest."""
+        """Raise FailedPrecondition (STALE_EPOCH) unless a version is of this epoch and the epoch is the model's newest."""
         claim = self.store.epochs.claim(record.model)
         if epoch != record.epoch or (claim is not None and epoch < claim.epoch):
             newest = claim.epoch if claim else 0
@@ -54,7 +62,7 @@ class IngestShared:
 
 
 def parse_name(name: str, kind: str) -> tuple[str, int]:
-    """Return model and number of `models/{model}/{kind}/{number}`. Raises InvalidArgument (RESOURCE_NAME)."""
+    """Return the model and the number in `models/{model}/{kind}/{number}`. Raises InvalidArgument (RESOURCE_NAME)."""
     parts = name.split("/")
     if (
         len(parts) == 4

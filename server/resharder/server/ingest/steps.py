@@ -1,4 +1,4 @@
-"""Versions by step: which version a rank's step is, and when a new one begins."""
+"""Versions by step: the version of a rank's step, and the begin of a new one."""
 
 import structlog
 from resharder.server.infra.change_signal import Waiting
@@ -12,13 +12,13 @@ from resharder.server.state.version import ABORTED, UPLOADING, VersionRecord
 
 MAX_UPLOADING = 2
 """UPLOADING versions of a model."""
-_LOOK = 2.0  # seconds between looks of a waiting call
+_LOOK = 2.0  # longest pause of a waiting call, in seconds
 _OPENING = 20.0  # seconds that a rank waits while another rank's call begins the same version
 _log = structlog.get_logger("resharder.intake")
 
 
 class Steps:
-    """Thread-safe. `chunk_bytes` is the size of the chunks that ranks send."""
+    """Versions of all publishers by step. Thread-safe. `chunk_bytes` is the size of the chunks that ranks send."""
 
     def __init__(self, shared: IngestShared, publishers: Publishers, uploads: Uploads, chunk_bytes: int) -> None:
         self._shared, self._store = shared, shared.store
@@ -26,14 +26,16 @@ class Steps:
         self._creating: set[tuple[str, int, int]] = set()
 
     def create(self, name: str, rank: int, step: int, after: int | None = None) -> Waiting[VersionRecord]:
-        """Return the version of (epoch, step), and begin it if there is none.
+        """Return the version of a publisher's step, and begin it if there is none.
+
+        Concurrent calls for the same step get the same version: one begins it, the others wait.
 
         Args:
             name: Name of the publisher.
             rank: The rank.
             step: The step.
-            after: Newest version of the step that the rank has begun before; None: all. A later aborted version is the
-                answer, so that a rank never delivers into another version than the one it began.
+            after: Newest version of the step that the rank has begun before; None: all. A later aborted version is
+                returned, so that a rank never delivers into a version other than the one it began.
 
         Raises:
             InvalidArgument: STEP.
@@ -51,7 +53,7 @@ class Steps:
                 publisher = self._publishers.get(name, rank)
                 publisher.check_active()
                 key = (publisher.model, publisher.epoch, step)
-                if key not in self._creating:  # else another rank's call begins it
+                if key not in self._creating:  # otherwise another rank's call is beginning it
                     known = self._version_of(*key, after)
                     if known is not None:
                         if upload := self._uploads.find(known.model, known.number):
@@ -115,7 +117,7 @@ class Steps:
             upload.begun[rank] = publisher.processes.get(rank, "")
             self._uploads.add(upload)
         _log.info("version_created", version=record.name, step=step, epoch=record.epoch)
-        self._uploads.abort_overtaken(publisher)  # a rank may have moved on while the store freed space
+        self._uploads.abort_overtaken(publisher)  # a rank may have started a later step while the store freed capacity
         return store.catalogue.get(record.model, record.number)
 
     def _version_of(self, model: str, epoch: int, step: int, after: int | None) -> VersionRecord | None:

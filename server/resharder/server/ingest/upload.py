@@ -38,7 +38,10 @@ class SlotDelivery:
 
 
 class Upload:
-    """Thread-safe. `_lock` guards the bitmaps, the seals and the number of copies in progress; copies run outside of it."""
+    """UPLOADING version: its received chunks and sealed slots. Thread-safe.
+
+    `_lock` guards the bitmaps, the seals and the number of copies in progress; copies run outside it.
+    """
 
     def __init__(
         self,
@@ -65,10 +68,15 @@ class Upload:
         self._sealed = {rank: _digests([]) for rank, boxes in publisher.boxes.items() if not len(boxes)}
 
     def slot(self, rank: int) -> Slot:
+        """Return the boxes and chunks of a rank, cut at first use."""
         return self.publisher.slot(rank, self._chunk_bytes)
 
     def land(self, header: ChunkHeader, data: memoryview) -> None:
-        """Put a chunk in its place. All checks precede the first write; a repeated chunk is accepted."""
+        """Write a chunk to the version's files. All checks precede the first write; a repeated chunk is accepted.
+
+        Raises InvalidArgument (RANK, CHUNK_INDEX, CHUNK_LENGTH), DataLoss (CHECKSUM), FailedPrecondition (VERSION_ABORTED,
+        VERSION_CLOSED).
+        """
         self.publisher.check_rank(header.rank)
         slot = self.slot(header.rank)
         if header.index >= slot.chunks:
@@ -127,14 +135,16 @@ class Upload:
         return self._received[rank]
 
     def missing(self, rank: int) -> list[int]:
-        """Return the indices of a rank's chunks that have not arrived; none after its seal."""
+        """Return the indices of a rank's chunks that have not arrived; none after its seal. Raises InvalidArgument (RANK)."""
         self.publisher.check_rank(rank)
         with self._lock:
             return [] if rank in self._sealed else [int(i) for i in np.flatnonzero(~self._bitmap(rank))]
 
     def seal(self, rank: int, digests: Sequence[int], mapped: bool, timings: tuple[Timing, ...] = (), trace: str = "") -> bool:
-        """Seal a slot and return whether it was the last open one. Raises FailedPrecondition
-        (MISSING_CHUNKS), AlreadyExists (SLOT_DIFFERS).
+        """Seal a slot and return whether it was the last open one. An identical repeated seal returns False.
+
+        Raises InvalidArgument (RANK, DIGESTS), FailedPrecondition (MISSING_CHUNKS, VERSION_ABORTED, VERSION_CLOSED),
+        AlreadyExists (SLOT_DIFFERS).
         """
         self.publisher.check_rank(rank)
         boxes = len(self.publisher.boxes[rank])
@@ -168,8 +178,9 @@ class Upload:
             return [rank for rank in asked if rank not in self._sealed]
 
     def is_left(self, rank: int, process: str, step: int | None = None) -> bool:
-        """Return whether a former process of the rank has begun the version and left it incomplete:
-        without the rank's slot, or with a stale one, because the rank is back at `step`.
+        """Return whether a former process of the rank has begun the version and left it incomplete.
+
+        It is incomplete without the rank's slot, or with a stale one because the rank has returned to `step`.
         """
         if self.begun.get(rank, process) == process:
             return False
@@ -188,7 +199,7 @@ class Upload:
         return found
 
     def close(self, *, aborted: bool = False) -> None:
-        """Refuse further writes, and unmap the daemon's own writable maps."""
+        """Refuse further writes, wait for those in progress, and unmap the daemon's own writable maps."""
         with self._lock:
             self._closed, self._aborted = True, self._aborted or aborted
             self._lock.wait_for(lambda: self._landing == 0)
@@ -197,14 +208,20 @@ class Upload:
             maps.close()
 
     def slot_digests(self) -> tuple[tuple[int, str], ...]:
+        """Return each rank with the BLAKE3 of its slot's digests, for the version's record. Call after the last seal."""
         return tuple((rank, hash_digests(values)) for rank, values in sorted(self._sealed.items()))
 
     def prove(self, threads: int, patience: float) -> dict[str, int]:
-        """Return the digest of every tensor in the files, after the last writer has closed them.
+        """Close the upload, wait for the last writer to close the files, and return the verified digest of every tensor.
+
+        Args:
+            threads: Threads that digest.
+            patience: Seconds to wait for other processes that have the files open for writing.
+
         Raises ProofFailed, OSError.
         """
         self.close()
-        with touching(self.folder, "proving"):
+        with touching(self.folder, "verifying"):
             return self._prove(threads, patience)
 
     def _prove(self, threads: int, patience: float) -> dict[str, int]:
@@ -234,7 +251,7 @@ class Upload:
 
 
 class ProofFailed(Exception):
-    """The version cannot become READY. The message names the tensors."""
+    """Failed verification: the version cannot become READY. The message names the files or tensors."""
 
 
 def _digests(values: Sequence[int]) -> npt.NDArray[np.uint64]:

@@ -23,7 +23,7 @@ _log = structlog.get_logger("resharder.intake")
 
 
 class Uploads:
-    """Thread-safe.
+    """UPLOADING versions of all models. Thread-safe.
 
     Args:
         shared: State that the parts of ingest share.
@@ -41,7 +41,7 @@ class Uploads:
         self._open[upload.record.model, upload.record.number] = upload
 
     def find(self, model: str, number: int) -> Upload | None:
-        """Return the upload of an UPLOADING version."""
+        """Return the upload of a version; None unless it is UPLOADING."""
         return self._open.get((model, number))
 
     def of_model(self, model: str) -> list[Upload]:
@@ -67,7 +67,7 @@ class Uploads:
         return upload
 
     def land(self, model: str, header: ChunkHeader, data: memoryview) -> None:
-        """Put a chunk in place, and renew the lease of its rank."""
+        """Write a chunk, and renew the lease of its rank. Raises the errors of `get` and `Upload.land`."""
         upload = self.get(model, header.version, header.epoch)
         upload.land(header, data)
         for observer in self._shared.observers:
@@ -97,6 +97,8 @@ class Uploads:
         trace: str = "",
     ) -> VersionRecord:
         """Declare a rank's slot complete. The last seal starts verification and commit on another thread.
+
+        A seal of a READY or RETIRED version is compared with the original one, so that ranks can repeat it.
 
         Args:
             model: Model of the version.
@@ -153,7 +155,7 @@ class Uploads:
             self._store.lifecycle.abort(record.model, record.number, str(error))
         except (DaemonError, OSError) as error:
             known = error if isinstance(error, DaemonError) else medium_error(error)
-            if self._store.catalogue.get(record.model, record.number).state != ABORTED:  # else its files were removed
+            if self._store.catalogue.get(record.model, record.number).state != ABORTED:  # an abort has removed the files
                 _log.error("commit_failed", version=record.name, reason=known.reason, error=str(known))
                 self._store.lifecycle.abort(record.model, record.number, f"the commit failed: {known.reason}: {known}")
         except Exception as error:
@@ -179,7 +181,10 @@ class Uploads:
         return done
 
     def abort(self, model: str, number: int, epoch: int, reason: str) -> VersionRecord:
-        """Abort a version if it is UPLOADING, and return it."""
+        """Abort a version if it is UPLOADING, and return its record.
+
+        Raises FailedPrecondition (STALE_EPOCH), ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN).
+        """
         record = self._store.catalogue.get(model, number)
         self._shared.check_epoch(record, epoch)
         upload = self._open.get((model, number))
@@ -205,7 +210,7 @@ class Uploads:
             self._abort(upload, f"the process of rank {rank} was replaced by another")
 
     def abort_overtaken(self, publisher: PublisherRecord, ranks: Sequence[int] | None = None) -> None:
-        """Abort versions that wait for one of `ranks`, or of all, that has started a later step."""
+        """Abort versions that wait for a rank that has started a later step: one of `ranks`, or any."""
         with self._shared.lock:
             ours = [upload for upload in self._open.values() if upload.publisher is publisher]
             late = [(upload, publisher.overtaken(upload.record.step, upload.open_ranks(ranks))) for upload in ours]

@@ -6,11 +6,11 @@ from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.ingest.shared import IngestShared
 from resharder.server.state.version import ABORTED, READY, RETIRED, VersionRecord
 
-_LOOK = 2.0  # seconds between looks of a waiting call
+_LOOK = 2.0  # longest pause of a waiting call, in seconds
 
 
 class VersionWaits:
-    """Thread-safe.
+    """Waits for versions. Thread-safe.
 
     Args:
         shared: State that the parts of ingest share.
@@ -24,12 +24,12 @@ class VersionWaits:
         shared.store.catalogue.subscribe(lambda record: self.version_changed())
 
     def version_changed(self) -> None:
-        """Let every waiting call look again."""
+        """Notify every waiting call."""
         self._versions_changed.notify()
         self._serving_changed.notify()
 
     def serving_changed(self) -> None:
-        """Let calls that wait until a version is served look again."""
+        """Notify calls that wait until a version is served."""
         self._serving_changed.notify()
 
     def wait(self, model: str, number: int, wait_seconds: float, serving: bool) -> Waiting[VersionRecord]:

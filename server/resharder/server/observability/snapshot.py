@@ -1,4 +1,4 @@
-"""State of the daemon at one moment, for metrics and the status page."""
+"""Snapshots of the daemon's state, for metrics and the status page."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ class Lag(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Progress of an UPLOADING version."""
+    """Progress of an UPLOADING version: slots sealed and in all, bytes received and in all."""
 
     sealed: int
     slots: int
@@ -30,7 +30,10 @@ class Slots(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Versions of each model, oldest first. Each part is consistent in itself, not with the others."""
+    """State of the daemon. Each part is consistent in itself, not with the others.
+
+    `versions` has those of each model, oldest first. `time` is in seconds since 1970.
+    """
 
     time: float
     store_used: int
@@ -42,6 +45,7 @@ class Snapshot:
     servers: Mapping[str, Sequence[ServerView]]  # by fleet
 
     def lag(self, view: FleetView) -> Lag:
+        """Return the lag of a fleet in this snapshot."""
         return lag(view, self.servers.get(view.fleet.name, ()), self.versions.get(view.fleet.model, ()))
 
     def serving(self, model: str, number: int) -> int:
@@ -51,6 +55,7 @@ class Snapshot:
 
 
 def take(intake: Intake, roster: Roster, wall: Callable[[], float] = time.time) -> Snapshot:
+    """Take a snapshot. Each part is read on its own, without a common lock; models that vanish meanwhile are left out."""
     store = intake.store
     versions: dict[str, list[VersionRecord]] = {}
     for model in store.catalogue.models():
@@ -86,7 +91,7 @@ def _slots(progress: Sequence[tuple[int, bool, int, int]]) -> Slots:
 def lag(view: FleetView, servers: Sequence[ServerView], versions: Sequence[VersionRecord]) -> Lag:
     """Return the lag of the server that is furthest from the target.
 
-        Only servers that should be in service and have served a version count.
+    Only servers that should be in service and have served a version count.
 
     A fleet that moves forward lags since the first version that it lacks became READY; one that goes back lags since
     that became its target.

@@ -1,1 +1,1 @@
-"""gRPC services: one message in, one call into the daemon's parts, one message out."""
+"""gRPC services. Each method converts a message, makes one call into the daemon's parts, and converts the result."""

@@ -1,8 +1,8 @@
 """Fair shares of places and threads for models.
 
 Both follow one rule: a lane (a model, or a caller whose calls name none) may take another place or thread while it has
-fewer than are free. One lane alone gets half, the next half of the rest, and as calls end, shares become equal, with as much
-left for a newcomer. A call without a place is refused at once (TOO_MANY_CALLS); a step without a thread is queued in its lane.
+fewer than are free. A single lane gets half, the next one half of the rest. As calls end, shares become equal, and as much
+remains for a new lane. A call without a place is refused at once (TOO_MANY_CALLS); a step without a thread is queued in its lane.
 """
 
 import threading
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Places:
-    """The open calls of one method. Thread-safe."""
+    """Places for the open calls of one method. Thread-safe."""
 
     def __init__(self, method: str, places: int) -> None:
         self._method, self._places = method, places
@@ -28,7 +28,7 @@ class Places:
 
     @contextmanager
     def place(self, lane: str) -> Iterator[None]:
-        """Hold a place. Raises ResourceExhausted (TOO_MANY_CALLS)."""
+        """Occupy a place while the context lasts. Raises ResourceExhausted (TOO_MANY_CALLS) at once if the lane may have none."""
         with self._lock:
             held, free = self._held[lane], self._places - self._held.total()
             if held >= free:
@@ -55,10 +55,12 @@ class FairPool:
         self._lock = threading.Lock()
         self._ended = False
         self._running: Counter[str] = Counter()
-        self._queues: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # in the order of their queues
+        self._queues: dict[
+            str, deque[tuple[Future[Any], Callable[[], Any]]]
+        ] = {}  # by lane, in the order in which they are served
 
     def submit(self, lane: str, step: Callable[[], T]) -> Future[T]:
-        """Run `step` when the lane has a thread. The future of a pool that was shut down is cancelled."""
+        """Queue `step` until the lane may have a thread. After `shutdown`, the returned future is cancelled."""
         future: Future[T] = Future()
         with self._lock:
             if self._ended:
@@ -69,7 +71,7 @@ class FairPool:
         return future
 
     def shutdown(self) -> None:
-        """Drop what is queued; running steps end by themselves."""
+        """Cancel queued steps. Running steps continue, and are not waited for."""
         with self._lock:
             self._ended = True
             queued = [future for queue in self._queues.values() for future, _ in queue]
@@ -79,7 +81,7 @@ class FairPool:
         self._pool.shutdown(wait=False)
 
     def _start(self) -> None:
-        """Start what may run; callers hold the lock."""
+        """Start the steps that may run. Callers hold the lock."""
         while (lane := self._next()) is not None:
             queue = self._queues.pop(lane)
             future, step = queue.popleft()

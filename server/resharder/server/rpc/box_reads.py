@@ -29,7 +29,7 @@ _CACHED_REQUESTS = 256
 
 @dataclass(frozen=True)
 class CheckedBoxes:
-    """Request that has been checked against its version."""
+    """Request for boxes that was checked against its version's manifest."""
 
     manifest: Manifest
     boxes: tuple[TensorBox, ...]
@@ -80,8 +80,9 @@ def _inside(spec: TensorSpec, message: resources_pb2.TensorBox, i: int) -> Box:
 
 
 class BoxDigester:
-    """Digests of boxes in the store. Workers of a fleet request the same boxes, so answers are cached
-    for a while. Concurrent requests share the threads.
+    """Digests of boxes in the store. Thread-safe.
+
+    The last 256 answers are cached, because workers of a fleet request the same boxes. Concurrent requests divide the threads.
     """
 
     def __init__(self, reader: VersionReader, threads: int) -> None:
@@ -90,7 +91,7 @@ class BoxDigester:
         self._known: OrderedDict[tuple[str, bytes], Array] = OrderedDict()
 
     def digests(self, boxes: CheckedBoxes) -> list[int]:
-        """Return digests in the order of the boxes."""
+        """Return the digests, in the order of the boxes. Raises as `VersionReader.open` does."""
         record = boxes.manifest.record
         # by fingerprint, because numbers restart with a new store
         key = (record.fingerprint, hashlib.sha256(repr([(b.spec.name, b.box) for b in boxes.boxes]).encode()).digest())
@@ -141,7 +142,7 @@ def chunks(reader: VersionReader, boxes: CheckedBoxes) -> Iterator[bytes]:
 
 
 def _chunk(arrays: Mapping[str, Array], boxes: CheckedBoxes, parts: Sequence[Part], header: ChunkHeader, model: str) -> bytes:
-    """Return one chunk. A function of its own, so that no array remains when the files are closed."""
+    """Return one chunk. A separate function, so that no reference to a mapped array remains when the files are closed."""
     pieces = [
         np.ascontiguousarray(arrays[boxes.boxes[position].spec.name][box_index(box)]).reshape(-1).view(np.uint8)
         for position, box in parts

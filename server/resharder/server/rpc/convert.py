@@ -38,11 +38,12 @@ def version_to_proto(store: Store, record: VersionRecord, counts: tuple[int, int
 
 
 def store_access(folder: StoreFolder) -> resources_pb2.StoreAccess | None:
-    """Return the access of clients that may map the store; None for others."""
+    """Return the nonce file by which clients detect that they can map the store; None if they must not."""
     return resources_pb2.StoreAccess(nonce_file=str(folder.nonce_file), nonce=folder.nonce) if folder.shared else None
 
 
 def manifest_to_proto(version: resources_pb2.Version, manifest: Manifest) -> server_pb2.Manifest:
+    """Convert a manifest. Offsets are those of tensors in their files, in bytes."""
     return server_pb2.Manifest(
         version=version,
         tensors=[
@@ -55,6 +56,7 @@ def manifest_to_proto(version: resources_pb2.Version, manifest: Manifest) -> ser
 
 
 def timestamp(seconds: float) -> Timestamp:
+    """Convert seconds since 1970."""
     made = Timestamp()
     made.FromNanoseconds(int(seconds * 1e9))
     return made
@@ -69,7 +71,7 @@ def worker_from_proto(message: resources_pb2.Worker) -> Worker:
             "WORKER", f"expected a worker state of {[s.name for s in WorkerState]}, got {message.state}"
         ) from None
     if message.version < 0 or (state in (WorkerState.BOOTED, WorkerState.APPLIED) and not message.version):
-        raise InvalidArgument("WORKER", f"a worker that is {state.name} names the version it holds, got {message.version}")
+        raise InvalidArgument("WORKER", f"expected the version of a worker that is {state.name}, got {message.version}")
     return Worker(
         rank=message.rank,
         state=state,
@@ -108,6 +110,7 @@ def _verification(message: resources_pb2.Worker) -> resources_pb2.Verification |
 
 
 def worker_to_proto(worker: Worker) -> resources_pb2.Worker:
+    """Convert a worker, without what the daemon derives from its reports."""
     return resources_pb2.Worker(
         rank=worker.rank,
         state=worker.state.name,
@@ -143,6 +146,7 @@ def attached_from_proto(message: server_pb2.ControlReport) -> Attached:
 
 
 def power_to_proto(power: Power) -> resources_pb2.Power:
+    """Convert a power state; UNKNOWN is POWER_UNSPECIFIED."""
     value: resources_pb2.Power = resources_pb2.Power.Value(power.name if power else "POWER_UNSPECIFIED")
     return value
 
@@ -175,6 +179,7 @@ def report_from_proto(message: server_pb2.ControlReport) -> Reported:
 
 
 def server_to_proto(view: ServerView) -> resources_pb2.Server:
+    """Convert a server's view, with its workers and its last install."""
     server = view.server
     message = resources_pb2.Server(
         name=f"servers/{server.id}",
@@ -218,6 +223,7 @@ def _install_to_proto(install: Install, workers: list[Worker], to_wall: float) -
 
 
 def fleet_to_proto(view: FleetView) -> resources_pb2.Fleet:
+    """Convert a fleet's view, with its last move."""
     fleet = view.fleet
     message = resources_pb2.Fleet(
         name=fleet.name,

@@ -23,10 +23,13 @@ _KINDS = {
 
 
 class DirectService:
+    """Methods of `DirectService`. Calls about a group need its id, which only its members receive."""
+
     def __init__(self, direct: Direct, intake: Intake) -> None:
         self._direct, self._intake = direct, intake
 
     def DeclareMemory(self, request: direct_pb2.DeclareMemoryRequest, call: Call) -> Message:
+        """Replace a member's declared layout. Raises InvalidArgument (WORKER) and errors of unknown owners."""
         member = _member(request.member)
         if "/publishers/" in member.owner:
             self._intake.publishers.get(member.owner, member.rank)
@@ -36,6 +39,7 @@ class DirectService:
         return direct_pb2.DeclareMemoryResponse()
 
     def OfferVersion(self, request: direct_pb2.OfferVersionRequest, call: Call) -> Iterator[direct_pb2.DirectTask | Pause]:
+        """Stream a rank's tasks for a version that it has in memory. The end of the call ends the offer."""
         member, (model, number) = _member(request.member), parse_name(request.version, "versions")
         publisher = self._intake.publishers.get(member.owner, member.rank)
         record = self._intake.store.catalogue.get(model, number)
@@ -57,6 +61,7 @@ class DirectService:
         return direct_pb2.DirectTask(kind=_KINDS[task.act], group=task.group, link=link, sent=sent)
 
     def JoinTransfer(self, request: direct_pb2.JoinTransferRequest, call: Call) -> Waiting[Message]:
+        """Return a worker's link to its group, without the copies if the worker has this link already."""
         model, number = parse_name(request.version, "versions")
         link = yield from self._direct.links.join(
             _member(request.member), request.memory, model, number, request.install, request.group
@@ -64,20 +69,24 @@ class DirectService:
         return self._link(link, known=request.group == link.group)
 
     def StartTransfer(self, request: direct_pb2.TransferRequest, call: Call) -> Waiting[Message]:
+        """Return once the transfer of the worker's group has begun."""
         yield from self._direct.transfers.start(_member(request.member), request.group, request.install)
         return direct_pb2.StartTransferResponse()
 
     def FinishTransfer(self, request: direct_pb2.FinishTransferRequest, call: Call) -> Message:
+        """Record that a member has finished its part of a transfer, or failed."""
         member = _member(request.member)
         self._direct.transfers.finish(member, request.group, request.ok, request.error, request.size_bytes)
         return direct_pb2.FinishTransferResponse()
 
     def PutDigests(self, request: direct_pb2.PutDigestsRequest, call: Call) -> Message:
+        """Record a rank's digests of the boxes that it sends."""
         _, number = parse_name(request.version, "versions")
         self._direct.transfers.report(_member(request.member), request.group, number, request.digests)
         return direct_pb2.PutDigestsResponse()
 
     def GetDigests(self, request: direct_pb2.GetDigestsRequest, call: Call) -> Waiting[Message]:
+        """Return the digests of a worker's boxes, and the fingerprint that it reports until the version is READY."""
         model, number = parse_name(request.version, "versions")
         digests = yield from self._direct.transfers.digests(_member(request.member), request.group, number)
         return direct_pb2.ReportedDigests(
@@ -85,10 +94,12 @@ class DirectService:
         )
 
     def SetGroupKey(self, request: direct_pb2.SetGroupKeyRequest, call: Call) -> Message:
+        """Set a key of a group's key-value store."""
         self._direct.keys.set(request.group, request.key, request.value)
         return direct_pb2.SetGroupKeyResponse()
 
     def GetGroupKey(self, request: direct_pb2.GetGroupKeyRequest, call: Call) -> Waiting[Message]:
+        """Return a key of a group's key-value store; an empty value if it is not set in time."""
         value = yield from self._direct.keys.get(request.group, request.key, seconds(request.wait_seconds))
         return direct_pb2.GroupKey(value=value)
 

@@ -27,38 +27,16 @@ from resharder.server.infra.caller import CALLER
 from resharder.server.infra.change_signal import Pause
 from resharder.server.rpc.admission import FairPool, Places, model_of_chunk, model_of_request
 from resharder.server.rpc.errors import abort
+from resharder.server.rpc.guard import CallerIdentity, Guard
 from resharder.server.rpc.methods import BY_PATH, METHODS, OURS, Cost, Method
 from resharder.server.rpc.protocol import check_revision
 from resharder.server.state.errors import DaemonError, InvalidArgument
 
 T = TypeVar("T")
-C = TypeVar("C", bound="CallerIdentity")
 THREADS, RENEWAL_THREADS = 60, 4
 _INLINE_BYTES = 16 << 10  # parsed on the event loop; larger messages on the pool
 _CHECK_AGAIN_SECONDS = 1.0  # a stream ends when its caller loses its role
 _RENEWALS = "renewals"  # lane in a pool of their own
-
-
-class CallerIdentity(Protocol):
-    """Caller of a call. `name` is used for limits and the log. `secured`: its identity is verified."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def secured(self) -> bool: ...
-
-
-class Guard(Protocol[C]):
-    """Checks of callers. Every method may raise a DaemonError."""
-
-    def caller(self, context: grpc.ServicerContext) -> C: ...
-    def admit(self, method: Method, context: grpc.ServicerContext) -> C: ...
-    def check_size(self, method: Method, size: int) -> None: ...
-    def judge(self, caller: C, method: Method, request: Any) -> Any: ...
-    def decide(self, caller: C, method: Method, resource: Any) -> None: ...
-    def open(self, caller: C) -> AbstractContextManager[None]: ...
-    def redact(self, caller: C, answer: Any) -> None: ...
-    def note(self, path: str, peer: str, error: DaemonError) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -69,9 +47,11 @@ class Call:
 
 
 class Session(Protocol):
-    """Service's side of a client stream. Methods are called one at a time, except `responses`."""
+    """Service's side of a client stream. Methods are called one at a time, except that `responses` runs beside them."""
 
-    def receive(self, message: Any) -> None: ...
+    def receive(self, message: Any) -> None:
+        """Process one request."""
+
     def end(self) -> Any:
         """Return the answer after the last request; None for a stream."""
 
@@ -79,7 +59,7 @@ class Session(Protocol):
         """Yield the answers of a stream: messages and pauses."""
 
     def close(self) -> None:
-        """End the session, whatever the end of the call."""
+        """Free the session's resources. Called once, however the call ends."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +96,7 @@ class Dispatcher:
         self._pool, self._renewals = FairPool(threads, "rpc"), FairPool(renewal_threads, "renewals")
 
     def close(self) -> None:
+        """Refuse further steps. Running ones are not waited for."""
         self._pool.shutdown()
         self._renewals.shutdown()
 
@@ -142,12 +123,14 @@ class Dispatcher:
     # On the event loop
 
     def submit(self, method: Method, lane: str, step: Callable[[], T]) -> Future[T]:
+        """Queue a step of a call on the pool, with the current context variables. Renewals have threads of their own."""
         context = contextvars.copy_context()
         if method.cost is Cost.RENEWAL:
             return self._renewals.submit(_RENEWALS, lambda: context.run(step))
         return self._pool.submit(f"{method.cost.name} {lane}", lambda: context.run(step))
 
     async def wait(self, pause: Pause) -> None:
+        """Return when the pause's signal fires or its time has passed, without occupying a thread."""
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -174,9 +157,11 @@ class Dispatcher:
 
     @property
     def guard(self) -> Guard[Any]:
+        """Checks of callers."""
         return self._guard
 
     def place(self, method: Method, lane: str) -> AbstractContextManager[None] | None:
+        """Return a context that occupies a place of a long method, and may raise ResourceExhausted; None for other methods."""
         places = self._places.get(method.path)
         return places.place(lane) if places else None
 
@@ -315,7 +300,7 @@ class _Entry:
     async def _messages(
         self, caller: Any, context: Any, requests: AsyncIterator[bytes], drive: "_Drive", held: ExitStack
     ) -> AsyncIterator[Any]:
-        """Yield the messages of a stream. Its first message names its resource; until then, its caller is its lane."""
+        """Yield the messages of a stream. The first message names the resource; until it arrives, the lane is the caller."""
         resource, checked = None, 0.0
         waiting = held.enter_context(ExitStack())
         if (place := self._d.place(self._method, caller.name if caller.secured else context.peer())) is not None:
@@ -362,7 +347,7 @@ class _Drive:
         each: Callable[[Any], Awaitable[None]],
         convert: Callable[[Any], Any] = lambda item: item,
     ) -> Any:
-        """Await `each` of the generator's items; its result. Closes the generator, also if the call is cancelled."""
+        """Await `each` of the generator's items, and return its result. Closes the generator, also if the call is cancelled."""
 
         def advance() -> Any:
             try:
@@ -378,7 +363,7 @@ class _Drive:
             self.afterwards(generator.close)
 
     def afterwards(self, step: Callable[[], object]) -> None:
-        """Run `step` once the last one has ended, which a cancelled call does not wait for."""
+        """Run `step` once the last step has ended, which a cancelled call does not wait for."""
         bound = partial(contextvars.copy_context().run, step)
         run: Callable[[object], object] = lambda _: self._d.submit(self._method, self.lane, bound)  # noqa: E731
         if self._last is None:

@@ -17,8 +17,9 @@ _log = structlog.get_logger("resharder.rpc")
 
 
 async def abort(context: Any, error: Exception, refused: Callable[[str], None]) -> None:
-    """End the call with the status of `error`, with an ErrorInfo in its details, after calling
-    `refused(reason)`. Always raises.
+    """End the call with the status of `error`, after calling `refused(reason)`. Always raises.
+
+    The status has an ErrorInfo with the reason. An exception that is no refusal is logged, and becomes INTERNAL without its text.
     """
     reason: str
     if isinstance(error, OSError) and is_refusal(error):

@@ -5,6 +5,8 @@ from enum import Enum, auto
 
 
 class Role(Enum):
+    """Role of a caller, as the configuration names it."""
+
     PUBLISHER = "publisher"  # of models
     SERVER = "server"  # of fleets
     OPERATOR = "operator"
@@ -16,7 +18,7 @@ class About(Enum):
 
     NOTHING = auto()  # having the role is enough
     MODEL = auto()  # the model, or for a server a fleet that follows it
-    FLEET = auto()  # the fleets that are commanded or reported on
+    FLEET = auto()  # the fleets that are commanded, or that a server reports on
     EVERYTHING = auto()
 
 
@@ -25,11 +27,12 @@ class Cost(Enum):
 
     SHORT = auto()
     RENEWAL = auto()  # renews a lease: runs on threads of its own
-    WAIT = auto()  # may stay open for long, doing nothing
-    TRANSFER = auto()  # moves or computes much
+    WAIT = auto()  # may stay open for long while idle
+    TRANSFER = auto()  # transfers or computes much data
 
     @property
     def long(self) -> bool:
+        """Whether open calls of this cost are counted and bounded."""
         return self in (Cost.WAIT, Cost.TRANSFER)
 
 
@@ -46,6 +49,7 @@ class Method:
 
     @property
     def path(self) -> str:
+        """Path of the method in HTTP/2, `/service/name`."""
         return f"/{self.service}/{self.name}"
 
 

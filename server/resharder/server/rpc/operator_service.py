@@ -25,6 +25,8 @@ _PART_BYTES = 1 << 20
 
 
 class OperatorService:
+    """Methods of `OperatorService`. Errors are those of the parts that each method calls."""
+
     def __init__(
         self,
         views: Views,
@@ -40,6 +42,7 @@ class OperatorService:
         self._profiles, self._verifications = profiles, verifications
 
     def GetDaemon(self, request: operator_pb2.GetDaemonRequest, call: Call) -> Message:
+        """Describe the daemon: release, store, models and publishers."""
         answer = operator_pb2.Daemon()
         answer.CopyFrom(self._daemon)
         answer.time.GetCurrentTime()
@@ -51,6 +54,7 @@ class OperatorService:
         return answer
 
     def ListVersions(self, request: operator_pb2.ListVersionsRequest, call: Call) -> Message:
+        """List the versions of one model or of all, newest first, in pages. Raises InvalidArgument (PAGE_SIZE, PAGE_TOKEN)."""
         models = [request.model] if request.model else self._store.catalogue.models()
         # newest first: the most common request, and stable while versions arrive
         records = [record for model in models for record in reversed(self._store.catalogue.versions(model))]
@@ -58,20 +62,24 @@ class OperatorService:
         return operator_pb2.ListVersionsResponse(versions=[self._views.version(r) for r in page], next_page_token=token)
 
     def GetVersion(self, request: operator_pb2.GetVersionRequest, call: Call) -> Message:
+        """Return a version. Raises InvalidArgument (RESOURCE_NAME), ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN)."""
         return self._views.version(self._store.catalogue.get(*parse_name(request.version, "versions")))
 
     def ListServers(self, request: operator_pb2.ListServersRequest, call: Call) -> Message:
+        """List the servers of one fleet or of all by id, in pages. Raises InvalidArgument (PAGE_SIZE, PAGE_TOKEN)."""
         views = [(view.server.id, view) for view in self._fleets.roster.servers(request.fleet)]
         page, token = page_of(views, request.page_size, request.page_token)
         return operator_pb2.ListServersResponse(servers=[server_to_proto(view) for view in page], next_page_token=token)
 
     def ListFleets(self, request: operator_pb2.ListFleetsRequest, call: Call) -> Message:
+        """List fleets by name, in pages. Raises InvalidArgument (PAGE_SIZE, PAGE_TOKEN)."""
         page, token = page_of(
             [(view.fleet.name, view) for view in self._fleets.roster.fleets()], request.page_size, request.page_token
         )
         return operator_pb2.ListFleetsResponse(fleets=[fleet_to_proto(view) for view in page], next_page_token=token)
 
     def ExportVersion(self, request: operator_pb2.ExportVersionRequest, call: Call) -> Iterator[Message]:
+        """Stream the files of a READY version, which is pinned until the call ends."""
         model, number = parse_name(request.version, "versions")
         holder = f"export-{secrets.token_hex(4)}"
         record = self._store.pins.pin(model, number, holder)
@@ -81,29 +89,37 @@ class OperatorService:
             self._store.pins.release(model, number, holder)
 
     def UpdateFleet(self, request: operator_pb2.UpdateFleetRequest, call: Call) -> Message:
+        """Set the fields of a fleet that the mask names; a new fleet is created."""
         return fleet_to_proto(self._operations.update(request))
 
     def RollBackFleet(self, request: operator_pb2.RollBackFleetRequest, call: Call) -> Message:
+        """Return a fleet to an earlier version. Idempotent for a repeated request id."""
         return fleet_to_proto(self._operations.roll_back(request))
 
     def DecideMove(self, request: operator_pb2.DecideMoveRequest, call: Call) -> Message:
+        """Approve or reverse the current move of a fleet."""
         return fleet_to_proto(self._operations.decide(request))
 
     def SetPower(self, request: operator_pb2.SetPowerRequest, call: Call) -> Message:
+        """Put servers to sleep or wake them. Returns before the engines have changed."""
         return fleet_to_proto(self._operations.set_power(request))
 
     def SetDrained(self, request: operator_pb2.SetDrainedRequest, call: Call) -> Message:
+        """Drain servers or resume them. Returns before requests in flight have ended."""
         return fleet_to_proto(self._operations.set_drained(request))
 
     def ProfileInstall(self, request: operator_pb2.ProfileInstallRequest, call: Call) -> Iterator[Message | Pause]:
+        """Repeat a server's install under a profiler, and stream its workers' profiles."""
         yield from self._profiles.take(request.server.removeprefix("servers/"), seconds(request.wait_seconds))
 
     def VerifyServer(self, request: operator_pb2.VerifyServerRequest, call: Call) -> Waiting[Message]:
+        """Verify the memory of all workers of a server, and return their results."""
         server, wait = request.server.removeprefix("servers/"), seconds(request.wait_seconds)
         verifications = yield from self._verifications.take(server, wait)
         return operator_pb2.VerifyServerResponse(verifications=verifications)
 
     def RetireVersions(self, request: operator_pb2.RetireVersionsRequest, call: Call) -> Message:
+        """Retire unused versions of a model; with `dry_run`, only report which."""
         done = self._store.retirer.retire(request.model.removeprefix("models/"), request.versions, request.keep, request.dry_run)
         if done.retired and not request.dry_run:
             names = ", ".join(record.name for record in done.retired)
@@ -115,17 +131,21 @@ class OperatorService:
         )
 
     def ListEvents(self, request: operator_pb2.ListEventsRequest, call: Call) -> Iterator[Message | Pause]:
+        """Stream events, oldest first; with `follow`, until the daemon stops."""
         for found in self._events.listed(request):
             yield found if isinstance(found, Pause) else event_to_proto(found)
 
     def ArchiveVersion(self, request: operator_pb2.ArchiveVersionRequest, call: Call) -> Message:
+        """Archive a version, and return once its copy is verified. Raises FailedPrecondition (NO_ARCHIVE)."""
         return _archived(needed(self._archive).archive_now(*parse_name(request.version, "versions")))
 
     def ListArchive(self, request: operator_pb2.ListArchiveRequest, call: Call) -> Message:
+        """List the archived versions, newest first. Raises FailedPrecondition (NO_ARCHIVE)."""
         found = needed(self._archive).archived(request.model.removeprefix("models/"))
         return operator_pb2.ListArchiveResponse(versions=map(_archived, found))
 
     def RestoreVersion(self, request: operator_pb2.RestoreVersionRequest, call: Call) -> Message:
+        """Restore an archived version, and return once it is READY. Raises FailedPrecondition (NO_ARCHIVE)."""
         return self._views.version(needed(self._archive).restore(*parse_name(request.version, "versions")))
 
 

@@ -19,6 +19,6 @@ def refusal(metadata: tuple[tuple[str, str | bytes], ...]) -> str:
 
 
 def check_revision(metadata: Iterable[tuple[str, str | bytes]]) -> None:
-    """Check a client's revision. Raises FailedPrecondition (PROTOCOL)."""
+    """Raise FailedPrecondition (PROTOCOL) for a client of an unsupported revision."""
     if why := refusal(tuple(metadata)):
         raise FailedPrecondition("PROTOCOL", why)

@@ -19,17 +19,22 @@ from resharder.v1 import publisher_pb2
 
 
 class PublisherService:
+    """Methods of `PublisherService`. Errors are those of the parts that each method calls."""
+
     def __init__(self, intake: Intake, views: Views, withhold: Callable[[str, int], None]) -> None:
-        """Create the service. `withhold` is called with the model and number of versions that no rank
-        offers for the direct path.
+        """Create the service.
+
+        `withhold` is called with the model and number of each version that no rank offers for the direct path.
         """
         self._intake, self._views, self._withhold = intake, views, withhold
 
     def CreatePublisher(self, request: publisher_pb2.CreatePublisherRequest, call: Call) -> Message:
+        """Claim a model for a job, which fences earlier jobs. Idempotent for every rank of the job."""
         files = {file.path: file.content for file in request.model.files}
         return self._views.publisher(self._intake.publishers.create(request.model.name, request.job, request.world_size, files))
 
     def RegisterSlot(self, request: publisher_pb2.RegisterSlotRequest, call: Call) -> Message:
+        """Register a rank's tensors and boxes. The last rank's call checks that the slots tile the model."""
         specs = [spec_from_proto(spec) for spec in request.tensors]
         if len({spec.name for spec in specs}) < len(specs):
             raise InvalidArgument("TENSORS", "expected every tensor once")
@@ -41,6 +46,7 @@ class PublisherService:
         )
 
     def GetAssignment(self, request: publisher_pb2.GetAssignmentRequest, call: Call) -> Waiting[Message]:
+        """Return the boxes that a rank sends, once all ranks have registered."""
         wait = seconds(request.wait_seconds)
         publisher, boxes = yield from self._intake.publishers.assignment(request.publisher, request.rank, wait)
         return publisher_pb2.Assignment(
@@ -48,9 +54,11 @@ class PublisherService:
         )
 
     def RenewLease(self, request: publisher_pb2.RenewLeaseRequest, call: Call) -> Message:
+        """Renew a rank's lease, and return its publisher."""
         return self._views.publisher(self._intake.publishers.get(request.publisher, request.rank))
 
     def CreateVersion(self, request: publisher_pb2.CreateVersionRequest, call: Call) -> Waiting[Message]:
+        """Return the version of a rank's step, and begin it if there is none."""
         after = request.after if request.HasField("after") else None
         record = yield from self._intake.steps.create(request.publisher, request.rank, request.step, after)
         if request.withheld:
@@ -58,36 +66,42 @@ class PublisherService:
         return self._views.version(record)
 
     def UploadChunks(self, call: Call) -> "ChunkStream":
+        """Receive chunks, each of which renews its rank's lease."""
         return ChunkStream(self._intake)
 
     def ListMissingChunks(self, request: publisher_pb2.SlotRequest, call: Call) -> Message:
+        """List the chunks of a slot that have not arrived, so that a rank can continue after an interruption."""
         model, number = parse_name(request.version, "versions")
         return publisher_pb2.MissingChunks(indices=self._intake.uploads.missing(model, number, request.epoch, request.rank))
 
     def SealSlot(self, request: publisher_pb2.SealSlotRequest, call: Call) -> Message:
+        """Declare a slot complete. The last seal starts verification and commit, which this call does not wait for."""
         model, number = parse_name(request.version, "versions")
         timings, trace = timings_from_proto(request.timings), traceparent_of(call.metadata)
         said = (request.rank, request.digests, request.mapped, timings, trace)
         return self._views.version(self._intake.uploads.seal(model, number, request.epoch, *said))
 
     def AbortVersion(self, request: publisher_pb2.AbortVersionRequest, call: Call) -> Message:
+        """Abort a version that is UPLOADING; a no-op for any other."""
         model, number = parse_name(request.version, "versions")
         return self._views.version(self._intake.uploads.abort(model, number, request.epoch, request.reason[:1000]))
 
     def WaitVersion(self, request: publisher_pb2.WaitVersionRequest, call: Call) -> Waiting[Message]:
+        """Return a version once it is no longer UPLOADING or, with `serving`, once its servers serve it."""
         model, number = parse_name(request.version, "versions")
         record = yield from self._intake.waits.wait(model, number, seconds(request.wait_seconds), request.serving)
         return self._views.version(record)
 
 
 class ChunkStream:
-    """One stream of chunks, which arrive as bytes without a message around them."""
+    """Session of one stream of chunks, which are raw frames rather than messages."""
 
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
         self._model, self._chunks, self._size = "", 0, 0
 
     def receive(self, message: bytes) -> None:
+        """Store a chunk. Raises InvalidArgument (CHUNK), and the errors of `Uploads.land`."""
         try:
             header, data, named = unframe(message)
         except ValueError as error:
@@ -99,10 +113,12 @@ class ChunkStream:
         self._chunks, self._size = self._chunks + 1, self._size + len(data)
 
     def end(self) -> Message:
+        """Return the number of chunks and bytes received, repeated ones included."""
         return publisher_pb2.UploadSummary(received_chunks=self._chunks, received_bytes=self._size)
 
     def responses(self) -> Iterator[Message]:
+        """Return nothing: the call has one answer."""
         return iter(())
 
     def close(self) -> None:
-        pass
+        """Do nothing: chunks are stored as they arrive."""

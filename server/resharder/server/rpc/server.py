@@ -18,10 +18,13 @@ AddPort = Callable[[Any], int]
 
 
 class RpcServer:
-    """Accepts calls from `start` to `stop`.
+    """gRPC server that accepts calls from `start` to `stop`.
 
-    `services`: for each service its object and the generated function that adds it to a server. `add_port`: binds the address.
-    Raises what it raises.
+    Args:
+        dispatcher: Wrapper of all methods, closed with the server.
+        services: Each service with the generated function that adds it to a server.
+        add_port: Function that binds the address. The constructor raises its errors.
+        options: Channel options of gRPC.
     """
 
     def __init__(
@@ -67,16 +70,17 @@ class RpcServer:
         return server
 
     def run(self, coroutine: Any) -> Any:
-        """Run a coroutine on the server's loop and return its result. Not for that loop's own thread."""
+        """Run a coroutine on the server's loop and return its result. Deadlocks on the loop's own thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def start(self) -> None:
+        """Accept calls, and report SERVING to health checks."""
         self.run(self._server.start())
         for name in ("", *OUR_SERVICES):
             self.run(self._health.set(name, health_pb2.HealthCheckResponse.SERVING))
 
     def drain(self) -> None:
-        """Report NOT_SERVING from now on."""
+        """Report NOT_SERVING to health checks. Calls continue."""
         self.run(self._health.enter_graceful_shutdown())
 
     def stop(self, grace: float) -> None:
@@ -92,7 +96,7 @@ class RpcServer:
 
 
 class _Collector:
-    """Stands in for a server, and keeps the handlers that the generated function adds."""
+    """Stand-in for a server that collects the handlers that a generated function adds."""
 
     def __init__(self) -> None:
         self.handlers: dict[str, grpc.RpcMethodHandler] = {}

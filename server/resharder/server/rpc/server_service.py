@@ -25,10 +25,12 @@ from resharder.server.state.server import Order
 from resharder.server.store.store import Store
 from resharder.v1 import resources_pb2, server_pb2
 
-_ORDERS_SECONDS = 60.0  # bound on a wait, although a new order signals
+_ORDERS_SECONDS = 60.0  # longest pause; a new order ends it
 
 
 class ServerService:
+    """Methods of `ServerService`. Errors are those of the parts that each method calls."""
+
     def __init__(
         self, fleets: Fleets, store: Store, profiles: Profiles, verifications: Verifications, digest_threads: int
     ) -> None:
@@ -36,6 +38,7 @@ class ServerService:
         self._digester = BoxDigester(store.reader, digest_threads)
 
     def ClaimServer(self, request: server_pb2.ClaimServerRequest, call: Call) -> Waiting[server_pb2.Claim]:
+        """Register a server's process; with `boot`, wait for a version to load."""
         server = yield from self._fleets.sessions.claim(
             request.server.removeprefix("servers/"),
             request.model.removeprefix("models/"),
@@ -55,33 +58,40 @@ class ServerService:
         )
 
     def Attend(self, call: Call) -> "Attendance":
+        """Exchange reports and orders with a control side, until either side ends the stream."""
         return Attendance(self._fleets)
 
     def ReportWorker(self, request: server_pb2.ReportWorkerRequest, call: Call) -> resources_pb2.Server:
+        """Record a worker's report. The answer may carry a request to verify its memory."""
         view = self._fleets.sessions.report_worker(request.server.removeprefix("servers/"), worker_from_proto(request.worker))
         answer = server_to_proto(view)
         answer.verify_request = self._verifications.requested(view.server.id)
         return answer
 
     def PutProfile(self, request: server_pb2.PutProfileRequest, call: Call) -> server_pb2.PutProfileResponse:
+        """Pass a worker's profile to the operator that waits for it."""
         self._profiles.put(request.server.removeprefix("servers/"), request.profile)
         return server_pb2.PutProfileResponse()
 
     def GetManifest(self, request: server_pb2.GetManifestRequest, call: Call) -> server_pb2.Manifest:
+        """Return the tensors, files and digests of a READY version."""
         model, number = parse_name(request.version, "versions")
         manifest = self._store.reader.manifest(model, number)
         version = version_to_proto(self._store, manifest.record, self._fleets.roster.serving(model, number))
         return manifest_to_proto(version, manifest)
 
     def DigestBoxes(self, request: server_pb2.BoxesRequest, call: Call) -> server_pb2.BoxDigests:
+        """Return the digests of boxes of a READY version, in the order of the boxes."""
         boxes = check_boxes(request, self._store.reader.manifest(*parse_name(request.version, "versions")))
         return server_pb2.BoxDigests(digests=self._digester.digests(boxes))
 
     def DownloadChunks(self, request: server_pb2.BoxesRequest, call: Call) -> Iterator[bytes]:
+        """Stream the bytes of boxes of a READY version, which is pinned until the call ends."""
         boxes = check_boxes(request, self._store.reader.manifest(*parse_name(request.version, "versions")))
         yield from chunks(self._store.reader, boxes)
 
     def GetModel(self, request: server_pb2.GetModelRequest, call: Call) -> resources_pb2.Model:
+        """Return `config.json` and the tokenizer's files of a model; without a name, of the only one."""
         name = request.model.removeprefix("models/") or self._fleets.roster.only_model()
         files = self._store.reader.model_files(name)
         return resources_pb2.Model(
@@ -90,13 +100,14 @@ class ServerService:
 
 
 class Attendance:
-    """A control side's stream of reports and orders."""
+    """Session of a control side's stream of reports and orders."""
 
     def __init__(self, fleets: Fleets) -> None:
         self._fleets = fleets
         self._attachment: Attachment | None = None
 
     def receive(self, report: server_pb2.ControlReport) -> None:
+        """Attach the control side with its first report, then process each further one."""
         if self._attachment is None:
             self._attachment = self._fleets.sessions.attach(report.server.removeprefix("servers/"), attached_from_proto(report))
             if report.done:
@@ -104,14 +115,18 @@ class Attendance:
             return
         known = self._attachment.first.control
         if report.control != known:
-            raise InvalidArgument("CONTROL", f"this stream is of control side {known}, got a report of {report.control}")
+            raise InvalidArgument(
+                "CONTROL", f"expected reports of control side {known} on this stream, got one of {report.control}"
+            )
         self._attachment.report(report_from_proto(report))
 
     def end(self) -> None:
+        """End the orders, because the control side sends no further reports."""
         if self._attachment is not None:
             self._attachment.put(None)
 
     def responses(self) -> Iterator[server_pb2.Order | Pause]:
+        """Yield orders until the stream is ended or replaced by a newer one."""
         attachment = self._attachment
         assert attachment is not None
         while True:
@@ -124,6 +139,7 @@ class Attendance:
             yield attachment.changed.pause(seen, _ORDERS_SECONDS)
 
     def close(self) -> None:
+        """Detach the control side."""
         if self._attachment is not None:
             self._attachment.close()
 

@@ -22,6 +22,7 @@ class Views:
         self.intake, self.store, self.fleets, self._tracing = intake, intake.store, fleets, tracing
 
     def publisher(self, publisher: PublisherRecord) -> resources_pb2.Publisher:
+        """Convert a publisher, with its live ranks and its model's newest number."""
         return resources_pb2.Publisher(
             name=publisher.name,
             model=publisher.model,
@@ -38,6 +39,7 @@ class Views:
         )
 
     def version(self, record: VersionRecord, slots: bool = True) -> resources_pb2.Version:
+        """Convert a version; with `slots`, the progress of each slot while it is UPLOADING."""
         message = version_to_proto(self.store, record, self.fleets.roster.serving(record.model, record.number))
         message.trace = self._tracing.traceparent(record)
         if record.state == UPLOADING and self.store.folder.shared:
@@ -50,14 +52,22 @@ class Views:
 
 
 def seconds(wanted: float) -> float:
-    """Check a number of seconds. Raises InvalidArgument (WAIT_SECONDS), for NaN too."""
+    """Return a request's bound on a wait, in seconds. Raises InvalidArgument (WAIT_SECONDS) unless it is 0 to 3600."""
     if not 0 <= wanted <= _MAX_WAIT:
         raise InvalidArgument("WAIT_SECONDS", f"expected wait_seconds of 0 to {_MAX_WAIT:.0f}, got {wanted}")
     return wanted
 
 
 def page_of(items: Sequence[tuple[str, Any]], size: int, token: str) -> tuple[list[Any], str]:
-    """Return the items after the one named `token`, and the next token. Raises InvalidArgument (PAGE_TOKEN)."""
+    """Return the items after the one named `token`, and the token of the next page; empty on the last page.
+
+    Args:
+        items: Pairs of a unique name and an item, in order.
+        size: Items of a page; 0: 100, at most 1000.
+        token: Name of the last item of the previous page; empty for the first page.
+
+    Raises InvalidArgument (PAGE_SIZE, PAGE_TOKEN).
+    """
     if size < 0:
         raise InvalidArgument("PAGE_SIZE", f"expected a page size of 0 or more, got {size}")
     size = min(size or 100, 1000)

@@ -10,5 +10,5 @@
     access.py        all parts combined, for gRPC and HTTP
     web.py           the status page's port
 
-Without `security` in the configuration, every client may make every call; limits apply all the same.
+Without `security` in the configuration, every client may make every call. Limits apply in either case.
 """

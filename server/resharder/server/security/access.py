@@ -28,8 +28,9 @@ _log = structlog.get_logger("resharder.security")
 
 @dataclass(frozen=True)
 class Caller:
-    """Identified caller. `name` is used for limits and the log. `grants` is None without security,
-    when every call is permitted.
+    """Identified caller. `name` is used for limits and the log.
+
+    `grants` is None without security, when every call is permitted.
     """
 
     name: str
@@ -37,11 +38,12 @@ class Caller:
 
     @property
     def secured(self) -> bool:
+        """Whether the caller's identity is verified."""
         return self.grants is not None
 
 
 class Access:
-    """Thread-safe. Raises SecurityFilesError."""
+    """Checks of callers. Thread-safe. The constructor raises SecurityFilesError."""
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class Access:
                 self._tokens = Watched([tokens], lambda: read_tokens(tokens))
 
     def caller(self, context: grpc.ServicerContext) -> Caller:
-        """Identify a caller. Raises Unauthenticated."""
+        """Identify a caller. Raises Unauthenticated (NO_IDENTITY, TOKEN_UNKNOWN)."""
         peer = context.peer()
         if self._roles is None:
             return Caller(peer)
@@ -80,7 +82,10 @@ class Access:
         return Caller(f"{names[0]}@{host}", self._roles.of(names))
 
     def admit(self, method: Method, context: grpc.ServicerContext) -> Caller:
-        """Return the caller if a role of it permits this call. Raises Unauthenticated, PermissionDenied, ResourceExhausted."""
+        """Identify the caller, count the call, and check that one of its roles permits the method.
+
+        Raises Unauthenticated (NO_IDENTITY, TOKEN_UNKNOWN), ResourceExhausted (TOO_FAST), PermissionDenied (NOT_ALLOWED).
+        """
         caller = self.caller(context) if method.who else Caller(context.peer())
         self._limits.begin(caller.name, method.cost is Cost.RENEWAL)
         if caller.grants is not None and (refusal := rules.lacks_role(caller.grants, method)):
@@ -94,7 +99,10 @@ class Access:
             raise ResourceExhausted("MESSAGE_TOO_LARGE", f"expected a {method.name} request of at most {most} bytes, got {size}")
 
     def judge(self, caller: Caller, method: Method, request: Any) -> Resource:
-        """Return the resource of a request that the caller may make. Raises PermissionDenied, ResourceNotFound."""
+        """Check that the caller may make a request, and return the request's resource.
+
+        Raises PermissionDenied (NOT_ALLOWED), ResourceNotFound (SERVER_UNKNOWN), InvalidArgument (MODEL_AMBIGUOUS).
+        """
         if caller.grants is None:
             return Resource()
         resource = resource_of(method, request, self._world)
@@ -102,15 +110,16 @@ class Access:
         return resource
 
     def decide(self, caller: Caller, method: Method, resource: Resource) -> None:
-        """Check that the caller may make a call about a resource. Raises PermissionDenied."""
+        """Check that the caller may make a call about a resource. Raises PermissionDenied (NOT_ALLOWED)."""
         if caller.grants is not None and (refusal := rules.decide(caller.grants, method, resource)):
             raise _not_allowed(caller, method, refusal)
 
     def open(self, caller: Caller) -> AbstractContextManager[None]:
-        """Count a long call while the context lasts. Raises ResourceExhausted."""
+        """Count a long call while the context lasts. Raises ResourceExhausted (TOO_MANY_CALLS)."""
         return self._limits.open(caller.name)
 
     def redact(self, caller: Caller, answer: Any) -> None:
+        """Remove from an answer, in place, what the caller may not read. A no-op without security."""
         grants = caller.grants
         if grants is None:
             return
@@ -123,16 +132,16 @@ class Access:
     def viewer(self, headers: Sequence[str], certificate: Mapping[str, Any] | None, host: str) -> Caller:
         """Identify an HTTP client by its `Authorization` headers and `SSLSocket.getpeercert()`.
 
-        Raises Unauthenticated, PermissionDenied, ResourceExhausted.
+        Raises Unauthenticated (NO_IDENTITY, TOKEN_UNKNOWN), ResourceExhausted (TOO_FAST), PermissionDenied (NOT_ALLOWED).
         """
         caller = Caller(host) if self._roles is None else self._known(identities.of_ssl(certificate), headers, host)
         self._limits.begin(caller.name)
         if caller.grants is not None and (refusal := rules.lacks_role(caller.grants, LOOK)):
-            raise PermissionDenied("NOT_ALLOWED", f"{caller.name} may not look: {refusal}")
+            raise PermissionDenied("NOT_ALLOWED", f"{caller.name} may not read the status: {refusal}")
         return caller
 
     def note(self, method: str, peer: str, error: DaemonError) -> None:
-        """Log a refused call, at most once in a while for equal refusals."""
+        """Log a refused call, at most once a minute for a method and host."""
         now, key = self._clock(), (method, peer.rpartition(":")[0])
         if now - self._said.get(key, -_SAY_AGAIN) < _SAY_AGAIN:
             return
@@ -147,6 +156,7 @@ def _not_allowed(caller: Caller, method: Method, refusal: str) -> PermissionDeni
 
 
 def watched_pems(security: Security) -> Watched[Pems]:
+    """Return the contents of the PEM files, read again when they change. Raises SecurityFilesError."""
     files = (security.certificate, security.key, security.client_ca)
     return Watched([path for path in files if path is not None], lambda: read_pems(*files))
 

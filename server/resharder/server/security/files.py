@@ -1,6 +1,7 @@
 """The daemon's certificate, its clients' authorities and the tokens: files that are read again when they change.
 
-Files that cannot be read, or do not fit together (as a key that is not replaced yet), are logged once and ignored.
+Files that cannot be read, or do not match (for example, a key that is not replaced yet), are logged once, and the previous
+content remains in use.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ _log = structlog.get_logger("resharder.security")
 
 
 class SecurityFilesError(Exception):
-    """A certificate, key or list of tokens cannot be used."""
+    """Certificate, key or list of tokens that cannot be used. The message names the files."""
 
 
 class Watched(Generic[Value]):
@@ -44,6 +45,7 @@ class Watched(Generic[Value]):
 
     @property
     def value(self) -> Value:
+        """Current value. Stats the files, and reads them again if they have changed."""
         with self._lock:
             stamp = self._look()
             if stamp != self._stamp:
@@ -57,6 +59,8 @@ class Watched(Generic[Value]):
 
 
 class Pems(NamedTuple):
+    """Contents of PEM files: the certificate with its chain, its key, and the authorities of clients."""
+
     certificate: bytes
     key: bytes
     client_ca: bytes | None
@@ -78,8 +82,9 @@ def read_pems(certificate: Path, key: Path, client_ca: Path | None) -> Pems:
 
 
 def server_credentials(pems: Watched[Pems]) -> grpc.ServerCredentials:
-    """Return credentials whose every handshake uses the files' current content. With `client_ca`,
-    clients need a certificate.
+    """Return credentials whose every handshake uses the files' current content.
+
+    With `client_ca`, clients need a certificate.
     """
     current = pems.value
 
@@ -99,7 +104,7 @@ def _configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
 
 
 def hash_of(token: str) -> str:
-    """Return the hash of a token. Tokens are long and random, so one pass is enough."""
+    """Return the SHA-256 of a token, hexadecimal. Tokens are long and random, so a slow hash is not needed."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 

@@ -11,6 +11,7 @@ _OF_SSL = {"DNS": "dns", "URI": "uri", "email": "email", "IP Address": "ip"}
 
 
 def identity(kind: str, name: str) -> str:
+    """Return the name `kind:name` of an identity. DNS names are lower-cased."""
     return f"{kind}:{name.lower() if kind == 'dns' else name}"
 
 

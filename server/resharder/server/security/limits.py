@@ -13,13 +13,14 @@ _MOST_CALLERS = 4096
 
 
 class Limits:
-    """Thread-safe.
+    """Limits of all callers. Thread-safe.
 
-    A caller's renewals are counted apart, so that its flood of other calls does not cost it its lease.
+    Renewals are counted separately, so that a caller that makes too many other calls keeps its lease.
 
     Args:
-        rate: Calls per second, with bursts of ten times as many; 0: no bound.
-        calls: Open calls.
+        rate: Calls per second, with bursts of ten seconds' calls; 0: no bound.
+        calls: Open long calls of one caller.
+        clock: Monotonic clock in seconds.
     """
 
     def __init__(self, rate: float, calls: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,7 +30,7 @@ class Limits:
         self._open: Counter[str] = Counter()
 
     def begin(self, caller: str, renewal: bool = False) -> None:
-        """Count a call. Raises ResourceExhausted (TOO_FAST)."""
+        """Count a call that begins. Raises ResourceExhausted (TOO_FAST)."""
         if not self._rate:
             return
         now, most = self._clock(), max(1.0, self._rate * BURST_SECONDS)

@@ -1,5 +1,7 @@
-"""Redaction of answers: the location of weights for callers that may not read them, and other models
-for callers without a viewer's role. Messages are changed in place.
+"""Redaction of answers, in place.
+
+Callers that may not read a model do not get the location of its weights. Callers without a viewer's role get no entries of models
+that they may not read.
 """
 
 from collections.abc import Callable
@@ -12,6 +14,7 @@ Reads = Callable[[str], bool]
 
 
 def redact(answer: Any, looks: bool, reads: Reads) -> None:
+    """Redact an answer in place. `looks`: whether the caller has a viewer's role. Other messages are left as they are."""
     if isinstance(answer, operator_pb2.Daemon):
         _redact_daemon(answer, looks, reads)
     elif isinstance(answer, operator_pb2.ListVersionsResponse):

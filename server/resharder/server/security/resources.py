@@ -1,4 +1,4 @@
-"""The model or fleets that a request concerns, read as the services read it."""
+"""The model or fleets that a request concerns, parsed in the same way as in the services."""
 
 from dataclasses import replace
 from typing import Any, Protocol
@@ -12,9 +12,14 @@ from resharder.server.state.errors import unknown_server
 class World(Protocol):
     """Fleets and servers, as far as access depends on them."""
 
-    def only_model(self) -> str: ...
-    def following(self) -> dict[str, str]: ...
-    def fleet_of(self, server: str) -> str: ...
+    def only_model(self) -> str:
+        """Return the name of the only model; empty without models. Raises InvalidArgument (MODEL_AMBIGUOUS)."""
+
+    def following(self) -> dict[str, str]:
+        """Return the model of every fleet by the fleet's name."""
+
+    def fleet_of(self, server: str) -> str:
+        """Return the fleet of a server; empty for an unknown server."""
 
 
 def resource_of(method: Method, request: Any, world: World) -> Resource:
@@ -42,6 +47,7 @@ def resource_of(method: Method, request: Any, world: World) -> Resource:
 
 
 def model(name: str, world: World) -> Resource:
+    """Return the resource of a model, with the fleets that follow it; for an empty name, one that no pattern covers."""
     if not name:
         return Resource("a model that it does not name")
     followers = (fleet for fleet, followed in (world.following() | _default(name, world)).items() if followed == name)
@@ -54,14 +60,15 @@ def _default(name: str, world: World) -> dict[str, str]:
 
 
 def _claim(request: Any, world: World) -> Resource:
-    """Return the resource of a claim. A fleet that neither exists nor is the model's default one is
-    created by operators only.
+    """Return the resource of a claim.
+
+    Only operators create a fleet that is not a model's default one.
     """
     wanted = request.model.removeprefix("models/") or world.only_model()
     fleet = request.fleet or wanted
     there = world.following() | _default(wanted, world)
     if there.get(fleet) is None:
-        return Resource(f"fleet {fleet!r}, which is not there: an operator makes it")
+        return Resource(f"fleet {fleet!r}, which does not exist: an operator has to create it")
     known = world.fleet_of(request.server.removeprefix("servers/"))
     return Resource(f"fleets/{fleet}", "", tuple({fleet, known or fleet}))
 

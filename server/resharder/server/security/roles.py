@@ -7,7 +7,8 @@
       token:bob:                   [operator:canaries]       # of one fleet
       token:prometheus:            [viewer]
 
-In a name, `*` matches anything except `.` and `/`, alone anything; in models and fleets anything. A caller has the roles
+In a name, `*` matches any characters except `.` and `/`; a name of `*` alone matches every name of its kind. In models and
+fleets, `*` matches any characters. A caller has the roles
 of every row that matches one of its names.
 """
 
@@ -30,6 +31,7 @@ class Grant:
     of: str = ALL
 
     def covers(self, name: str) -> bool:
+        """Return whether the pattern matches the name of a model or fleet."""
         return re.fullmatch(re.escape(self.of).replace(r"\*", ".*"), name) is not None
 
     def __str__(self) -> str:
@@ -38,11 +40,15 @@ class Grant:
 
 @dataclass(frozen=True)
 class Row:
+    """Row of the table: the pattern of its names, and its grants."""
+
     names: re.Pattern[str]
     grants: tuple[Grant, ...]
 
 
 class Roles:
+    """Parsed table of roles. Immutable, so thread-safe."""
+
     def __init__(self, table: Mapping[str, Sequence[str]]) -> None:
         """Parse the table. Raises ValueError, which names the row."""
         self._rows = [
@@ -50,6 +56,7 @@ class Roles:
         ]
 
     def of(self, identities: Iterable[str]) -> tuple[Grant, ...]:
+        """Return the grants of a caller with these names, each once."""
         names = list(identities)
         found = (grant for row in self._rows if any(map(row.names.fullmatch, names)) for grant in row.grants)
         return tuple(dict.fromkeys(found))

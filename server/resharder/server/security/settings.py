@@ -7,13 +7,15 @@ from resharder.server.security.roles import Roles
 
 
 class Security(BaseModel):
+    """Settings of access control. At least one of `client_ca` and `tokens` is required."""
+
     model_config = ConfigDict(extra="forbid")
 
     certificate: Path = Field(description="PEM: the daemon's certificate, and those between it and its authority")
     key: Path = Field(description="PEM: its key")
     client_ca: Path | None = Field(None, description="PEM: the authorities of clients' certificates; without it, tokens alone")
     tokens: Path | None = Field(None, description="lines of NAME sha256:HEX")
-    roles: dict[str, list[str]] = Field(description="which names have which roles")
+    roles: dict[str, list[str]] = Field(description="roles of each name")
 
     @field_validator("roles")
     @classmethod

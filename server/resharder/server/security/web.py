@@ -1,5 +1,6 @@
-"""Access to the status page's port: the same certificates, viewers only. A token may also be the
-password of basic authentication, which browsers prompt for.
+"""Access to the status page's port: the same certificates, viewers only.
+
+A token may also be the password of basic authentication, for which browsers prompt.
 """
 
 import base64
@@ -35,11 +36,12 @@ def access_check(access: Access) -> AccessCheck:
 
 
 def tls_context(security: Security) -> ssl.SSLContext:
-    """Return a TLS context whose every handshake uses the files' current content. Client certificates
-    are verified but optional: probes have none. Raises SecurityFilesError.
+    """Return a TLS context whose every handshake uses the files' current content.
+
+    Client certificates are verified but optional, because probes have none. Raises SecurityFilesError.
     """
     files = [path for path in (security.certificate, security.key, security.client_ca) if path is not None]
-    watched_pems(security)  # the error names the files
+    watched_pems(security)  # for an error that names the files
     made = Watched(files, lambda: _context(security))
 
     def choose(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:

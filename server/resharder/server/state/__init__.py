@@ -1,1 +1,1 @@
-"""State that the daemon reasons about: frozen records and enums of versions, servers and fleets, and the errors of the daemon."""
+"""Frozen records and enums of versions, servers and fleets, and the daemon's errors."""

@@ -2,8 +2,8 @@
 
 DaemonError
 ├── InvalidArgument      malformed request, in any state
-├── NotFound
-├── AlreadyExists        same key, other content
+├── ResourceNotFound     no such model, version, publisher, server, fleet, …
+├── AlreadyExists        same key with different content
 ├── FailedPrecondition   not possible in this state: fenced epoch, missing chunks, layouts that do not tile
 ├── ResourceExhausted    no capacity: store, medium, descriptors, UPLOADING versions, calls
 ├── DataLoss             received bytes differ from those sent
@@ -36,7 +36,11 @@ Reason = Literal[
 
 
 class DaemonError(Exception):
-    """Refusal of a call. The message states what was expected and what came; `reason` is a stable name."""
+    """Refusal of a call.
+
+    The message states what was expected and what came; clients match on `reason`, which is stable across releases. `code` is the
+    gRPC status of each subclass.
+    """
 
     code = grpc.StatusCode.INTERNAL
 
@@ -46,45 +50,65 @@ class DaemonError(Exception):
 
 
 class InvalidArgument(DaemonError):
+    """Malformed request. The same request fails in every state of the daemon."""
+
     code = grpc.StatusCode.INVALID_ARGUMENT
 
 
 class ResourceNotFound(DaemonError):
+    """Request that names a resource which does not exist, or no longer exists."""
+
     code = grpc.StatusCode.NOT_FOUND
 
 
 class AlreadyExists(DaemonError):
+    """Request that repeats an earlier one with different content."""
+
     code = grpc.StatusCode.ALREADY_EXISTS
 
 
 class FailedPrecondition(DaemonError):
+    """Request that is not possible in the current state."""
+
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class ResourceExhausted(DaemonError):
+    """Request for which a bound leaves no capacity: of the store, its medium, descriptors, or calls."""
+
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class DataLoss(DaemonError):
+    """Received or stored bytes that differ from those sent."""
+
     code = grpc.StatusCode.DATA_LOSS
 
 
 class Unavailable(DaemonError):
+    """Temporary failure. The same request may succeed later."""
+
     code = grpc.StatusCode.UNAVAILABLE
 
 
 class DeadlineExceeded(DaemonError):
+    """Condition that was not met within the seconds that the request allows."""
+
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class Unauthenticated(DaemonError):
+    """Call without a known identity."""
+
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class PermissionDenied(DaemonError):
+    """Call for which the caller has no role."""
+
     code = grpc.StatusCode.PERMISSION_DENIED
 
 
 def unknown_server(id: str) -> ResourceNotFound:
-    """Return the error for a server that has not claimed its id, or was forgotten."""
+    """Return the error for an id that no server has claimed since the daemon started, or whose server was dropped."""
     return ResourceNotFound("SERVER_UNKNOWN", f"server {id!r} is unknown; it has to claim its id first")

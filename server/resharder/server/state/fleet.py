@@ -8,16 +8,20 @@ from functools import cached_property
 from resharder.server.state.server import Power, Server, Settings
 from resharder.v1 import resources_pb2
 
-NOBODY = (1, 0)  # range of versions that permits none
+NOBODY = (1, 0)  # an empty range of versions: no server may serve
 
 
 class FleetTargetKind(IntEnum):
+    """Kind of a version target: the newest READY version that is not refused, a fixed number, or no automatic move."""
+
     LATEST = resources_pb2.VersionTarget.LATEST
     NUMBER = resources_pb2.VersionTarget.NUMBER
     NONE = resources_pb2.VersionTarget.NONE
 
 
 class FleetStrategyKind(IntEnum):
+    """Kind of an update strategy, as in `UpdateStrategy` of the protocol."""
+
     ALL_AT_ONCE = resources_pb2.UpdateStrategy.ALL_AT_ONCE
     ROLLING = resources_pb2.UpdateStrategy.ROLLING
     CANARY = resources_pb2.UpdateStrategy.CANARY
@@ -25,6 +29,8 @@ class FleetStrategyKind(IntEnum):
 
 
 class MoveState(IntEnum):
+    """Phase of a move. STAGING and APPLYING are phases of ATOMIC, TRYING and HOLDING of CANARY; DONE and FAILED are final."""
+
     STAGING = resources_pb2.Move.STAGING
     APPLYING = resources_pb2.Move.APPLYING
     TRYING = resources_pb2.Move.TRYING
@@ -37,6 +43,8 @@ class MoveState(IntEnum):
 
 
 class PauseMode(IntEnum):
+    """Treatment of running requests during an install: freeze and continue, finish first, or abort."""
+
     KEEP = resources_pb2.KEEP
     WAIT = resources_pb2.WAIT
     ABORT = resources_pb2.ABORT
@@ -44,6 +52,8 @@ class PauseMode(IntEnum):
 
 @dataclass(frozen=True)
 class FleetTarget:
+    """Version target. `version` is for NUMBER. `every_seconds`, for LATEST, is the shortest time between two moves' starts."""
+
     kind: FleetTargetKind = FleetTargetKind.LATEST
     version: int = 0
     every_seconds: float = 0.0
@@ -51,7 +61,7 @@ class FleetTarget:
 
 @dataclass(frozen=True)
 class FleetStrategy:
-    """Update strategy. Counts of 0 mean all for `at_a_time`, one for the others."""
+    """Update strategy. An `at_a_time` of 0 means all servers; other counts of 0 mean 1."""
 
     kind: FleetStrategyKind = FleetStrategyKind.ALL_AT_ONCE
     at_a_time: int = 0
@@ -75,7 +85,7 @@ class Move:
     reason: str = ""
     servers: tuple[str, ...] = ()  # canaries first, then all that have moved
     failed: Mapping[str, str] = field(default_factory=dict)
-    began: float = 0.0  # by the monotonic clock, like `held`; durations are measured from these
+    began: float = 0.0  # monotonic, like `held`; durations are measured from these
     held: float = 0.0  # time of the change to HOLDING
     approved: bool = False
     checked: bool = False
@@ -89,10 +99,12 @@ class Move:
 
     @property
     def active(self) -> bool:
+        """Whether the move is neither DONE nor FAILED. A STOPPED move awaits an operator and is active."""
         return self.state not in (MoveState.DONE, MoveState.FAILED)
 
     @property
     def canaries(self) -> tuple[str, ...]:
+        """Servers that the move reaches first: at least one, once `servers` has been filled."""
         return self.servers[: max(1, self.strategy.canaries)]
 
     @property
@@ -111,7 +123,7 @@ class Fleet:
     target: FleetTarget = FleetTarget()
     strategy: FleetStrategy = FleetStrategy()
     max_skew: int = 0
-    serve_ahead: bool = False  # for ALL_AT_ONCE without a skew bound
+    serve_ahead: bool = False  # only for ALL_AT_ONCE without a skew bound
     settled: int = 0  # version of the last move that ended
     move: Move | None = None
     refused: Mapping[int, str] = field(default_factory=dict)
@@ -123,6 +135,7 @@ class Fleet:
 
     @property
     def moving(self) -> Move | None:
+        """Active move, or None."""
         return self.move if self.move is not None and self.move.active else None
 
     @property
@@ -140,6 +153,7 @@ class Fleet:
         return max(0.0, self.move.began + self.target.every_seconds - now) if self.move is not None else 0.0
 
     def power_of(self, server: str) -> Power:
+        """Return the power state set for a server, by default that of the fleet."""
         return self.powers.get(server, self.power)
 
     def needs(self) -> frozenset[int]:
@@ -157,7 +171,7 @@ class Fleet:
 class View:
     """Inputs of decisions about a fleet besides its own state. `now` is monotonic; `wall` only labels moves.
 
-    `settling`: servers that the fleet had before a restart of the daemon may still return.
+    `settling`: the daemon has restarted, and servers that the fleet had before may still return.
     """
 
     servers: Mapping[str, Server]
@@ -165,12 +179,13 @@ class View:
     now: float
     settings: Settings
     settling: bool = False
-    ahead: Set[int] = frozenset()  # UPLOADING, offered by every rank, for a fleet that serves ahead
+    ahead: Set[int] = frozenset()  # UPLOADING versions that every rank offers, for a fleet that serves ahead
     wall: float = 0.0  # seconds since 1970
     at_once: int = 1  # servers that ranks can send to at the same time
 
     @cached_property
     def usable(self) -> Set[int]:
+        """Versions that a server may install: READY, or ahead of READY."""
         return self.ready | self.ahead
 
     @cached_property

@@ -29,6 +29,8 @@ class OrderKind(IntEnum):
 
 
 class Power(IntEnum):
+    """Power state of an engine. Levels 1 and 2 of sleep are vLLM's: weights in host memory, weights dropped."""
+
     UNKNOWN = resources_pb2.POWER_UNSPECIFIED
     AWAKE = resources_pb2.AWAKE
     WEIGHTS_AWAKE = resources_pb2.WEIGHTS_AWAKE
@@ -37,6 +39,7 @@ class Power(IntEnum):
 
     @property
     def asleep(self) -> bool:
+        """Whether the engine sleeps at either level. False for UNKNOWN and WEIGHTS_AWAKE."""
         return self in (Power.ASLEEP_1, Power.ASLEEP_2)
 
 
@@ -52,7 +55,7 @@ class Settings:
     """Durations in seconds, and the number of attempts at one version."""
 
     lease: float = 15.0
-    grace: float = 15.0  # from LOST until its versions are unpinned
+    grace: float = 15.0  # from LOST until the server's versions are unpinned
     boot: float = 1800.0  # from a claim without renewal until a control side attaches
     install_step: float = 600.0  # for all workers to stage, and again to apply
     attempts: int = 3
@@ -78,13 +81,13 @@ class Worker:
     stage_seconds: float = 0.0
     apply_seconds: float = 0.0
     memory: str = ""  # fingerprint of its declared layout on the direct path
-    direct: bool = False  # the declared layout covers all that it needs
-    joined: bool = False  # takes part in a transfer of the direct path for `install`
+    direct: bool = False  # whether the declared layout covers all tensors that it needs
+    joined: bool = False  # takes part in a direct transfer for `install`
     timings: tuple[Timing, ...] = ()
-    verification: resources_pb2.Verification | None = None  # the last one
+    verification: resources_pb2.Verification | None = None  # result of the last verification
     altered: bool = False  # FAILED after a verification found a difference
     # Derived by the daemon.
-    holds: int = 0  # version that its parameters are verified to have; 0: unknown
+    holds: int = 0  # version that its parameters are verified to contain; 0: unknown
     held_as: str = ""  # fingerprint of that version
     differs: str = ""  # difference from the store's copy, found when the version became READY
     ordered: bool = False  # this daemon has ordered this process to apply
@@ -112,7 +115,7 @@ class Control:
 
 @dataclass(frozen=True)
 class Goal:
-    """Intended state of a server. `why` is part of a sentence."""
+    """Intended state of a server. `why` is a clause that explanations of the server's state include."""
 
     version: int | None = None  # None: the newest READY one; 0: no change
     boot: int | None = None  # for processes that start; None: the newest READY one; 0: none
@@ -145,6 +148,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Install:
+    """One install on a server. `started`, `step_started` and `ended` are in seconds, by the monotonic clock."""
+
     id: str
     version: int
     state: InstallState
@@ -174,17 +179,19 @@ class Failure:
 
 @dataclass(frozen=True)
 class Server:
+    """State of one server. Replaced, never modified, by `reconciler.step`. Times are monotonic seconds."""
+
     id: str
     model: str
     fleet: str
     life: str  # nonce of the daemon's lifetime, prefix of every install id
-    seen: float  # last report of a control side, or of any process before one attached
+    seen: float  # time of a control side's last report; before one attached, of any process's
     ready: Mapping[int, str] = field(default_factory=dict)  # READY versions of the model with their fingerprints
-    ahead: Mapping[int, Ahead] = field(default_factory=dict)  # READY or not
+    ahead: Mapping[int, Ahead] = field(default_factory=dict)  # versions that every rank has offered, READY or not
     boot_version: int = 0
     booting: bool = True  # not all workers have reported
     attached: bool = False  # a control side has attached in this boot
-    renews: bool = False  # its claims are renewed until then
+    renews: bool = False  # processes renew their claims until a control side attaches
     world_size: int = 0
     controls: tuple[Control, ...] = ()  # the first one leads
     workers: Mapping[int, Worker] = field(default_factory=dict)
@@ -192,9 +199,11 @@ class Server:
     confirmed: int = 0  # last version that every worker verified
     opened: int = 0  # version on which control sides were ordered to open; 0: closed
     opened_by: str = ""  # id of that order: the install's, or a new one
-    resumed: bool = False  # the leader has confirmed it
-    torn: frozenset[int] = frozenset()  # ranks that may have a mix
-    altered: Mapping[int, str] = field(default_factory=dict)  # of `torn`, ranks in which a verification found a difference
+    resumed: bool = False  # the leader has confirmed that the gate is open
+    torn: frozenset[int] = frozenset()  # ranks whose parameters may mix two versions
+    altered: Mapping[int, str] = field(
+        default_factory=dict
+    )  # the ranks of `torn` in which a verification found a difference, with that difference
     install: Install | None = None  # the current or the last one
     ended: Install | None = None  # the last one that ended
     installs: int = 0
@@ -215,7 +224,7 @@ class Server:
 
     @property
     def wanted(self) -> int:
-        """Version that the server should have; 0: no change."""
+        """Version that the server should install; 0: no change."""
         return self.newest if self.goal.version is None else self.goal.version
 
     @property
@@ -225,6 +234,7 @@ class Server:
 
     @property
     def newest(self) -> int:
+        """Newest READY version of the model; 0: none."""
         return max(self.ready, default=0)
 
     def attempts(self, version: int) -> int:
@@ -236,6 +246,7 @@ class Server:
         return version in self.ready or self.is_ahead(version)
 
     def is_ahead(self, version: int) -> bool:
+        """Return whether a version is UPLOADING and may be installed, because the fleet serves ahead."""
         return version not in self.ready and version in self.ahead and self.ahead[version].staging
 
     @property
@@ -293,7 +304,7 @@ class Server:
 
 
 def in_use(server: Server, now: float, settings: Settings) -> frozenset[int]:
-    """Return the versions that this server needs."""
+    """Return the READY versions that a server needs; none after the grace of a LOST server."""
     if server.lost_at is not None and now >= server.lost_at + settings.grace:
         return frozenset()
     versions = {server.confirmed, server.opened, *(worker.holds for worker in server.workers.values())}
@@ -306,7 +317,7 @@ def in_use(server: Server, now: float, settings: Settings) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Claimed:
-    """Claim of a process, with `boot` for a version to load. A READY version exists by then."""
+    """Claim of a server's id by a starting process. `boot`: the process asks for a version to load, and one is READY."""
 
     boot: bool
     renews: bool = False  # the claim is repeated within every lease
@@ -358,7 +369,7 @@ class VersionsChanged:
 
 @dataclass(frozen=True)
 class Ticked:
-    pass
+    """Passage of time, so that leases and deadlines expire."""
 
 
 @dataclass(frozen=True)
@@ -368,7 +379,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Reinstalled:
-    """Request to repeat the current install under a profiler. Ignored by a server that is busy."""
+    """Request to repeat the current install under a profiler. Ignored while the server is busy."""
 
 
 Event = Claimed | Attached | Reported | Detached | WorkerReported | VersionsChanged | Ticked | Wanted | Reinstalled
@@ -376,6 +387,8 @@ Event = Claimed | Attached | Reported | Detached | WorkerReported | VersionsChan
 
 @dataclass(frozen=True)
 class Order:
+    """Order to one control side. `install` is the id that its answer repeats, also for orders about the gate and power."""
+
     control: str
     kind: OrderKind
     install: str = ""

@@ -9,7 +9,7 @@ from time import monotonic, time
 from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.v1 import resources_pb2
 
-_MOST = 32  # of one report
+_MOST = 32  # durations of one report
 _LONGEST_NAME = 64
 _LAST = 1 << 33  # seconds since 1970; nanoseconds of a later time do not fit in a span
 
@@ -24,6 +24,7 @@ class Timing:
 
     @property
     def end(self) -> float:
+        """End in seconds since 1970."""
         return self.start + self.seconds
 
 
@@ -38,7 +39,7 @@ def timed(timings: list[Timing], phase: str) -> Iterator[None]:
 
 
 def timings_from_proto(messages: Sequence[resources_pb2.Timing]) -> tuple[Timing, ...]:
-    """Return the possible durations of a report. Impossible ones are dropped rather than refused."""
+    """Return the durations of a report, at most 32. Impossible ones are dropped, because timings must not fail a call."""
     return tuple(timing for timing in map(_from_proto, messages[:_MOST]) if timing is not None)
 
 
@@ -54,6 +55,7 @@ def _from_proto(message: resources_pb2.Timing) -> Timing | None:
 
 
 def timings_to_proto(timings: Iterable[Timing]) -> list[resources_pb2.Timing]:
+    """Convert durations to messages. Start times are truncated to nanoseconds."""
     return [
         resources_pb2.Timing(
             phase=t.phase, start_time=Timestamp(seconds=int(t.start), nanos=int(t.start % 1 * 1e9)), seconds=t.seconds

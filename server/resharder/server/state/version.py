@@ -1,4 +1,4 @@
-"""The record of one version and the states that it passes: UPLOADING, then READY and RETIRED, or ABORTED."""
+"""The record of one version and its states: UPLOADING, then READY and RETIRED, or ABORTED."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -11,7 +11,10 @@ UPLOADING, READY, RETIRED, ABORTED = "UPLOADING", "READY", "RETIRED", "ABORTED"
 
 @dataclass(frozen=True)
 class VersionRecord:
-    """Times are seconds since 1970. `slots` has the blake3 of each rank's digests, so that a repeated seal can be compared."""
+    """Record of one version, replaced at each change of its state.
+
+    Times are in seconds since 1970. `slots` has the BLAKE3 of each rank's digests, so that a repeated seal can be compared.
+    """
 
     model: str
     number: int
@@ -29,7 +32,7 @@ class VersionRecord:
 
     @property
     def name(self) -> str:
-        """Resource name."""
+        """Resource name, `models/{model}/versions/{number}`."""
         return f"models/{self.model}/versions/{self.number}"
 
     @property

@@ -25,7 +25,7 @@ from resharder.server.store.verification import verify
 
 
 class Adopter:
-    """Adopt versions. Thread-safe; files are written and verified without the lock."""
+    """Adoption of archived versions. Thread-safe; files are written and verified without the lock."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Adopter:
         """Make an archived version READY under its own number.
 
         `write(folder)` writes its files, `size` bytes of safetensors, and the manifest. Sizes, headers, small files and the
-        digest of every tensor are verified afterwards. If the same version is READY already, it is returned as it is.
+        digest of every tensor are verified afterwards. A version that is READY already is returned unchanged.
 
         Raises AlreadyExists (VERSION_DIFFERS), ResourceExhausted (NO_ROOM, STORE_FULL, NO_DESCRIPTORS), DataLoss (CHECKSUM),
         Unavailable (STORE_FAILED, DRAINING), and the errors of `write`; nothing is left behind then.
@@ -88,7 +88,7 @@ class Adopter:
         return found.record
 
     def _free_folder(self, model: StoredModel, number: int) -> Path:
-        """Wait until no earlier version or adoption of the number occupies a folder, and return the one to write to."""
+        """Return the folder to write to, after no earlier version or adoption of the number occupies one."""
         part, past = (model.folder / kind for kind in (f"staging/{number:08}.back", f"retired/{number:08}"))
         self._pool.remove_stuck(model)
         while (part.exists() or past.exists()) and not model.stuck.keys() & {part, past}:

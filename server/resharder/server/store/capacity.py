@@ -1,4 +1,4 @@
-"""The bytes that a store's versions may take, and how many are left."""
+"""The bound on the bytes of a store's versions, and the capacity that is left."""
 
 import os
 from pathlib import Path
@@ -27,13 +27,13 @@ class Capacity:
                 self.limit_bytes = int(_SHARE * (self._free() + catalogue.used_bytes()))
 
     def check_size(self, size: int) -> None:
-        """Raises ResourceExhausted (NO_ROOM) if an empty store could not take versions of `size` bytes. Needs no lock."""
+        """Raise ResourceExhausted (NO_ROOM) if versions of `size` bytes do not fit in an empty store. Needs no lock."""
         sets = self._retention.sets(size)
         if size * sets > self.limit_bytes:
             raise ResourceExhausted("NO_ROOM", f"{sets} versions of {size} bytes do not fit in {self.limit_bytes} bytes")
 
     def check_epoch(self, model: StoredModel, size: int) -> None:
-        """Raises ResourceExhausted (NO_ROOM) if an epoch of versions of `size` bytes does not fit."""
+        """Raise ResourceExhausted (NO_ROOM) if an epoch of versions of `size` bytes does not fit."""
         sets = self._retention.sets(size)
         needed = peak(size, sets, [record.size_bytes for record in model.of(READY)])
         limit, there = self._left_for(model), self._free() + model.used()
@@ -45,15 +45,15 @@ class Capacity:
             )
 
     def within_limit(self, model: StoredModel, size: int) -> bool:
-        """Whether the bound allows `size` bytes more for the model."""
+        """Return whether the bound allows `size` more bytes for the model."""
         return model.used() + size <= self._left_for(model)
 
     def fits(self, model: StoredModel, size: int) -> bool:
-        """Whether the bound and the medium allow `size` bytes more for the model."""
+        """Return whether the bound and the medium allow `size` more bytes for the model."""
         return self.within_limit(model, size) and size <= self._free()
 
     def holdings(self) -> str:
-        """Describe the versions and reservations that take the store's bytes."""
+        """Return a description of the versions and reservations that occupy the store, for messages of NO_ROOM."""
         lines = []
         for model in self._catalogue.stored():
             for record in sorted([*model.of(READY), *model.of(UPLOADING)], key=lambda r: r.number):

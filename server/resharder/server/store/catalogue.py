@@ -13,8 +13,8 @@ from resharder.server.store.model_state import StoredModel, check_model_name
 class Catalogue:
     """Models and their versions. Thread-safe.
 
-    The reentrant lock of `changed` guards all that a `StoredModel` contains; `changed` is notified of every change that a waiting
-    thread may need. Queries take no lock: mappings and records are replaced, never modified.
+    The reentrant lock of `changed` guards all that a `StoredModel` contains; `changed` is notified of every change for which a
+    thread may wait. Queries take no lock: mappings and records are replaced, never modified.
     """
 
     def __init__(self, root: Path, models: dict[str, StoredModel]) -> None:
@@ -26,11 +26,11 @@ class Catalogue:
     # Queries
 
     def models(self) -> list[str]:
-        """Names of the models that have had an ACTIVE publisher, have a READY version, or await a restored one."""
+        """Return the names of models that have had an ACTIVE publisher, have a READY version, or await a restored one."""
         return sorted(m.name for m in self._models.values() if m.published or m.expected or m.of(READY))
 
     def versions(self, name: str) -> list[VersionRecord]:
-        """Versions of a model, oldest first, with the RETIRED and ABORTED ones of recent history.
+        """Return the versions of a model, oldest first, including recent RETIRED and ABORTED ones.
 
         Raises ResourceNotFound (MODEL_UNKNOWN).
         """
@@ -44,24 +44,24 @@ class Catalogue:
         return record
 
     def newest(self, name: str) -> VersionRecord | None:
-        """The newest READY version; None if there is none or the model is unknown."""
+        """Return the newest READY version; None if there is none or the model is unknown."""
         model = self.find(name)
         return max(model.of(READY), key=lambda r: r.number, default=None) if model else None
 
     def newest_number(self, name: str) -> int:
-        """The greatest version number assigned; 0 for an unknown model."""
+        """Return the greatest version number assigned; 0 for an unknown model."""
         model = self.find(name)
         return model.number if model else 0
 
     def used_bytes(self) -> int:
-        """Bytes of all versions and of the files laid out for future ones."""
+        """Return the bytes of all versions and of the files laid out for future ones. Takes the lock."""
         with self.changed:
             return sum(model.used() for model in self._models.values())
 
     # Models
 
     def stored(self) -> Collection[StoredModel]:
-        """All models."""
+        """Return all models, including those without a version."""
         return self._models.values()
 
     def find(self, name: str) -> StoredModel | None:
@@ -89,19 +89,19 @@ class Catalogue:
         self._subscribers.append(callback)
 
     def notify_subscribers(self, records: Iterable[VersionRecord]) -> None:
-        """Call the subscribers. Callers must not hold the lock."""
+        """Call the subscribers with each record, on this thread. Callers must not hold the lock."""
         for record in records:
             for callback in self._subscribers:
                 callback(record)
 
     def wait(self) -> None:
-        """Block until a change. Callers must hold the lock. Raises Unavailable (DRAINING)."""
+        """Block until a change, with the lock released. Callers must hold it. Raises Unavailable (DRAINING) after `close`."""
         self.changed.wait()
         if self._closed:
-            raise Unavailable("DRAINING", "the daemon is going down and takes no new versions")
+            raise Unavailable("DRAINING", "the daemon is shutting down and accepts no new versions")
 
     def close(self) -> None:
-        """Refuse waiting threads."""
+        """Let current and later calls of `wait` raise."""
         with self.changed:
             self._closed = True
             self.changed.notify_all()

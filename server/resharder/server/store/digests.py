@@ -21,12 +21,12 @@ from resharder.converters.storage.files import BITS, MappedFiles
 from resharder.converters.storage.pages import forget_pages
 
 _FORGET_BYTES = 1 << 20
-_SHARE_BYTES = 16 << 20  # small boxes together, large ones in parts: digests add up
+_SHARE_BYTES = 16 << 20  # of work for a thread: small boxes together, large ones in parts, since digests are additive
 _READ_BYTES = 4 << 20
 
 
 class TensorBox(NamedTuple):
-    """A box of a tensor."""
+    """Box of a tensor in a version's files; the empty box is a scalar."""
 
     spec: TensorSpec
     box: Box
@@ -67,7 +67,7 @@ def _digest(files: MappedFiles, reads: "_Reads | None", spec: TensorSpec, box: B
 
 
 class _Reads:
-    """Reads of contiguous boxes. `opened`: each tensor's file descriptor and first byte."""
+    """Reads of contiguous boxes. `opened` has the file descriptor and first byte of each tensor."""
 
     def __init__(self, opened: dict[str, tuple[int, int]]) -> None:
         self._opened, self._own = opened, threading.local()

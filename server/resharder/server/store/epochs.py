@@ -20,12 +20,12 @@ class Epochs:
         self._catalogue, self._capacity, self._pool, self._retention = catalogue, capacity, pool, retention
 
     def claim(self, name: str) -> Claim | None:
-        """The claim of the newest job, also after a restart."""
+        """Return the claim of the newest job, which survives restarts; None without one."""
         model = self._catalogue.find(name)
         return model.claim if model else None
 
     def of_job(self, name: str, job: str) -> int | None:
-        """The epoch once given to the job."""
+        """Return the epoch that the job was given, however long ago; None if it had none among the last 100 jobs."""
         with self._catalogue.changed:
             model = self._catalogue.find(name)
             return model.jobs.get(job) if model else None
@@ -72,8 +72,10 @@ class Epochs:
 
     @medium_errors()
     def expect(self, name: str, number: int, epoch: int, *, coming: bool) -> None:
-        """Assign only greater numbers and epochs from here on: an archive has these. `coming`: whether versions of the model are
-        about to be restored from it."""
+        """Reserve the numbers and epochs of an archive: assign only greater ones from now on.
+
+        `coming`: whether versions of the model are about to be restored from the archive.
+        """
         with self._catalogue.changed:
             model = self._catalogue.add_model(name)
             model.number, model.epoch = max(model.number, number), max(model.epoch, epoch)

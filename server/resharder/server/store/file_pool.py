@@ -19,8 +19,10 @@ _log = structlog.get_logger("resharder.store")
 
 
 class FilePool:
-    """Sets of files of all models. Callers must hold the lock of the catalogue, whose `changed` is notified when background work
-    ends."""
+    """Sets of files of all models.
+
+    Callers must hold the lock of the catalogue. Its `changed` is notified when background work ends.
+    """
 
     def __init__(self, catalogue: Catalogue, capacity: Capacity) -> None:
         self._changed, self._capacity = catalogue.changed, capacity
@@ -36,7 +38,7 @@ class FilePool:
             self._changed.notify_all()
 
     def discard(self, model: StoredModel, path: Path, size: int) -> None:
-        """Remove a set of `size` bytes in the background."""
+        """Remove a set of `size` bytes in the background. The bytes count as used until then."""
         model.leaving += size
         model.background.submit(self._remove, model, path, size)
 
@@ -47,7 +49,7 @@ class FilePool:
             self.discard(model, path, size)
 
     def top_up(self, model: StoredModel) -> None:
-        """Lay out a set ahead of need, as long as the epoch has fewer than it uses in turn."""
+        """Lay out a set ahead of need, unless the epoch has as many as it uses in turn."""
         reservation = model.reservation
         if reservation is None or reservation.pool or reservation.pending:
             return
@@ -55,7 +57,7 @@ class FilePool:
             self.make_set(model, reservation)
 
     def make_set(self, model: StoredModel, reservation: Reservation) -> None:
-        """Lay out a set in the background."""
+        """Lay out a set in the background. A failure is kept in `reservation.failure`."""
         reservation.pending += 1
         reservation.failure = None
         model.background.submit(self._fault_in, model, reservation, self._next_path(model, reservation))

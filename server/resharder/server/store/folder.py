@@ -1,4 +1,4 @@
-"""The folder of a store: its lock, the nonce by which clients show that they can read it, and where each version's files are."""
+"""The folder of a store: its lock, the nonce that identifies clients that can read the folder, and the paths of versions."""
 
 import fcntl
 import os
@@ -29,7 +29,7 @@ class StoreFolder:
             if shared and not unused_elsewhere(self.nonce_file):
                 raise FailedPrecondition(
                     "STORE_FILESYSTEM",
-                    f"{root}: this filesystem does not say who has files open (file leases), so clients must not map them: "
+                    f"{root}: this filesystem does not report open files (it lacks file leases), so clients must not map them: "
                     "choose another folder, or shared_memory=false",
                 )
         except BaseException:
@@ -37,12 +37,12 @@ class StoreFolder:
             raise
 
     def path(self, record: VersionRecord) -> Path:
-        """Folder of the version's files, which exists while the version is UPLOADING or READY."""
+        """Return the folder of the version's files. It exists while the version is UPLOADING or READY."""
         kind = {UPLOADING: "staging", READY: "versions"}.get(record.state, "retired")
         return self.root / "models" / record.model / kind / f"{record.number:08}"
 
     def close(self) -> None:
-        """Unlock the folder."""
+        """Unlock the folder, which another daemon may use then."""
         with suppress(OSError):
             os.close(self._guard)
 

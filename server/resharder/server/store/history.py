@@ -15,13 +15,13 @@ _log = structlog.get_logger("resharder.store")
 
 
 class History:
-    """Records appended to the history. A line that the medium refuses is logged, and written before the next one."""
+    """Writer of the history. A line that the medium refuses is logged, and written before the next one. Not thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self._journal = JournalFile(root / _FILE, max_late=_MAX_LATE, max_bytes=_MAX_BYTES)
 
     def add(self, record: VersionRecord) -> None:
-        """Append a record."""
+        """Append a record. A failure is logged rather than raised."""
         try:
             self._journal.append({name: value for name, value in asdict(record).items() if name != "slots"})
         except OSError as error:

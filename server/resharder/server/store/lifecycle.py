@@ -22,7 +22,7 @@ from resharder.server.store.retirement import Retirer
 
 
 class VersionLifecycle:
-    """Begin, commit and abort versions. Thread-safe; files are written and synced without the lock."""
+    """Transitions of versions: begin, commit, abort. Thread-safe; files are written and synced without the lock."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class VersionLifecycle:
 
     @medium_errors()
     def begin(self, name: str, epoch: int, step: int, job: str) -> VersionRecord:
-        """Create an UPLOADING version in files of the pool.
+        """Create an UPLOADING version in files of the pool. Blocks until a set of files and capacity are free.
 
         Raises FailedPrecondition (STALE_EPOCH), ResourceExhausted (NO_ROOM, STORE_FULL, NO_DESCRIPTORS), Unavailable
         (STORE_FAILED, DRAINING).
@@ -77,7 +77,7 @@ class VersionLifecycle:
         return record
 
     def _take_set(self, model: StoredModel, reservation: Reservation, retired: list[VersionRecord]) -> Path:
-        """Wait for a set of files; versions that are dropped for it are added to `retired`."""
+        """Return a set of files, waiting for one. Versions that are retired for it are added to `retired`."""
         while not reservation.pool:
             if not reservation.pending and (reservation.failure or not self._capacity.within_limit(model, reservation.size)):
                 failure, reservation.failure = reservation.failure, None
@@ -106,7 +106,7 @@ class VersionLifecycle:
         return record
 
     def layouts(self, record: VersionRecord) -> tuple[FileLayout, ...]:
-        """File layouts of an UPLOADING version. Raises FailedPrecondition (STALE_EPOCH)."""
+        """Return the file layouts of an UPLOADING version. Raises FailedPrecondition (STALE_EPOCH)."""
         return self._catalogue.model(record.model).reserved(record.epoch).layouts
 
     @medium_errors()
@@ -159,7 +159,7 @@ class VersionLifecycle:
     def abort(self, name: str, number: int, reason: str) -> VersionRecord:
         """Make an UPLOADING version ABORTED and remove its files; return any other version as it is.
 
-        A medium that fails does not prevent it. Raises ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN).
+        A failing medium does not prevent the abort. Raises ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN).
         """
         with self._changed:
             model = self._catalogue.model(name)

@@ -32,7 +32,7 @@ class Manifest:
 
 
 class BadManifest(ValueError):
-    """A folder that is not a complete version; the message names the reason."""
+    """Folder that is not a complete version. The message names the folder or file and the difference."""
 
 
 def encode(
@@ -53,7 +53,7 @@ def encode(
 
 
 def encode_again(content: Mapping[str, Any], digests: Mapping[str, int]) -> bytes:
-    """Encode the content returned by `load` in this format, with these digests and the same fingerprint."""
+    """Encode the content that `load` returned in the current format, with new digests and the same fingerprint."""
     return _encoded({**content, "format": FORMAT, "digests": _hexadecimal(digests)})
 
 

@@ -1,4 +1,4 @@
-"""The manifests read last."""
+"""Cache of the manifests that were read last."""
 
 from collections import OrderedDict
 
@@ -8,7 +8,7 @@ _MAX = 2  # a large one takes some 50 MiB
 
 
 class ManifestCache:
-    """Manifests of READY versions. Callers must hold the lock of the catalogue."""
+    """Last two manifests of READY versions that were read. Callers must hold the lock of the catalogue."""
 
     def __init__(self) -> None:
         self._manifests: OrderedDict[tuple[str, int], Manifest] = OrderedDict()

@@ -1,6 +1,6 @@
-"""The small files of a model, `config.json` and tokenizer: `files/<epoch>.<n>/` in its folder, of which the last one is valid.
+"""The small files of a model, `config.json` and tokenizer, in `files/<epoch>.<n>/`. The last of these folders is valid.
 
-After a restart of the daemon the job sends the files of its epoch again, so an epoch may have several folders.
+An epoch may have several folders, because the job sends its files again after a restart of the daemon.
 """
 
 import shutil
@@ -12,7 +12,7 @@ from resharder.server.infra.filesystem import make_durable_folder, make_folder, 
 
 
 def folders(model: Path) -> list[Path]:
-    """All folders of small files, the valid one last."""
+    """Return all folders of small files, the valid one last."""
     return sorted((model / "files").glob("[0-9]*.[0-9]*"), key=_numbers)
 
 

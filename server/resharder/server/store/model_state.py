@@ -20,7 +20,7 @@ _HISTORY = 1000  # RETIRED and ABORTED versions listed of a model
 
 @dataclass(frozen=True)
 class Claim:
-    """The claim of the newest job on a model."""
+    """Claim of the newest job on a model."""
 
     job: str
     epoch: int
@@ -43,7 +43,10 @@ class Reservation:
 
 @dataclass
 class StoredModel:
-    """One model: its claim, the records of its versions, their holders, and the bytes that it occupies."""
+    """One model: its claim, the records of its versions, their holders, and the bytes that it occupies.
+
+    Guarded by the catalogue's lock. `records` is replaced, never modified, so that queries need no lock.
+    """
 
     name: str
     folder: Path
@@ -67,7 +70,7 @@ class StoredModel:
         self.records = self.records | {record.number: record for record in records}
 
     def of(self, state: str) -> list[VersionRecord]:
-        """Records in a state."""
+        """Return the records in a state."""
         return [record for record in self.records.values() if record.state == state]
 
     def reserved(self, epoch: int) -> Reservation:
@@ -80,29 +83,29 @@ class StoredModel:
         return found
 
     def sets(self, reservation: Reservation) -> int:
-        """Sets of files that the reservation's epoch has, those in use included."""
+        """Return the number of sets of files that the reservation's epoch has, including those in use."""
         live = sum(1 for r in self.records.values() if r.epoch == reservation.epoch and r.state in (READY, UPLOADING))
         return live + len(reservation.pool) + reservation.pending
 
     def used(self) -> int:
-        """Bytes that the model occupies."""
+        """Return the bytes that the model occupies."""
         live = sum(r.size_bytes for r in self.records.values() if r.state in (READY, UPLOADING))
         reserved = self.reservation
         ahead = reserved.size * (len(reserved.pool) + reserved.pending) if reserved else 0
         return live + ahead + self.leaving + sum(self.stuck.values()) + self.arriving
 
     def committed(self) -> int:
-        """Bytes that the model occupies or may occupy under its reservation."""
+        """Return the bytes that the model occupies or may occupy under its reservation."""
         return max(self.used(), self.reservation.size * self.reservation.sets if self.reservation else 0)
 
     def forget_old(self) -> None:
-        """Drop the oldest RETIRED and ABORTED records."""
+        """Drop the oldest RETIRED and ABORTED records, beyond the newest 1000."""
         past = sorted(number for number, record in self.records.items() if record.state in (RETIRED, ABORTED))
         if old := past[:-_HISTORY]:
             self.records = {number: record for number, record in self.records.items() if number not in old}
 
     def sweep(self) -> None:
-        """Remove all files but those of READY versions and what these need."""
+        """Remove all files except READY versions and the model's small files."""
         for leftover in _SWEPT:
             shutil.rmtree(self.folder / leftover, ignore_errors=True)
 

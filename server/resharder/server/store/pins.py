@@ -13,7 +13,7 @@ class VersionPins:
         self._catalogue, self._retirer = catalogue, retirer
 
     def pin(self, name: str, number: int, holder: str, *, yielding: bool = False) -> VersionRecord:
-        """Keep a READY version until `release`; if `yielding`, only until the store needs its capacity.
+        """Protect a READY version from retirement until `release`; with `yielding`, only until the store needs its capacity.
 
         Raises ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN, VERSION_GONE).
         """
@@ -28,7 +28,7 @@ class VersionPins:
             return record
 
     def release(self, name: str, number: int, holder: str) -> None:
-        """Remove a pin. A no-op if the version is not pinned by the holder."""
+        """Remove a pin, and retire what retention no longer keeps. A no-op if the holder has not pinned the version."""
         with self._catalogue.changed:
             model = self._catalogue.find(name)
             if model is None:
@@ -44,6 +44,6 @@ class VersionPins:
         self._catalogue.notify_subscribers(retired)
 
     def holders(self, name: str, number: int) -> list[str]:
-        """Names of the holders that pin the version."""
+        """Return the names of the holders that pin the version."""
         model = self._catalogue.find(name)
         return sorted(model.holders.get(number, ())) if model else []

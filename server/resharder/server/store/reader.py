@@ -18,7 +18,7 @@ from resharder.server.store.pins import VersionPins
 
 
 class VersionReader:
-    """Read versions, which are pinned meanwhile. Thread-safe; files are read without the lock."""
+    """Reads of versions, each pinned meanwhile. Thread-safe; files are read without the lock."""
 
     def __init__(self, folder: StoreFolder, catalogue: Catalogue, pins: VersionPins, manifests: ManifestCache) -> None:
         self._folder, self._catalogue, self._pins, self._manifests = folder, catalogue, pins, manifests
@@ -51,7 +51,7 @@ class VersionReader:
 
     @medium_errors()
     def model_files(self, name: str) -> dict[str, bytes]:
-        """Read `config.json` and tokenizer files of the newest ACTIVE publisher.
+        """Return the contents of `config.json` and tokenizer files of the newest ACTIVE publisher, by name.
 
         Raises ResourceNotFound (MODEL_UNKNOWN), Unavailable (STORE_FAILED), ResourceExhausted (NO_DESCRIPTORS).
         """

@@ -20,7 +20,7 @@ _log = structlog.get_logger("resharder.store")
 def restore_models(root: Path) -> dict[str, StoredModel]:
     """Read all models of the store at `root`, with the RETIRED and ABORTED versions of its history.
 
-    Removes unfinished versions and damaged ones. Raises OSError for a file that cannot be read: its version may be whole.
+    Removes unfinished versions and damaged ones. Raises OSError for a file that cannot be read, whose version may be undamaged.
     """
     folders = sorted(make_durable_folder(root / "models").iterdir())
     sync(root / "models")

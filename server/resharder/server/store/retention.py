@@ -13,7 +13,7 @@ class Retention(NamedTuple):
     keep_bytes: int = 0
 
     def surplus(self, ready: Iterable[VersionRecord], pinned: Collection[int] = ()) -> list[VersionRecord]:
-        """READY versions to drop, oldest first. The newest and the pinned ones always stay."""
+        """Return the READY versions to drop, oldest first. The newest and the pinned ones are never among them."""
         drop, size = [], 0
         for count, record in enumerate(sorted(ready, key=lambda r: r.number, reverse=True), start=1):
             size += record.size_bytes
@@ -23,13 +23,16 @@ class Retention(NamedTuple):
         return drop[::-1]
 
     def sets(self, size: int) -> int:
-        """Sets of files of `size` bytes that an epoch uses in turn: one to upload to, and at least two for READY versions."""
+        """Return how many sets of files an epoch uses in turn: one to upload to, at least two for READY versions.
+
+        `size`: bytes of one set.
+        """
         kept = min(self.keep_count, self.keep_bytes // size) if self.keep_bytes and size else self.keep_count
         return max(kept, 2) + 1
 
 
 def peak(size: int, sets: int, old: Sequence[int]) -> int:
-    """Peak bytes while `sets` sets of a new epoch replace READY versions of `old` sizes, oldest first."""
+    """Return the peak bytes while `sets` sets of a new epoch replace READY versions of `old` sizes, oldest first."""
     moments = []
     for arrived in range(sets):
         still = old[max(0, len(old) - (sets - 1 - arrived)) :] if arrived < sets - 1 else ()

@@ -24,7 +24,7 @@ _log = structlog.get_logger("resharder.store")
 
 
 class Retirement(NamedTuple):
-    """Result of an operator's command to drop versions. `retired` are those to be dropped if it was a dry run."""
+    """Result of an operator's command to drop versions. After a dry run, `retired` are the versions that would be dropped."""
 
     retired: tuple[VersionRecord, ...]
     kept: tuple[VersionRecord, ...]  # in use, UPLOADING, or the newest READY one
@@ -32,7 +32,7 @@ class Retirement(NamedTuple):
 
 
 class Retirer:
-    """Retire versions. Thread-safe.
+    """Retirement of versions. Thread-safe.
 
     Callers of methods other than `retire` must hold the lock of the catalogue, and notify its subscribers afterwards.
     """
@@ -70,7 +70,7 @@ class Retirer:
         return Retirement(retired, kept, sum(record.size_bytes for record in retired))
 
     def _retire(self, model: StoredModel, records: Collection[VersionRecord]) -> Iterator[VersionRecord]:
-        """Retire the versions one after the other, so that subscribers are notified of those before a failure."""
+        """Retire the versions one by one, so that subscribers are notified of each even if a later one fails."""
         for record in records:
             with self._catalogue.changed:
                 if model.records[record.number].state != READY or _used(model, record.number):
@@ -82,7 +82,7 @@ class Retirer:
             yield done
 
     def retain(self, model: StoredModel) -> list[VersionRecord]:
-        """Retire the versions beyond retention. One whose files cannot be moved stays READY until the next call."""
+        """Retire the versions beyond retention. A version whose files cannot be moved stays READY until the next call."""
         retired: list[VersionRecord] = []
         try:
             self._retain(model, retired)
@@ -113,8 +113,8 @@ class Retirer:
     def end(self, model: StoredModel, record: VersionRecord, done: VersionRecord) -> None:
         """Replace `record` by `done`, RETIRED or ABORTED, and free its files.
 
-        Raises OSError for a READY version that cannot be moved; it is still READY. An UPLOADING version may be freed in place: a
-        daemon that starts does not restore it.
+        Raises OSError for a READY version that cannot be moved; it is still READY. Files of an UPLOADING version that cannot be
+        moved are freed in place, since a starting daemon does not restore them.
         """
         path = self._folder.path(done)
         try:

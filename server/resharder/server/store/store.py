@@ -75,7 +75,7 @@ class Store:
         self.adopter = Adopter(folder, catalogue, self.capacity, pool, retention, self.retirer, self.pins, history)
 
     def close(self) -> None:
-        """Remove all files but those of READY versions and what these need, and unlock the folder."""
+        """Remove all files except READY versions and models' small files, and unlock the folder. Refuses waiting calls."""
         self.catalogue.close()
         for model in self.catalogue.stored():
             model.background.shutdown(wait=False, cancel_futures=True)

@@ -31,7 +31,7 @@ def verify(folder: Path, name: str, number: int, fingerprint: str) -> Manifest:
     record = found.record
     if (record.model, record.number, record.fingerprint) != (name, number, fingerprint):
         raise DataLoss("CHECKSUM", f"{what}: expected {fingerprint}, its manifest is that of {record.name}, {record.fingerprint}")
-    with touching(folder, "proving"), MappedFiles(folder, found.files) as files:
+    with touching(folder, "verifying"), MappedFiles(folder, found.files) as files:
         difference = _difference(found.digests, digest_tensors(files, _threads()))
     if difference:
         raise DataLoss("CHECKSUM", f"{what}: {difference}")

@@ -1,6 +1,6 @@
 """The daemon's read-only HTTP interface.
 
-    /            the status page: one file each of HTML, script and style, nothing from elsewhere
+    /            the status page: one file each of HTML, script and style; nothing is loaded from other hosts
     /api/status  the page's data as JSON (status.py)
     /metrics     for Prometheus
     /healthz     200 while the process is alive
@@ -46,7 +46,7 @@ _HEADERS = ((b"connection", b"close"), (b"cache-control", b"no-store"), (b"x-con
 _log = structlog.get_logger("resharder.web")
 
 AccessCheck = Callable[[Request], Response | None]
-"""None to admit a request, else the refusal."""
+"""Function of a request that returns None to admit it, or the response that refuses it."""
 
 
 def web_app(
@@ -56,13 +56,13 @@ def web_app(
     unready: Callable[[], str],
     check: AccessCheck,
 ) -> ASGIApp:
-    """The application. All three callables run on worker threads.
+    """Return the application. All callables run on worker threads.
 
     Args:
-        status: the data of the status page.
-        metrics: given the `Accept` header, the exposition and its content type.
-        unready: why publishers are not accepted; empty if they are.
-        check: the access check of everything but the probes.
+        status: Returns the data of the status page.
+        metrics: Returns, for an `Accept` header, the exposition and its content type.
+        unready: Returns why publishers are not accepted; empty if they are.
+        check: Access check of everything except the probes.
     """
 
     def healthz(request: Request) -> Response:
@@ -91,7 +91,7 @@ def web_app(
 
 
 class _Cached:
-    """The status as JSON, built again when it is older than `_FRESH_SECONDS`."""
+    """Cache of the status as JSON, rebuilt when it is older than `_FRESH_SECONDS`."""
 
     def __init__(self, status: Callable[[], dict[str, Any]], clock: Callable[[], float] = time.monotonic) -> None:
         self._status, self._clock, self._lock = status, clock, threading.Lock()
@@ -112,7 +112,7 @@ def _page(name: str, kind: str) -> Callable[[Request], Response]:
 
 
 class _Responses:
-    """Adds the headers that every response has: one response a connection, never cached."""
+    """Middleware that adds the headers of every response: one response per connection, never cached."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -127,7 +127,7 @@ class _Responses:
 
 
 class _Checked:
-    """Applies the access check to everything but the probes."""
+    """Middleware that applies the access check to everything except the probes."""
 
     def __init__(self, app: ASGIApp, check: AccessCheck) -> None:
         self._app, self._check = app, check
@@ -147,11 +147,12 @@ def _not_found(request: Request, error: Exception) -> Response:
 
 
 def admit_all(request: Request) -> Response | None:
+    """Admit every request."""
     return None
 
 
 def check_host(request: Request) -> Response | None:
-    """Refuse hosts that are neither an IP address nor `localhost`."""
+    """Refuse requests whose `Host` is neither an IP address nor `localhost`, against DNS rebinding."""
     host = re.sub(r":\d+$", "", request.headers.get("host", ""))
     if host == "localhost":
         return None

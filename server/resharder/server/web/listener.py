@@ -47,7 +47,7 @@ class _BoundedProtocol(H11Protocol):
 
 
 class Listener:
-    """Listens once constructed. Raises OSError if the address cannot be bound."""
+    """HTTP server that listens once constructed. Raises OSError if the address cannot be bound."""
 
     def __init__(self, app: ASGIApp, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         self.opened: dict[_BoundedProtocol, asyncio.Transport] = {}  # oldest first
@@ -86,6 +86,7 @@ class Listener:
         )
 
     def close(self) -> None:
+        """Abort open connections, stop listening, and wait for the thread."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -21,7 +21,7 @@ _EVENTS = 15  # on the status page
 
 
 class Shown:
-    """HTTP server that listens when it is made, unless `listen` is empty. Raises OSError, ValueError."""
+    """HTTP side of the daemon, which listens once constructed, unless `listen` is empty. Raises OSError, ValueError."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class Shown:
             self.listen = f"{host}:{self._listener.port}"
 
     def set_ready(self) -> None:
-        """Report from now on that the daemon accepts publishers."""
+        """Let `/readyz` report that the daemon accepts publishers."""
         self._ready = True
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and abort open connections."""
         if self._listener is not None:
             self._listener.close()
 

@@ -20,6 +20,7 @@ from resharder.server.state.server import (
 
 
 def claimed(server: Server, event: Claimed, now: float) -> Server:
+    """Apply a claim: assign the boot version, and reset a server whose processes have all ended."""
     if not server.attached:
         server = replace(server, seen=now, lost_at=None, renews=server.renews or event.renews)
     if not event.boot or (server.boot_version in server.ready and (server.booting or server.controls)):
@@ -45,6 +46,7 @@ def claimed(server: Server, event: Claimed, now: float) -> Server:
 
 
 def attached(server: Server, event: Attached, now: float, orders: list[Order]) -> Server:
+    """Apply the attachment of a control side. The first one leads; each gets the orders that are in effect."""
     control = Control(event.control, event.address, now, event.busy, event.in_flight, closing=bool(event.serving))
     server = replace(server, lingers=event.serving or server.lingers)
     leader = server.controls[0].nonce if server.controls else event.control
@@ -57,7 +59,7 @@ def attached(server: Server, event: Attached, now: float, orders: list[Order]) -
     server = replace(server, controls=controls, seen=now, attached=True, lost_at=None, passes_kv=event.passes_kv)
     server = _powered(server, event.control, event.power)
     orders.append(Order(event.control, OrderKind.RENEWED))
-    if event.term > server.term:  # numbered by a daemon on another store: the engine refuses lower terms
+    if event.term > server.term:  # assigned by a daemon on another store; the engine refuses lower terms
         server = replace(server, term=event.term)
         if event.control != leader:
             server = _lead(server, leader, orders)
@@ -114,6 +116,7 @@ def _greet(server: Server, control: Control, orders: list[Order], *, leads: bool
 
 
 def reported(server: Server, event: Reported, now: float, settings: Settings, orders: list[Order]) -> Server:
+    """Apply a renewal, and the outcome of an order if the report has one. A report of an unknown control side is ignored."""
     control = next((c for c in server.controls if c.nonce == event.control), None)
     if control is None:
         return server
@@ -171,6 +174,7 @@ def _went_on(server: Server, event: Reported) -> Server:
 
 
 def detach(server: Server, gone: set[str], orders: list[Order]) -> Server:
+    """Remove control sides by nonce. If the leader is among them, the next one leads in a new term."""
     leader = server.controls[0].nonce if server.controls else ""
     controls = tuple(control for control in server.controls if control.nonce not in gone)
     server = replace(server, controls=controls)

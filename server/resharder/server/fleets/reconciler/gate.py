@@ -27,7 +27,7 @@ def hold_order(install: Install, control: Control) -> Order:
 
 
 def close_gate(server: Server, orders: list[Order]) -> Server:
-    """Close the gate, unless it is open on a version that every worker has, awake and in service."""
+    """Close the gate, unless the server is awake, in service, and every worker has the version that it serves."""
     kept = server.agreed == server.opened and server.power == Power.AWAKE and server.change is None
     if not server.opened or (kept and server.goal.in_service):
         return server
@@ -48,12 +48,14 @@ def _close(server: Server, reason: str, orders: list[Order]) -> Server:
 
 
 def closed_because(server: Server) -> str:
+    """Return the reason of an order to close the gate, for clients that are refused."""
     if server.goal.power != Power.AWAKE:
         return "an operator put it to sleep"
     return "drained for maintenance" if not server.goal.open else "its version is not confirmed yet"
 
 
 def open_gate(server: Server, orders: list[Order]) -> Server:
+    """Order all control sides to open the gate, if every worker has a version that the goal permits, awake."""
     held = server.agreed
     if server.opened or not server.serves(held) or server.differs or not server.goal.permits(held):
         return server
@@ -73,4 +75,5 @@ def _opening(server: Server) -> str:
 
 
 def resume_order(server: Server, control: Control) -> Order:
+    """Return the order to open the gate on `opened` and, for a paused leader, to resume the engine."""
     return Order(control.nonce, OrderKind.RESUME, server.opened_by, server.opened)

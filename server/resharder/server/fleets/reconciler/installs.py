@@ -17,6 +17,7 @@ from resharder.server.state.server import (
 
 
 def all_ranks(server: Server) -> frozenset[int]:
+    """Return the ranks of all workers, reported or not."""
     return frozenset(range(server.world_size))
 
 
@@ -27,18 +28,21 @@ def end_install(server: Server, install: Install, error: str, now: float) -> Ser
 
 
 def fail(server: Server, install: Install, error: str, now: float, settings: Settings) -> Server:
-    if install.profiled and install.state == InstallState.STAGING:  # an install for a profile: nothing was changed
+    """End an install as failed, which counts against its version; the staging of a profiled install does not count."""
+    if install.profiled and install.state == InstallState.STAGING:  # an install for a profile, which has changed nothing
         return end_install(server, install, error, now)
     return end_install(note_failure(server, install.version, error, now, settings), install, error, now)
 
 
 def note_failure(server: Server, version: int, error: str, now: float, settings: Settings) -> Server:
+    """Count a failure against a version, and set the time of its next attempt."""
     count = server.failures[version].count + 1 if version in server.failures else 1
     wait = backoff(count, settings.first_retry, settings.last_retry)
     return replace(server, failures={**server.failures, version: Failure(count, error, now + wait)})
 
 
 def advance_install(server: Server, now: float, settings: Settings, orders: list[Order]) -> Server:
+    """Advance the active install by the workers' reports: apply, commit, or fail on an error or a timeout."""
     install = server.install
     if install is None or not install.active:
         return server
@@ -111,6 +115,7 @@ def why_not_ahead(server: Server, version: int) -> str:
 
 
 def begin_install(server: Server, now: float, settings: Settings, orders: list[Order]) -> Server:
+    """Begin the next due install, unless an install or a change of power is in progress or the server sleeps."""
     if (server.install is not None and server.install.active) or server.change is not None:
         return server
     if server.power.asleep or server.goal.power.asleep:
@@ -122,6 +127,7 @@ def begin_install(server: Server, now: float, settings: Settings, orders: list[O
 
 
 def stage(server: Server, version: int, now: float, orders: list[Order], *, profiled: bool = False) -> Server:
+    """Begin an install under a new id, with the order to stage. Does not check whether one is active."""
     number = server.installs + 1
     ahead_of = server.opened if server.is_ahead(version) else 0
     id = f"{server.life}-{number}"
@@ -139,7 +145,7 @@ def is_at_rest(server: Server) -> bool:
 
 
 def drop_unwanted(server: Server, now: float, orders: list[Order]) -> Server:
-    """End the staging of a version that is no longer the target, or not before the server wakes."""
+    """End the staging of a version that is no longer the target, or that is not due before the server wakes."""
     install = server.install
     if install is None or install.state != InstallState.STAGING:
         return server

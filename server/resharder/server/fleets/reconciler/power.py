@@ -58,6 +58,7 @@ def power_order(server: Server, leader: Control) -> Order:
 
 
 def power_changed(server: Server, change: Change, event: Reported, now: float, settings: Settings) -> Server:
+    """End the current change by its outcome. A failure sets the time of the next attempt."""
     if event.ok:
         return replace(server, change=None, change_failed=None, power=change.power)
     count = server.change_failed.count + 1 if server.change_failed else 1

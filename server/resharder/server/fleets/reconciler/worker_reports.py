@@ -14,6 +14,7 @@ from resharder.server.state.server import (
 
 
 def worker_reported(server: Server, report: Worker, now: float, settings: Settings) -> Server:
+    """Apply a worker's report. Reports of replaced processes and of ranks beyond the world size are ignored."""
     if report.process in server.gone or (server.world_size and report.rank >= server.world_size):
         return server
     if not server.attached:
@@ -58,13 +59,13 @@ def _worker_taken(server: Server, report: Worker, now: float, settings: Settings
         )  # its weights were dropped, by an order or by another program
     if not report.install.startswith(server.life) and not known.ordered:
         return _keep_worker(server, _holding(report))
-    if _proven(report) == known.holds != 0:  # a late report, but with a result of comparing its memory
+    if _proven(report) == known.holds != 0:  # a late report, but with the result of a comparison
         return _keep_worker(server, replace(known, held_as=report.fingerprint, differs=report.error))
     return server
 
 
 def _judged(server: Server, report: Worker) -> Worker:
-    """Return the report, or its equivalent if the worker has another version than the store's of that number."""
+    """Return the report, as EMPTY or FAILED if the worker's version is not the store's version of that number."""
     stored, ahead = server.ready.get(report.version), server.ahead.get(report.version)
     if not _proven(report):
         return report

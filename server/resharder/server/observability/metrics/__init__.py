@@ -32,6 +32,6 @@ def show(registry: CollectorRegistry, look: Callable[[], Snapshot]) -> None:
 
 
 def text(registry: CollectorRegistry, accept: str = "") -> tuple[bytes, str]:
-    """Return the exposition and its content type, in the format of an `Accept` header."""
+    """Return the exposition and its content type, in the format that an `Accept` header prefers."""
     encode, kind = choose_encoder(accept)
     return encode(registry), kind

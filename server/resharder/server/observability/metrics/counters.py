@@ -108,7 +108,7 @@ class Observed(IngestObserver, FleetObserver):
     # Fleets
 
     def server_stepped(self, before: Server, after: Server) -> None:
-        """Count what changed between two states of a server."""
+        """Count expired leases, altered workers and ended installs between two states of a server."""
         if before.lost_at is None and after.lost_at is not None:
             self._leases.labels(after.model, "server").inc()
         self._altered.labels(after.fleet).inc(len(after.altered.keys() - before.altered.keys()))

@@ -14,13 +14,17 @@ NOTHING = Snapshot(0.0, 0, 0, {}, {}, (), (), {})
 
 
 class States(Collector):
+    """Collector of gauges. `look` is called at each scrape."""
+
     def __init__(self, look: Callable[[], Snapshot]) -> None:
         self._look = look
 
     def describe(self) -> list[Metric]:
+        """Return the families without samples, so that registration does not take a snapshot."""
         return list(families(NOTHING))
 
     def collect(self) -> Iterator[Metric]:
+        """Take a snapshot, and yield its families."""
         yield from families(self._look())
 
 

@@ -1,5 +1,6 @@
-"""Export of spans by OpenTelemetry's SDK, which samples, batches and sends them according to OTEL_*
-variables. Needs the extra `otel`.
+"""Export of spans by OpenTelemetry's SDK, which samples, batches and sends them according to OTEL_* variables.
+
+Needs the extra `otel`.
 """
 
 import importlib.metadata
@@ -22,7 +23,7 @@ _QUEUE = 1 << 14  # spans; a server of several thousand workers ends its install
 
 
 class Exporter:
-    """`add` is for one thread."""
+    """Exporter of spans with given ids. `add` must be called from one thread only."""
 
     def __init__(self) -> None:
         logging.getLogger("opentelemetry").addHandler(_ToOurLog())
@@ -35,11 +36,11 @@ class Exporter:
         self._tracer = self._provider.get_tracer("resharder", release)
 
     def keeps(self, trace_id: int) -> bool:
-        """Return whether the sampler accepts the trace. It decides by the id, so the answer is always the same."""
+        """Return whether the sampler accepts the trace. The decision depends on the id alone, so it is always the same."""
         return self._provider.sampler.should_sample(None, trace_id, "version").decision == Decision.RECORD_AND_SAMPLE
 
     def add(self, span: Span, about: Mapping[str, str | int], trace_id: int, span_id: int, parent_id: int | None) -> None:
-        """Add spans. `about` has the attributes that all spans of the trace share. For one thread."""
+        """Queue a span for export. `about` has the attributes that all spans of the trace share."""
         self._ids.next = trace_id, span_id
         context = Context()
         if parent_id is not None:
@@ -56,6 +57,7 @@ class Exporter:
         made.end(_nanoseconds(span.end))
 
     def close(self) -> None:
+        """Send queued spans and stop the SDK's thread. Blocks for as long as the SDK's timeouts allow."""
         self._provider.shutdown()
 
 

@@ -3,8 +3,8 @@
 Only the daemon creates spans, from timings in messages that ranks and servers send anyway: no rank and no GPU worker has an
 exporter, a thread for it, or a connection to a collector, and no span is lost or doubled when workers are forked or killed.
 
-Ids are hashes, not random: a trace's of the version's record, which its manifest contains, a span's of its path.
-An install that comes days later, from a restarted daemon, is therefore in the trace of its publish, and a span that is sent
+Ids are hashes, not random: of the version's record, which its manifest contains, for a trace, and of its path for a span. An
+install that follows days later, under a restarted daemon, therefore belongs to the trace of its publish, and a span that is sent
 twice is one span.
 """
 
@@ -37,6 +37,7 @@ class Tracing:
 
     @property
     def on(self) -> bool:
+        """Whether spans are exported."""
         return self._exporter is not None
 
     def traceparent(self, record: VersionRecord) -> str:
@@ -81,6 +82,7 @@ def trace_id(record: VersionRecord) -> int:
 
 
 def span_id(record: VersionRecord, path: str) -> int:
+    """Return the id of a span, a hash of its version and path: 64 bits, never 0."""
     return _hashed(f"{trace_id(record)} {path}", 8)
 
 

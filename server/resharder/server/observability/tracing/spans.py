@@ -27,8 +27,9 @@ Attributes = Mapping[str, str | int]
 
 @dataclass(frozen=True)
 class Span:
-    """Span of a trace. `start` and `end` are in seconds since 1970; `link` is the W3C traceparent of a
-    related span, or empty.
+    """Span of a trace.
+
+    `start` and `end` are in seconds since 1970. `link` is the W3C traceparent of a related span, or empty.
     """
 
     path: str
@@ -88,8 +89,9 @@ def install_spans(server: Server, install: Install, to_wall: float) -> list[Span
 
 
 def control_spans(install: Install, timings: Iterable[Timing]) -> list[Span]:
-    """Return the spans of a control side's part of an install, which includes the time after its end
-    until the server resumes.
+    """Return the spans of a control side's part of an install.
+
+    They include the time from the install's end until the server resumes.
     """
     return list(_phases(_path(install), _path(install), timings))
 
