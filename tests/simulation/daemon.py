@@ -189,6 +189,9 @@ class SimulatedDaemon:
             reason, message = error.reason, str(error)
         except ConversionError as error:
             reason, message = error.reason, str(error)
+        except AssertionError as error:  # of an invariant
+            self.violations.append(str(error))
+            return Answer("INTERNAL")
         except Exception as error:
             if isinstance(error, OSError) and is_refusal(error):
                 reason, message = medium_error(error).reason, str(error)

@@ -11,6 +11,8 @@ from resharder.converters.geometry.chunking import cut_chunks
 from resharder.converters.geometry.layout import ITEM_SIZES, box_index
 from resharder.converters.storage.files import BITS
 from resharder.converters.wire.chunk_frame import ChunkHeader
+from resharder.server.infra.change_signal import Pause
+from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.state.version import ABORTED, READY, RETIRED, UPLOADING, VersionRecord
 
 from tests.simulation.daemon import LEASE, UNREACHABLE, Answer, SimulatedDaemon
@@ -29,7 +31,10 @@ class Records(Protocol):
 
     def told(self, answer: Answer) -> None: ...
     def delivers(self, record: VersionRecord, rank: int, variant: str, positions: Sequence[int]) -> None: ...
+    def claims(self, job: str) -> None: ...
     def claimed(self, job: str, epoch: int) -> None: ...
+    def is_fenced(self, job: str) -> None: ...
+    def begins(self, record: VersionRecord, after: int, versions: Sequence[VersionRecord]) -> None: ...
 
 
 @dataclass
@@ -78,6 +83,7 @@ class Rank:
             answer = yield from self.daemon.call(name, function, patience)
             if answer.reason != UNREACHABLE:
                 if answer.reason == "STALE_EPOCH":
+                    self.records.is_fenced(self.job.name)
                     self.job.fenced = True
                 return answer
             yield None, self.schedule.now + self.random.random()
@@ -107,9 +113,12 @@ class Rank:
     def _register(self) -> Generator[Wait, None, bool]:
         job, rank = self.job, self.rank
         files = FILES if rank == 0 else {}
-        answer = yield from self._call(
-            "CreatePublisher", lambda d: d.intake.publishers.create(NAME, job.name, job.model.world_size, files)
-        )
+
+        def create(daemon: SimulatedDaemon) -> PublisherRecord:
+            self.records.claims(job.name)
+            return daemon.intake.publishers.create(NAME, job.name, job.model.world_size, files)
+
+        answer = yield from self._call("CreatePublisher", create)
         if not answer.ok:
             return False
         publisher, epoch = answer.result.name, answer.result.epoch
@@ -135,9 +144,13 @@ class Rank:
     def _publish(self, step: int) -> Generator[Wait, None, bool]:
         """Return whether the rank goes on with the next step."""
         after, publisher = self.attempts.after(step), self.publisher
-        answer = yield from self._call(
-            "CreateVersion", lambda d: d.intake.steps.create(publisher, self.rank, step, after), patience=30.0
-        )
+
+        def create(daemon: SimulatedDaemon) -> Generator[Pause, None, VersionRecord]:
+            record = yield from daemon.intake.steps.create(publisher, self.rank, step, after)
+            self.records.begins(record, after, daemon.store.catalogue.versions(NAME))
+            return record
+
+        answer = yield from self._call("CreateVersion", create, patience=30.0)
         if answer.reason in ("PUBLISHER_UNKNOWN", "NOT_REGISTERED"):
             self.publisher = ""
             return False
