@@ -49,6 +49,7 @@ class Job:
     waits: bool  # whether a rank waits for READY before its next step
     fenced: bool = False
     insists: bool = False  # whether no rank skips the last step
+    stalls: float = 0.0  # chance that a rank is stopped, for up to three leases, before it writes a box
 
 
 class Rank:
@@ -271,6 +272,9 @@ class Rank:
                     for position in self.positions:
                         tensor, box, _ = model.held[self.rank][position]
                         if model.specs[tensor] == spec:
+                            if self.random.random() < self.job.stalls:
+                                self.process.stopped_until = self.schedule.now + self.random.random() * 3 * LEASE
+                                yield NOW
                             array[box_index(box) if box else ...] = part(values, model, self.rank, position)
                             yield NOW
         except FileNotFoundError:

@@ -83,6 +83,7 @@ class _Site:
             random.random() < 0.2,
             random.random() < 0.5,
         )
+        job.stalls = random.choice((0.0, 0.0, 0.2))
         self.reference.jobs[job.name] = job
         return job
 
@@ -261,7 +262,7 @@ class _Site:
 
     def _publish_once_more(self) -> None:
         job = self.job
-        job.insists = True
+        job.insists, job.stalls = True, 0.0
         job.target = max([job.target, *(rank.step for rank in self.ranks if rank.job is job)]) + 1
         done = self._steps(lambda: job.fenced or self._is_done(job), _PEACEFUL_STEPS)
         if job.fenced:  # by a job that is gone
