@@ -221,6 +221,14 @@ class SimulatedDaemon:
         if reason in MEDIUM and not any(kind.endswith(("failed", "short")) for kind in self.medium.counts):
             self.violations.append(f"{name} is refused with {reason}, and no file operation has failed: {message}")
 
+    def check_leases(self) -> None:
+        """Raise AssertionError if a version waits for a rank that has been silent for more than three leases."""
+        for upload in self.intake.uploads._open.values() if self.is_up else ():
+            seen = upload.publisher.seen
+            open_ranks = [rank for rank in range(upload.publisher.world_size) if rank not in upload._sealed]
+            silent = [rank for rank in open_ranks if self.schedule.now - max(upload.created, seen.get(rank, 0.0)) > 3 * LEASE]
+            assert not silent, f"{upload.record.name} waits for ranks {silent}, which are silent"
+
     def check_calls(self) -> None:
         """Raise AssertionError if a call has not been answered for too many steps."""
         for task in self.open.values():

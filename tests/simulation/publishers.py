@@ -244,6 +244,8 @@ class Rank:
                     self.job.fenced = True
                 if answer.reason not in ("OK", UNREACHABLE):
                     return False
+            if self.random.random() < 0.1:
+                return True  # the daemon refuses the seal if a chunk was lost
             answer = yield from self._call(
                 "ListMissingChunks", lambda d: d.intake.uploads.missing(NAME, number, epoch, self.rank)
             )

@@ -16,7 +16,7 @@ from tests.simulation.daemon import LEASE, STORE, Network, SimulatedDaemon
 from tests.simulation.filesystem import SimulatedFiles
 from tests.simulation.invariants import Reference
 from tests.simulation.medium import Crash, FaultPlan, Medium
-from tests.simulation.models import FILES, MODELS, weights
+from tests.simulation.models import FILES, MODELS
 from tests.simulation.publishers import NAME, Job, Rank
 from tests.simulation.schedule import Process, Schedule, Wait
 from tests.simulation.seams import Log, installed
@@ -50,10 +50,7 @@ class _Site:
         self.model = random.choice(MODELS)
         self.network = _network(random)
         shared = random.random() < 0.7
-        crashes = [
-            Crash(random.randrange(1, random.choice((100, 300, 700))), random.random() < 0.5)
-            for _ in range(random.choice((0, 0, 1, 1, 2, 4)))
-        ]
+        crashes = [_crash(random) for _ in range(random.choice((0, 0, 1, 1, 2, 4)))]
         self.daemon = SimulatedDaemon(
             self.schedule,
             self.medium,
@@ -133,6 +130,7 @@ class _Site:
         assert not self.log.errors, self.log.errors[0]
         if self.schedule.steps % 64 == 0:
             daemon.check_calls()
+            daemon.check_leases()
 
     def _bury(self, crash: Crash | None) -> None:
         self.daemon.end()
@@ -306,7 +304,6 @@ def _network(random: Random) -> Network:
     return Network(random.choice((0.0, 0.02, 0.2)), random.choice((0.0, 0.05, 0.3)), random.choice((0.05, 0.5)), 0.02)
 
 
-def warm_up() -> None:
-    """Compile what the first schedule would otherwise wait for."""
-    for model in MODELS:
-        weights(model, "job", 0, "")
+def _crash(random: Random) -> Crash:
+    at, power = random.randrange(1, random.choice((100, 300, 700))), random.random() < 0.5
+    return Crash(at, power, random.choice(("", "", "sync folder", "fsync")))
