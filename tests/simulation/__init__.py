@@ -3,7 +3,8 @@
 `python -m tests.simulation --help` runs them. A new simulation is a function of the type `Simulation`, registered here.
 """
 
+from tests.simulation import store
 from tests.simulation.driver import Simulation
 
-SIMULATIONS: dict[str, Simulation] = {}
+SIMULATIONS: dict[str, Simulation] = {"store": store.simulate}
 """Every simulation by its name."""

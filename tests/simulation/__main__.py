@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 
 from tests.simulation import SIMULATIONS
-from tests.simulation.driver import Totals, run_many, run_one
+from tests.simulation.driver import Totals, pin_process, run_many, run_one
 
 _EVERY = 5.0  # seconds between lines of progress
 
@@ -27,6 +27,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args()
     names = options.only or sorted(SIMULATIONS)
+    if options.jobs == 1:
+        pin_process()
     if options.replay is not None:
         return max((_replay(name, options.replay) for name in names), default=0)
     seeds = range(options.seed, options.seed + options.schedules)

@@ -189,6 +189,9 @@ class SimulatedDaemon:
             reason, message = error.reason, str(error)
         except ConversionError as error:
             reason, message = error.reason, str(error)
+        except AssertionError as error:  # of an invariant
+            self.violations.append(str(error))
+            return Answer("INTERNAL")
         except Exception as error:
             if isinstance(error, OSError) and is_refusal(error):
                 reason, message = medium_error(error).reason, str(error)
@@ -217,6 +220,14 @@ class SimulatedDaemon:
             self.violations.append(f"{name} is refused with {reason}, expected one of {sorted(reasons)}: {message}")
         if reason in MEDIUM and not any(kind.endswith(("failed", "short")) for kind in self.medium.counts):
             self.violations.append(f"{name} is refused with {reason}, and no file operation has failed: {message}")
+
+    def check_leases(self) -> None:
+        """Raise AssertionError if a version waits for a rank that has been silent for more than three leases."""
+        for upload in self.intake.uploads._open.values() if self.is_up else ():
+            seen = upload.publisher.seen
+            open_ranks = [rank for rank in range(upload.publisher.world_size) if rank not in upload._sealed]
+            silent = [rank for rank in open_ranks if self.schedule.now - max(upload.created, seen.get(rank, 0.0)) > 3 * LEASE]
+            assert not silent, f"{upload.record.name} waits for ranks {silent}, which are silent"
 
     def check_calls(self) -> None:
         """Raise AssertionError if a call has not been answered for too many steps."""

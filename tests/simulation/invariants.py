@@ -33,6 +33,7 @@ class Reference:
         self.delivered: dict[int, dict[int, dict[str, tuple[int, ...]]]] = defaultdict(lambda: defaultdict(dict))
         self.retired_on_command: set[int] = set()
         self._told_at: dict[int, int] = {}
+        self._claims: list[str] = []
         self._checked: set[int] = set()
 
     # What clients do and are told
@@ -41,6 +42,23 @@ class Reference:
         """Check that an epoch belongs to one job."""
         known = self.epochs.setdefault(epoch, job)
         assert known == job, f"epoch {epoch} was given to {self.epochs[epoch]} and to {job}"
+
+    def claims(self, job: str) -> None:
+        """Record that the daemon handles a claim of a job."""
+        self._claims.append(job)
+
+    def is_fenced(self, job: str) -> None:
+        """Check that a job that is refused as stale was followed by another."""
+        first = self._claims.index(job)
+        assert set(self._claims[first:]) != {job}, f"{job} is refused as stale, and no other job has claimed the model since"
+
+    def begins(self, record: VersionRecord, after: int, versions: Sequence[VersionRecord]) -> None:
+        """Check that a rank is answered with an aborted version of the step before it begins the next one."""
+        same = [v for v in versions if (v.epoch, v.step) == (record.epoch, record.step) and after < v.number < record.number]
+        aborted = [v.number for v in same if v.state == ABORTED]
+        assert record.state != UPLOADING or not aborted, (
+            f"a rank that has begun version {after} of step {record.step} gets {record.number}, and not the aborted {aborted}"
+        )
 
     def delivers(self, record: VersionRecord, rank: int, variant: str, positions: Sequence[int]) -> None:
         """Record that a process of a rank seals its slot of a version, with the boxes at these positions."""

@@ -11,6 +11,8 @@ from resharder.converters.geometry.chunking import cut_chunks
 from resharder.converters.geometry.layout import ITEM_SIZES, box_index
 from resharder.converters.storage.files import BITS
 from resharder.converters.wire.chunk_frame import ChunkHeader
+from resharder.server.infra.change_signal import Pause
+from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.state.version import ABORTED, READY, RETIRED, UPLOADING, VersionRecord
 
 from tests.simulation.daemon import LEASE, UNREACHABLE, Answer, SimulatedDaemon
@@ -29,7 +31,10 @@ class Records(Protocol):
 
     def told(self, answer: Answer) -> None: ...
     def delivers(self, record: VersionRecord, rank: int, variant: str, positions: Sequence[int]) -> None: ...
+    def claims(self, job: str) -> None: ...
     def claimed(self, job: str, epoch: int) -> None: ...
+    def is_fenced(self, job: str) -> None: ...
+    def begins(self, record: VersionRecord, after: int, versions: Sequence[VersionRecord]) -> None: ...
 
 
 @dataclass
@@ -44,6 +49,7 @@ class Job:
     waits: bool  # whether a rank waits for READY before its next step
     fenced: bool = False
     insists: bool = False  # whether no rank skips the last step
+    stalls: float = 0.0  # chance that a rank is stopped, for up to three leases, before it writes a box
 
 
 class Rank:
@@ -78,6 +84,7 @@ class Rank:
             answer = yield from self.daemon.call(name, function, patience)
             if answer.reason != UNREACHABLE:
                 if answer.reason == "STALE_EPOCH":
+                    self.records.is_fenced(self.job.name)
                     self.job.fenced = True
                 return answer
             yield None, self.schedule.now + self.random.random()
@@ -107,9 +114,12 @@ class Rank:
     def _register(self) -> Generator[Wait, None, bool]:
         job, rank = self.job, self.rank
         files = FILES if rank == 0 else {}
-        answer = yield from self._call(
-            "CreatePublisher", lambda d: d.intake.publishers.create(NAME, job.name, job.model.world_size, files)
-        )
+
+        def create(daemon: SimulatedDaemon) -> PublisherRecord:
+            self.records.claims(job.name)
+            return daemon.intake.publishers.create(NAME, job.name, job.model.world_size, files)
+
+        answer = yield from self._call("CreatePublisher", create)
         if not answer.ok:
             return False
         publisher, epoch = answer.result.name, answer.result.epoch
@@ -135,9 +145,13 @@ class Rank:
     def _publish(self, step: int) -> Generator[Wait, None, bool]:
         """Return whether the rank goes on with the next step."""
         after, publisher = self.attempts.after(step), self.publisher
-        answer = yield from self._call(
-            "CreateVersion", lambda d: d.intake.steps.create(publisher, self.rank, step, after), patience=30.0
-        )
+
+        def create(daemon: SimulatedDaemon) -> Generator[Pause, None, VersionRecord]:
+            record = yield from daemon.intake.steps.create(publisher, self.rank, step, after)
+            self.records.begins(record, after, daemon.store.catalogue.versions(NAME))
+            return record
+
+        answer = yield from self._call("CreateVersion", create, patience=30.0)
         if answer.reason in ("PUBLISHER_UNKNOWN", "NOT_REGISTERED"):
             self.publisher = ""
             return False
@@ -230,6 +244,8 @@ class Rank:
                     self.job.fenced = True
                 if answer.reason not in ("OK", UNREACHABLE):
                     return False
+            if self.random.random() < 0.1:
+                return True  # the daemon refuses the seal if a chunk was lost
             answer = yield from self._call(
                 "ListMissingChunks", lambda d: d.intake.uploads.missing(NAME, number, epoch, self.rank)
             )
@@ -258,6 +274,9 @@ class Rank:
                     for position in self.positions:
                         tensor, box, _ = model.held[self.rank][position]
                         if model.specs[tensor] == spec:
+                            if self.random.random() < self.job.stalls:
+                                self.process.stopped_until = self.schedule.now + self.random.random() * 3 * LEASE
+                                yield NOW
                             array[box_index(box) if box else ...] = part(values, model, self.rank, position)
                             yield NOW
         except FileNotFoundError:

@@ -16,7 +16,7 @@ from tests.simulation.daemon import LEASE, STORE, Network, SimulatedDaemon
 from tests.simulation.filesystem import SimulatedFiles
 from tests.simulation.invariants import Reference
 from tests.simulation.medium import Crash, FaultPlan, Medium
-from tests.simulation.models import FILES, MODELS, weights
+from tests.simulation.models import FILES, MODELS
 from tests.simulation.publishers import NAME, Job, Rank
 from tests.simulation.schedule import Process, Schedule, Wait
 from tests.simulation.seams import Log, installed
@@ -50,10 +50,7 @@ class _Site:
         self.model = random.choice(MODELS)
         self.network = _network(random)
         shared = random.random() < 0.7
-        crashes = [
-            Crash(random.randrange(1, random.choice((100, 300, 700))), random.random() < 0.5)
-            for _ in range(random.choice((0, 0, 1, 1, 2, 4)))
-        ]
+        crashes = [_crash(random) for _ in range(random.choice((0, 0, 1, 1, 2, 4)))]
         self.daemon = SimulatedDaemon(
             self.schedule,
             self.medium,
@@ -83,6 +80,7 @@ class _Site:
             random.random() < 0.2,
             random.random() < 0.5,
         )
+        job.stalls = random.choice((0.0, 0.0, 0.2))
         self.reference.jobs[job.name] = job
         return job
 
@@ -132,6 +130,7 @@ class _Site:
         assert not self.log.errors, self.log.errors[0]
         if self.schedule.steps % 64 == 0:
             daemon.check_calls()
+            daemon.check_leases()
 
     def _bury(self, crash: Crash | None) -> None:
         self.daemon.end()
@@ -261,7 +260,7 @@ class _Site:
 
     def _publish_once_more(self) -> None:
         job = self.job
-        job.insists = True
+        job.insists, job.stalls = True, 0.0
         job.target = max([job.target, *(rank.step for rank in self.ranks if rank.job is job)]) + 1
         done = self._steps(lambda: job.fenced or self._is_done(job), _PEACEFUL_STEPS)
         if job.fenced:  # by a job that is gone
@@ -305,7 +304,6 @@ def _network(random: Random) -> Network:
     return Network(random.choice((0.0, 0.02, 0.2)), random.choice((0.0, 0.05, 0.3)), random.choice((0.05, 0.5)), 0.02)
 
 
-def warm_up() -> None:
-    """Compile what the first schedule would otherwise wait for."""
-    for model in MODELS:
-        weights(model, "job", 0, "")
+def _crash(random: Random) -> Crash:
+    at, power = random.randrange(1, random.choice((100, 300, 700))), random.random() < 0.5
+    return Crash(at, power, random.choice(("", "", "sync folder", "fsync")))
