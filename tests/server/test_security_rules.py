@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from resharder.converters.wire.chunk_frame import ChunkHeader, frame
-from resharder.server.config import Config, load
+from resharder.server.config import Config, ConfigError, load
 from resharder.server.infra.addresses import is_loopback
 from resharder.server.rpc.methods import BY_PATH, METHODS, OURS, About, Cost, Method, Role
 from resharder.server.security.files import read_tokens
@@ -312,5 +312,5 @@ def test_a_daemon_without_security_listens_on_the_loopback_unless_it_is_told_to_
 )
 def test_a_wrong_security_is_refused_by_name(security: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "file.yaml").write_text(f"security: {security}")
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(ConfigError, match=message):
         load(tmp_path / "file.yaml", {})

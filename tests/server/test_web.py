@@ -239,7 +239,7 @@ def test_a_real_daemon_is_ready_until_it_drains_and_two_do_not_share_a_port() ->
         other = Daemon(web_listen=listen)
         try:
             other.launch()
-            assert other.wait() == 1
+            assert other.wait() == 2
             assert f"resharderd: --web-listen: cannot listen on {listen}" in other.log.read_text()
         finally:
             other.close()

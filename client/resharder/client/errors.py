@@ -223,7 +223,7 @@ def error_of(error: grpc.RpcError, endpoint: str) -> ResharderError:
     if kind is DaemonUnreachable and not reason:
         why = details.rpartition("Failed to connect to remote host: ")[2]
         known = any(word in why for word in _NOT_TLS)
-        hint = "start resharderd there" if known else "is it running, and do its TLS and this client's (RESHARDER_TLS_*) fit?"
+        hint = "start resharderd there" if known else "is it running, and does it expect TLS (RESHARDER_TLS_CA, _CERT, _KEY)?"
         return DaemonUnreachable(f"expected a Resharder daemon at {endpoint}, got {code.name}: {why}; {hint}")
     return kind(f"{details} [{reason or code.name}]", reason or code.name)
 
