@@ -320,6 +320,7 @@ class World:
         self._arrive("peace", PEACE_BOUND)
         last = [self._send_to(api) for server in self.servers if server.alive for api in server.apis if api.process.alive]
         self.schedule.run_until(self.schedule.now + ANSWER_BOUND, lambda: all(r.answered or r.broken for r in self.requests))
+        self.schedule.run_until(self.schedule.now + 2 * LEASE, lambda: not self._dead_but_live())
         self._check_end(last)
 
     def _set_up(self) -> None:
@@ -401,7 +402,14 @@ class World:
         cores = {server.id: (server.core.installed, server.core.paused) for server in self.servers if server.core}
         return f"{views} {reason!r} {about} {cores} {self.fleet.moving}"
 
+    def _dead_but_live(self) -> list[str]:
+        """Return the dead servers that the daemon takes for live."""
+        known = self.daemon.fleets.roster.by_id
+        return [s.id for s in self.servers if not s.alive and s.id in known and known[s.id].lost_at is None]
+
     def _check_end(self, last: list[Request]) -> None:
+        if dead := self._dead_but_live():
+            self.schedule.fail(f"the daemon takes dead servers for live: {dead}")
         for request in self.requests:
             if not request.answered and not request.broken:
                 self.schedule.fail(f"{request.id} of {request.sent_at - 1000:.3f} s was not answered")
