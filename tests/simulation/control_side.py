@@ -13,7 +13,6 @@ from functools import partial
 from random import Random
 
 from google.protobuf.field_mask_pb2 import FieldMask
-from resharder.client.inference.control.gate import Position
 from resharder.server.state.errors import DaemonError
 from resharder.server.state.fleet import Fleet, FleetStrategyKind, MoveState
 from resharder.server.state.server import Power
@@ -131,8 +130,8 @@ class ServerModel:
         core = self.core
         assert core is not None
         up = bool(self.apis) and core.installed == target and not core.paused and not core.slumber.tags and not core.busy
-        gates = [api.gate for api in self.apis if api.process.alive]
-        return up and bool(gates) and all((gate._position, gate.version) == (Position.OPEN, target) for gate in gates)
+        admitted = {api.admits for api in self.apis if api.process.alive}
+        return up and admitted == {target}
 
 
 class World:
@@ -153,6 +152,8 @@ class World:
         ]
         self.apis: list[ApiServer] = []  # of all lives
         self._faults = False
+        # Few kinds in one schedule, so that they meet more often than among all others.
+        self.kinds_of_faults = random.choices(list(_FAULTS), list(_FAULTS.values()), k=random.choice((1, 2, 3, 6)))
         self.published = 0
         self._due = 0
         """Version that was published before the fleet can have arrived."""
@@ -203,7 +204,7 @@ class World:
 
     def _send_requests(self) -> None:
         apis = [api for server in self.servers for api in server.apis if api.process.alive]
-        if apis:
+        if apis and self._faults:
             self._send_to(self.random.choice(apis))
         if self._faults:
             self.schedule.after(self.random.expovariate(3.0), None, self._send_requests)
@@ -240,7 +241,7 @@ class World:
                 self.schedule.after(self.daemon.latency(), stream.daemon_process, stream.close)
 
     def _fault(self) -> None:
-        kind = self.random.choices(list(_FAULTS), list(_FAULTS.values()))[0]
+        kind = self.random.choice(self.kinds_of_faults)
         server = self.random.choice(self.servers)
         apis = [api for api in server.apis if api.process.alive]
         seconds = self.random.choice(_STOPS)
@@ -310,9 +311,9 @@ class World:
         self.daemon.doubled = self.random.choice((0.0, 0.1))
         seconds = self.random.choice((3.0, 6.0))
         begin = self.schedule.now
-        for _ in range(self.random.choice((0, 1, 2, 4, 8))):
+        for _ in range(self.random.choice((0, 2, 4, 8, 12))):
             self.schedule.at(begin + seconds * self.random.random(), None, self._fault)
-        for _ in range(self.random.choice((1, 2, 3))):
+        for _ in range(self.random.choice((1, 3, 6))):
             self.schedule.at(begin + seconds * self.random.random(), None, self._publish)
         self._send_requests()
         self.schedule.run_until(begin + seconds)
