@@ -476,3 +476,25 @@ def test_a_side_that_led_while_the_engine_slept_opens_its_gate_once_another_has_
     side.engine.dropped = side.engine.paused = False
     assert side.do(resume(2, "i5")) == Outcome(Kind.RESUME, "i5")
     assert side.gate.position is Position.OPEN
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_an_engine_that_is_paused_already_does_not_step_its_frozen_requests_to_wait_for_them(torn: bool) -> None:
+    """vLLM's `wait` runs requests to their end, also those that a pause froze between two versions."""
+    side = Side()
+    side.engine.paused = True  # by a leader that ended, perhaps half-way
+    side.do(apply(2, mode="wait"))
+    assert [call for call in side.engine.calls if call[0] == "pause"] == [("pause", "keep", False)]
+    if torn:
+        side.engine.answers["resharder_apply"] = TORN
+        side.do(apply(3, "i2", mode="wait"))
+    side.engine.calls.clear()
+    side.do(sleep(1, mode="wait"))
+    assert ("sleep", 1, "keep") in side.engine.calls
+    assert not [call for call in side.engine.calls if "wait" in call]
+
+
+def test_an_engine_that_runs_is_waited_for() -> None:
+    side = serving()
+    side.do(apply(2, mode="wait"))
+    assert ("pause", "wait", False) in side.engine.calls

@@ -13,7 +13,6 @@ from functools import partial
 from random import Random
 
 from google.protobuf.field_mask_pb2 import FieldMask
-from resharder.client.inference.control.gate import Position
 from resharder.server.state.errors import DaemonError
 from resharder.server.state.fleet import Fleet, FleetStrategyKind, MoveState
 from resharder.server.state.server import Power
@@ -131,8 +130,8 @@ class ServerModel:
         core = self.core
         assert core is not None
         up = bool(self.apis) and core.installed == target and not core.paused and not core.slumber.tags and not core.busy
-        gates = [api.gate for api in self.apis if api.process.alive]
-        return up and bool(gates) and all((gate._position, gate.version) == (Position.OPEN, target) for gate in gates)
+        admitted = {api.admits for api in self.apis if api.process.alive}
+        return up and admitted == {target}
 
 
 class World:
@@ -153,6 +152,8 @@ class World:
         ]
         self.apis: list[ApiServer] = []  # of all lives
         self._faults = False
+        # Few kinds in one schedule, so that they meet more often than among all others.
+        self.kinds_of_faults = random.choices(list(_FAULTS), list(_FAULTS.values()), k=random.choice((1, 2, 3, 6)))
         self.published = 0
         self._due = 0
         """Version that was published before the fleet can have arrived."""
@@ -203,7 +204,7 @@ class World:
 
     def _send_requests(self) -> None:
         apis = [api for server in self.servers for api in server.apis if api.process.alive]
-        if apis:
+        if apis and self._faults:
             self._send_to(self.random.choice(apis))
         if self._faults:
             self.schedule.after(self.random.expovariate(3.0), None, self._send_requests)
@@ -240,7 +241,7 @@ class World:
                 self.schedule.after(self.daemon.latency(), stream.daemon_process, stream.close)
 
     def _fault(self) -> None:
-        kind = self.random.choices(list(_FAULTS), list(_FAULTS.values()))[0]
+        kind = self.random.choice(self.kinds_of_faults)
         server = self.random.choice(self.servers)
         apis = [api for api in server.apis if api.process.alive]
         seconds = self.random.choice(_STOPS)
@@ -310,9 +311,9 @@ class World:
         self.daemon.doubled = self.random.choice((0.0, 0.1))
         seconds = self.random.choice((3.0, 6.0))
         begin = self.schedule.now
-        for _ in range(self.random.choice((0, 1, 2, 4, 8))):
+        for _ in range(self.random.choice((0, 2, 4, 8, 12))):
             self.schedule.at(begin + seconds * self.random.random(), None, self._fault)
-        for _ in range(self.random.choice((1, 2, 3))):
+        for _ in range(self.random.choice((1, 3, 6))):
             self.schedule.at(begin + seconds * self.random.random(), None, self._publish)
         self._send_requests()
         self.schedule.run_until(begin + seconds)
@@ -320,6 +321,7 @@ class World:
         self._arrive("peace", PEACE_BOUND)
         last = [self._send_to(api) for server in self.servers if server.alive for api in server.apis if api.process.alive]
         self.schedule.run_until(self.schedule.now + ANSWER_BOUND, lambda: all(r.answered or r.broken for r in self.requests))
+        self.schedule.run_until(self.schedule.now + 2 * LEASE, lambda: not self._dead_but_live())
         self._check_end(last)
 
     def _set_up(self) -> None:
@@ -401,7 +403,14 @@ class World:
         cores = {server.id: (server.core.installed, server.core.paused) for server in self.servers if server.core}
         return f"{views} {reason!r} {about} {cores} {self.fleet.moving}"
 
+    def _dead_but_live(self) -> list[str]:
+        """Return the dead servers that the daemon takes for live."""
+        known = self.daemon.fleets.roster.by_id
+        return [s.id for s in self.servers if not s.alive and s.id in known and known[s.id].lost_at is None]
+
     def _check_end(self, last: list[Request]) -> None:
+        if dead := self._dead_but_live():
+            self.schedule.fail(f"the daemon takes dead servers for live: {dead}")
         for request in self.requests:
             if not request.answered and not request.broken:
                 self.schedule.fail(f"{request.id} of {request.sent_at - 1000:.3f} s was not answered")

@@ -199,11 +199,23 @@ class EngineCore:
     def is_sleeping(self) -> bool:
         return bool(self.paused or self.slumber.tags)
 
-    def sleep(self, level: int, mode: str) -> None:
-        self._acts(f"sleep at level {level}")
-        self.paused = "all"
-        if mode == "abort":
-            self.abort(list(self.requests.values()))
+    def sleep(self, level: int, mode: str) -> Later | None:
+        """Pause as `pause_scheduler` does, then sleep."""
+        self._acts(f"sleep at level {level} ({mode})")
+        pausing = self.pause_scheduler(mode, True)
+        if pausing is None:
+            self._fall_asleep(level)
+            return None
+        later = Later()
+
+        def paused(answer: None) -> None:
+            self._fall_asleep(level)
+            later.answered(None)
+
+        pausing.answered = paused
+        return later
+
+    def _fall_asleep(self, level: int) -> None:
         self.cached.clear()
         if self.slumber.tags:
             return

@@ -173,7 +173,7 @@ class OrderExecutor:
             if self.state.paused_at is None and self.state.power != PowerState.WEIGHTS_AWAKE:
                 began = self._clock()
                 with timed(timings, "pause"):
-                    await pause(self._engine, order.mode)
+                    await pause(self._engine, await self._mode(order))
                 self.state = replace(self.state, paused_at=began)
             self._check_lease(order)  # a pause that waits for requests to end can outlive the lease
             self.state = replace(self.state, stale=True)
@@ -188,6 +188,14 @@ class OrderExecutor:
             raise
         self.state = replace(self.state, dropped=False)
         return self._record(Outcome(order.kind, order.install, pause_seconds=self._paused(), timings=tuple(timings)))
+
+    async def _mode(self, order: ControlOrder) -> Mode:
+        """Return the mode in which to pause for an order: `keep` instead of `wait` if the engine is paused already.
+
+        In mode `wait`, vLLM also runs requests that an earlier pause froze. That pause may be of a former
+        leader or of an order that failed, and the weights may be torn or the caches stale.
+        """
+        return "keep" if order.mode == "wait" and await self._engine.is_paused() else order.mode
 
     async def _reset_caches(self) -> None:
         """Drop all caches that the previous weights filled, frozen requests' KV cache included; vLLM recomputes them.
@@ -251,9 +259,10 @@ class OrderExecutor:
             return
         # vLLM's `sleep` is a no-op while any tag sleeps (0.26 and 0.28), or while the weights sleep (0.32).
         await self._wake(PowerState.AWAKE)
-        if order.mode == "wait":  # vLLM's `sleep` would wait too, but then sleep even if the lease has ended
-            await pause(self._engine, order.mode)
-        await self._engine.sleep(level=order.power.level, mode=order.mode)
+        mode = await self._mode(order)
+        if mode == "wait":  # vLLM's `sleep` would wait too, but then sleep even if the lease has ended
+            await pause(self._engine, mode)
+        await self._engine.sleep(level=order.power.level, mode=mode)
         self.state = replace(self.state, paused_at=None, applied=None, resumed=None)
         self._expect(self.state.power == order.power, order.power)
 
