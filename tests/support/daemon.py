@@ -53,7 +53,7 @@ class Daemon:
         return self.process.pid
 
     def start(self, *, failpoint: str = "", timeout: float = 120) -> "Daemon":
-        """Returns when its health service says SERVING. With `failpoint` it dies hard when it gets there."""
+        """Returns when its health service says SERVING. `failpoint`: see `resharder.converters.failpoints`."""
         self.launch(failpoint=failpoint)
         deadline = time.monotonic() + timeout
         with self.connect([("grpc.use_local_subchannel_pool", 1)]) as channel:
@@ -74,7 +74,7 @@ class Daemon:
         options = {"listen": self.endpoint, "web_listen": "", "store": self.store, **self.options}
         environment = {f"RESHARDERD_{key.upper()}": str(value) for key, value in options.items()}
         if failpoint:
-            environment["RESHARDERD_FAILPOINT"] = failpoint
+            environment["RESHARDER_FAILPOINT"] = failpoint
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "resharder.server.main"],

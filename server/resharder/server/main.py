@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import structlog
 import typer
 from pydantic import ValidationError
+from resharder.converters.failpoints import failpoint
 from resharder.server.archive.archive import Archive
 from resharder.server.config import Config, load
 from resharder.server.direct.coordinator import Direct
@@ -195,6 +196,7 @@ class Daemon:
         if self.archive is not None:
             self.archive.start(self.config.archive_restore)
         self.events.add("daemon", "daemon", "started", release=RELEASE)
+        failpoint("serve.listen")
         self.server.start()
         if self.config.security is None:
             say, whom = (_log.info, "of this host") if is_loopback(self.config.listen) else (_log.warning, "who reaches the port")

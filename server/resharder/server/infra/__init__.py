@@ -1,1 +1,1 @@
-"""Building blocks without knowledge of models: file operations, failpoints, change signals, backoff, journals, the event log."""
+"""Building blocks without knowledge of models: file operations, change signals, backoff, journals, the event log."""

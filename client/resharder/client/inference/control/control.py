@@ -25,6 +25,7 @@ from resharder.client.inference.control.orders import ControlOrder, Kind, Outcom
 from resharder.client.inference.engine import Engine, Mode
 from resharder.client.inference.power import STAY_PAUSED, WEIGHTS, PowerState
 from resharder.client.tracing import Timings, timed
+from resharder.converters.failpoints import failpoint
 
 logger = logging.getLogger("vllm.resharder.control")  # vLLM shows only loggers below its own name
 
@@ -138,6 +139,7 @@ class OrderExecutor:
     async def _take(self, step: Step, order: ControlOrder) -> Outcome | None:
         match step:
             case Step.LEAD:
+                failpoint("control.lead")
                 # If another side led in between, it may have resumed the engine: this side's pause no longer counts.
                 consecutive = self.state.led is not None and order.term == self.state.led + 1
                 self.state = replace(self.state, led=order.term, paused_at=self.state.paused_at if consecutive else None)
@@ -173,9 +175,11 @@ class OrderExecutor:
             if self.state.paused_at is None and self.state.power != PowerState.WEIGHTS_AWAKE:
                 began = self._clock()
                 with timed(timings, "pause"):
+                    failpoint("control.pause")
                     await pause(self._engine, order.mode)
                 self.state = replace(self.state, paused_at=began)
             self._check_lease(order)  # a pause that waits for requests to end can outlive the lease
+            failpoint("control.apply")
             self.state = replace(self.state, stale=True)
             with timed(timings, "workers"):
                 await self._workers("resharder_apply", order.install, *([True] if order.profile else []))
@@ -199,6 +203,7 @@ class OrderExecutor:
         Raises:
             WorkersFailed: vLLM did not reset the prefix cache or its KV connector.
         """
+        failpoint("control.reset")
         prefix, *_ = await asyncio.gather(
             self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
             self._engine.reset_mm_cache(),
@@ -225,6 +230,7 @@ class OrderExecutor:
         if leads and self.state.stale:
             with timed(timings, "reset"):
                 await self._reset_caches()
+        failpoint("control.resume")
         if paused:
             self._check_lease(order)
             with timed(timings, "resume"):
@@ -234,6 +240,7 @@ class OrderExecutor:
         lapses = self._gate.lease.lapses
         self._check_lease(order)
         self.state = replace(self.state, resumed=outcome)
+        failpoint("control.open")
         self._gate.open(order.version, lapses)
         logger.info("serving version %d after a pause of %.3f s", order.version, outcome.pause_seconds)
         return outcome
@@ -253,6 +260,7 @@ class OrderExecutor:
         await self._wake(PowerState.AWAKE)
         if order.mode == "wait":  # vLLM's `sleep` would wait too, but then sleep even if the lease has ended
             await pause(self._engine, order.mode)
+        failpoint("control.sleep")
         await self._engine.sleep(level=order.power.level, mode=order.mode)
         self.state = replace(self.state, paused_at=None, applied=None, resumed=None)
         self._expect(self.state.power == order.power, order.power)
@@ -268,6 +276,7 @@ class OrderExecutor:
             return
         began = self._clock()
         # Tags are named, because vLLM 0.26 without tags maps the memory of awake tags a second time.
+        failpoint("control.wake")
         await self._engine.wake_up([*tags, STAY_PAUSED])
         self._expect(self.state.power <= power, power)
         if power == PowerState.AWAKE:
