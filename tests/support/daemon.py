@@ -32,6 +32,7 @@ class Daemon:
         self.log = self.folder / "log"
         self.port = port or free_port()
         self.endpoint = f"127.0.0.1:{self.port}"
+        self.environment: dict[str, str] = {}  # besides the options
         self.options = {"lease_seconds": LEASE_SECONDS} | options
         self.process: subprocess.Popen[bytes] | None = None
         self._umask = umask
@@ -78,7 +79,7 @@ class Daemon:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "resharder.server.main"],
-                env=os.environ | environment,
+                env=os.environ | environment | self.environment,
                 stdout=log,
                 stderr=log,
                 umask=self._umask,
