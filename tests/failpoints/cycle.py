@@ -57,6 +57,8 @@ class KeptDaemon(Daemon):
         self.process = ForkedDaemon(environment | self.environment, self.log)  # type: ignore[assignment]
         return self.process
 
+    starts = 0
+
     def keep(self) -> None:
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, daemon=True)
@@ -65,6 +67,7 @@ class KeptDaemon(Daemon):
     def _keep(self) -> None:
         while not self._closing.wait(0.02):
             if self.process is None or self.process.poll() is not None:
+                self.starts += 1
                 with suppress(RuntimeError, TimeoutError):
                     self.start()
 
@@ -107,6 +110,7 @@ class Cycle:
             self.report.problem = f"{type(error).__name__}: {error}"
         finally:
             self.close()
+        self.report.deaths += ["daemon"] * (self.daemon.starts - 1)
         self.report.reached = self.mark.exists()
         self.report.seconds = time.monotonic() - began
         if not self.report.problem:
@@ -132,7 +136,9 @@ class Cycle:
             assert self.daemon.process is not None
             self.daemon.process.kill()
         self.power(second)
-        self.achieve(lambda: self.do("operator", "fleet", "rollback", version=first), lambda: self.serves(first), "a rollback")
+        self.achieve(
+            lambda: self.attempt("operator", "fleet", "rollback", version=first), lambda: self.serves(first), "a rollback"
+        )
         self.register("b", "grpc")
         self.follows(self.publish(3))
         self.do("trainer", "give_up", 50)
@@ -162,8 +168,8 @@ class Cycle:
         def has(power: int) -> Callable[[], bool]:
             return lambda: [server.power for server in self.servers()] == [power]
 
-        self.achieve(lambda: self.do("operator", "fleet", "sleep", level=2), has(resources_pb2.ASLEEP_2), "a sleep")
-        self.achieve(lambda: self.do("operator", "fleet", "wake"), has(resources_pb2.AWAKE), "a wake")
+        self.achieve(lambda: self.attempt("operator", "fleet", "sleep", level=2), has(resources_pb2.ASLEEP_2), "a sleep")
+        self.achieve(lambda: self.attempt("operator", "fleet", "wake"), has(resources_pb2.AWAKE), "a wake")
         self.follows(version)
 
     def archived(self, number: int) -> None:
@@ -171,7 +177,7 @@ class Cycle:
         self.do("operator", "version", "archive", number)
         self.retired.add(number)
         self.achieve(
-            lambda: self.do("operator", "version", "gc", number),
+            lambda: self.attempt("operator", "version", "gc", number),
             lambda: number not in self.look(),
             f"{number} is retired",
         )
@@ -200,6 +206,15 @@ class Cycle:
                 if time.monotonic() > deadline:
                     raise Failed(f"{place} {method}{args}: refused for {BOUND:g} s, at last with {refusal}") from None
                 time.sleep(0.1)
+
+    def attempt(self, place: str, method: str, *args: Any, **options: Any) -> None:
+        """Call a role once, for an effect that `achieve` waits for: a repeated command may be refused because it was executed."""
+        try:
+            self.actor(place).call(method, *args, **options)
+        except Gone:
+            self.bury(place)
+        except Refusal as refusal:
+            self.note(refusal)
 
     def actor(self, place: str) -> Actor:
         """The process of a role, started if it is not alive: a trainer registers again, a server boots."""
@@ -257,7 +272,7 @@ class Cycle:
             raise Failed(f"an undocumented error: {refusal}")
 
     def achieve(self, act: Callable[[], object], reached: Callable[[], bool], what: str) -> None:
-        """Act until it has the effect. An act that is refused because it had its effect already is fine."""
+        """Act until it has the effect."""
         deadline = time.monotonic() + BOUND
         while True:
             act()
