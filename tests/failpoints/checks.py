@@ -23,7 +23,7 @@ def check(cycle: Cycle) -> None:
     versions = listed(cycle)
     ready_versions_are_whole(cycle, versions)
     what_was_served_was_named_rightly(cycle, versions)
-    nothing_is_left_behind(cycle)
+    nothing_is_left_behind(cycle, {number for number, version in versions.items() if version.state == Version.READY})
 
 
 def listed(cycle: Cycle) -> dict[int, resources_pb2.Version]:
@@ -70,7 +70,7 @@ def what_was_served_was_named_rightly(cycle: Cycle, versions: Mapping[int, resou
             raise Failed(f"version {number} was served with other weights than those of step {versions[int(number)].step}")
 
 
-def nothing_is_left_behind(cycle: Cycle) -> None:
+def nothing_is_left_behind(cycle: Cycle, ready: set[int]) -> None:
     killed = cycle.report.case is not None and cycle.report.case.kind == "kill"
     for actor in cycle.actors.values():
         actor.close()
@@ -81,6 +81,8 @@ def nothing_is_left_behind(cycle: Cycle) -> None:
         if time.monotonic() > deadline:
             raise Failed(f"left in the store: {left}")
         time.sleep(0.1)
+    if (stored := {int(path.name) for path in (folder / "versions").iterdir()}) != ready:
+        raise Failed(f"READY are {sorted(ready)}, the store has {sorted(stored)}")
     cycle.daemon.let_go()
     if (status := cycle.daemon.stop()) != 0:
         raise Failed(f"the daemon ended with {status}")
