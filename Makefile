@@ -94,7 +94,7 @@ fuzz: setup
 mutants: setup
 	$(BIN)/python -m tools.mutants $(if $(FAMILY),--family $(FAMILY)) --jobs $(or $(JOBS),1)
 
-# Every failpoint with every kind of fault, one cycle each: about 20 minutes on two idle cores. ONLY=worker.apply, KIND=kill, JOBS=2.
+# Every failpoint with every kind of fault, one cycle each: 30 minutes on two busy cores. ONLY=worker.apply, KIND=kill, JOBS=2.
 failpoints: setup
 	$(BIN)/python -m tests.failpoints $(if $(ONLY),--only $(ONLY)) $(if $(KIND),--kind $(KIND)) --jobs $(or $(JOBS),2)
 
