@@ -5,6 +5,7 @@ The tests share the servers and run in order; each leaves the fleet serving, and
 """
 
 import json
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -346,7 +347,7 @@ def test_a_daemon_killed_while_it_commits_leaves_no_half_version_and_takes_the_n
     before = fleet.newest
     fleet.set(ALL_AT_ONCE)
     fleet.daemon.kill()
-    fleet.daemon.start(failpoint="commit.before-rename")
+    fleet.daemon.start(failpoint="commit.before-rename=kill")
 
     def publish() -> None:
         with suppress(ResharderError):  # it is READY later, or its trainer hears that it is not
@@ -354,7 +355,7 @@ def test_a_daemon_killed_while_it_commits_leaves_no_half_version_and_takes_the_n
 
     publishing = threading.Thread(target=publish)
     publishing.start()
-    assert fleet.daemon.wait(LONG) == 77
+    assert fleet.daemon.wait(LONG) == -signal.SIGKILL
     fleet.killed_at, fleet.phase = time.monotonic(), "daemon killed in mid-commit"
     fleet.each_gets(dict.fromkeys(fleet.servers, before))
     fleet.daemon.start()

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -310,12 +311,12 @@ archive.archive_now("policy", 1) if sys.argv[3] == "publish" else archive.restor
 def die(failpoint: str, *arguments: str | Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, *map(str, arguments)],
-        env=os.environ | {"RESHARDERD_FAILPOINT": failpoint},
+        env=os.environ | {"RESHARDER_FAILPOINT": f"{failpoint}=kill"},
         cwd=Path(__file__).parents[2],
         timeout=120,
         check=False,
     )
-    assert run.returncode == 77
+    assert run.returncode == -signal.SIGKILL
 
 
 def test_a_daemon_killed_in_mid_archive_leaves_nothing_that_counts_and_the_next_one_goes_on(

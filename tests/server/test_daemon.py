@@ -100,13 +100,13 @@ FAILPOINTS = {  # where the daemon dies while step 2 is published -> the steps t
 def test_a_daemon_that_dies_at_any_step_comes_back_with_whole_versions_only(daemon: Daemon, failpoint: str) -> None:
     daemon.kill()
     daemon.options["keep_count"] = 1
-    daemon.start(failpoint=failpoint)
+    daemon.start(failpoint=f"{failpoint}=kill")
     weights = {step: random_weights(SPECS, step) for step in (1, 2, 3)}
     job = Job(daemon.channel, SPECS, holdings()).connect()
     first = job.publish(1, weights[1])
     with pytest.raises(grpc.RpcError):
         job.publish(2, weights[2])
-    assert daemon.wait() == 77
+    assert daemon.wait() == -signal.SIGKILL
     daemon.start()
     wait_connected(daemon)
     found = {v.step: v for v in job.operator.ListVersions(LIST).versions if v.state == READY}

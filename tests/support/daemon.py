@@ -32,6 +32,7 @@ class Daemon:
         self.log = self.folder / "log"
         self.port = port or free_port()
         self.endpoint = f"127.0.0.1:{self.port}"
+        self.environment: dict[str, str] = {}  # besides the options
         self.options = {"lease_seconds": LEASE_SECONDS} | options
         self.process: subprocess.Popen[bytes] | None = None
         self._umask = umask
@@ -53,7 +54,7 @@ class Daemon:
         return self.process.pid
 
     def start(self, *, failpoint: str = "", timeout: float = 120) -> "Daemon":
-        """Start the process, and return once its health service reports SERVING. With `failpoint`, it exits at that point."""
+        """Start the process; return once its health service reports SERVING. `failpoint`: see `converters.failpoints`."""
         self.launch(failpoint=failpoint)
         deadline = time.monotonic() + timeout
         with self.connect([("grpc.use_local_subchannel_pool", 1)]) as channel:
@@ -74,11 +75,11 @@ class Daemon:
         options = {"listen": self.endpoint, "web_listen": "", "store": self.store, **self.options}
         environment = {f"RESHARDERD_{key.upper()}": str(value) for key, value in options.items()}
         if failpoint:
-            environment["RESHARDERD_FAILPOINT"] = failpoint
+            environment["RESHARDER_FAILPOINT"] = failpoint
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "resharder.server.main"],
-                env=os.environ | environment,
+                env=os.environ | environment | self.environment,
                 stdout=log,
                 stderr=log,
                 umask=self._umask,

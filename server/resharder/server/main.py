@@ -17,6 +17,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC's core logs lines o
 # isort: split
 import structlog
 import typer
+from resharder.converters.failpoints import failpoint
 from resharder.server.archive.archive import Archive
 from resharder.server.config import Config, ConfigError, check_store, load, why_not_bound
 from resharder.server.direct.coordinator import Direct
@@ -207,6 +208,7 @@ class Daemon:
         if self.archive is not None:
             self.archive.start(self.config.archive_restore)
         self.events.add("daemon", "daemon", "started", release=RELEASE)
+        failpoint("serve.listen")
         self.server.start()
         if self.config.security is None:
             say, whom = (_log.info, "of this host") if is_loopback(self.config.listen) else (_log.warning, "who reaches the port")

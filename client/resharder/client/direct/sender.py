@@ -18,6 +18,7 @@ from resharder.client.errors import ResharderError
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.driver_lock import DRIVER_LOCK
 from resharder.converters.errors import LayoutError
+from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Layout
 from resharder.converters.geometry.piece_arrays import pack
 from resharder.converters.wire.direct import layout_from_proto, layout_to_proto
@@ -75,6 +76,7 @@ class Sender:
 
     def declare(self, publisher: str) -> None:
         """Declare the layout. Raises ResharderError."""
+        failpoint("sender.declare")
         declare(self._channel, self._member(publisher), self._memory, self._layout)
 
     def offer(self, publisher: str, version: str, wait_seconds: float) -> Offering:
@@ -110,6 +112,7 @@ class Sender:
             logger.warning("servers take the staged path for %s: %s", request.version, error)
 
     def _serve(self, request: direct_pb2.OfferVersionRequest, calls: list[Any]) -> None:
+        failpoint("sender.offer")
         call = direct_pb2_grpc.DirectServiceStub(self._channel.grpc).OfferVersion(request)
         calls.append(call)
         try:
@@ -128,6 +131,7 @@ class Sender:
             call.cancel()
 
     def _meet(self, member: direct_pb2.Member, message: direct_pb2.DirectLink) -> None:
+        failpoint("sender.link")
         failed = partial(self._failed, member)
         try:
             if self._buffers is None or self._buffers.numel() < message.staging_bytes:
@@ -139,6 +143,7 @@ class Sender:
 
     def _run(self, member: direct_pb2.Member, group: str) -> None:
         try:
+            failpoint("sender.run")
             link = self._links.get(group)
             with DRIVER_LOCK.priority():  # over the delivery, which continues
                 took = link.run()
@@ -154,6 +159,7 @@ class Sender:
                 self._sent[task.group] = SentDigests(layout_from_proto(task.sent, self._rank), self._device)
             if task.group not in self._sent:
                 raise DirectFailed(f"rank {self._rank}: expected boxes in the first DIGEST task of group {task.group}, got none")
+            failpoint("sender.digest")
             digests = self._sent[task.group].digests(self._tensors)
             said = direct_pb2.PutDigestsRequest(member=request.member, group=task.group, version=request.version, digests=digests)
             stub = direct_pb2_grpc.DirectServiceStub(self._channel.grpc)

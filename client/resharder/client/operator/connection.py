@@ -9,6 +9,7 @@ from resharder.client.operator.answers import DaemonStatus
 from resharder.client.operator.convert import answer
 from resharder.client.rpc.channel import Channel, endpoint_or_default
 from resharder.client.rpc.tls import Tls
+from resharder.converters.failpoints import failpoint
 from resharder.v1 import operator_pb2, operator_pb2_grpc
 
 Found = TypeVar("Found")
@@ -67,6 +68,7 @@ class DaemonConnection:
 
     def _call(self, method: Callable[..., Any], request: Any, connect_timeout: float | None = None) -> Any:
         """Return the answer of a call. `connect_timeout` replaces the connection's own."""
+        failpoint("operator.call")
         return self._channel.call(method, request, timeout=self._timeout, patience=connect_timeout)
 
     def _pages(

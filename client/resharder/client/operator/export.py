@@ -9,6 +9,7 @@ from pathlib import Path
 
 import xxhash
 from resharder.client.errors import CorruptData, UsageError
+from resharder.converters.failpoints import failpoint
 from resharder.v1 import operator_pb2
 
 
@@ -29,6 +30,7 @@ def appearing(folder: Path) -> Iterator[Path]:
         raise UsageError(f"expected to write into {folder.parent}: {error.strerror}") from error
     try:
         yield beside
+        failpoint("export.rename")
         beside.chmod(0o755)
         beside.rename(folder)
     except BaseException:
@@ -51,6 +53,7 @@ def write_parts(folder: Path, parts: Iterator[operator_pb2.FilePart], progress: 
     Raises:
         CorruptData: A checksum, a size or a file name is wrong.
     """
+    failpoint("export.write")
     sizes: dict[Path, int] = {}
     written = 0
     for part in parts:

@@ -25,6 +25,7 @@ from resharder.client.trainer.rank_layout import DeclaredTensor, TensorItem
 from resharder.client.versions.source import open_source
 from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
+from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Layout, TensorSpec, box_index, full_box
 from resharder.converters.models.tensor_io import tensor_of_bits
 
@@ -95,6 +96,7 @@ def import_checkpoint(
         job = f"{_JOB}{place.absolute().name[:100]}-{secrets.token_hex(8)}"
         with connect(endpoint, model=model, job=job, rank=0, world_size=1, config=hf_config, tokenizer=files) as publisher:
             publisher.attach_tensors(opened.declared)
+            failpoint("import.publish")
             handle = publisher.publish_tensors(step, lambda: _counted(opened, progress))
             handle.wait_ready()
             return answer(VersionStatus, handle.get())
@@ -134,6 +136,7 @@ def _tokenizer_folder(*folders: Path) -> Path | None:
 
 @contextmanager
 def _open_folder(folder: Path) -> Iterator[_Opened]:
+    failpoint("import.open")
     with open_source(folder) as source:
         wanted = [(name, full_box(spec.shape)) for name, spec in source.specs.items()]
         declared = [DeclaredTensor(spec.name, spec.dtype, spec.shape) for spec in source.specs.values()]

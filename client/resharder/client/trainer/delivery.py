@@ -18,6 +18,7 @@ from resharder.client.trainer.session import PublisherSession
 from resharder.client.transport.base import AssignedSlot
 from resharder.client.transport.host_buffers import digests_of
 from resharder.client.transport.selection import TransportSelector
+from resharder.converters.failpoints import failpoint
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
 
 if TYPE_CHECKING:
@@ -115,10 +116,12 @@ class Delivery:
             withheld=not direct or self._sender is None,
             after=self._session.after(step),
         )
+        failpoint("deliver.begin")
         backoff = Backoff(self._staging_timeout, longest=1.0)
         while True:
             try:
                 version: resources_pb2.Version = self._channel.call(self._stub.CreateVersion, request)
+                failpoint("deliver.begun")
                 self._session.begun(step, version)
                 return version
             except OutOfRoom as error:
@@ -160,7 +163,9 @@ class Delivery:
                 mapped=transport is not None and transport.mapped,
                 timings=timings,
             )
+            failpoint("deliver.seal")
             self._channel.call(partial(self._stub.SealSlot, metadata=tracing.metadata()), request, timeout=300)
+            failpoint("deliver.sealed")
         except BaseException as error:
             if not delivered(version, slot.rank):
                 self._session.abort(version.name, f"rank {slot.rank}: {type(error).__name__}: {error}"[:500])

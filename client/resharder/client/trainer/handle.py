@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from resharder.client.errors import NotFound, VersionAborted, WaitTimeout
 from resharder.client.rpc.channel import Channel, bound
+from resharder.converters.failpoints import failpoint
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
 
 State = resources_pb2.Version.State
@@ -119,6 +120,7 @@ class Handle:
     def _wait(self, timeout: float, *, serving: bool) -> None:
         end = time.monotonic() + timeout
         while True:
+            failpoint("handle.wait")
             version = self.get(serving=serving, wait_seconds=max(0.0, min(20.0, end - time.monotonic())))
             if version.state == State.ABORTED:
                 raise VersionAborted(f"{self.name} (step {self.step}) was aborted: {version.reason}")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from resharder.client.errors import DaemonUnreachable, NotFound, ResharderError
 from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.registration import Registration, State, raise_refusal
+from resharder.converters.failpoints import failpoint
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc
 
 
@@ -44,6 +45,7 @@ class PublisherLease:
 
     def _run(self) -> None:
         while not self._stopped.wait(max(0.05, self._registration.lease_seconds / 3)):
+            failpoint("lease.renew")
             request = publisher_pb2.RenewLeaseRequest(publisher=self._registration.name, rank=self._rank)
             try:
                 publisher = self._channel.call(self._stub.RenewLease, request, timeout=10, patience=0)

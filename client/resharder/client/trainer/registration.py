@@ -9,6 +9,7 @@ from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.identity import RankIdentity
 from resharder.client.trainer.rank_layout import RankLayout
 from resharder.client.transport.base import AssignedSlot
+from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.boxes import boxes_to_proto, spec_to_proto
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
 
@@ -66,6 +67,7 @@ class Registration:
                 raise WaitTimeout(waiting)
 
     def _slot(self, answer: publisher_pb2.Assignment) -> tuple[AssignedSlot, Sequence[int]]:
+        failpoint("register.assigned")
         assigned = [self._rank_layout.boxes[position] for position in answer.boxes]
         slot = AssignedSlot(
             rank=self._identity.rank,
@@ -89,6 +91,7 @@ def register(
         job=identity.job,
         world_size=identity.world_size,
     )
+    failpoint("register.claim")
     publisher = channel.call(stub.CreatePublisher, claim)
     raise_refusal(publisher)
     numbers = {name: number for number, name in enumerate(rank_layout.tensors)}
@@ -99,6 +102,7 @@ def register(
         tensors=[spec_to_proto(spec) for spec in rank_layout.tensors.values()],
         boxes=boxes_to_proto((numbers[each.tensor], each.box, each.replica) for each in rank_layout.boxes),
     )
+    failpoint("register.slot")
     registered = channel.call(stub.RegisterSlot, request, timeout=300)
     raise_refusal(registered)
     return Registration(channel, registered, identity, rank_layout)

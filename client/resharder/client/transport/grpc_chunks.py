@@ -19,6 +19,7 @@ import xxhash
 from resharder.client.rpc.channel import Backoff, Channel, unreachable
 from resharder.client.transport.base import AssignedSlot
 from resharder.client.transport.host_buffers import add_digest, host_parts
+from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, box_shape, box_size
 from resharder.converters.storage.digest import copy_and_digest
 from resharder.converters.storage.files import BITS
@@ -95,6 +96,7 @@ class _Window:
         left = self._chunks
         while left:
             try:
+                failpoint("chunks.upload")
                 upload(self._messages(left), timeout=_STREAM_SECONDS)
                 break
             except grpc.RpcError as error:

@@ -17,6 +17,7 @@ from numpy.lib.array_utils import byte_bounds
 from resharder.client.errors import NotFound
 from resharder.client.transport.base import AssignedSlot
 from resharder.client.transport.host_buffers import PART_BYTES, add_digest, host_parts
+from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Box, Range, TensorSpec, box_index, run_start
 from resharder.converters.storage.digest import copy_and_digest, digest
 from resharder.converters.storage.files import Array, FileLayout, MappedFiles, read_layout
@@ -74,6 +75,7 @@ class SharedMemory:
     def _open(self, version: resources_pb2.Version, slot: AssignedSlot) -> "_WritableFiles":
         folder, names = Path(version.folder), {spec.name for spec in slot.specs}
         try:
+            failpoint("shared.open")
             files = [file for file in read_layout(folder) if any(t.spec.name in names for t in file.tensors)]
             if missing := names - {placed.spec.name for file in files for placed in file.tensors}:
                 raise FileNotFoundError(f"{len(missing)} tensors are in no file")
@@ -82,6 +84,7 @@ class SharedMemory:
             raise NotFound(f"{version.name}: expected its files in {folder}, they are gone: {error}", "VERSION_GONE") from error
 
     def _write(self, files: "_WritableFiles", slot: AssignedSlot, items: "Iterable[Item]", pool: ThreadPoolExecutor) -> list[int]:
+        failpoint("shared.write")
         cuts, digests = slot.cuts(PART_BYTES), [0] * len(slot.boxes)
         for number, part, source in host_parts(items, slot.boxes, cuts):
             spec, box = slot.specs[number], cuts[number][part]

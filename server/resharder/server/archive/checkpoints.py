@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 import structlog
 import xxhash
 from blake3 import blake3
+from resharder.converters.failpoints import failpoint
 from resharder.server.archive.remote import CHUNK, Remote
-from resharder.server.infra.failpoints import failpoint
 from resharder.server.infra.filesystem import touching, write_at
 from resharder.server.infra.medium import medium_error, medium_errors
 from resharder.server.state.errors import DataLoss, ResourceNotFound, Unavailable
@@ -199,11 +199,13 @@ class _Counted:
 
 def _read(source: Path, file: RawIOBase) -> bytes:
     with medium_errors(), touching(source, "reading"):
+        failpoint("archive.read")
         return file.read(CHUNK) or b""
 
 
 def _write_new(path: Path, size: int, chunks: Iterator[bytes]) -> None:
     with touching(path, "writing", size):
+        failpoint("restore.write")
         descriptor, at = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), 0
         try:
             if size:

@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 from pydantic import TypeAdapter, ValidationError
+from resharder.converters.failpoints import failpoint
 from resharder.server.infra.filesystem import make_folder, touching, write_file
 from resharder.server.state.fleet import Fleet
 
@@ -66,6 +67,7 @@ class FleetFiles:
         with touching(path, "reading"):
             before = path.read_bytes() if path.exists() else None
         try:
+            failpoint("fleet.write")
             write_file(path, stored(fleet, now))
         except OSError:
             with suppress(OSError):  # the new content may be there if the folder's fsync failed

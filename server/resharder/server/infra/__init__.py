@@ -1,1 +1,1 @@
-"""Building blocks that do not depend on models: file operations, failpoints, change signals, backoff, journals, the event log."""
+"""Building blocks that do not depend on models: file operations, change signals, backoff, journals, the event log."""

@@ -21,6 +21,7 @@ from typing import Literal
 
 import structlog
 from google.protobuf.timestamp_pb2 import Timestamp
+from resharder.converters.failpoints import failpoint
 from resharder.server.infra.caller import CALLER
 from resharder.server.infra.change_signal import ChangeSignal, Pause
 from resharder.server.infra.filesystem import sync, touching
@@ -146,6 +147,7 @@ class Events:
     def _sync(self, file: int) -> None:
         try:
             with touching(self._journal.path, "syncing"):
+                failpoint("event.sync")
                 os.fsync(file)
             sync(self._root)  # the entry of a new file
         finally:

@@ -9,6 +9,8 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
+from resharder.converters.failpoints import failpoint
+
 T = TypeVar("T")
 
 
@@ -50,6 +52,7 @@ class JournalFile:
         if self._lines >= self._max_lines or self._bytes > self._max_bytes:
             self._rotate()
         while self._late:
+            failpoint("journal.write")
             line = (b"\n" if self._torn else b"") + self._late[0]
             done = os.write(self._file, line)
             self._bytes += done

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import structlog
+from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.chunk_frame import ChunkHeader
-from resharder.server.infra.failpoints import failpoint
 from resharder.server.infra.medium import medium_error
 from resharder.server.ingest.publisher import FENCED, PublisherRecord
 from resharder.server.ingest.shared import IngestShared, Phase

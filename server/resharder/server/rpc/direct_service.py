@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from google.protobuf.message import Message
+from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.direct import copies_to_proto, layout_from_proto, layout_to_proto
 from resharder.server.direct.coordinator import Direct
 from resharder.server.direct.state import Act, Link, Member, Task
@@ -46,6 +47,7 @@ class DirectService:
         if (record.model, record.epoch) != (publisher.model, publisher.epoch):
             raise InvalidArgument("RESOURCE_NAME", f"expected a version of {publisher.name}, got {record.name}")
         wait = seconds(request.wait_seconds)
+        failpoint("direct.offer")
         offer = self._direct.offers.offer(member, request.memory, model, number, publisher.world_size, wait)
         try:
             for task in self._direct.offers.tasks(
@@ -63,6 +65,7 @@ class DirectService:
     def JoinTransfer(self, request: direct_pb2.JoinTransferRequest, call: Call) -> Waiting[Message]:
         """Return a worker's link to its group, without the copies if the worker has this link already."""
         model, number = parse_name(request.version, "versions")
+        failpoint("direct.join")
         link = yield from self._direct.links.join(
             _member(request.member), request.memory, model, number, request.install, request.group
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from resharder.converters.failpoints import failpoint
 from resharder.server.fleets.attachments import Attachment
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.profiles import Profiles
@@ -39,6 +40,7 @@ class ServerService:
 
     def ClaimServer(self, request: server_pb2.ClaimServerRequest, call: Call) -> Waiting[server_pb2.Claim]:
         """Register a server's process; with `boot`, wait for a version to load."""
+        failpoint("server.claim")
         server = yield from self._fleets.sessions.claim(
             request.server.removeprefix("servers/"),
             request.model.removeprefix("models/"),
@@ -63,6 +65,7 @@ class ServerService:
 
     def ReportWorker(self, request: server_pb2.ReportWorkerRequest, call: Call) -> resources_pb2.Server:
         """Record a worker's report. The answer may carry a request to verify its memory."""
+        failpoint("server.worker-report")
         view = self._fleets.sessions.report_worker(request.server.removeprefix("servers/"), worker_from_proto(request.worker))
         answer = server_to_proto(view)
         answer.verify_request = self._verifications.requested(view.server.id)
@@ -109,6 +112,7 @@ class Attendance:
     def receive(self, report: server_pb2.ControlReport) -> None:
         """Attach the control side with its first report, then process each further one."""
         if self._attachment is None:
+            failpoint("server.attach")
             self._attachment = self._fleets.sessions.attach(report.server.removeprefix("servers/"), attached_from_proto(report))
             if report.done:
                 self._attachment.report(report_from_proto(report))
@@ -135,6 +139,7 @@ class Attendance:
                 order = attachment.orders.get_nowait()
                 if order is None:
                     return
+                failpoint("server.order")
                 yield self._order_to_proto(attachment.server, order)
             yield attachment.changed.pause(seen, _ORDERS_SECONDS)
 

@@ -4,8 +4,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from resharder.converters.failpoints import failpoint
 from resharder.converters.storage.files import INDEX_FILE
-from resharder.server.infra.failpoints import failpoint
 from resharder.server.infra.filesystem import is_gone, make_durable_folder, make_folder, move
 from resharder.server.infra.medium import medium_errors
 from resharder.server.state.errors import AlreadyExists, ResourceExhausted, Unavailable

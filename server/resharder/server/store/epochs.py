@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import suppress
 
+from resharder.converters.failpoints import failpoint
 from resharder.converters.storage.files import INDEX_FILE, FileLayout, index_json
 from resharder.server.infra.medium import medium_errors
 from resharder.server.store import model_files
@@ -42,6 +43,7 @@ class Epochs:
             claim = Claim(job, model.epoch + 1, world_size)
             jobs = dict([*model.jobs.items(), (job, claim.epoch)][-100:])
             try:
+                failpoint("claim.write")
                 model.write_claim(claim, jobs)
             except OSError:
                 with suppress(OSError):  # the file may have the new content if only the sync of its folder failed
@@ -61,6 +63,7 @@ class Epochs:
         with self._catalogue.changed:
             model = self._catalogue.model(name)
             self._capacity.check_epoch(model, size)
+            failpoint("reserve.write")
             content = dict(files)
             if len(layouts) > 1:
                 content[INDEX_FILE] = index_json(layouts)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import structlog
+from resharder.converters.failpoints import failpoint
 from resharder.converters.storage.files import FileLayout
 from resharder.server.infra.filesystem import is_gone, make_folder, move, touching, unused_elsewhere, write_at, write_zeros
 from resharder.server.store.capacity import Capacity
@@ -94,6 +95,7 @@ class FilePool:
     def _fault_in(self, model: StoredModel, reservation: Reservation, path: Path) -> None:
         failure = None
         try:
+            failpoint("pool.write")
             make_folder(path)
             with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as writers:
                 list(writers.map(lambda layout: write_zeros(path / layout.path, layout.header, layout.size), reservation.layouts))
@@ -113,6 +115,7 @@ class FilePool:
         """Return the files to the pool if no process can still read or write them, else discard them."""
         try:
             with touching(path, "cleaning"):
+                failpoint("pool.recycle")
                 safe = _cleaned(path, reservation.layouts)
         except OSError as error:
             safe = False

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import structlog
+from resharder.converters.failpoints import failpoint
 from resharder.server.infra.filesystem import make_folder, move, sync, touching, unused_elsewhere, write_file
 from resharder.server.state.errors import FailedPrecondition
 from resharder.server.state.version import READY, UPLOADING, VersionRecord
@@ -68,6 +69,7 @@ def sync_or_undo(source: Path, target: Path) -> None:
     If the rename fails too, `target` stays, durable or not.
     """
     try:
+        failpoint("commit.sync")
         sync(target.parent)
     except OSError as error:
         try:

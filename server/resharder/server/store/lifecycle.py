@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from resharder.converters.failpoints import failpoint
 from resharder.converters.storage.files import FileLayout
-from resharder.server.infra.failpoints import failpoint
 from resharder.server.infra.filesystem import make_durable_folder, make_folder, move, sync, touching, write_file
 from resharder.server.infra.medium import medium_error, medium_errors
 from resharder.server.state.errors import FailedPrecondition, ResourceExhausted
@@ -166,6 +166,7 @@ class VersionLifecycle:
             record = self._catalogue.get(name, number)
             if record.state != UPLOADING:
                 return record
+            failpoint("abort.record")
             done = replace(record, state=ABORTED, reason=reason)
             self._retirer.end(model, record, done)
             self._changed.notify_all()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import structlog
+from resharder.converters.failpoints import failpoint
 from resharder.server.infra.filesystem import make_durable_folder, sync
 from resharder.server.state.version import READY, RETIRED
 from resharder.server.store import manifest, model_files
@@ -22,6 +23,7 @@ def restore_models(root: Path) -> dict[str, StoredModel]:
 
     Removes unfinished versions and damaged ones. Raises OSError for a file that cannot be read, whose version may be undamaged.
     """
+    failpoint("start.read")
     folders = sorted(make_durable_folder(root / "models").iterdir())
     sync(root / "models")
     models = {folder.name: _restore_model(folder) for folder in folders if MODEL_NAME.fullmatch(folder.name)}

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import structlog
-from resharder.server.infra.failpoints import failpoint
+from resharder.converters.failpoints import failpoint
 from resharder.server.infra.filesystem import make_folder, move
 from resharder.server.infra.medium import medium_errors
 from resharder.server.state.errors import InvalidArgument

@@ -25,6 +25,7 @@ from resharder.client.inference.control.orders import ControlOrder, Kind, Outcom
 from resharder.client.inference.engine import Engine, Mode
 from resharder.client.inference.power import STAY_PAUSED, WEIGHTS, PowerState
 from resharder.client.tracing import Timings, timed
+from resharder.converters.failpoints import failpoint
 
 logger = logging.getLogger("vllm.resharder.control")  # vLLM shows only loggers below its own name
 
@@ -131,23 +132,26 @@ class OrderExecutor:
             WorkersFailed: A worker did not answer. Errors of vLLM itself propagate.
         """
         if self.state.dropped or await self._engine.is_sleeping():
-            self._update_power(await self._workers("resharder_describe"))
+            self._update_power(await call_workers(self._engine, "resharder_describe"))
         else:
             self._update_power([])
 
     async def _take(self, step: Step, order: ControlOrder) -> Outcome | None:
         match step:
             case Step.LEAD:
+                failpoint("control.lead")
                 # If another side led in between, it may have resumed the engine: this side's pause no longer counts.
                 consecutive = self.state.led is not None and order.term == self.state.led + 1
                 self.state = replace(self.state, led=order.term, paused_at=self.state.paused_at if consecutive else None)
-                self._update_power(await self._workers("resharder_describe"))  # this call carries the term to the engine's fence
+                self._update_power(
+                    await call_workers(self._engine, "resharder_describe")
+                )  # this call carries the term to the engine's fence
                 return None
             case Step.STAGE:
                 base = [self._version_name(order.ahead_of)] if order.ahead_of else []
-                await self._workers("resharder_stage", order.install, self._version_name(order.version), *base)
+                await call_workers(self._engine, "resharder_stage", order.install, self._version_name(order.version), *base)
             case Step.UNSTAGE:
-                await self._workers("resharder_unstage", order.install)
+                await call_workers(self._engine, "resharder_unstage", order.install)
                 self.state = replace(self.state, staged=None)
             case Step.APPLY:
                 return await self._apply(order)
@@ -173,12 +177,14 @@ class OrderExecutor:
             if self.state.paused_at is None and self.state.power != PowerState.WEIGHTS_AWAKE:
                 began = self._clock()
                 with timed(timings, "pause"):
-                    await pause(self._engine, await self._mode(order))
+                    failpoint("control.pause")
+                    await pause(self._engine, await effective_mode(self._engine, order.mode))
                 self.state = replace(self.state, paused_at=began)
             self._check_lease(order)  # a pause that waits for requests to end can outlive the lease
+            failpoint("control.apply")
             self.state = replace(self.state, stale=True)
             with timed(timings, "workers"):
-                await self._workers("resharder_apply", order.install, *([True] if order.profile else []))
+                await call_workers(self._engine, "resharder_apply", order.install, *([True] if order.profile else []))
             with timed(timings, "reset"):
                 await self._reset_caches()
         except Fenced:
@@ -188,14 +194,6 @@ class OrderExecutor:
             raise
         self.state = replace(self.state, dropped=False)
         return self._record(Outcome(order.kind, order.install, pause_seconds=self._paused(), timings=tuple(timings)))
-
-    async def _mode(self, order: ControlOrder) -> Mode:
-        """Return the mode in which to pause for an order: `keep` instead of `wait` if the engine is paused already.
-
-        In mode `wait`, vLLM also runs requests that an earlier pause froze. That pause may be of a former
-        leader or of an order that failed, and the weights may be torn or the caches stale.
-        """
-        return "keep" if order.mode == "wait" and await self._engine.is_paused() else order.mode
 
     async def _reset_caches(self) -> None:
         """Drop all caches that the previous weights filled, frozen requests' KV cache included; vLLM recomputes them.
@@ -207,6 +205,7 @@ class OrderExecutor:
         Raises:
             WorkersFailed: vLLM did not reset the prefix cache or its KV connector.
         """
+        failpoint("control.reset")
         prefix, *_ = await asyncio.gather(
             self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
             self._engine.reset_mm_cache(),
@@ -233,6 +232,7 @@ class OrderExecutor:
         if leads and self.state.stale:
             with timed(timings, "reset"):
                 await self._reset_caches()
+        failpoint("control.resume")
         if paused:
             self._check_lease(order)
             with timed(timings, "resume"):
@@ -242,6 +242,7 @@ class OrderExecutor:
         lapses = self._gate.lease.lapses
         self._check_lease(order)
         self.state = replace(self.state, resumed=outcome)
+        failpoint("control.open")
         self._gate.open(order.version, lapses)
         logger.info("serving version %d after a pause of %.3f s", order.version, outcome.pause_seconds)
         return outcome
@@ -259,9 +260,10 @@ class OrderExecutor:
             return
         # vLLM's `sleep` is a no-op while any tag sleeps (0.26 and 0.28), or while the weights sleep (0.32).
         await self._wake(PowerState.AWAKE)
-        mode = await self._mode(order)
+        mode = await effective_mode(self._engine, order.mode)
         if mode == "wait":  # vLLM's `sleep` would wait too, but then sleep even if the lease has ended
             await pause(self._engine, mode)
+        failpoint("control.sleep")
         await self._engine.sleep(level=order.power.level, mode=mode)
         self.state = replace(self.state, paused_at=None, applied=None, resumed=None)
         self._expect(self.state.power == order.power, order.power)
@@ -277,6 +279,7 @@ class OrderExecutor:
             return
         began = self._clock()
         # Tags are named, because vLLM 0.26 without tags maps the memory of awake tags a second time.
+        failpoint("control.wake")
         await self._engine.wake_up([*tags, STAY_PAUSED])
         self._expect(self.state.power <= power, power)
         if power == PowerState.AWAKE:
@@ -336,19 +339,6 @@ class OrderExecutor:
         if power != before:
             self._power_changed()
 
-    async def _workers(self, method: str, *args: Any) -> Sequence[Any]:
-        """Call `method` in the workers and return their answers.
-
-        With data parallelism only the first engine's workers answer; each worker also reports to the daemon itself.
-
-        Raises:
-            WorkersFailed: A worker answered with an error.
-        """
-        answers = await self._engine.collective_rpc(method, args=args)
-        if problems := [problem for answer in answers if (problem := _problem(method, answer))]:
-            raise WorkersFailed("; ".join(problems))
-        return answers
-
     def _record(self, outcome: Outcome) -> Outcome:
         match outcome.kind:
             case Kind.STAGE:
@@ -361,6 +351,29 @@ class OrderExecutor:
 
     def _paused(self) -> float:
         return 0.0 if self.state.paused_at is None else self._clock() - self.state.paused_at
+
+
+async def effective_mode(engine: Engine, mode: Mode) -> Mode:
+    """Return the mode in which to pause an engine: `keep` instead of `wait` if it is paused already.
+
+    In mode `wait`, vLLM also runs requests that an earlier pause froze. That pause may be of a former
+    leader or of an order that failed, and the weights may be torn or the caches stale.
+    """
+    return "keep" if mode == "wait" and await engine.is_paused() else mode
+
+
+async def call_workers(engine: Engine, method: str, *args: Any) -> Sequence[Any]:
+    """Call `method` in the workers and return their answers.
+
+    With data parallelism only the first engine's workers answer; each worker also reports to the daemon itself.
+
+    Raises:
+        WorkersFailed: A worker answered with an error.
+    """
+    answers = await engine.collective_rpc(method, args=args)
+    if problems := [problem for answer in answers if (problem := _problem(method, answer))]:
+        raise WorkersFailed("; ".join(problems))
+    return answers
 
 
 async def pause(engine: Engine, mode: Mode) -> None:

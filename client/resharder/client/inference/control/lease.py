@@ -21,6 +21,7 @@ from resharder.client.inference.control.gate import ServerLease
 from resharder.client.inference.control.orders import ControlOrder, Outcome, order_from_proto
 from resharder.client.inference.power import PowerState
 from resharder.client.rpc.channel import Channel
+from resharder.converters.failpoints import failpoint
 from resharder.v1 import server_pb2, server_pb2_grpc
 
 logger = logging.getLogger("vllm.resharder.lease")
@@ -133,6 +134,7 @@ class LeaseThread:
         number = self._begin_stream()
         try:
             self._claim()
+            failpoint("control.attend")
             call = self._stub.Attend(self._reports(number))
             with self._changed:
                 self._call = call
@@ -152,6 +154,7 @@ class LeaseThread:
         request = server_pb2.ClaimServerRequest(
             server=identity.server, model=identity.model, fleet=identity.fleet, boot=False, renews=True
         )
+        failpoint("control.claim")
         claim = self._channel.call(self._stub.ClaimServer, request, patience=0)
         self.model = claim.model.removeprefix("models/")
 
@@ -197,6 +200,7 @@ class LeaseThread:
         return self._outcomes.popleft() if self._outcomes and self._stream == number else None
 
     def _report(self, message: server_pb2.ControlReport) -> server_pb2.ControlReport:
+        failpoint("control.report")
         identity = self._identity
         message.server, message.control = identity.server, identity.nonce
         message.world_size, message.address, message.passes_kv = identity.world_size, identity.address, identity.passes_kv

@@ -27,6 +27,7 @@ from resharder.client.inference.worker.reporter import claim
 from resharder.client.inference.worker.source import Stager, VersionManifest, VersionSource, get_manifest
 from resharder.client.rpc.channel import Channel
 from resharder.client.tracing import Timings, timed
+from resharder.converters.failpoints import failpoint
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -95,6 +96,7 @@ class _Booting:
             self.source = self.stager.stage(self.manifest, recording.needs)
         self.stage_seconds = self.timings[-1].seconds
         names = [name for name in self.manifest.specs if name in recording.needs]
+        failpoint("worker.boot.load")
         feed = Feed(self.source, names, recording, Fault.from_environment())
         with timed(self.timings, "load"):
             cast(Any, model).load_weights(iter(feed))
@@ -105,6 +107,7 @@ class _Booting:
         """Compare memory with the store after vLLM's post-processing, decide the route, and report the boot."""
         if self.source is None:
             raise UsageError("expected vLLM to call load_weights while it loads a model, it did not")
+        failpoint("worker.boot.verify")
         with self.agent.host.calling():
             self.part.decide_route(model, self.source)
         self.agent.verifier.expect(self.part, self.source.expected)
@@ -128,9 +131,11 @@ def _begin(vllm_config: Any) -> Agent | None:
     renewal = Renewal() if host.rank == 0 else None
     wait, patience = (0.0, 5.0) if settings.prefer else (settings.boot_wait_seconds,) * 2
     try:
+        failpoint("worker.boot.claim")
         answer = claim(channel, settings, boot=True, renews=renewal is not None, wait_seconds=wait, patience=patience)
         if renewal is not None:
             renewal.begin()
+        failpoint("worker.boot.claimed")
         boot = get_manifest(channel, f"models/{answer.model.removeprefix('models/')}/versions/{answer.boot_version}")
     except ResharderError as error:
         if renewal is not None:

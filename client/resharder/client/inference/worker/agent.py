@@ -29,6 +29,7 @@ from resharder.client.runtime.gc_pauses import collect_and_freeze, gc_paused
 from resharder.client.runtime.switch_interval import short_switch_interval
 from resharder.client.tracing import Timings, timed
 from resharder.converters.errors import ConversionError
+from resharder.converters.failpoints import failpoint
 from resharder.v1 import resources_pb2
 
 logger = logging.getLogger("vllm.resharder.worker")
@@ -164,6 +165,7 @@ class Agent:
             InstallError: The worker cannot install versions.
             ResharderError: The daemon is away.
         """
+        failpoint("worker.stage.begin")
         staged = self.staging.begin(install_id, version, fallback)
         if staged is None:
             return {}
@@ -201,6 +203,7 @@ class Agent:
             error_text = f"{type(error).__name__}: {error}"
             self._report(resources_pb2.Worker.FAILED, install=staged.install, error=error_text, staged=staged)
             return
+        failpoint("worker.stage.staged")
         staged.seconds = time.perf_counter() - started
         with self.staging.lock:
             if self.staging.current is not staged:  # replaced or dropped in the meantime
@@ -227,6 +230,7 @@ class Agent:
             return self._apply(models, staged, staged.source)
 
     def _apply(self, models: Models, staged: StagedInstall, source: VersionSource) -> dict[str, Any]:
+        failpoint("worker.apply.begin")
         install_id = staged.install
         self.version, self.fingerprint, self._applied = 0, "", ""
         manifest, early = source.manifest, staged.early
@@ -280,7 +284,9 @@ class Agent:
             done += install.install(self.host, model, part.config, part.known, route, source, arrived, prepared, staged.timings)
             if part.route is None:
                 part.decide_route(model, source)
+            failpoint("worker.apply.written")
             self.verifier.expect(part, None if staged.early is not None else source.expected)
+        failpoint("worker.apply.verified")
         self.verifier.installed(models)
         self.installed = replace(done, seconds=time.perf_counter() - began)  # includes the direct transfer
         self.update_open_memory()
@@ -320,6 +326,7 @@ class Agent:
             return
         self.version, self.fingerprint, self._applied, self.installed = 0, "", "", None
         self.dropped = True
+        failpoint("worker.sleep")
         self._report(resources_pb2.Worker.EMPTY, installed=True)
         self._receiver.close()
         self._sleep_backup = sleep_backup.back_up(self.host.device, models, self.parts.by_name)
@@ -328,6 +335,7 @@ class Agent:
 
     def woke(self, tags: list[str] | None) -> None:
         """Update the sleep state after vLLM restored the memory of `tags` (all for `None`), and restore the backup."""
+        failpoint("worker.wake")
         self.sleep_state.end(tags)
         if WEIGHTS not in self.sleep_state.tags and self._sleep_backup is not None:
             self._sleep_backup.restore()

@@ -26,6 +26,7 @@ from resharder.client.inference.worker.model_part import ModelPart, Models
 from resharder.client.rpc.channel import Channel
 from resharder.client.tracing import Timings, timed
 from resharder.client.versions.remote import VersionManifest, expected_digests, get_manifest
+from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Box, Layout, Piece, TensorSpec
 from resharder.converters.geometry.piece_arrays import pack
 from resharder.converters.wire.direct import layout_to_proto
@@ -119,6 +120,7 @@ class Receiver:
         """
         if self._finishing is not None:
             self._finishing.join()
+        failpoint("worker.direct.join")
         request = direct_pb2.JoinTransferRequest(
             member=self._member,
             version=version,
@@ -202,6 +204,7 @@ class Receiver:
                 digester = self._digester.at(targets) if self._digester is not None else None
                 times.append(time.monotonic())
                 self._wait(start)
+            failpoint("worker.direct.receive")
             times.append(time.monotonic())
             with timed(timings, "transfer"), link.watched():
                 durations = link.run(digester, lambda: _check_unchanged(targets, _targets(models, memory)))
@@ -213,6 +216,7 @@ class Receiver:
         except ResharderError as error:
             self._failed(link.id, str(error))
             return False
+        failpoint("worker.direct.received")
         phases = zip(("prepare", "queue", "transfer", "verify"), pairwise(times), strict=True)
         logger.info("received %d bytes: %s", link.received, ", ".join(f"{phase} {b - a:.4f} s" for phase, (a, b) in phases))
         # On a thread, because requests wait for this install to end.

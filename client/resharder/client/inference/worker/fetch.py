@@ -14,6 +14,7 @@ from resharder.client.inference.worker.source import DESCRIPTORS
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.parent_watch import end_with
 from resharder.client.versions.remote import download, get_manifest
+from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import box_index
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import MappedFiles
@@ -37,6 +38,7 @@ def fetch(channel: Channel, descriptors: list[str], request: server_pb2.BoxesReq
     """
     manifest = get_manifest(channel, request.version)
     files = (replace(file, path=descriptor) for file, descriptor in zip(manifest.files, descriptors, strict=True))
+    failpoint("worker.fetch.write")
     arrays = MappedFiles(DESCRIPTORS, files, writable=True).arrays  # stay mapped until this process ends
     boxes = [(request.tensors[entry.tensor], box_from_proto(entry.box)) for entry in request.boxes]
     for position, box, array in download(channel, manifest, boxes):

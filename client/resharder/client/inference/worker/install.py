@@ -19,6 +19,7 @@ from resharder.client.inference.worker.memory import live_now, live_tensors, rea
 from resharder.client.inference.worker.routing import Route
 from resharder.client.inference.worker.source import VersionSource
 from resharder.client.tracing import Timings, timed
+from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Box, box_index, format_box
 from resharder.converters.models.tensor_io import tensor_of_bits
 from resharder.converters.storage.digest import digest
@@ -108,6 +109,7 @@ def install(
                     written = write_all(host, live, route.boxed, source, fault)
             for piece, found in written:
                 check(piece.tensor, piece.box, found, f"in {piece.local}")
+        failpoint("worker.apply.half-way")
         fault.half_way()
         if route.loaded:
             names = [name for name in source.specs if name in route.loaded]

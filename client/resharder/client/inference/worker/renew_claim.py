@@ -14,6 +14,7 @@ from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.worker.reporter import claim
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.parent_watch import end_with
+from resharder.converters.failpoints import failpoint
 
 _RETRY_SECONDS = 1.0  # after a failed renewal
 _ANSWER_SECONDS = 5.0  # timeout of one renewal
@@ -24,6 +25,7 @@ def renew(channel: Channel, settings: PluginSettings) -> None:
     while True:
         pause = _RETRY_SECONDS
         try:
+            failpoint("worker.boot.renew")
             answer = claim(channel, settings, boot=False, renews=True, patience=0, answer_seconds=_ANSWER_SECONDS)
             if answer.attached:
                 return

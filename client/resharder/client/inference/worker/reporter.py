@@ -8,6 +8,7 @@ from collections.abc import Callable
 from resharder.client.errors import NotFound, ResharderError
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.rpc.channel import Channel
+from resharder.converters.failpoints import failpoint
 from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
 
 PROCESS = uuid.uuid4().hex
@@ -134,6 +135,7 @@ class Reporter:
                     worker.verification.CopyFrom(self._verification)
             request = server_pb2.ReportWorkerRequest(server=self._settings.server, worker=worker)
             try:
+                failpoint("worker.report")
                 answer = self._channel.call(stub.ReportWorker, request, timeout=10, patience=0)
                 self._verify_requested(answer.verify_request)
             except NotFound:

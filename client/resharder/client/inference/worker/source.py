@@ -26,6 +26,7 @@ from resharder.client.versions.remote import Needs as Needs
 from resharder.client.versions.remote import VersionManifest as VersionManifest
 from resharder.client.versions.remote import boxes_request, expected_digests
 from resharder.client.versions.remote import get_manifest as get_manifest
+from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Box, TensorSpec
 from resharder.converters.storage.digest import Array
 from resharder.converters.storage.files import FileLayout, MappedFiles
@@ -138,6 +139,7 @@ class Stager:
             else:
                 folder, files = DESCRIPTORS, self._mirror.prepare(manifest.files)
                 self._fetch(manifest, fetched, expected, [file.path for file in files])
+            failpoint("worker.stage.map")
             source = VersionSource(manifest, folder, files, self.transport, expected, whole=self.shared or not without)
             source.populate(fetched)
             return source
@@ -201,6 +203,7 @@ class Mirror:
         Returns:
             The layouts with names in `/proc/self/fd` as paths, valid here and in processes that inherit the descriptors.
         """
+        failpoint("worker.stage.mirror")
         if [size for _, size in self._files] != [file.size for file in layouts]:
             self.close()
             for file in layouts:

@@ -26,6 +26,7 @@ from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.memory import live_tensors, read_all
 from resharder.client.inference.worker.model_part import MODEL, ModelPart, Models
 from resharder.client.inference.worker.routing import Route, is_like
+from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.chunking import cut_chunks
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Piece, box_size
 from resharder.converters.storage.digest import MASK
@@ -173,6 +174,7 @@ class Verifier:
             epoch, result.version, result.skipped = self._epoch, self._version(), self._reason_to_skip()
         if not result.skipped:
             try:
+                failpoint("worker.verify")
                 with self._own_stream():
                     found = self._compare(models, epoch)
                 result.tensors, result.covered_bytes = found.tensors, found.covered_bytes

@@ -1,0 +1,61 @@
+"""The matrix of failpoints: `python -m tests.failpoints [--only NAME] [--kind KIND] [--jobs N] [--sample N --seed SEED]`.
+
+Runs one cycle for each failpoint and kind, and fails if one does not come to peace or does not reach its failpoint.
+"""
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+from tests.failpoints.cases import KINDS, Case, all_cases
+from tests.failpoints.checks import end
+from tests.failpoints.cycle import Cycle, Report
+from tests.failpoints.roles import warm
+
+
+def run(case: Case | None) -> Report:
+    """Run one case; a case that did not reach its point has a problem."""
+    cycle = Cycle(case)
+    report = cycle.run()
+    end(cycle.folder)
+    if case is not None and not report.reached and not report.problem:
+        report.problem = "the cycle did not reach the failpoint"
+    if report.problem:
+        report.problem += f" (kept: {cycle.folder})"
+    return report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="part of a failpoint's name")
+    parser.add_argument("--kind", choices=list(KINDS))
+    parser.add_argument("--jobs", type=int, default=2, help="cycles at a time")
+    parser.add_argument("--sample", type=int, default=0, help="a number of cases, chosen by --seed; 0: all")
+    parser.add_argument("--seed", default="0")
+    given = parser.parse_args()
+    cases = [case for case in all_cases() if (not given.only or given.only in case.point) and given.kind in (None, case.kind)]
+    if given.sample:
+        cases = random.Random(given.seed).sample(cases, min(given.sample, len(cases)))
+    warm()
+    began, failed, counts = time.monotonic(), list[Report](), Counter[str]()
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for future in as_completed([pool.submit(run, case) for case in cases]):
+            report = future.result()
+            case = report.case
+            assert case is not None
+            counts[case.place] += 1
+            failed += [report] if report.problem else []
+            state = f"FAILED: {report.problem}" if report.problem else ", ".join([*report.deaths, *report.refusals])[:100]
+            print(f"{case.point:24} {case.kind:7} {report.seconds:6.1f} s  {state}", flush=True)
+    by_place = ", ".join(f"{place} {count}" for place, count in counts.items())
+    print(f"{len(cases)} cases ({by_place}) in {time.monotonic() - began:.0f} s, {len(failed)} failed")
+    for report in failed:
+        print(f"{report.case}: {report.problem}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

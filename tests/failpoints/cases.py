@@ -1,0 +1,72 @@
+"""The matrix: which process each failpoint is in, on which pass it acts, and with which kinds."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from resharder.converters.failpoints import (
+    FILE_POINTS,
+    POINTS,
+    ControlPoint,
+    DaemonFilePoint,
+    DaemonPoint,
+    OperatorFilePoint,
+    OperatorPoint,
+    TrainerFilePoint,
+    TrainerPoint,
+)
+
+Place = Literal["daemon", "trainer", "operator", "server"]
+LEASE = 2.0
+KINDS = {"kill": "kill", "stop": f"stop:{1.5 * LEASE}", "delay": "delay:0.5", "eio": "eio", "enospc": "enospc"}
+AT_ONCE = ("kill", "stop", "delay")
+PASSES = {
+    "seal.after-slot": 2, "commit.before-proof": 2, "commit.after-proof": 2, "commit.before-manifest": 2,
+    "commit.after-manifest": 2, "commit.before-rename": 2, "commit.after-rename": 2, "commit.sync": 2, "commit.after-sync": 2,
+    "commit.after-history": 2, "begin.after-number": 2, "begin.after-rename": 2, "journal.write": 4, "server.order": 4,
+    "server.worker-report": 3, "deliver.begin": 2, "deliver.begun": 2, "deliver.seal": 2, "deliver.sealed": 2, "shared.open": 2,
+    "shared.write": 2, "handle.wait": 2, "control.report": 5, "worker.report": 3, "worker.stage.map": 2, "sender.run": 1,
+}  # fmt: skip
+"""The pass on which a point acts; 1 for all others."""
+RESTARTED = {"start.read", "serve.listen"}
+"""Points of a daemon that finds versions in its store: armed in the second one of a cycle."""
+REMOTE = {"worker.stage.mirror", "worker.fetch.write"}
+"""Points of a server that may not map the store."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault in one cycle."""
+
+    point: str
+    kind: str
+
+    @property
+    def place(self) -> Place:
+        return place_of(self.point)
+
+    @property
+    def spec(self) -> str:
+        return f"{self.point}@{PASSES.get(self.point, 1)}={KINDS[self.kind]}"
+
+
+def place_of(point: str) -> Place:
+    if point in (*_names(DaemonPoint), *_names(DaemonFilePoint)):
+        return "daemon"
+    if point in (*_names(TrainerPoint), *_names(TrainerFilePoint)):
+        return "trainer"
+    return "operator" if point in (*_names(OperatorPoint), *_names(OperatorFilePoint)) else "server"
+
+
+def _names(group: object) -> tuple[str, ...]:
+    return get_args(group)
+
+
+def kinds_of(point: str) -> tuple[str, ...]:
+    return (*AT_ONCE, "eio", "enospc") if point in FILE_POINTS else AT_ONCE
+
+
+def all_cases() -> list[Case]:
+    return [Case(point, kind) for point in POINTS for kind in kinds_of(point)]
+
+
+CONTROL_POINTS = _names(ControlPoint)
