@@ -4,7 +4,8 @@
 """
 
 from tests.simulation import store
+from tests.simulation.control.control_side import simulate_control_side
 from tests.simulation.driver import Simulation
 
-SIMULATIONS: dict[str, Simulation] = {"store": store.simulate}
+SIMULATIONS: dict[str, Simulation] = {"control": simulate_control_side, "store": store.simulate}
 """Every simulation by its name."""

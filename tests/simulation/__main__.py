@@ -5,6 +5,7 @@ printed with its seed and the trace of its steps, and the status is 1 then.
 """
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -27,6 +28,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args()
     names = options.only or sorted(SIMULATIONS)
+    logging.disable(logging.CRITICAL)  # of the code under simulation
     if options.jobs == 1:
         pin_process()
     if options.replay is not None:

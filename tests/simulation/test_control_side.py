@@ -12,7 +12,7 @@ import structlog
 
 from tests.simulation.control.control_side import simulate_control_side
 
-SCHEDULES = 500
+SCHEDULES = 100
 FIRST = int(os.environ.get("RESHARDER_SEED", "0"))
 
 
@@ -48,7 +48,7 @@ def test_control_sides_keep_their_promises_under_random_schedules() -> None:
     print(dict(counts))
     if "RESHARDER_SEED" not in os.environ:
         assert counts["answered"] > counts["requests"] / 2, "most requests are answered"
-        assert counts["installs"] > 3 * SCHEDULES
+        assert counts["installs"] > 3 * SCHEDULES, "schedules reach installs"
 
 
 @pytest.mark.parametrize("seed", range(5))
