@@ -1,10 +1,14 @@
-"""Settings that hold for every test."""
+"""Settings and fixtures of every test."""
 
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.support.daemon import Daemon
 
 # The machines are noisy: how long one example takes says nothing.
 settings.register_profile("resharder", deadline=None)
@@ -30,6 +34,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The order of all others stays."""
     places = {file: place for place, file in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(FIRST)))
+
+
+@pytest.fixture(scope="module")
+def daemon() -> "Iterator[Daemon]":
+    """A daemon with default options, for all tests of a module."""
+    from tests.support.daemon import Daemon
+
+    with Daemon() as running:
+        yield running
 
 
 @pytest.fixture(autouse=True)

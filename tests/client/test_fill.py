@@ -1,7 +1,7 @@
 """The way back: checkpoints and versions into models, any rank of any world in one process."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,6 @@ from tests.support.daemon import Daemon
 from tests.support.weights import random_weights
 
 Tensors = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with Daemon() as running:
-        yield running
 
 
 def checkpoint(folder: Path, config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Tensors:

@@ -2,7 +2,6 @@
 what is missing or differs, whichever rank should have held it."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,12 +21,6 @@ from tests.support.tiny_hf import tiny_config
 
 CONFIG = tiny_config("qwen3", vocab_size=203)
 TIED = tiny_config("qwen3_tied", vocab_size=203)
-
-
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with Daemon() as running:
-        yield running
 
 
 def register(daemon: Daemon, model: str, config: dict[str, Any], ranks: list[list[torch.nn.Module]]) -> str:

@@ -13,12 +13,6 @@ from tests.support.daemon import Daemon
 pytestmark = pytest.mark.parametrize("transport", ["grpc", "shared-memory"])
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with Daemon() as running:
-        yield running
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_what_is_exported_is_what_the_ranks_held_bit_for_bit(daemon: Daemon, transport: str, ranks: int, tmp_path: Path) -> None:
     full = weights(ranks)

@@ -1,7 +1,6 @@
 """The revision of the protocol: who is refused by it, and that it is raised when the wire changes its meaning."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -19,12 +18,6 @@ from tests.support.daemon import Daemon
 
 BEGINNING = Path(__file__).with_name(f"protocol_{REVISION}.json")
 """What the revision began with. A new one gets a file of its own: `wire()` as JSON."""
-
-
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with Daemon() as running:
-        yield running
 
 
 def speaking(agent: str, daemon: Daemon) -> grpc.Channel:

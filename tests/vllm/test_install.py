@@ -27,12 +27,6 @@ APPLIED_B = {"ok": True, "rank": 0, "nonce": "", "error": "", "version": 2}
 GATE, UP = (f"model.layers.0.mlp.{which}_proj.weight" for which in ("gate", "up"))
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with Daemon() as running:
-        yield running
-
-
 class Case:
     """A model published as versions A and B, and what a server that loaded B itself holds and says. `changes` are those of its
     config, `options` the engine's."""
