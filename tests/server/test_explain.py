@@ -2,22 +2,8 @@
 
 from resharder.server.fleets.explain import explain
 from resharder.server.fleets.reconciler.step import step
-from resharder.server.state.server import (
-    Attached,
-    Claimed,
-    Event,
-    Goal,
-    OrderKind,
-    Power,
-    Reported,
-    Server,
-    Settings,
-    VersionsChanged,
-    Wanted,
-    Worker,
-    WorkerReported,
-    WorkerState,
-)
+from resharder.server.state.server import Goal, OrderKind, Power, Server, Settings, Worker, WorkerState
+from resharder.server.state.server_events import Attached, Claimed, Event, Reported, VersionsChanged, Wanted, WorkerReported
 
 SETTINGS = Settings(attempts=3, first_retry=1)
 

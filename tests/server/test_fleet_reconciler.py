@@ -13,23 +13,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from resharder.server.fleets.explain import explain, state_of
 from resharder.server.fleets.reconciler.step import step
-from resharder.server.state.server import (
+from resharder.server.state.server import InstallState, OrderKind, Server, Settings, Worker, WorkerState, in_use
+from resharder.server.state.server_events import (
     Attached,
     Claimed,
     Detached,
     Event,
-    InstallState,
     Order,
-    OrderKind,
     Reported,
-    Server,
-    Settings,
     Ticked,
     VersionsChanged,
-    Worker,
     WorkerReported,
-    WorkerState,
-    in_use,
 )
 from resharder.v1 import resources_pb2
 

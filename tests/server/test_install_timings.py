@@ -1,20 +1,8 @@
 """What a server's state keeps of an install that ended, for metrics and traces, though the next one begins in the same step."""
 
 from resharder.server.fleets.reconciler.step import step
-from resharder.server.state.server import (
-    Attached,
-    InstallState,
-    OrderKind,
-    Reinstalled,
-    Reported,
-    Server,
-    Settings,
-    Ticked,
-    VersionsChanged,
-    Worker,
-    WorkerReported,
-    WorkerState,
-)
+from resharder.server.state.server import InstallState, OrderKind, Server, Settings, Worker, WorkerState
+from resharder.server.state.server_events import Attached, Reinstalled, Reported, Ticked, VersionsChanged, WorkerReported
 from resharder.server.state.timing import Timing
 
 SETTINGS = Settings()

@@ -21,7 +21,8 @@ from resharder.server.fleets.roster import Roster
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.ingest.packed_boxes import cut_slot, pack
 from resharder.server.main import Daemon as DaemonInProcess
-from resharder.server.state.server import Attached, OrderKind, Reported, Worker, WorkerState
+from resharder.server.state.server import OrderKind, Worker, WorkerState
+from resharder.server.state.server_events import Attached, Reported
 from resharder.server.store.store import Store
 from resharder.v1 import operator_pb2, publisher_pb2, resources_pb2
 

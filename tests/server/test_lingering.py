@@ -1,18 +1,8 @@
 """Gates that may still be open on an earlier version than the one that the daemon ordered."""
 
 from resharder.server.fleets.reconciler.step import step
-from resharder.server.state.server import (
-    Attached,
-    Event,
-    OrderKind,
-    Reported,
-    Server,
-    Settings,
-    VersionsChanged,
-    Worker,
-    WorkerReported,
-    WorkerState,
-)
+from resharder.server.state.server import OrderKind, Server, Settings, Worker, WorkerState
+from resharder.server.state.server_events import Attached, Event, Reported, VersionsChanged, WorkerReported
 
 
 def after(server: Server, *events: Event) -> Server:

@@ -16,7 +16,8 @@ from resharder.server.ingest.packed_boxes import pack
 from resharder.server.ingest.publisher import ACTIVE
 from resharder.server.main import Daemon
 from resharder.server.state.errors import FailedPrecondition, Unavailable
-from resharder.server.state.server import Attached, Worker, WorkerState
+from resharder.server.state.server import Worker, WorkerState
+from resharder.server.state.server_events import Attached
 from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store import lifecycle
 from resharder.server.store.store import Store

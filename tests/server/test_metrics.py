@@ -21,19 +21,8 @@ from resharder.server.observability import metrics, snapshot
 from resharder.server.observability.metrics.counters import Observed
 from resharder.server.state.errors import FailedPrecondition
 from resharder.server.state.fleet import Fleet, FleetStrategy, Move, MoveState
-from resharder.server.state.server import (
-    Attached,
-    Goal,
-    OrderKind,
-    Reported,
-    Server,
-    Settings,
-    Ticked,
-    VersionsChanged,
-    Worker,
-    WorkerReported,
-    WorkerState,
-)
+from resharder.server.state.server import Goal, OrderKind, Server, Settings, Worker, WorkerState
+from resharder.server.state.server_events import Attached, Reported, Ticked, VersionsChanged, WorkerReported
 from resharder.server.state.timing import Timing
 from resharder.server.state.version import ABORTED, READY, RETIRED, VersionRecord
 from resharder.v1 import publisher_pb2, resources_pb2

@@ -10,7 +10,8 @@ from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.state.errors import DaemonError, FailedPrecondition, InvalidArgument, ResourceNotFound
 from resharder.server.state.fleet import FleetStrategyKind, FleetTarget, FleetTargetKind
-from resharder.server.state.server import Attached, Power
+from resharder.server.state.server import Power
+from resharder.server.state.server_events import Attached
 from resharder.v1 import operator_pb2, resources_pb2
 
 from tests.support.simulated_store import MODEL, SimulatedVersions

@@ -11,7 +11,8 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 from resharder.server.fleets.pause_admission import held_back
 from resharder.server.state.fleet import FleetStrategyKind, View
-from resharder.server.state.server import Control, Install, InstallState, Order, OrderKind, Server, Settings, Worker, WorkerState
+from resharder.server.state.server import Control, Install, InstallState, OrderKind, Server, Settings, Worker, WorkerState
+from resharder.server.state.server_events import Order
 from resharder.v1 import operator_pb2, resources_pb2
 
 from tests.support.simulated_fleet import FLEET, NAMES, FleetSimulation

@@ -7,7 +7,8 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.fleet import FleetStrategyKind, FleetTargetKind
-from resharder.server.state.server import Order, OrderKind, Worker
+from resharder.server.state.server import OrderKind, Worker
+from resharder.server.state.server_events import Order
 from resharder.v1 import operator_pb2, resources_pb2
 
 from tests.support.simulated_fleet import FLEET, NAMES, AheadSimulation, ServerModel

@@ -9,7 +9,8 @@ from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.fleets.sessions import MAX_TERM
 from resharder.server.state.errors import InvalidArgument
-from resharder.server.state.server import Attached, Order, OrderKind, Reported, Settings
+from resharder.server.state.server import OrderKind, Settings
+from resharder.server.state.server_events import Attached, Order, Reported
 
 from tests.support.simulated_store import SimulatedVersions
 from tests.support.waits import settled

@@ -16,7 +16,8 @@ from resharder.server.fleets.commands import Operations
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.state.errors import DaemonError
 from resharder.server.state.fleet import Fleet, FleetStrategyKind, FleetTargetKind, MoveState, PauseMode
-from resharder.server.state.server import Attached, InstallState, Order, OrderKind, Power, Reported, Settings, Worker, WorkerState
+from resharder.server.state.server import InstallState, OrderKind, Power, Settings, Worker, WorkerState
+from resharder.server.state.server_events import Attached, Order, Reported
 from resharder.v1 import operator_pb2, resources_pb2
 
 from tests.support.simulated_store import MODEL, SimulatedFiles, SimulatedVersions

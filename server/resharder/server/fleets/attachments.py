@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from resharder.server.infra.change_signal import ChangeSignal
-from resharder.server.state.server import Attached, Order, Reported
+from resharder.server.state.server_events import Attached, Order, Reported
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from resharder.server.fleets.sessions import check_name
 from resharder.server.fleets.steering import Steering
 from resharder.server.state.errors import FailedPrecondition, ResourceNotFound
 from resharder.server.state.fleet import Fleet, View
-from resharder.server.state.server import Reinstalled
+from resharder.server.state.server_events import Reinstalled
 
 
 class FleetChanges:

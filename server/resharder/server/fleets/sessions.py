@@ -12,7 +12,8 @@ from resharder.server.fleets.steering import Steering
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, Unavailable
 from resharder.server.state.fleet import FleetStrategyKind
-from resharder.server.state.server import Attached, Claimed, Detached, Reported, Server, Worker, WorkerReported, WorkerState
+from resharder.server.state.server import Server, Worker, WorkerState
+from resharder.server.state.server_events import Attached, Claimed, Detached, Reported, WorkerReported
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_WORLD_SIZE = 65536

@@ -21,7 +21,8 @@ from resharder.server.fleets.reconciler.step import step
 from resharder.server.fleets.roster import Roster
 from resharder.server.fleets.seen_versions import SeenVersions
 from resharder.server.state.fleet import Fleet
-from resharder.server.state.server import Event, Order, Server, VersionsChanged, Wanted, in_use
+from resharder.server.state.server import Server, in_use
+from resharder.server.state.server_events import Event, Order, VersionsChanged, Wanted
 
 _ROUNDS = 1000  # bound on the rounds of steering, in case they do not converge
 _log = structlog.get_logger("resharder.fleet")

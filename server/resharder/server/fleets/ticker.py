@@ -10,7 +10,7 @@ from resharder.server.fleets.seen_versions import SeenVersions
 from resharder.server.fleets.sessions import Sessions
 from resharder.server.fleets.steering import Steering
 from resharder.server.infra.medium import medium_error
-from resharder.server.state.server import Ticked
+from resharder.server.state.server_events import Ticked
 
 _FORGET = 3600.0  # seconds for which a LOST server is still listed
 _RETURNING = "servers that may come back"

@@ -5,7 +5,8 @@ from resharder.converters.wire.boxes import spec_to_proto
 from resharder.server.fleets.roster import FleetView, ServerView
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.fleet import FleetStrategy, Move
-from resharder.server.state.server import Attached, Install, OrderKind, Power, Reported, Worker, WorkerState
+from resharder.server.state.server import Install, OrderKind, Power, Worker, WorkerState
+from resharder.server.state.server_events import Attached, Reported
 from resharder.server.state.timing import possible, timings_from_proto, timings_to_proto
 from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store.folder import StoreFolder

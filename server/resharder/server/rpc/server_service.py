@@ -22,7 +22,7 @@ from resharder.server.rpc.convert import (
 )
 from resharder.server.rpc.dispatch import Call
 from resharder.server.state.errors import InvalidArgument
-from resharder.server.state.server import Order
+from resharder.server.state.server_events import Order
 from resharder.server.store.store import Store
 from resharder.v1 import resources_pb2, server_pb2
 

@@ -1,4 +1,4 @@
-"""State of one server, the events that change it, and the orders that it gets: data of `reconciler.step`."""
+"""State of one server: data of `reconciler.step`. Its events and orders are in `server_events`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +9,8 @@ from resharder.v1 import resources_pb2, server_pb2
 
 
 class WorkerState(IntEnum):
+    """State of a worker's memory, as it reports it."""
+
     BOOTED = resources_pb2.Worker.BOOTED
     STAGED = resources_pb2.Worker.STAGED
     APPLIED = resources_pb2.Worker.APPLIED
@@ -17,6 +19,8 @@ class WorkerState(IntEnum):
 
 
 class OrderKind(IntEnum):
+    """Kind of an order to a control side; RENEWED answers a renewal without an order."""
+
     RENEWED = server_pb2.Order.RENEWED
     LEAD = server_pb2.Order.LEAD
     STAGE = server_pb2.Order.STAGE
@@ -44,6 +48,8 @@ class Power(IntEnum):
 
 
 class InstallState(IntEnum):
+    """State of an install on one server."""
+
     STAGING = resources_pb2.Install.STAGING
     APPLYING = resources_pb2.Install.APPLYING
     COMMITTED = resources_pb2.Install.COMMITTED
@@ -165,6 +171,7 @@ class Install:
 
     @property
     def active(self) -> bool:
+        """Whether the install has neither committed nor failed."""
         return self.state in (InstallState.STAGING, InstallState.APPLYING)
 
 
@@ -313,88 +320,3 @@ def in_use(server: Server, now: float, settings: Settings) -> frozenset[int]:
     if server.install is not None and server.install.active:
         versions.add(server.install.version)
     return frozenset(versions) & server.ready.keys()
-
-
-@dataclass(frozen=True)
-class Claimed:
-    """Claim of a server's id by a starting process. `boot`: the process asks for a version to load, and one is READY."""
-
-    boot: bool
-    renews: bool = False  # the claim is repeated within every lease
-
-
-@dataclass(frozen=True)
-class Attached:
-    control: str
-    world_size: int
-    address: str = ""
-    busy: str = ""
-    power: Power = Power.UNKNOWN
-    in_flight: int = 0
-    passes_kv: bool = False
-    serving: int = 0  # version on which its gate is open, by an earlier order
-    term: int = 0  # highest term that it has seen
-
-
-@dataclass(frozen=True)
-class Reported:
-    """Renewal by a control side, with the result of an order if `done` is set."""
-
-    control: str
-    install: str = ""
-    done: OrderKind | None = None
-    ok: bool = True
-    error: str = ""
-    pause_seconds: float = 0.0
-    power: Power = Power.UNKNOWN
-    in_flight: int = 0
-    timings: tuple[Timing, ...] = ()
-
-
-@dataclass(frozen=True)
-class Detached:
-    control: str
-
-
-@dataclass(frozen=True)
-class WorkerReported:
-    worker: Worker
-
-
-@dataclass(frozen=True)
-class VersionsChanged:
-    ready: Mapping[int, str]
-    ahead: Mapping[int, Ahead] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Ticked:
-    """Passage of time, so that leases and deadlines expire."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    goal: Goal
-
-
-@dataclass(frozen=True)
-class Reinstalled:
-    """Request to repeat the current install under a profiler. Ignored while the server is busy."""
-
-
-Event = Claimed | Attached | Reported | Detached | WorkerReported | VersionsChanged | Ticked | Wanted | Reinstalled
-
-
-@dataclass(frozen=True)
-class Order:
-    """Order to one control side. `install` is the id that its answer repeats, also for orders about the gate and power."""
-
-    control: str
-    kind: OrderKind
-    install: str = ""
-    version: int = 0
-    reason: str = ""
-    power: Power = Power.UNKNOWN
-    profile: bool = False
-    ahead_of: int = 0
-    term: int = 0  # set by the fleets when the order is sent

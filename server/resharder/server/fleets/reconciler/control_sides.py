@@ -5,18 +5,8 @@ from dataclasses import replace
 from resharder.server.fleets.reconciler.gate import close_gate, closed_because, hold_order, resume_order
 from resharder.server.fleets.reconciler.installs import all_ranks, end_install, fail, note_failure
 from resharder.server.fleets.reconciler.power import power_changed, power_order
-from resharder.server.state.server import (
-    Attached,
-    Claimed,
-    Control,
-    InstallState,
-    Order,
-    OrderKind,
-    Power,
-    Reported,
-    Server,
-    Settings,
-)
+from resharder.server.state.server import Control, InstallState, OrderKind, Power, Server, Settings
+from resharder.server.state.server_events import Attached, Claimed, Order, Reported
 
 
 def claimed(server: Server, event: Claimed, now: float) -> Server:

@@ -3,16 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from resharder.server.state.server import (
-    Control,
-    Install,
-    InstallState,
-    Order,
-    OrderKind,
-    Power,
-    Server,
-    Settings,
-)
+from resharder.server.state.server import Control, Install, InstallState, OrderKind, Power, Server, Settings
+from resharder.server.state.server_events import Order
 
 
 def closing(server: Server) -> dict[str, Any]:

@@ -4,16 +4,8 @@ from dataclasses import replace
 
 from resharder.server.fleets.reconciler.gate import closing, hold_order
 from resharder.server.infra.backoff import backoff
-from resharder.server.state.server import (
-    Failure,
-    Install,
-    InstallState,
-    Order,
-    OrderKind,
-    Server,
-    Settings,
-    WorkerState,
-)
+from resharder.server.state.server import Failure, Install, InstallState, OrderKind, Server, Settings, WorkerState
+from resharder.server.state.server_events import Order
 
 
 def all_ranks(server: Server) -> frozenset[int]:

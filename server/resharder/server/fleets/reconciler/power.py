@@ -4,17 +4,8 @@ from dataclasses import replace
 
 from resharder.server.fleets.reconciler.installs import all_ranks, target
 from resharder.server.infra.backoff import backoff
-from resharder.server.state.server import (
-    Change,
-    Control,
-    Failure,
-    Order,
-    OrderKind,
-    Power,
-    Reported,
-    Server,
-    Settings,
-)
+from resharder.server.state.server import Change, Control, Failure, OrderKind, Power, Server, Settings
+from resharder.server.state.server_events import Order, Reported
 
 
 def change_power(server: Server, now: float, settings: Settings, orders: list[Order]) -> Server:

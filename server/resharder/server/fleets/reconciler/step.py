@@ -14,7 +14,8 @@ from resharder.server.fleets.reconciler.installs import (
 )
 from resharder.server.fleets.reconciler.power import change_power
 from resharder.server.fleets.reconciler.worker_reports import worker_reported
-from resharder.server.state.server import (
+from resharder.server.state.server import Server, Settings
+from resharder.server.state.server_events import (
     Attached,
     Claimed,
     Detached,
@@ -22,8 +23,6 @@ from resharder.server.state.server import (
     Order,
     Reinstalled,
     Reported,
-    Server,
-    Settings,
     Ticked,
     VersionsChanged,
     Wanted,

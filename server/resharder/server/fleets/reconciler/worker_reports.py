@@ -3,14 +3,7 @@
 from dataclasses import replace
 
 from resharder.server.fleets.reconciler.installs import end_install
-from resharder.server.state.server import (
-    Install,
-    InstallState,
-    Server,
-    Settings,
-    Worker,
-    WorkerState,
-)
+from resharder.server.state.server import Install, InstallState, Server, Settings, Worker, WorkerState
 
 
 def worker_reported(server: Server, report: Worker, now: float, settings: Settings) -> Server:
