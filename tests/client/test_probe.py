@@ -147,16 +147,30 @@ def test_a_shut_gate_is_said_with_its_reason_and_an_open_one_is_enough() -> None
     assert probe("--url", url).code == 1, "nobody listens there any more"
 
 
-def test_without_a_daemon_that_knows_the_server_the_gate_alone_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_unknown_to_the_daemon_is_not_ready() -> None:
+    assert probe("--server", "stranger") == Done(1, "not ready: servers/stranger is unknown to the daemon\n", "")
+
+
+def test_a_daemon_that_has_just_started_leaves_an_unknown_server_to_its_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     bounds = ("--server", "stranger", "--max-lag-versions", 1)
-    assert probe(*bounds).out == "ready: the daemon does not know servers/stranger\n"
+    with health(200) as url, Daemon() as fresh:
+        monkeypatch.setenv("RESHARDER_ENDPOINT", fresh.endpoint)
+        assert probe("--url", url, *bounds) == Done(0, "ready: the gate alone decides: the daemon has just started\n", "")
+        monkeypatch.setattr("resharder.client.cli.probe._REGISTERING_SECONDS", 0.0)
+        assert probe("--url", url, *bounds).code == 1
+
+
+def test_without_a_daemon_the_gate_alone_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = ("--server", "stranger", "--max-lag-versions", 1)
     monkeypatch.setenv("RESHARDER_ENDPOINT", f"127.0.0.1:{free_port()}")
     with health(200) as url:
         done = probe("--url", url, *bounds)
     assert done.code == 0
     assert done.out.startswith("ready: the gate alone decides: expected a Resharder daemon at ")
+    assert probe("--server", "stranger").code == 1, "there is no gate"
 
 
 def test_a_probe_that_cannot_work_says_so() -> None:
     assert probe("--max-lag-versions", 1).code == 2, "of which server?"
+    assert probe().code == 2, "of what?"
     assert probe("--url", "file:///etc/passwd").code == 2

@@ -15,6 +15,7 @@ from resharder.client.operator import Operator
 from resharder.client.operator.connection import server_name
 
 _SECONDS = 3.0  # bound on each answer: probes have little time
+_REGISTERING_SECONDS = 30.0
 _NOT_READY = 1
 
 
@@ -33,15 +34,18 @@ def probe(
 
     It should not while its gate is closed (--url), or while it lags behind its target by more than the bounds
     and others of its fleet are closer. A server that waits for its turn in a move does not lag. If the daemon cannot be
-    reached or the server is unknown to it, only the gate decides.
+    reached, only the gate decides. A server that is unknown to the daemon is not ready.
     """
+    if not url and not (server or os.environ.get("RESHARDER_SERVER_ID")):
+        raise UsageError("expected a server or an address, got neither: pass --server or --url, or set RESHARDER_SERVER_ID")
     ready, reason = _gate(url) if url else (True, "")
-    found = ServerLag()
-    if ready and (max_lag_versions or max_lag_seconds):
-        found, reason = _look(server or os.environ.get("RESHARDER_SERVER_ID", ""), endpoint)
-        ready = not found.beyond(max_lag_versions, max_lag_seconds)
+    found: ServerLag | None = ServerLag()
+    if ready and (max_lag_versions or max_lag_seconds or not url):
+        found, reason = _look(server or os.environ.get("RESHARDER_SERVER_ID", ""), endpoint, gated=bool(url))
+        ready = found is not None and not found.beyond(max_lag_versions, max_lag_seconds)
+    lag = found or ServerLag()
     if as_json:
-        print_json({"ready": ready, "reason": reason, "lag_versions": found.versions, "lag_seconds": found.seconds})
+        print_json({"ready": ready, "reason": reason, "lag_versions": lag.versions, "lag_seconds": lag.seconds})
     else:
         print(f"{'ready' if ready else 'not ready'}{': ' if reason else ''}{reason}")
     raise typer.Exit(0 if ready else _NOT_READY)
@@ -62,13 +66,21 @@ def _gate(url: str) -> tuple[bool, str]:
         return False, f"{url} does not answer: {error}"
 
 
-def _look(server: str, endpoint: str | None) -> tuple[ServerLag, str]:
-    """Return a server's lag, and a sentence. Raises UsageError, and Refused if the daemon refuses the query."""
+def _look(server: str, endpoint: str | None, *, gated: bool) -> tuple[ServerLag | None, str]:
+    """Return a server's lag, and a sentence. Raises UsageError, and Refused if the daemon refuses the query.
+
+    The lag is None for a server that is unknown to the daemon, and, unless `gated`, if the daemon cannot be reached.
+    """
     if not server:
         raise UsageError("expected a server, got none: pass --server or set RESHARDER_SERVER_ID")
     try:
         with Operator(endpoint, timeout=_SECONDS, connect_timeout=0) as operator:
-            found = operator.server(server)
+            try:
+                found = operator.server(server)
+            except NotFound:
+                if gated and _has_just_started(operator):
+                    return ServerLag(), "the gate alone decides: the daemon has just started"
+                return None, f"{server_name(server)} is unknown to the daemon"
             if found.version == found.wanted_version:
                 return ServerLag(), f"{found.name} serves version {found.version}, as it is to"
             behind = server_lag(
@@ -78,9 +90,15 @@ def _look(server: str, endpoint: str | None) -> tuple[ServerLag, str]:
                 operator.versions_after(min(found.version, found.wanted_version), model=found.model),
                 operator.daemon().time,
             )
-    except NotFound:
-        return ServerLag(), f"the daemon does not know {server_name(server)}"
     except (DaemonUnreachable, WaitTimeout) as error:
-        return ServerLag(), f"the gate alone decides: {error}"
+        return (ServerLag(), f"the gate alone decides: {error}") if gated else (None, str(error))
     far = f"{behind.versions} behind for {behind.seconds:.0f} s" if behind.versions else "no server of its fleet is closer"
     return behind, f"{found.name} serves version {found.version}, is to serve {found.wanted_version}: {far}; {found.reason}"
+
+
+def _has_just_started(operator: Operator) -> bool:
+    """Return whether servers may not have registered yet with a daemon that has restarted."""
+    daemon = operator.daemon()
+    if daemon.time is None or daemon.start_time is None:
+        return False
+    return (daemon.time - daemon.start_time).total_seconds() < _REGISTERING_SECONDS
