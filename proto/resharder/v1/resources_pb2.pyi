@@ -118,11 +118,13 @@ class Publisher(_message.Message):
         ACTIVE: _ClassVar[Publisher.State]
         REJECTED: _ClassVar[Publisher.State]
         FENCED: _ClassVar[Publisher.State]
+        GONE: _ClassVar[Publisher.State]
     STATE_UNSPECIFIED: Publisher.State
     REGISTERING: Publisher.State
     ACTIVE: Publisher.State
     REJECTED: Publisher.State
     FENCED: Publisher.State
+    GONE: Publisher.State
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]

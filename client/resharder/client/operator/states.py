@@ -37,6 +37,8 @@ class PublisherState(StrEnum):
     """Slots do not tile the model, or the store lacks capacity."""
     FENCED = "FENCED"
     """A later job has claimed the model."""
+    GONE = "GONE"
+    """ACTIVE before, but no rank has called within its lease: it has closed, ended, or is out of reach."""
 
 
 class ServerState(StrEnum):

@@ -20,7 +20,7 @@ from resharder.server.ingest.packed_boxes import PackedBoxes, Slot, cut_slot
 from resharder.server.state.errors import AlreadyExists, DaemonError, FailedPrecondition, InvalidArgument
 from resharder.server.store.manifest import MANIFEST_FILE
 
-REGISTERING, ACTIVE, REJECTED, FENCED = "REGISTERING", "ACTIVE", "REJECTED", "FENCED"
+REGISTERING, ACTIVE, REJECTED, FENCED, GONE = "REGISTERING", "ACTIVE", "REJECTED", "FENCED", "GONE"
 MAX_WORLD = 1 << 16
 MAX_FILE_BYTES, MAX_FILES = 48 << 20, 64
 _MOST_EXPERTS = 1 << 17  # in all layers: Kimi-K2 has 23,424
@@ -85,6 +85,10 @@ class PublisherRecord:
     def name(self) -> str:
         """Resource name, `models/{model}/publishers/{epoch}`."""
         return f"models/{self.model}/publishers/{self.epoch}"
+
+    def shown_state(self, live_ranks: int) -> str:
+        """Return the state, with GONE in place of ACTIVE if no rank is within its lease."""
+        return GONE if self.state == ACTIVE and not live_ranks else self.state
 
     def check_rank(self, rank: int) -> None:
         """Raise InvalidArgument (RANK) for a rank outside the publisher's world size."""

@@ -23,18 +23,19 @@ class Views:
 
     def publisher(self, publisher: PublisherRecord) -> resources_pb2.Publisher:
         """Convert a publisher, with its live ranks and its model's newest number."""
+        live = self.intake.publishers.live_ranks(publisher)
         return resources_pb2.Publisher(
             name=publisher.name,
             model=publisher.model,
             job=publisher.job,
             epoch=publisher.epoch,
             world_size=publisher.world_size,
-            state=resources_pb2.Publisher.State.Value(publisher.state),
+            state=resources_pb2.Publisher.State.Value(publisher.shown_state(live)),
             reason=f"{publisher.error.reason}: {publisher.error}" if publisher.error else "",
             registered_slots=len(publisher.registered),
             store=store_access(self.store.folder),
             lease_seconds=self.intake.publishers.lease_seconds,
-            live_ranks=self.intake.publishers.live_ranks(publisher),
+            live_ranks=live,
             newest_version=self.store.catalogue.newest_number(publisher.model),
         )
 

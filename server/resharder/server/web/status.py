@@ -178,7 +178,7 @@ def _publisher(publisher: PublisherRecord, live: int) -> dict[str, Any]:
     return {
         "job": publisher.job,
         "epoch": publisher.epoch,
-        "state": publisher.state,
+        "state": publisher.shown_state(live),
         "ranks": publisher.world_size,
         "live": live,
         "reason": str(publisher.error or ""),

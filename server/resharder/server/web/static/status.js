@@ -23,7 +23,7 @@ const soft = (text) => span("soft", text);
 const KINDS = {
   SERVING: "good", READY: "good", DONE: "good", ACTIVE: "good",
   STAGING: "busy", UPLOADING: "busy", APPLYING: "busy", BOOTING: "busy", MOVING: "busy", TRYING: "busy", HOLDING: "busy", REGISTERING: "busy",
-  WAITING: "warn", DRAINED: "warn", ASLEEP: "warn", BACK: "warn", STOPPED: "bad",
+  GONE: "warn", WAITING: "warn", DRAINED: "warn", ASLEEP: "warn", BACK: "warn", STOPPED: "bad",
   FAILED: "bad", LOST: "bad", ABORTED: "bad", REJECTED: "bad",
 };
 const chip = (text, kind) => span(`chip ${kind || KINDS[text] || ""}`, text);

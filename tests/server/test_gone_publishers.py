@@ -1,0 +1,32 @@
+"""A publisher without a live rank is shown as GONE, and as ACTIVE again when a rank returns."""
+
+import time
+
+from resharder.client.operator import Operator
+from resharder.client.operator.states import PublisherState
+
+from tests.client.models import connected, publish_all, weights
+from tests.support.daemon import Daemon
+from tests.support.observing import wait_until
+
+LEASE_SECONDS = 2.0
+
+
+def state(daemon: Daemon) -> PublisherState:
+    with Operator(daemon.endpoint) as operator:
+        (publisher,) = operator.daemon().publishers
+        return publisher.state
+
+
+def test_a_publisher_whose_ranks_are_gone_is_not_active() -> None:
+    with Daemon(lease_seconds=LEASE_SECONDS) as daemon:
+        publishers = connected(daemon.endpoint, 1, "first")
+        publish_all(publishers, 1, weights(1))[0].wait_ready(60)
+        time.sleep(2 * LEASE_SECONDS)
+        assert state(daemon) == PublisherState.ACTIVE, "it renews its lease"
+        publishers[0].close()
+        wait_until(lambda: state(daemon) == PublisherState.GONE, "its lease ends")
+        again = connected(daemon.endpoint, 1, "first")
+        publish_all(again, 2, weights(2))[0].wait_ready(60)
+        assert state(daemon) == PublisherState.ACTIVE
+        again[0].close()
