@@ -183,6 +183,11 @@ def test_replicas_are_shared_out_so_that_no_rank_sends_more_than_one_tensor_too_
     assert max(load) - min(load) <= max(sizes)
 
 
+def test_boxes_may_have_as_many_dimensions_as_numpy_has() -> None:
+    boxes = pack_boxes([full_box((1,) * 64), (Range(0, 1),) * 63 + (Range(1, 1),)])
+    assert senders(np.array([0, 0]), boxes, np.array([0, 0]), 1, np.array([2])).tolist() == [0, 1]
+
+
 def test_each_distinct_box_is_sent_once_whatever_its_dimensions() -> None:
     pieces = [(0, ()), (1, rows(0, 5)), (1, rows(5, 5)), (0, ()), (1, rows(0, 5))]
     sent = senders(

@@ -190,7 +190,7 @@ def _intersect(a: tuple[int, int, int], b: tuple[int, int, int]) -> Range | None
     return intersect_ranges(Range(*a), Range(*b))
 
 
-_MULTIPLIERS = np.random.default_rng(7).integers(1, 2**63, 64, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+_MULTIPLIERS = np.random.default_rng(7).integers(1, 2**63, 1 + 3 * 64, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 
 
 class Distinct(NamedTuple):
