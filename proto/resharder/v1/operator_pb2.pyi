@@ -166,6 +166,26 @@ class SetDrainedRequest(_message.Message):
     drained: bool
     def __init__(self, fleet: _Optional[str] = ..., server: _Optional[str] = ..., drained: bool = ...) -> None: ...
 
+class DeleteFleetRequest(_message.Message):
+    __slots__ = ("fleet",)
+    FLEET_FIELD_NUMBER: _ClassVar[int]
+    fleet: str
+    def __init__(self, fleet: _Optional[str] = ...) -> None: ...
+
+class DeleteFleetResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ForgetServerRequest(_message.Message):
+    __slots__ = ("server",)
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    server: str
+    def __init__(self, server: _Optional[str] = ...) -> None: ...
+
+class ForgetServerResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class RetireVersionsRequest(_message.Message):
     __slots__ = ("model", "versions", "keep", "dry_run")
     MODEL_FIELD_NUMBER: _ClassVar[int]

@@ -91,6 +91,16 @@ class OperatorServiceStub(object):
                 request_serializer=resharder_dot_v1_dot_operator__pb2.SetDrainedRequest.SerializeToString,
                 response_deserializer=resharder_dot_v1_dot_resources__pb2.Fleet.FromString,
                 _registered_method=True)
+        self.DeleteFleet = channel.unary_unary(
+                '/resharder.v1.OperatorService/DeleteFleet',
+                request_serializer=resharder_dot_v1_dot_operator__pb2.DeleteFleetRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_operator__pb2.DeleteFleetResponse.FromString,
+                _registered_method=True)
+        self.ForgetServer = channel.unary_unary(
+                '/resharder.v1.OperatorService/ForgetServer',
+                request_serializer=resharder_dot_v1_dot_operator__pb2.ForgetServerRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_operator__pb2.ForgetServerResponse.FromString,
+                _registered_method=True)
         self.RetireVersions = channel.unary_unary(
                 '/resharder.v1.OperatorService/RetireVersions',
                 request_serializer=resharder_dot_v1_dot_operator__pb2.RetireVersionsRequest.SerializeToString,
@@ -209,6 +219,22 @@ class OperatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteFleet(self, request, context):
+        """Deletes a fleet without servers. FAILED_PRECONDITION (FLEET_IN_USE) if it has any. A model's default fleet has default settings
+        from then on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetServer(self, request, context):
+        """Forgets a LOST server, as the daemon does an hour after the loss. FAILED_PRECONDITION (NOT_LOST) for any other. A server that
+        returns is registered again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RetireVersions(self, request, context):
         """Deletes versions that are not in use, also those that retention would keep.
         """
@@ -317,6 +343,16 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.SetDrained,
                     request_deserializer=resharder_dot_v1_dot_operator__pb2.SetDrainedRequest.FromString,
                     response_serializer=resharder_dot_v1_dot_resources__pb2.Fleet.SerializeToString,
+            ),
+            'DeleteFleet': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteFleet,
+                    request_deserializer=resharder_dot_v1_dot_operator__pb2.DeleteFleetRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_operator__pb2.DeleteFleetResponse.SerializeToString,
+            ),
+            'ForgetServer': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetServer,
+                    request_deserializer=resharder_dot_v1_dot_operator__pb2.ForgetServerRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_operator__pb2.ForgetServerResponse.SerializeToString,
             ),
             'RetireVersions': grpc.unary_unary_rpc_method_handler(
                     servicer.RetireVersions,
@@ -652,6 +688,60 @@ class OperatorService(object):
             '/resharder.v1.OperatorService/SetDrained',
             resharder_dot_v1_dot_operator__pb2.SetDrainedRequest.SerializeToString,
             resharder_dot_v1_dot_resources__pb2.Fleet.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteFleet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.OperatorService/DeleteFleet',
+            resharder_dot_v1_dot_operator__pb2.DeleteFleetRequest.SerializeToString,
+            resharder_dot_v1_dot_operator__pb2.DeleteFleetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetServer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.OperatorService/ForgetServer',
+            resharder_dot_v1_dot_operator__pb2.ForgetServerRequest.SerializeToString,
+            resharder_dot_v1_dot_operator__pb2.ForgetServerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -111,6 +111,18 @@ def show_(name: Name = "", endpoint: Endpoint = None, as_json: AsJson = False) -
     print_table(format.SERVERS, format.server_rows(servers))
 
 
+@fleet.command("delete")
+def delete_(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Without servers.", autocompletion=completion.fleets)],
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete a fleet without servers. A model's default fleet has default settings from then on."""
+    with Operator(endpoint) as operator:
+        operator.delete_fleet(name)
+    print_json({"deleted": name}) if as_json else print(f"{name}: deleted")
+
+
 @command(Section.MOVE)
 def update(
     version: Annotated[str, typer.Argument(metavar="latest|N", autocompletion=completion.versions)] = "latest",

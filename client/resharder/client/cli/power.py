@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from resharder.client.cli import completion
 from resharder.client.cli.app import AsJson, Endpoint, FleetName, Section, Timeout, Wait, command
+from resharder.client.cli.output import print_json
 from resharder.client.cli.wait import Until, maintain
 from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
@@ -40,6 +41,18 @@ def sleep(
         _at(power),
         fleet, server, wait, timeout, endpoint, as_json,
     )  # fmt: skip
+
+
+@command(Section.MAINTAIN)
+def forget(
+    server: Annotated[str, typer.Argument(metavar="ID", help="A lost server.", autocompletion=completion.servers)],
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Forget a lost server now, instead of an hour after its loss. If it returns, it is registered again."""
+    with Operator(endpoint) as operator:
+        operator.forget(server)
+    print_json({"forgotten": server}) if as_json else print(f"{server}: forgotten")
 
 
 @command(Section.MAINTAIN)

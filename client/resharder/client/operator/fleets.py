@@ -304,6 +304,18 @@ class FleetCommands(OperatorQueries):
         """
         return self._until(waiting.serving(server_name(server)), fleet, "SERVING", listener, timeout)
 
+    def delete_fleet(self, fleet: str) -> None:
+        """Delete a fleet without servers. A model's default fleet has default settings from then on.
+
+        Args:
+            fleet: Name of the fleet.
+
+        Raises:
+            Refused: The fleet has servers.
+            NotFound: No such fleet.
+        """
+        self._call(self._stub.DeleteFleet, operator_pb2.DeleteFleetRequest(fleet=fleet))
+
     def _decide(self, fleet: str, go_on: bool, reason: str, move: int | None) -> FleetStatus:
         found = self.fleet(fleet)
         if move is None and found.move is None:

@@ -1,4 +1,4 @@
-"""Diagnostics that the workers of one server run while it serves."""
+"""Commands on one server: diagnostics that its workers run while it serves, and its removal."""
 
 from collections.abc import Iterator
 
@@ -13,6 +13,18 @@ _LONGEST_WAIT = 3600.0  # seconds; the daemon's bound
 
 class ServerCommands(OperatorQueries):
     """Commands named as in `resharder`."""
+
+    def forget(self, server: str) -> None:
+        """Forget a LOST server, as the daemon does an hour after the loss.
+
+        Args:
+            server: Id of the server.
+
+        Raises:
+            Refused: The server is not LOST.
+            NotFound: No such server.
+        """
+        self._call(self._stub.ForgetServer, operator_pb2.ForgetServerRequest(server=server_name(server)))
 
     def profile_install(self, server: str, *, timeout: float | None = 600.0) -> Iterator[WorkerProfile]:
         """Install the version that a server serves once more, under a profiler.

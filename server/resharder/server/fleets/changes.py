@@ -6,7 +6,7 @@ from resharder.server.fleets.explain import explain
 from resharder.server.fleets.ports import Note
 from resharder.server.fleets.roster import FleetView, Roster
 from resharder.server.fleets.seen_versions import SeenVersions
-from resharder.server.fleets.sessions import check_name
+from resharder.server.fleets.sessions import Sessions, check_name
 from resharder.server.fleets.steering import Steering
 from resharder.server.state.errors import FailedPrecondition, ResourceNotFound
 from resharder.server.state.fleet import Fleet, View
@@ -16,8 +16,8 @@ from resharder.server.state.server_events import Reinstalled
 class FleetChanges:
     """Changes by operators. Thread-safe. A change is durable and in effect when its method returns."""
 
-    def __init__(self, roster: Roster, seen: SeenVersions, steering: Steering, note: Note) -> None:
-        self._roster, self._seen, self._steering, self._note = roster, seen, steering, note
+    def __init__(self, roster: Roster, seen: SeenVersions, steering: Steering, sessions: Sessions, note: Note) -> None:
+        self._roster, self._seen, self._steering, self._sessions, self._note = roster, seen, steering, sessions, note
 
     def change(self, name: str, act: Callable[[Fleet, View], Fleet], model: str = "") -> FleetView:
         """Replace a fleet by the result of `act`, and create it if it is new.
@@ -72,3 +72,43 @@ class FleetChanges:
                 )
             self._note("operator", f"servers/{server}", "profile", version=install.version, install=install.id)
             return install.id, known.world_size
+
+    def delete(self, name: str) -> None:
+        """Delete a fleet without servers.
+
+        Raises:
+            ResourceNotFound: FLEET_UNKNOWN.
+            FailedPrecondition: FLEET_IN_USE.
+            OSError: the fleet's file cannot be removed.
+        """
+        with self._roster.lock:
+            fleet = self._roster.by_name.get(name)
+            if fleet is None:
+                there = sorted(self._roster.by_name)
+                raise ResourceNotFound("FLEET_UNKNOWN", f"fleet {name!r} has no settings to delete; those that have: {there}")
+            if servers := sorted(server.id for server in self._roster.of_fleet(name)):
+                raise FailedPrecondition(
+                    "FLEET_IN_USE",
+                    f"expected fleet {name} to have no servers, it has {', '.join(servers[:8])}: stop them, and forget lost ones",
+                )
+            self._note("operator", f"fleets/{name}", "delete")
+            self._steering.delete(fleet)
+            self._roster.changed.notify()
+
+    def forget(self, id: str) -> None:
+        """Forget a LOST server, with its pins and its membership.
+
+        Raises:
+            ResourceNotFound: SERVER_UNKNOWN.
+            FailedPrecondition: NOT_LOST.
+            OSError: the fleet cannot be stored.
+        """
+        with self._roster.lock:
+            server = self._roster.server(id)
+            if server.lost_at is None:
+                why = explain(server, self._roster.clock(), self._roster.settings)
+                raise FailedPrecondition("NOT_LOST", f"expected server {id} to be LOST, it is not: {why}")
+            self._note("operator", f"servers/{id}", "forget")
+            self._sessions.forget(server)
+            self._steering.steer(server.fleet)
+            self._roster.changed.notify()

@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 from pydantic import TypeAdapter, ValidationError
 from resharder.converters.failpoints import failpoint
-from resharder.server.infra.filesystem import make_folder, touching, write_file
+from resharder.server.infra.filesystem import make_folder, sync, touching, write_file
 from resharder.server.state.fleet import Fleet
 
 _NAMES = {"target": "want", "strategy": "motion"}
@@ -73,6 +73,12 @@ class FleetFiles:
             with suppress(OSError):  # the new content may be there if the folder's fsync failed
                 path.unlink() if before is None else write_file(path, before)
             raise
+
+    def delete(self, name: str) -> None:
+        """Remove a fleet's file durably. Raises OSError."""
+        with touching(self._folder / f"{name}.json", "removing"):
+            (self._folder / f"{name}.json").unlink(missing_ok=True)
+            sync(self._folder)
 
 
 def stored(fleet: Fleet, now: float) -> bytes:

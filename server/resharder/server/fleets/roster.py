@@ -79,6 +79,10 @@ class Roster:
         """Add or replace a fleet."""
         self.by_name = {**self.by_name, fleet.name: fleet}
 
+    def remove_fleet(self, name: str) -> None:
+        """Remove a fleet."""
+        self.by_name = {other: fleet for other, fleet in self.by_name.items() if other != name}
+
     def new_fleet(self, name: str, model: str) -> Fleet:
         """Return a fleet with default settings, without adding it."""
         return Fleet(name, model, self._pause_mode)

@@ -138,6 +138,13 @@ class Steering:
         for observer in self._observers:
             observer.fleet_stepped(before, fleet)
 
+    def delete(self, fleet: Fleet) -> None:
+        """Remove a fleet without servers, durably, and its pins. Raises OSError; the state is then unchanged."""
+        if self._files is not None:
+            self._files.delete(fleet.name)
+        self._roster.remove_fleet(fleet.name)
+        self._pins.release(f"fleets/{fleet.name}", fleet.model)
+
     def pin_versions(self, fleet: Fleet) -> None:
         """Pin the versions that a fleet needs, and release others. A fleet that serves ahead needs the newest READY version."""
         newest = max(self._seen.ready(fleet.model), default=0) if fleet.serve_ahead else 0

@@ -96,6 +96,8 @@ METHODS = (
     Method(_O, "DecideMove", _OPERATOR, About.FLEET),
     Method(_O, "SetPower", _OPERATOR, About.FLEET),
     Method(_O, "SetDrained", _OPERATOR, About.FLEET),
+    Method(_O, "DeleteFleet", _OPERATOR, About.FLEET),
+    Method(_O, "ForgetServer", _OPERATOR, About.FLEET),
     Method(_O, "ProfileInstall", _OPERATOR, About.FLEET, Cost.WAIT),
     Method(_O, "VerifyServer", _OPERATOR, About.FLEET, Cost.WAIT),
     Method(_O, "RetireVersions", _OPERATOR, About.EVERYTHING),

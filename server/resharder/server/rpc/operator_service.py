@@ -109,6 +109,16 @@ class OperatorService:
         """Drain servers or resume them. Returns before requests in flight have ended."""
         return fleet_to_proto(self._operations.set_drained(request))
 
+    def DeleteFleet(self, request: operator_pb2.DeleteFleetRequest, call: Call) -> Message:
+        """Delete a fleet without servers."""
+        self._fleets.changes.delete(request.fleet.removeprefix("fleets/"))
+        return operator_pb2.DeleteFleetResponse()
+
+    def ForgetServer(self, request: operator_pb2.ForgetServerRequest, call: Call) -> Message:
+        """Forget a LOST server."""
+        self._fleets.changes.forget(request.server.removeprefix("servers/"))
+        return operator_pb2.ForgetServerResponse()
+
     def ProfileInstall(self, request: operator_pb2.ProfileInstallRequest, call: Call) -> Iterator[Message | Pause]:
         """Repeat a server's install under a profiler, and stream its workers' profiles."""
         yield from self._profiles.take(request.server.removeprefix("servers/"), seconds(request.wait_seconds))

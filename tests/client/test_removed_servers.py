@@ -1,0 +1,69 @@
+"""Lost servers are forgotten by command, and fleets without servers are deleted."""
+
+from collections.abc import Iterator
+
+import pytest
+from resharder.client.errors import NotFound, Refused
+from resharder.client.operator import Operator
+from resharder.client.operator.states import ServerState, TargetKind
+
+from tests.client.models import connected, publish_all, weights
+from tests.support.command import resharder
+from tests.support.daemon import Daemon
+from tests.support.observing import wait_serving, wait_until
+from tests.support.simulated_server import SimulatedServer
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon(lease_seconds=2.0) as running:
+        publishers = connected(running.endpoint, 1, "removed")
+        publish_all(publishers, 1, weights(1))[0].wait_ready(60)
+        publishers[0].close()
+        yield running
+
+
+@pytest.fixture
+def operator(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Operator]:
+    monkeypatch.setenv("RESHARDER_ENDPOINT", daemon.endpoint)
+    with Operator() as operator:
+        yield operator
+
+
+def test_a_lost_server_is_forgotten_and_its_fleet_deleted(daemon: Daemon, operator: Operator) -> None:
+    assert resharder("fleet", "set", "apart", "--model", "policy", "--want", 1).code == 0
+    with SimulatedServer(daemon, "one", fleet="apart"):
+        wait_serving(daemon, 1)
+        with pytest.raises(Refused, match="expected server one to be LOST"):
+            operator.forget("one")
+        with pytest.raises(Refused, match="expected fleet apart to have no servers, it has one"):
+            operator.delete_fleet("apart")
+    wait_until(lambda: operator.server("one").state == ServerState.LOST, "its lease ends")
+    assert resharder("forget", "one").out == "one: forgotten\n"
+    assert operator.servers("apart") == []
+    assert resharder("fleet", "delete", "apart").out == "apart: deleted\n"
+    assert "apart" not in [fleet.name for fleet in operator.fleets()]
+    assert resharder("forget", "one").code == 4
+    with pytest.raises(NotFound, match="has no settings to delete"):
+        operator.delete_fleet("apart")
+    assert {event.what for event in operator.events() if event.kind == "operator"} >= {"forget", "delete"}
+
+
+def test_a_default_fleet_that_is_deleted_has_default_settings_also_after_a_restart(daemon: Daemon, operator: Operator) -> None:
+    assert resharder("pin", 1, "--fleet", "policy").code == 0
+    assert operator.fleet("policy").target.kind == TargetKind.NUMBER
+    operator.delete_fleet("policy")
+    assert operator.fleet("policy").target.kind == TargetKind.LATEST
+    daemon.kill()
+    daemon.start()
+    with Operator(connect_timeout=30) as again:
+        assert again.fleet("policy").target.kind == TargetKind.LATEST
+
+
+def test_a_forgotten_server_that_returns_is_registered_again(daemon: Daemon, operator: Operator) -> None:
+    with SimulatedServer(daemon, "two"):
+        wait_serving(daemon, 1)
+    wait_until(lambda: operator.server("two").state == ServerState.LOST, "its lease ends")
+    operator.forget("two")
+    with SimulatedServer(daemon, "two"):
+        wait_serving(daemon, 1)
