@@ -235,14 +235,14 @@ def test_a_head_of_its_own_that_is_not_stored_is_missing(tmp_path: Path) -> None
     full = random_weights(config, 1)
     del full["lm_head.weight"]
     save_file(full, tmp_path / "model.safetensors")
-    with pytest.raises(UnknownTensor, match=r"1 tensors of the model are not there: lm_head\.weight"):
+    with pytest.raises(UnknownTensor, match=r"expected all tensors of the model, 1 are missing: lm_head\.weight"):
         fill(build(config, 0, 1), config, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda full: full.pop("model.norm.weight"), UnknownTensor, "1 tensors of the model are not there: model.norm.weight"),
+        (lambda full: full.pop("model.norm.weight"), UnknownTensor, "tensors of the model, 1 are missing: model.norm.weight"),
         (lambda full: full.update({"model.norm.weight": torch.zeros(64)}), LayoutError, r"expected \[128\] .* has \[64\]"),
         (lambda full: full.update({"model.norm.weight": torch.zeros(128).int()}), UnsupportedModel, "expected F32 .* has I32"),
     ],

@@ -140,8 +140,8 @@ def test_a_trainer_that_is_gone_for_a_lease_is_in_nobodys_way(checkpoint: Path) 
 @pytest.mark.parametrize(
     ("harm", "error", "message"),
     [
-        (lambda full: full.pop("model.norm.weight"), UnknownTensor, r"1 are not there \['model.norm.weight'\], 0 are"),
-        (lambda full: full.update(extra=torch.zeros(1)), UnknownTensor, r"0 are not there \[\], 1 are there .* \['extra'\]"),
+        (lambda full: full.pop("model.norm.weight"), UnknownTensor, r"1 missing \['model.norm.weight'\] and 0 unexpected"),
+        (lambda full: full.update(extra=torch.zeros(1)), UnknownTensor, r"0 missing \[\] and 1 unexpected \['extra'\]"),
         (lambda full: full.update({"model.norm.weight": torch.zeros(64)}), LayoutError, r"expected \[128\] .* found \[64\]"),
     ],
 )
@@ -171,13 +171,13 @@ def test_a_megatron_checkpoint_of_another_model_is_refused(daemon: Daemon, saved
         with pytest.raises(error, match=message):
             import_checkpoint(daemon.endpoint, folder, "refused", config=tmp_path)
 
-    refuse(UnknownTensor, r"1 of the model's \d+ tensors are not there \(output_layer.weight\)", tie_word_embeddings=False)
+    refuse(UnknownTensor, r"expected the model's \d+ tensors, found 1 missing \(output_layer.weight\)", tie_word_embeddings=False)
     refuse(
         LayoutError, r"linear_fc1.weight: expected \[4, 400, 128\] from the config, found \[4, 384, 128\]", intermediate_size=200
     )
     refuse(LayoutError, r"expected \[5, .* from the config, found \[4, ", num_hidden_layers=5)
     refuse(LayoutError, r"word_embeddings.weight: expected \[2048, 128\] from the config, found \[1024, 128\]", vocab_size=1100)
-    refuse(UnknownTensor, r"2 are there that it does not have \(.*k_layernorm.weight, .*q_layernorm.weight\)", model_type="llama")
+    refuse(UnknownTensor, r"2 unexpected \(.*k_layernorm.weight, .*q_layernorm.weight\)", model_type="llama")
     with pytest.raises(UsageError, match="expected the model's config with Megatron's checkpoint"):
         import_checkpoint(daemon.endpoint, saved / "dense", "refused")
     cut = Path(shutil.copytree(saved / "dense", tmp_path / "cut"))

@@ -421,11 +421,11 @@ def test_what_was_not_registered_or_does_not_come_is_named(daemon: Daemon) -> No
     full = weights(1)
     with pytest.raises(UsageError, match="surprise: this rank registered no such tensor"):
         publisher.publish_tensors(1, [("surprise", torch.zeros(3))])
-    with pytest.raises(UsageError, match="pieces did not come: norm"):
+    with pytest.raises(UsageError, match="pieces are missing: norm"):
         publisher.publish_tensors(1, [item for item in parts(full, spread(1)[0]) if item[0] != "norm"])
     with pytest.raises(UsageError, match=r"norm\[0:7\]: expected F32 \[7\] as registered, got torch.float64"):
         publisher.publish_tensors(1, [("norm", torch.zeros(7, dtype=torch.float64))])
-    with pytest.raises(UsageError, match="came twice"):
+    with pytest.raises(UsageError, match="was given twice"):
         publisher.publish_tensors(1, [("norm", full["norm"]), ("norm", full["norm"])])
 
 
@@ -488,5 +488,5 @@ def test_files_that_a_restarted_daemon_has_removed_are_a_version_not_found(tmp_p
     spec = TensorSpec("a", "F32", (4, 4))
     version = resources_pb2.Version(name="models/policy/versions/1", folder=str(tmp_path / "gone"))
     slot = AssignedSlot(0, (full_box(spec.shape),), (spec,), 1 << 20)
-    with pytest.raises(NotFound, match=r"expected its files in .*gone, they are gone"):
+    with pytest.raises(NotFound, match=r"expected its files in .*gone, found none"):
         SharedMemory(1).deliver(version, slot, iter(()))

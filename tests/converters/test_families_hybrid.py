@@ -136,7 +136,7 @@ def test_megatron_predicts_the_token_after_the_next_as_the_checkpoint_does(
 
 
 def test_several_mtp_layers_are_refused_since_they_share_one_projection() -> None:
-    with pytest.raises(UnsupportedModel, match="2 layers that predict further tokens"):
+    with pytest.raises(UnsupportedModel, match="at most one MTP layer, got 2"):
         expected_shapes(mtp_config("qwen3_5") | {"mtp_num_hidden_layers": 2})
 
 

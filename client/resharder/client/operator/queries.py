@@ -70,7 +70,7 @@ class OperatorQueries(DaemonConnection):
         model = model or self.only_model()
         ready = [version for version in self.versions(model) if version.state == VersionState.READY]
         if not ready:
-            raise NotFound(f"model {model!r} has no READY version yet")
+            raise NotFound(f"expected a READY version of model {model!r}, found none yet")
         return max(ready, key=lambda version: version.number)
 
     def servers(self, fleet: str = "") -> list[ServerStatus]:

@@ -175,8 +175,8 @@ def _check_against(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], w
     missing, unexpected = [name for name in shapes if name not in specs], [name for name in specs if name not in shapes]
     if missing or unexpected:
         raise UnknownTensor(
-            f"{where}: expected the {len(shapes)} tensors of the config; {len(missing)} are not there "
-            f"{missing[:4]}, {len(unexpected)} are there that the config does not mention {unexpected[:4]}"
+            f"{where}: expected the {len(shapes)} tensors of the config, found {len(missing)} missing {missing[:4]} "
+            f"and {len(unexpected)} unexpected {unexpected[:4]}"
         )
     for name, shape in shapes.items():
         if specs[name].shape != shape:

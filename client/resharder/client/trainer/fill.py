@@ -108,7 +108,7 @@ def _check(layout: Layout, tensors: Mapping[str, torch.Tensor], source: WeightSo
     """Return the pieces into which each box of the source goes. Raises the errors that precede the first write."""
     missing = [name for name in layout.tensors if name not in source.specs]
     if missing:
-        raise UnknownTensor(f"{source.name}: {len(missing)} tensors of the model are not there: {_some(missing)}")
+        raise UnknownTensor(f"{source.name}: expected all tensors of the model, {len(missing)} are missing: {_some(missing)}")
     for name, spec in layout.tensors.items():
         there = source.specs[name]
         if there.shape != spec.shape:

@@ -181,7 +181,7 @@ def assigned_items(rank_layout: RankLayout, positions: Iterable[int], items: Ite
         box = box_of(name, index, spec.shape)
         position = open_.pop((name, box), None)
         if position is None:
-            again = "came twice" if (name, box) in rank_layout.positions else "was not registered by this rank"
+            again = "was given twice" if (name, box) in rank_layout.positions else "was not registered by this rank"
             raise UsageError(f"{name}{format_box(box)}: {again}")
         number = numbers.get(position)
         if dtype_name(name, tensor.dtype) != spec.dtype or tensor.numel() != _count(box) or not _same_shape(tensor, box):
@@ -193,7 +193,7 @@ def assigned_items(rank_layout: RankLayout, positions: Iterable[int], items: Ite
             yield number, tensor.reshape(box_shape(box)) if tensor.dim() != len(box) else tensor
     if open_:
         names = ", ".join(f"{name}{format_box(box)}" for name, box in list(open_)[:4])
-        raise UsageError(f"expected all tensors that this rank registered, {len(open_)} pieces did not come: {names}")
+        raise UsageError(f"expected all tensors that this rank registered, {len(open_)} pieces are missing: {names}")
 
 
 def _count(box: Box) -> int:

@@ -69,7 +69,7 @@ def _store(identity: RankIdentity) -> Store:
         return HashStore()
     if not (dist.is_initialized() and dist.get_world_size() == identity.world_size):
         raise UsageError(
-            f"expected torch.distributed over all {identity.world_size} ranks, whose store has their progress: "
+            f"expected torch.distributed over all {identity.world_size} ranks, which report their progress in its store: "
             "call init_process_group before generation"
         )
     from torch.distributed.distributed_c10d import _get_default_store

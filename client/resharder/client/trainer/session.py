@@ -56,7 +56,7 @@ class PublisherSession:
     def registration(self) -> Registration:
         """Current registration. Raises UsageError before something is attached."""
         if self._registration is None:
-            raise UsageError("expected something attached")
+            raise UsageError("expected an attached model or tensors: call attach or attach_tensors first")
         return self._registration
 
     @contextmanager
@@ -89,7 +89,7 @@ class PublisherSession:
     def register_again(self) -> None:
         """Register the same layout with a restarted daemon, which has lost this publisher."""
         if self._rank_layout is None:
-            raise UsageError("expected something attached")
+            raise UsageError("expected an attached model or tensors: call attach or attach_tensors first")
         self._registration = register(self._channel, self._model, self._files, self.identity, self._rank_layout)
         if self._lease is not None:
             self._lease.follow(self._registration)

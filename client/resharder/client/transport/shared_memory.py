@@ -81,7 +81,7 @@ class SharedMemory:
                 raise FileNotFoundError(f"{len(missing)} tensors are in no file")
             return _WritableFiles(folder, files)
         except FileNotFoundError as error:
-            raise NotFound(f"{version.name}: expected its files in {folder}, they are gone: {error}", "VERSION_GONE") from error
+            raise NotFound(f"{version.name}: expected its files in {folder}, found none: {error}", "VERSION_GONE") from error
 
     def _write(self, files: "_WritableFiles", slot: AssignedSlot, items: "Iterable[Item]", pool: ThreadPoolExecutor) -> list[int]:
         failpoint("shared.write")

@@ -125,11 +125,12 @@ def _stream(channel: Channel, manifest: VersionManifest, boxes: Sequence[tuple[s
             header, data, _ = unframe(message)
             if header.index != index or header.checksum != xxhash.xxh3_64_intdigest(data):
                 raise CorruptData(
-                    f"{manifest.name}: expected chunk {index} with a valid checksum, got chunk {header.index} or other bytes"
+                    f"{manifest.name}: expected chunk {index} with a valid checksum, got chunk {header.index} with "
+                    f"checksum {header.checksum:016x}"
                 )
             sizes = [box_size(box) * kinds[position].itemsize for position, box in parts]
             if sum(sizes) != len(data):
-                raise CorruptData(f"{manifest.name}: chunk {index} has {len(data)} bytes, expected {sum(sizes)}")
+                raise CorruptData(f"{manifest.name}: expected {sum(sizes)} bytes in chunk {index}, got {len(data)}")
             at = 0
             for (position, box), size in zip(parts, sizes, strict=True):
                 array = np.frombuffer(data[at : at + size], dtype=kinds[position])

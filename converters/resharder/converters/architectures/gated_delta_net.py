@@ -118,7 +118,7 @@ def shared_prediction(size: Sizes, layer: Layer, count: int) -> Layer:
     drops these tensors when it saves. Raises UnsupportedModel for more than one.
     """
     if count > 1:
-        raise UnsupportedModel(f"config: {count} layers that predict further tokens: one mtp.fc for several has no table")
+        raise UnsupportedModel(f"config: expected at most one MTP layer, got {count}: several with one mtp.fc have no table")
     if not count:
         return {}
     projection = whole("mtp.fc.weight", size.hidden, 2 * size.hidden)

@@ -141,7 +141,7 @@ def join(parts: Sequence[Pieces[Process]]) -> Pieces[Process]:
         for spec in part.specs:
             if specs.setdefault(spec.name, spec) != spec:
                 one, other = (f"{s.dtype} {list(s.shape)}" for s in (specs[spec.name], spec))
-                raise LayoutError(f"{spec.name}: held as {one} and, by {part.processes[0]}, as {other}")
+                raise LayoutError(f"{spec.name}: held as {one}, but as {other} by {part.processes[0]}")
         numbers = {name: i for i, name in enumerate(specs)}
         tensors.append(np.array([numbers[spec.name] for spec in part.specs], np.int64)[part.tensor])
         names.append(np.array([locals_.setdefault(name, len(locals_)) for name in part.locals], np.int64)[part.local])

@@ -93,8 +93,8 @@ def stored_tensors(found: Mapping[str, torch.Tensor], config: HFConfig, *, whole
         raise UnknownTensor(
             "expected the names of the checkpoint on disk, found "
             + "; ".join(
-                f"{len(names)} that {what}: {', '.join(names[:4])}{', …' if len(names) > 4 else ''}"
-                for names, what in ((unknown, "it does not have"), (missing, "are missing"))
+                f"{len(names)} {what}: {', '.join(names[:4])}{', …' if len(names) > 4 else ''}"
+                for names, what in ((unknown, "unexpected"), (missing, "missing"))
                 if names
             )
             + "; pass rename=, a function from names in memory to names on disk"

@@ -120,7 +120,9 @@ def read_checkpoint_layout(folder: Path) -> tuple[FileLayout, ...]:
     for file in files:
         for placed in file.tensors:
             if homes.setdefault(placed.spec.name, file.path) != file.path:
-                raise ValueError(f"{folder}: {placed.spec.name} is in {homes[placed.spec.name]} and in {file.path}")
+                raise ValueError(
+                    f"{folder}: expected {placed.spec.name} in one file, found it in {homes[placed.spec.name]} and {file.path}"
+                )
     return files
 
 
@@ -133,7 +135,7 @@ def _read_header(path: Path) -> bytes:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or not 2 <= length <= path.stat().st_size - 8:
-            raise ValueError(f"{path}: expected a safetensors file, its header would be {length} bytes long")
+            raise ValueError(f"{path}: expected a safetensors file, found {length} as the length of its header")
         return prefix + file.read(length)
 
 
@@ -162,7 +164,7 @@ def parse_header(path: str, header: bytes, size: int) -> FileLayout:
                 raise ValueError(f"expected {spec.size} bytes of {name} in a file of {size}, got {start}:{end}")
             placed.append(Placed(spec, len(header) + start))
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: not a safetensors header: {error!r}") from error
+        raise ValueError(f"{path}: expected a safetensors header, found an invalid one: {error!r}") from error
     return FileLayout(path, header, size, tuple(sorted(placed, key=lambda p: p.offset)))
 
 

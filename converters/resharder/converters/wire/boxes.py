@@ -20,7 +20,7 @@ def box_from_proto(message: resources_pb2.Box) -> Box:
     steps = message.step or [1] * len(message.start)
     if not len(message.start) == len(message.count) == len(steps):
         raise LayoutError(
-            f"a box needs as many counts and steps as starts, got {len(message.start)}, {len(message.count)}, {len(steps)}"
+            f"expected as many counts and steps as starts in a box, got {len(message.count)}, {len(steps)}, {len(message.start)}"
         )
     return tuple(Range(s, n, t) for s, n, t in zip(message.start, message.count, steps, strict=True))
 

@@ -260,7 +260,7 @@ def _shard_pieces(
     `one` is the value that the model stores for a norm's gain of one.
     """
     if shard.data.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
-        raise UnsupportedModel(f"{name}: sharded_state_dict copies it, so it has no place in memory")
+        raise UnsupportedModel(f"{name}: expected a view of its memory, sharded_state_dict copies it")
     for weight, data, start in _members(name, shard, table, padded_for):
         base, strides = int(data.storage_offset() - tensor.storage_offset()), data.stride()
         within = tuple(Range(first, count) for first, count in zip(start, data.shape, strict=True))
@@ -298,7 +298,7 @@ def _members(
     if weights[0].padded and not is_padding(found[0], expected[0], ranks):
         raise LayoutError(
             f"{name}: expected {expected[0]} rows (vocab_size) and less than a unit of padding, found {found[0]}: the config "
-            f"leaves out {found[0] - expected[0]} rows of the model; attach with the vocab_size that the model was made with"
+            f"leaves out {found[0] - expected[0]} rows of the model; attach with the vocab_size with which the model was built"
         )
     start, first = shard.global_offset[before:], shard.global_offset[0] if lead else 0
     members = shard.data.unbind(0) if before > shard.prepend_axis_num else [shard.data]

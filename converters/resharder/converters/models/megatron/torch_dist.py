@@ -230,8 +230,8 @@ def _entries(chunk: Any, files: _Files, table: Table) -> dict[str, Entry]:
         unexpected = sorted(stored - wanted - set(other.values()))
         if not missing and not unexpected:
             return {name: _renamed(entry, other) for name, entry in entries.items()}
-        said = f"{len(missing)} of the model's {len(wanted)} tensors are not there{_some(missing)}"
-        said += f", {len(unexpected)} are there that it does not have{_some(unexpected)}"
+        said = f"expected the model's {len(wanted)} tensors, found {len(missing)} missing{_some(missing)}"
+        said += f" and {len(unexpected)} unexpected{_some(unexpected)}"
         differences.append((len(missing) + len(unexpected), said))
     raise UnknownTensor(f"{files.folder}: {min(differences)[1]}")
 
