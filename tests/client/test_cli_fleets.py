@@ -129,11 +129,16 @@ def test_fleet_set_asks_for_what_is_given_alone(fake: FakeOperator) -> None:
 def test_what_is_served_ahead_is_shown_as_such() -> None:
     server = converted(ServerStatus, Server(name="servers/a", state=Server.SERVING, ahead=True))
     assert format.state(server) == "SERVING, ahead"
-    staging = resources_pb2.Version(state=resources_pb2.Version.UPLOADING, servers_serving=1, servers_following=2)
-    ready = resources_pb2.Version(state=resources_pb2.Version.READY, servers_serving=2, servers_following=2)
-    arriving = resources_pb2.Version(state=resources_pb2.Version.UPLOADING, servers_following=2)
-    shown = [converted(VersionStatus, version) for version in (staging, ready, arriving)]
-    assert [row[6] for row in format.version_rows(shown)] == ["1/2, ahead", "2/2", "–"]
+    states = {3: resources_pb2.Version.UPLOADING, 2: resources_pb2.Version.READY, 4: resources_pb2.Version.UPLOADING}
+    shown = [
+        converted(VersionStatus, resources_pb2.Version(model="policy", number=number, state=state, servers_following=2))
+        for number, state in states.items()
+    ]
+    servers = [
+        converted(ServerStatus, Server(name=f"servers/{number}", model="policy", version=number, state=Server.SERVING))
+        for number in (3, 2)
+    ]
+    assert [row[6] for row in format.version_rows(shown, servers)] == ["1/2, ahead", "1/2", "–"]
 
 
 @pytest.mark.parametrize(

@@ -67,3 +67,15 @@ def test_a_forgotten_server_that_returns_is_registered_again(daemon: Daemon, ope
     operator.forget("two")
     with SimulatedServer(daemon, "two"):
         wait_serving(daemon, 1)
+
+
+def test_versions_counts_the_servers_on_exactly_each_version(daemon: Daemon, operator: Operator) -> None:
+    publishers = connected(daemon.endpoint, 1, "second")
+    wait_until(lambda: {server.state for server in operator.servers()} <= {ServerState.LOST}, "no other server is left")
+    with SimulatedServer(daemon, "three"):
+        wait_until(lambda: operator.server("three").version == 1, "it serves")
+        publish_all(publishers, 2, weights(2))[0].wait_ready(60)
+        wait_until(lambda: operator.server("three").version == 2, "it follows")
+        rows = [line.split() for line in resharder("versions").out.splitlines()[1:]]
+        assert [(row[1], row[-1]) for row in rows] == [("2", "1/1"), ("1", "0/1")]
+    publishers[0].close()

@@ -132,6 +132,8 @@ def operating(ready: Any) -> Iterator[Case]:
         "DecideMove": (operator_pb2.DecideMoveRequest(fleet="policy"), O | F, "NOTHING_TO_DECIDE"),
         "SetPower": (operator_pb2.SetPowerRequest(fleet="policy", power=resources_pb2.AWAKE), O | F, ""),
         "SetDrained": (operator_pb2.SetDrainedRequest(fleet="policy", drained=True), O | F, ""),
+        "DeleteFleet": (operator_pb2.DeleteFleetRequest(fleet="policy"), O | F, "FLEET_IN_USE"),
+        "ForgetServer": (operator_pb2.ForgetServerRequest(server="servers/one"), O | F, "NOT_LOST"),
         "ProfileInstall": (operator_pb2.ProfileInstallRequest(server="servers/one"), O | F, "NOT_SERVING"),
         "VerifyServer": (operator_pb2.VerifyServerRequest(server="servers/one"), O | F, "NO_VERIFICATION"),
         "RetireVersions": (operator_pb2.RetireVersionsRequest(model="policy", keep=1), O, ""),

@@ -364,18 +364,18 @@ class World:
             return False
         move = fleet.moving
         if move is not None:
-            if move.state == MoveState.STOPPED and not self._decided:
-                self._decided = True
+            if move.state == MoveState.STOPPED and self.schedule.now >= self._decided + 1:
+                self._decided = self.schedule.now
                 request = operator_pb2.DecideMoveRequest(fleet=FLEET, go_on=True)
                 self._ask(lambda: self.daemon.operations.decide(request))
             return False
-        self._decided = False
         target = max((version for version in ready if version not in fleet.refused), default=0)
         if not target or fleet.settled != target:
             return False
         return all(server.at(target) for server in self.servers if server.alive)
 
-    _decided = False
+    _decided = 0.0
+    """Time at which the operator last let a stopped move go on."""
 
     def _arrive(self, what: str, bound: float) -> None:
         """Run until everything has arrived at its target, within a bound."""

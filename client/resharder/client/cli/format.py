@@ -1,5 +1,6 @@
 """Fleets, servers, moves and events as text and as rows of tables."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from resharder.client.cli.output import Row, number, several, size, time_of
@@ -18,6 +19,7 @@ from resharder.client.operator.states import MovePhase, ServerPower, ServerState
 PUBLISHERS = ("publisher", "state", "ranks", "job")
 FLEETS = ("fleet", "model", "wants", "at", "moves", "move", "serving it", "reason")
 SERVERS = ("server", "fleet", "state", "serves", "wants", "workers", "apply", "pause", "reason")
+_IN_SERVICE = (ServerState.SERVING, ServerState.STAGING, ServerState.APPLYING, ServerState.WAITING)
 VERSIONS = ("model", "version", "state", "step", "size", "ready", "served by", "reason")
 
 
@@ -50,21 +52,27 @@ def server_rows(servers: Iterable[ServerStatus]) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def version_rows(versions: Iterable[VersionStatus]) -> Iterator[Row]:
-    """Yield the rows of a table with columns `VERSIONS`; an UPLOADING version has its progress in place of a time."""
+def version_rows(versions: Iterable[VersionStatus], servers: Iterable[ServerStatus] = ()) -> Iterator[Row]:
+    """Yield the rows of a table with columns `VERSIONS`; an UPLOADING version has its progress in place of a time.
+
+    Args:
+        versions: Versions to show.
+        servers: All servers, of which those on exactly a version are counted.
+    """
+    on = Counter((server.model, server.version) for server in servers if server.state in _IN_SERVICE)
     for v in versions:
         yield (
             v.model, number(v.number), v.state.value, str(v.step), size(v.size_bytes),
             time_of(v.ready_time) if v.ready_time else _arrived(v),
-            _served(v), v.reason,
+            _served(v, on[v.model, v.number]), v.reason,
         )  # fmt: skip
 
 
-def _served(version: VersionStatus) -> str:
-    served = f"{version.servers_serving}/{version.servers_following}"
+def _served(version: VersionStatus, on: int) -> str:
+    served = f"{on}/{version.servers_following}"
     if version.state == VersionState.READY:
         return served
-    return f"{served}, ahead" if version.state == VersionState.UPLOADING and version.servers_serving else "–"
+    return f"{served}, ahead" if version.state == VersionState.UPLOADING and on else "–"
 
 
 def event_line(event: DaemonEvent) -> str:

@@ -53,9 +53,10 @@ def versions(model: ModelName = "", endpoint: Endpoint = None, as_json: AsJson =
     """Show every version, newest first: state, step, size, servers."""
     with Operator(endpoint) as operator:
         found = sorted(operator.versions(model), key=lambda v: (v.model, -v.number))
+        servers = [] if as_json else operator.servers()
     if as_json:
         return print_json({"versions": [*map(plain, found)]})
-    print_table(format.VERSIONS, format.version_rows(found))
+    print_table(format.VERSIONS, format.version_rows(found, servers))
 
 
 @command(Section.LOOK)
