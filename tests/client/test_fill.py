@@ -276,7 +276,7 @@ def test_sources_that_are_none_are_refused_by_what_was_expected(daemon: Daemon, 
     model = {"a": torch.zeros(3)}
     with pytest.raises(UsageError, match="expected a folder with a checkpoint"):
         fill(model, CONFIG, tmp_path / "none")
-    with pytest.raises(UsageError, match="expected safetensors files, found none named \*\.safetensors"):
+    with pytest.raises(UsageError, match=r"expected safetensors files, found none named \*\.safetensors"):
         fill(model, CONFIG, tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     with pytest.raises(UsageError, match=r"found none named model-1.safetensors"):

@@ -52,6 +52,8 @@ class Scene:
     def attend(self) -> None:
         self.deaf.unlink(missing_ok=True)
         wait_until(lambda: servers(self.deployed.daemon)[0].control_sides == 2, "both API servers attend")
+        ask = lambda: self.server.request("POST", "/v1/completions", completion(PROMPT, 1))  # noqa: E731
+        wait_until(lambda: all(answer.status == 200 for answer in at_each_side(ask)), "both gates are open")
 
     def made(self, version: int, token_ids: list[int], logprobs: list[float]) -> list[bool]:
         """Which tokens the weights of `version` would have given, with these log-probabilities."""

@@ -85,7 +85,9 @@ class FleetChanges:
             fleet = self._roster.by_name.get(name)
             if fleet is None:
                 there = sorted(self._roster.by_name)
-                raise ResourceNotFound("FLEET_UNKNOWN", f"fleet {name!r} has no settings to delete; fleets with settings: {there}")
+                raise ResourceNotFound(
+                    "FLEET_UNKNOWN", f"fleet {name!r} has no settings to delete; fleets with settings: {there}"
+                )
             if servers := sorted(server.id for server in self._roster.of_fleet(name)):
                 raise FailedPrecondition(
                     "FLEET_IN_USE",

@@ -71,17 +71,14 @@ class Roster:
         """Add or replace a server."""
         self.by_id = {**self.by_id, server.id: server}
 
-    def remove_server(self, id: str) -> None:
-        """Remove a server."""
-        self.by_id = {other: server for other, server in self.by_id.items() if other != id}
+    def remove(self, *, server: str = "", fleet: str = "") -> None:
+        """Remove the server with this id, or the fleet of this name."""
+        self.by_id = {id: known for id, known in self.by_id.items() if id != server}
+        self.by_name = {name: known for name, known in self.by_name.items() if name != fleet}
 
     def put_fleet(self, fleet: Fleet) -> None:
         """Add or replace a fleet."""
         self.by_name = {**self.by_name, fleet.name: fleet}
-
-    def remove_fleet(self, name: str) -> None:
-        """Remove a fleet."""
-        self.by_name = {other: fleet for other, fleet in self.by_name.items() if other != name}
 
     def new_fleet(self, name: str, model: str) -> Fleet:
         """Return a fleet with default settings, without adding it."""

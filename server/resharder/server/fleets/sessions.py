@@ -183,7 +183,7 @@ class Sessions:
 
     def forget(self, server: Server) -> None:
         """Remove a server, its pins and its membership. Callers hold the roster's lock. Raises OSError."""
-        self._roster.remove_server(server.id)
+        self._roster.remove(server=server.id)
         self._term = max(self._term, server.term)
         self._pins.release(f"servers/{server.id}", server.model)
         self._steering.store(without_server(self._roster.by_name[server.fleet], server.id))

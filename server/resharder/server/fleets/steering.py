@@ -142,7 +142,7 @@ class Steering:
         """Remove a fleet without servers, durably, and its pins. Raises OSError; the state is then unchanged."""
         if self._files is not None:
             self._files.delete(fleet.name)
-        self._roster.remove_fleet(fleet.name)
+        self._roster.remove(fleet=fleet.name)
         self._pins.release(f"fleets/{fleet.name}", fleet.model)
 
     def pin_versions(self, fleet: Fleet) -> None:

@@ -16,6 +16,7 @@ from resharder.server.infra.event_log import Events, event_to_proto
 from resharder.server.ingest.shared import parse_name
 from resharder.server.rpc.convert import fleet_to_proto, server_to_proto, store_access, timestamp
 from resharder.server.rpc.dispatch import Call
+from resharder.server.rpc.fleet_calls import FleetCalls
 from resharder.server.rpc.views import Views, page_of, seconds
 from resharder.server.state.version import VersionRecord
 from resharder.server.store.manifest import MANIFEST_FILE
@@ -25,7 +26,7 @@ from resharder.v1 import operator_pb2
 _PART_BYTES = 1 << 20
 
 
-class OperatorService:
+class OperatorService(FleetCalls):
     """Methods of `OperatorService`. Errors are those of the parts that each method calls."""
 
     def __init__(
@@ -39,7 +40,8 @@ class OperatorService:
         daemon: operator_pb2.Daemon,
     ) -> None:
         self._intake, self._store, self._views, self._fleets = views.intake, views.store, views, views.fleets
-        self._operations, self._events, self._archive, self._daemon = operations, events, archive, daemon
+        super().__init__(views.fleets, operations)
+        self._events, self._archive, self._daemon = events, archive, daemon
         self._profiles, self._verifications = profiles, verifications
 
     def GetDaemon(self, request: operator_pb2.GetDaemonRequest, call: Call) -> Message:
@@ -88,36 +90,6 @@ class OperatorService:
             yield from _export(self._store, record)
         finally:
             self._store.pins.release(model, number, holder)
-
-    def UpdateFleet(self, request: operator_pb2.UpdateFleetRequest, call: Call) -> Message:
-        """Set the fields of a fleet that the mask names; a new fleet is created."""
-        return fleet_to_proto(self._operations.update(request))
-
-    def RollBackFleet(self, request: operator_pb2.RollBackFleetRequest, call: Call) -> Message:
-        """Return a fleet to an earlier version. Idempotent for a repeated request id."""
-        return fleet_to_proto(self._operations.roll_back(request))
-
-    def DecideMove(self, request: operator_pb2.DecideMoveRequest, call: Call) -> Message:
-        """Approve or reverse the current move of a fleet."""
-        return fleet_to_proto(self._operations.decide(request))
-
-    def SetPower(self, request: operator_pb2.SetPowerRequest, call: Call) -> Message:
-        """Put servers to sleep or wake them. Returns before the engines have changed."""
-        return fleet_to_proto(self._operations.set_power(request))
-
-    def SetDrained(self, request: operator_pb2.SetDrainedRequest, call: Call) -> Message:
-        """Drain servers or resume them. Returns before requests in flight have ended."""
-        return fleet_to_proto(self._operations.set_drained(request))
-
-    def DeleteFleet(self, request: operator_pb2.DeleteFleetRequest, call: Call) -> Message:
-        """Delete a fleet without servers."""
-        self._fleets.changes.delete(request.fleet.removeprefix("fleets/"))
-        return operator_pb2.DeleteFleetResponse()
-
-    def ForgetServer(self, request: operator_pb2.ForgetServerRequest, call: Call) -> Message:
-        """Forget a LOST server."""
-        self._fleets.changes.forget(request.server.removeprefix("servers/"))
-        return operator_pb2.ForgetServerResponse()
 
     def ProfileInstall(self, request: operator_pb2.ProfileInstallRequest, call: Call) -> Iterator[Message | Pause]:
         """Repeat a server's install under a profiler, and stream its workers' profiles."""
