@@ -71,7 +71,7 @@ def test_the_daemon_reads_no_clock_but_the_given_one() -> None:
 
 
 def test_no_call_of_an_object_is_assigned_after_it_was_made() -> None:
-    """What an object calls comes with its constructor, or by a method (`observe`) where the caller is made later."""
+    """Constructors take the callables of an object; a method such as `observe` takes one that is made later."""
     trees = {path: list(ast.walk(ast.parse(path.read_text()))) for path in SOURCES}
     annotated = [node for nodes in trees.values() for node in nodes if isinstance(node, ast.AnnAssign)]
     calls = {names_of(node.target).removeprefix("self.") for node in annotated if "Callable" in ast.unparse(node.annotation)}

@@ -1,4 +1,4 @@
-"""What holds after a cycle, whatever broke in it."""
+"""Invariants after a cycle with any fault."""
 
 import os
 import signal

@@ -38,7 +38,7 @@ class Failed(AssertionError):
 
 @dataclass
 class Report:
-    """What came of one cycle."""
+    """Result of one cycle."""
 
     case: Case | None
     reached: bool = False
@@ -285,7 +285,7 @@ class Cycle:
             if time.monotonic() > deadline:
                 raise Failed(f"expected {what} within {BOUND:g} s; servers: {self.servers()}"[:1500])
 
-    # What the daemon says
+    # State of the daemon
 
     def servers(self) -> list[resources_pb2.Server]:
         stub = operator_pb2_grpc.OperatorServiceStub(self.daemon.channel)

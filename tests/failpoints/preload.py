@@ -1,4 +1,4 @@
-"""What the processes of a cycle are forked from: everything is imported, nothing has been called, no thread runs."""
+"""Imports of the process from which those of a cycle are forked. It has called nothing and runs no thread."""
 
 import gc
 

@@ -129,7 +129,7 @@ def test_random_numbers_on_gpus_go_on_as_if_nothing_had_been_drawn() -> None:
 
 
 def test_megatrons_tracker_goes_on_as_if_nothing_had_been_drawn() -> None:
-    random: Any = pytest.importorskip("megatron.core.tensor_parallel.random")
+    random: Any = pytest.importorskip("megatron.core.tensor_parallel.random", reason="needs megatron-core")
     random.initialize_rng_tracker(force_reset=True)
     tracker = random.get_cuda_rng_tracker()
     tracker.add("model-parallel-rng", 11)

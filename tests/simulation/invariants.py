@@ -36,7 +36,7 @@ class Reference:
         self._claims: list[str] = []
         self._checked: set[int] = set()
 
-    # What clients do and are told
+    # Requests of clients and their answers
 
     def claimed(self, job: str, epoch: int) -> None:
         """Check that an epoch belongs to one job."""

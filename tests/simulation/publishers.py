@@ -27,7 +27,7 @@ Steps = Generator[Wait, None, Any]
 
 
 class Records(Protocol):
-    """What ranks report for the invariants."""
+    """Reports of ranks to the invariants."""
 
     def told(self, answer: Answer) -> None: ...
     def delivers(self, record: VersionRecord, rank: int, variant: str, positions: Sequence[int]) -> None: ...

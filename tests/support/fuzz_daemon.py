@@ -202,7 +202,7 @@ class World:
         if kind is not publisher_pb2.Chunk:
             self.names.learn(kind.FromString(message))
 
-    # What must hold
+    # Invariants
 
     def check(self) -> None:
         assert not self.door.faults, self.door.faults

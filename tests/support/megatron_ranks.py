@@ -1,4 +1,4 @@
-"""What four real Megatron ranks compute (gloo, CPU).
+"""Logits of four real Megatron ranks (gloo, CPU).
 
 `python -m tests.support.forked_ranks tests.support.megatron_ranks FOLDER`, with
 FOLDER holding a checkpoint per family, writes the findings of rank 0 to FOLDER/found.json.

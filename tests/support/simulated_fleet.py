@@ -54,7 +54,7 @@ class ServerModel:
     answered: dict[str, bool] = field(default_factory=dict)
 
     def shows(self, now: float) -> int:
-        """What a client that asks now gets."""
+        """Return the version that a request receives now."""
         if self.strict and now >= self.lease_until:
             self.gate = 0
         return self.gate if self.power == Power.AWAKE and not self.paused else 0

@@ -248,7 +248,7 @@ class ApiServer:
             request.broken = True
         self.schedule.after(self.ipc(), self.core.process, lambda: self.core.drop_requests_of(self))
 
-    # What must hold
+    # Invariants
 
     def _granted(self, until: float) -> None:
         self.granted_until = max(self.granted_until, until)
