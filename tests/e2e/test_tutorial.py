@@ -1,4 +1,6 @@
-"""docs/tutorial.md as it stands: a shell types its commands, with a real daemon and real servers, and each prints what the page says.
+"""docs/tutorial.md as it stands: a shell types its commands, with a real daemon and real servers.
+
+Each prints what the page says.
 
 vLLM's own sleep does nothing on the CPU, so that it is `dropping_sleep`'s here, which drops what a GPU would.
 """
