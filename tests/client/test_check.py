@@ -101,6 +101,10 @@ def test_the_command_plans_a_trainer_and_a_server_without_cuda_or_transformer_en
     half, whole = report["size"] // 2, report["size"]
     assert all(half <= worker < 0.6 * whole for worker in report["receives"]["bytes_each"])
     assert sum(report["direct"]["bytes_each"]) == sum(report["receives"]["bytes_each"])
+    sizes = report["traffic"]["sizes"]
+    assert [sum(row) for row in sizes] == report["direct"]["bytes_each"]
+    assert [sum(column) for column in zip(*sizes, strict=True)] == report["receives"]["bytes_each"]
+    assert len(report["traffic"]["ranks"]) == len(sizes)
     assert report["copies"] >= 2 * report["tensors"] // 2
     assert report["through_load_weights"] == []
 

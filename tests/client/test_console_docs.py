@@ -21,9 +21,9 @@ $ resharder status
 $ this is not run
 ```
 
-<!-- not run -->
+<!-- install -->
 ```console
-$ nor is this
+$ pip install resharder
 ```
 
 ```console
@@ -41,6 +41,7 @@ def test_commands_are_read_with_their_output_and_where_they_stand() -> None:
         Step("resharder gc", "", 23),
     ]
     assert [step.stays for step in found] == [True, False, False, False]
+    assert [step.command for step in steps(PAGE, install=True)][-2:] == ["pip install resharder", "resharder gc"]
     with pytest.raises(ValueError, match=r"line 2: expected a console block to begin with `\$ command`"):
         steps("```console\noutput first\n```\n")
 

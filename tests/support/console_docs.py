@@ -3,15 +3,15 @@
 A ```console block is a session: a line `$ command` is typed (a `\\` at its end goes on in the next line, `&` at its end leaves
 it running), what follows up to the next `$` is its whole output, standard error included. All blocks of a page are one session.
 In an output `…` stands for anything within a line, a line of `…` alone for any lines, or none. How many spaces there are between
-two words is not compared: the columns of a table are as wide as what varies in them. `<!-- not run -->` before a block leaves it
-out.
+two words is not compared: the columns of a table are as wide as what varies in them. `<!-- install -->` before a block leaves it
+out, except where a page is typed in an environment that has nothing installed.
 """
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_BLOCK = re.compile(r"^(?P<skip><!-- not run -->\n)?```console\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^(?P<install><!-- install -->\n)?```console\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Step:
         return self.command.endswith("&")
 
 
-def steps(page: str) -> list[Step]:
-    """Raises ValueError for a block that does not begin with a command."""
+def steps(page: str, *, install: bool = False) -> list[Step]:
+    """Return the commands of a page; those that install with `install`. Raises ValueError for a block without a command first."""
     found: list[Step] = []
     for block in _BLOCK.finditer(page):
-        if not block["skip"]:
+        if install or not block["install"]:
             found += _steps(block["body"], 1 + page.count("\n", 0, block.start("body")))
     return found
 

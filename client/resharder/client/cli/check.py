@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from resharder.client.cli.app import AsJson, Endpoint, Section, command
 from resharder.client.cli.output import count_up, print_json, print_table, size
+from resharder.client.errors import UsageError
 
 
 @command(Section.CHECK)
@@ -43,6 +44,9 @@ def check(
     server_pp: Annotated[int, typer.Option(help="Its pipeline parallel size.")] = 1,
     server_dp: Annotated[int, typer.Option(help="Its data parallel size.")] = 1,
     server_ep: Annotated[bool, typer.Option("--server-ep", help="Experts are spread over its tp x dp workers.")] = False,
+    svg_file: Annotated[
+        Path | None, typer.Option("--svg", metavar="FILE", help="Also draw which rank sends what to which worker.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check in advance whether a trainer and a server fit a model.
@@ -51,7 +55,10 @@ def check(
     reason if something does not fit.
     """
     from resharder.client.tools import check as checking
+    from resharder.client.tools.traffic import svg, text_map
 
+    if svg_file is not None and not (world and server_tp):
+        raise UsageError("--svg draws bytes from ranks to workers: expected --world and --server-tp")
     warnings.filterwarnings("ignore", module="megatron")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     report = checking.check(
@@ -62,6 +69,10 @@ def check(
         options={"spec": spec, "vocab_multiple": vocab_multiple} | checking.settings(set_ or []),
         progress=count_up if sys.stderr.isatty() and not as_json else lambda what, done, total: None,
     )
+    if svg_file is not None and report.traffic is not None:
+        svg_file.write_text(
+            svg(report.traffic, f"{report.architecture}, {world} ranks to {len(report.traffic.received)} workers")
+        )
     if as_json:
         return print_json(asdict(report))
     print(f"{report.architecture}: {report.tensors} tensors, {size(report.size)}: every element has one place")
@@ -74,8 +85,9 @@ def check(
             if s is not None
         ),
     )
-    if report.copies:
+    if report.traffic is not None:
         print(f"the direct path: {report.copies} copies")
+        print("\n".join(text_map(report.traffic)))
     if report.through_load_weights:
         names = ", ".join(report.through_load_weights[:4])
         print(f"{len(report.through_load_weights)} tensors go whole through load_weights: {names}")

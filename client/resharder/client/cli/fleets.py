@@ -6,13 +6,15 @@ from typing import Annotated
 import typer
 from resharder.client.cli import completion, format
 from resharder.client.cli.app import AsJson, Endpoint, FleetName, Reason, Section, Timeout, Wait, app, command
+from resharder.client.cli.move_picture import move_lines
 from resharder.client.cli.options import StrategyOptions, strategy_of, target_of
 from resharder.client.cli.output import plain, print_json, print_table, time_of
 from resharder.client.cli.wait import end_move, show
+from resharder.client.cli.watch_move import watch_move
 from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import FleetStatus
-from resharder.client.operator.states import RequestHandling, TargetKind
+from resharder.client.operator.states import MovePhase, RequestHandling, TargetKind
 
 fleet = typer.Typer(no_args_is_help=True, help="Make, change and show a fleet.", rich_markup_mode=None)
 app.add_typer(fleet, name="fleet", rich_help_panel=Section.MOVE)
@@ -98,8 +100,15 @@ def set_(
 
 
 @fleet.command("show")
-def show_(name: Name = "", endpoint: Endpoint = None, as_json: AsJson = False) -> None:
-    """Show a fleet: target, update strategy, last move, refused versions, servers."""
+def show_(
+    name: Name = "",
+    watch: Annotated[bool, typer.Option("--watch", help="Draw the move alone, until Ctrl-C.")] = False,
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a fleet: target, update strategy, last move, refused versions, servers. A move in progress is drawn."""
+    if watch and not as_json:
+        return watch_move(name, endpoint)
     with Operator(endpoint) as operator:
         found = operator.fleet(name)
         servers = operator.servers(found.name)
@@ -108,6 +117,8 @@ def show_(name: Name = "", endpoint: Endpoint = None, as_json: AsJson = False) -
     for title, value in _facts(found):
         print(f"{title:<11} {value}")
     print()
+    if found.move and found.move.state not in (MovePhase.DONE, MovePhase.FAILED):
+        print("\n".join(move_lines(found, servers)), end="\n\n")
     print_table(format.SERVERS, format.server_rows(servers))
 
 

@@ -27,11 +27,16 @@ def watch(
         def look() -> Group:
             return picture(operator, operator.daemon(), operator.fleets(), operator.servers())
 
-        look()  # an unreachable daemon is an error here, and a line of the output later
-        try:
-            (_live if sys.stdout.isatty() else _changes)(lambda: _or_gone(look), every)
-        except KeyboardInterrupt:
-            return
+        follow(look, every)
+
+
+def follow(look: Callable[[], Group], every: float) -> None:
+    """Draw `look` until Ctrl-C: live on a terminal, else once for every change. Raises DaemonUnreachable only at first."""
+    look()
+    try:
+        (_live if sys.stdout.isatty() else _changes)(lambda: _or_gone(look), every)
+    except KeyboardInterrupt:
+        return
 
 
 def _live(look: Callable[[], Group], every: float) -> None:

@@ -13,13 +13,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from resharder.client.errors import UsageError
+from resharder.client.tools.traffic import Traffic
 from resharder.converters.architectures import architecture_of
 from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import ConversionError, LayoutError, UnsupportedModel
 from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, full_box
 from resharder.converters.geometry.piece_arrays import Ints, Pieces, pack
-from resharder.converters.geometry.plan import plan_pieces
+from resharder.converters.geometry.plan import Plan, plan_pieces
 
 if TYPE_CHECKING:
     from resharder.client.inference.vllm.blueprint import ServerSizes
@@ -58,6 +60,7 @@ class Report:
         sends: Bytes from each trainer rank to the daemon.
         receives: Bytes from the daemon to each worker of one server.
         direct: Bytes that ranks send to the workers of one server over the direct path.
+        traffic: Bytes from each of these ranks to each worker.
         copies: Number of copies of the direct path.
         through_load_weights: Tensors that some worker loads whole, because its loader does more than copy.
     """
@@ -68,6 +71,7 @@ class Report:
     sends: Side | None
     receives: Side | None
     direct: Side | None
+    traffic: Traffic | None
     copies: int
     through_load_weights: tuple[str, ...]
 
@@ -176,6 +180,7 @@ def check(
         _side(sends),
         _side(receives),
         _side(direct.sent[direct.sent > 0] if direct is not None else None),
+        _traffic(direct) if direct is not None else None,
         len(direct) if direct is not None else 0,
         through,
     )
@@ -183,6 +188,14 @@ def check(
 
 def _side(sizes: Ints | None) -> Side | None:
     return None if sizes is None else Side(tuple(sizes.tolist()))
+
+
+def _traffic(plan: Plan[int, int]) -> Traffic:
+    """Return the bytes of each pair of processes; ranks that send nothing, such as replicas of others, are left out."""
+    sizes = np.zeros((len(plan.sources.processes), len(plan.targets.processes)), np.int64)
+    np.add.at(sizes, (plan.sources.process[plan.have], plan.targets.process[plan.want]), plan.sizes)
+    senders = np.flatnonzero(sizes.any(axis=1)).tolist()
+    return Traffic(tuple(plan.sources.processes[sender] for sender in senders), tuple(map(tuple, sizes[senders].tolist())))
 
 
 def _whole(specs: Mapping[str, TensorSpec], names: tuple[str, ...] | None = None) -> Layout:

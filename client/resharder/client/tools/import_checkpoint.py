@@ -10,9 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from resharder.client.errors import Conflict, UsageError
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import VersionStatus
@@ -21,13 +20,16 @@ from resharder.client.operator.states import PublisherState
 from resharder.client.tools.check import read_config
 from resharder.client.trainer.connect import connect
 from resharder.client.trainer.model_files import tokenizer_files
-from resharder.client.trainer.rank_layout import DeclaredTensor, TensorItem
+from resharder.client.trainer.rank_layout import DeclaredTensor
+from resharder.client.transport.base import HostArray
 from resharder.client.versions.source import open_source
 from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Layout, TensorSpec, box_index, full_box
-from resharder.converters.models.tensor_io import tensor_of_bits
+
+if TYPE_CHECKING:
+    from resharder.client.trainer.rank_layout import TensorItem
 
 _JOB = "import-"
 Progress = Callable[[int, int], None]
@@ -39,7 +41,7 @@ class _Opened:
 
     specs: Mapping[str, TensorSpec]
     declared: list[DeclaredTensor]
-    items: Callable[[], Iterable[TensorItem]]
+    items: "Callable[[], Iterable[TensorItem]]"
 
 
 def import_checkpoint(
@@ -84,6 +86,8 @@ def import_checkpoint(
     if not place.is_dir():
         raise UsageError(f"expected a folder with a checkpoint, got {folder}")
     megatron = _torch_dist_folder(place)
+    if megatron is not None and find_spec("megatron") is None:
+        raise UsageError("a Megatron checkpoint needs megatron-core here: pip install 'resharder[megatron]'")
     if megatron is not None and config is None:
         raise UsageError(f"expected the model's config with Megatron's checkpoint {megatron}: pass a folder with config.json")
     where = Path(config) if config is not None else place
@@ -141,18 +145,18 @@ def _open_folder(folder: Path) -> Iterator[_Opened]:
         wanted = [(name, full_box(spec.shape)) for name, spec in source.specs.items()]
         declared = [DeclaredTensor(spec.name, spec.dtype, spec.shape) for spec in source.specs.values()]
 
-        def items() -> Iterator[TensorItem]:
+        def items() -> "Iterator[TensorItem]":
             for position, _, bits in source.parts(wanted):
                 name = wanted[position][0]
-                yield name, tensor_of_bits(bits, source.specs[name].dtype)
+                yield name, HostArray(bits, source.specs[name].dtype)
 
         yield _Opened(source.specs, declared, items)
 
 
 @contextmanager
 def _open_megatron(folder: Path, config: Mapping[str, Any]) -> Iterator[_Opened]:
-    if find_spec("megatron") is None:
-        raise UsageError("a Megatron checkpoint needs megatron-core here: pip install 'resharder[megatron]'")
+    import torch.distributed as dist
+
     if dist.is_initialized():
         raise UsageError("expected a process without process groups for Megatron's checkpoint: torch.distributed is initialised")
     from resharder.converters.models.megatron.torch_dist import open_torch_dist
@@ -183,7 +187,7 @@ def _check_against(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], w
             raise LayoutError(f"{where}: {name}: expected {list(shape)} from the config, found {list(specs[name].shape)}")
 
 
-def _counted(opened: _Opened, progress: Progress) -> Iterator[TensorItem]:
+def _counted(opened: _Opened, progress: Progress) -> "Iterator[TensorItem]":
     done, total = 0, sum(spec.size for spec in opened.specs.values())
     for item in opened.items():
         yield item

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from resharder.client.errors import GenerationEnded, ServersNotAsleep, UsageError, WaitTimeout
 from resharder.client.operator import Operator
@@ -19,7 +20,9 @@ from resharder.client.operator.answers import FleetStatus, ServerStatus
 from resharder.client.operator.states import ServerPower, ServerState, TargetKind
 from resharder.client.rpc.channel import Backoff
 from resharder.client.trainer.handle import Handle
-from resharder.client.trainer.rendezvous import Ranks
+
+if TYPE_CHECKING:
+    from resharder.client.trainer.rendezvous import Ranks
 
 ASLEEP = {1: ServerPower.ASLEEP_1, 2: ServerPower.ASLEEP_2}
 
@@ -89,7 +92,7 @@ class GenerationPart:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: "Ranks",
         fleet: SharedFleet,
         *,
         level: int,

@@ -47,12 +47,12 @@ def _place() -> tuple[int, int]:
 
 
 def _random_job(world_size: int) -> str:
-    import torch
-    import torch.distributed as dist
-
     mine = secrets.token_bytes(16)
     if world_size == 1:
         return mine.hex()
+    import torch
+    import torch.distributed as dist
+
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size):
         raise UsageError(
             f"expected a job id that all {world_size} ranks share, got none, and torch.distributed cannot broadcast one: "

@@ -26,14 +26,11 @@ from resharder.client.trainer.rank_layout import (
     DeclaredTensor,
     LiveTensors,
     RankLayout,
-    TensorItem,
     assigned_items,
     declare,
     declared_rank_layout,
     rank_layout_of,
 )
-from resharder.client.trainer.rendezvous import meet
-from resharder.client.trainer.saved_state import eval_mode, keep_rng
 from resharder.client.trainer.session import PublisherSession
 from resharder.client.transport.selection import CHOICES, TransportSelector
 from resharder.converters.architectures.checkpoint import expected_shapes
@@ -47,6 +44,7 @@ if TYPE_CHECKING:
     from resharder.client.direct.sender import Sender
     from resharder.client.trainer.delivery import Read
     from resharder.client.trainer.offload import Aside
+    from resharder.client.trainer.rank_layout import TensorItem
     from resharder.converters.geometry.layout import Layout
     from resharder.converters.models.hf_names import Model, Rename
 
@@ -188,7 +186,7 @@ class Publisher:
             refuse_stale(self._chunks, sync=sync)
             return self._publish(step, live.items, direct=direct)
 
-    def publish_tensors(self, step: int, items: Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]) -> Handle:
+    def publish_tensors(self, step: int, items: "Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]") -> Handle:
         """Deliver HF tensors, divided over the ranks in any way and order, with each element on one rank.
 
         A tensor may be reused when the next item is requested. Without `attach_tensors`, the first call registers the items and
@@ -253,6 +251,8 @@ class Publisher:
             ResharderError: As in `publish`.
         """
         from resharder.client.trainer.offload import roots_of, set_aside
+        from resharder.client.trainer.rendezvous import meet
+        from resharder.client.trainer.saved_state import eval_mode, keep_rng
 
         if not self._sharing.acquire(blocking=False):
             raise UsageError("expected the previous generation of this publisher to have ended")
@@ -377,7 +377,7 @@ class Publisher:
         return handle
 
 
-def _opened(items: Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]) -> Iterable[TensorItem]:
+def _opened(items: "Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]") -> "Iterable[TensorItem]":
     return items() if callable(items) else items
 
 

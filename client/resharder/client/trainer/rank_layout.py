@@ -1,21 +1,33 @@
 """Boxes that a rank registers, and the tensors from which they are read at each publish."""
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-import torch
 from resharder.client.errors import UsageError
-from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, Range, TensorSpec, box_shape, format_box, full_box
-from resharder.converters.models.tensor_io import DTYPES, read_piece
-
-if TYPE_CHECKING:
-    from resharder.client.transport.base import Item
+from resharder.client.transport.base import HostArray
+from resharder.converters.geometry.layout import (
+    PUBLISHABLE,
+    Box,
+    Layout,
+    Range,
+    TensorSpec,
+    box_shape,
+    format_box,
+    full_box,
+)
 
 Index = tuple[int | slice, ...]
-TensorItem = tuple[str, torch.Tensor] | tuple[str, Index, torch.Tensor]
-"""(hf_name, whole tensor) or (hf_name, index, part that the index selects)."""
+
+if TYPE_CHECKING:
+    import torch
+    from resharder.client.transport.base import Item
+
+    Elements = torch.Tensor | HostArray
+    TensorItem = tuple[str, Elements] | tuple[str, Index, Elements]
+    """(hf_name, whole tensor) or (hf_name, index, part that the index selects)."""
 
 
 class RankBox(NamedTuple):
@@ -50,7 +62,7 @@ class DeclaredTensor(NamedTuple):
     """
 
     name: str
-    dtype: torch.dtype | str
+    dtype: "torch.dtype | str"
     shape: tuple[int, ...]
     part: Index | None = None
 
@@ -81,7 +93,7 @@ def declared_rank_layout(declared: Iterable[DeclaredTensor | tuple[Any, ...]]) -
     return RankLayout(specs, tuple(boxes.values()))
 
 
-def declare(items: Iterable[TensorItem], shapes: Mapping[str, tuple[int, ...]]) -> list[DeclaredTensor]:
+def declare(items: "Iterable[TensorItem]", shapes: Mapping[str, tuple[int, ...]]) -> list[DeclaredTensor]:
     """Return the declaration of items. `shapes` has the whole shapes of tensors that come in parts."""
     declared = []
     for item in items:
@@ -96,23 +108,34 @@ def declare(items: Iterable[TensorItem], shapes: Mapping[str, tuple[int, ...]]) 
     return declared
 
 
-def split_item(item: TensorItem) -> tuple[str, Index | None, torch.Tensor]:
+def split_item(item: "TensorItem") -> "tuple[str, Index | None, Elements]":
     """Return (name, index or None, tensor) of an item. Raises UsageError for any other form."""
-    if len(item) == 2 and isinstance(item[1], torch.Tensor):
+    if len(item) == 2 and _has_elements(item[1]):
         return item[0], None, item[1]
-    if len(item) == 3 and isinstance(item[2], torch.Tensor) and isinstance(item[1], tuple):
+    if len(item) == 3 and _has_elements(item[2]) and isinstance(item[1], tuple):
         return item[0], item[1], item[2]
     raise UsageError(f"expected (hf_name, tensor) or (hf_name, index, tensor), got {tuple(type(part).__name__ for part in item)}")
 
 
-def dtype_name(name: str, dtype: torch.dtype | str) -> str:
+def _has_elements(value: object) -> "TypeGuard[Elements]":
+    torch = sys.modules.get("torch")  # absent: an import of safetensors runs without torch
+    return isinstance(value, HostArray) or (torch is not None and isinstance(value, torch.Tensor))
+
+
+def dtype_name(name: str, dtype: "torch.dtype | str") -> str:
     """Return safetensors' name of a dtype. Raises UsageError, naming tensor `name`, for one that cannot be published."""
-    found = dtype if isinstance(dtype, str) else DTYPES.get(dtype, "")
-    if found not in ITEM_SIZES or found.startswith("F8"):
+    found = dtype if isinstance(dtype, str) else _torch_names().get(dtype, "")
+    if found not in PUBLISHABLE:
         raise UsageError(
-            f"{name}: expected one of {', '.join(DTYPES.values())}, got {dtype}; quantised tensors are not supported yet"
+            f"{name}: expected one of {', '.join(PUBLISHABLE)}, got {dtype}; quantised tensors are not supported yet"
         )
     return found
+
+
+def _torch_names() -> "dict[torch.dtype, str]":
+    from resharder.converters.models.tensor_io import DTYPES
+
+    return DTYPES
 
 
 def box_of(name: str, index: Index | None, shape: tuple[int, ...]) -> Box:
@@ -138,12 +161,12 @@ def box_of(name: str, index: Index | None, shape: tuple[int, ...]) -> Box:
 class LiveTensors:
     """A model's own tensors, read in place at each publish."""
 
-    def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor]):
+    def __init__(self, layout: Layout, tensors: "Mapping[str, torch.Tensor]"):
         self._pieces, self._tensors = layout.pieces, tensors
         self._known = {name: _memory_form(tensor) for name, tensor in tensors.items()}
 
     @property
-    def device(self) -> torch.device | None:
+    def device(self) -> "torch.device | None":
         """Device of all tensors; None if there are several devices or no tensors."""
         devices = {tensor.device for tensor in self._tensors.values()}
         return devices.pop() if len(devices) == 1 else None
@@ -153,6 +176,8 @@ class LiveTensors:
 
         Raises UsageError if a tensor has changed its shape, strides or dtype since the model was attached.
         """
+        from resharder.converters.models.tensor_io import read_piece
+
         for name, tensor in self._tensors.items():
             if _memory_form(tensor) != self._known[name]:
                 raise UsageError(
@@ -162,11 +187,11 @@ class LiveTensors:
         return [(number, read_piece(self._tensors, self._pieces[position])) for number, position in enumerate(positions)]
 
 
-def _memory_form(tensor: torch.Tensor) -> str:
+def _memory_form(tensor: "torch.Tensor") -> str:
     return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
 
 
-def assigned_items(rank_layout: RankLayout, positions: Iterable[int], items: Iterable[TensorItem]) -> Iterator["Item"]:
+def assigned_items(rank_layout: RankLayout, positions: Iterable[int], items: "Iterable[TensorItem]") -> "Iterator[Item]":
     """Yield the assigned items with their numbers in the slot.
 
     Raises UsageError unless `items` are exactly the registered ones, in any order.
@@ -184,22 +209,18 @@ def assigned_items(rank_layout: RankLayout, positions: Iterable[int], items: Ite
             again = "was given twice" if (name, box) in rank_layout.positions else "was not registered by this rank"
             raise UsageError(f"{name}{format_box(box)}: {again}")
         number = numbers.get(position)
-        if dtype_name(name, tensor.dtype) != spec.dtype or tensor.numel() != _count(box) or not _same_shape(tensor, box):
+        if dtype_name(name, tensor.dtype) != spec.dtype or not _same_shape(tensor, box):
             raise UsageError(
                 f"{name}{format_box(box)}: expected {spec.dtype} {list(box_shape(box))} as registered, got "
                 f"{tensor.dtype} {list(tensor.shape)}"
             )
         if number is not None:
-            yield number, tensor.reshape(box_shape(box)) if tensor.dim() != len(box) else tensor
+            yield number, tensor.reshape(box_shape(box)) if len(tensor.shape) != len(box) else tensor
     if open_:
         names = ", ".join(f"{name}{format_box(box)}" for name, box in list(open_)[:4])
         raise UsageError(f"expected all tensors that this rank registered, {len(open_)} pieces are missing: {names}")
 
 
-def _count(box: Box) -> int:
-    return int(torch.Size(box_shape(box)).numel())
-
-
-def _same_shape(tensor: torch.Tensor, box: Box) -> bool:
+def _same_shape(tensor: "Elements", box: Box) -> bool:
     """Return whether shapes are equal, apart from dimensions of length 1, which integer indices omit."""
     return [n for n in tensor.shape if n != 1] == [n for n in box_shape(box) if n != 1]

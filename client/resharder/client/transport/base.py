@@ -7,17 +7,40 @@ from typing import TYPE_CHECKING, Protocol
 
 from resharder.converters.geometry.chunking import Part, cut_chunks
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec
+from resharder.converters.storage.files import Array
 from resharder.v1 import resources_pb2
 
 if TYPE_CHECKING:
     import torch
 
-    Item = tuple[int, torch.Tensor]
+    Item = tuple[int, torch.Tensor | "HostArray"]
     """Number of a box in its slot, and its elements, with any strides, on any device.
 
     A transport has finished with a tensor when it requests the next item of an iterator. The tensors of a sequence must not
     change until the transport returns.
     """
+
+
+@dataclass(frozen=True)
+class HostArray:
+    """Elements on the host, for processes without torch: unsigned integers of the size of safetensors' `dtype`."""
+
+    array: Array
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the elements."""
+        return self.array.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.array.nbytes
+
+    def reshape(self, shape: tuple[int, ...]) -> "HostArray":
+        """Return the same elements in another shape."""
+        return HostArray(self.array.reshape(shape), self.dtype)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ the other is read. All work runs on the caller's current stream, after a trainer
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from resharder.client.transport.base import AssignedSlot
+from resharder.client.transport.base import AssignedSlot, HostArray
 from resharder.converters.geometry.layout import Box
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import BITS, Array
@@ -40,6 +40,9 @@ def host_parts(items: "Iterable[Item]", boxes: Sequence[Box], cuts: Sequence[Seq
     stage: _DeviceStage | None = None
     for number, tensor in items:
         for part, cut in enumerate(cuts[number]):
+            if isinstance(tensor, HostArray):
+                yield HostPart(number, part, tensor.array[within(cut, boxes[number])])
+                continue
             elements = tensor.detach()[within(cut, boxes[number])]
             if tensor.device.type == "cpu":
                 yield HostPart(number, part, host_bits(elements))

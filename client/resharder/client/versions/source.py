@@ -9,8 +9,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
-import torch
-import torch.distributed as dist
 from resharder.client.errors import NotFound, ResharderError, UsageError
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
@@ -136,6 +134,9 @@ def _agreed(operator: Operator, model: str, number: str) -> int:
     """Return the number of the version that all ranks use."""
     if number != "latest":
         return int(number)
+    import torch
+    import torch.distributed as dist
+
     found, problem = 0, None
     try:
         found = operator.latest(model).number

@@ -156,6 +156,9 @@ ITEM_SIZES = {
     "BF16": 2, "F16": 2, "I16": 2, "U16": 2, "F32": 4, "I32": 4, "U32": 4, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
 
+PUBLISHABLE = ("BF16", "F16", "F32", "F64", "BOOL", "U8", "I8", "I16", "I32", "I64")
+"""safetensors' names of the dtypes that can be published."""
+
 
 def run_start(box: Box, spec: TensorSpec) -> int | None:
     """Return the byte offset in the tensor at which a contiguous box begins; None if the box is not contiguous."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from resharder.converters.geometry.layout import Piece, StridedView
+from resharder.converters.geometry.layout import PUBLISHABLE, Piece, StridedView
 
 TORCH_DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -16,7 +16,7 @@ TORCH_DTYPES = {
 }  # fmt: skip
 """torch's dtype for each dtype of safetensors."""
 
-DTYPES = {TORCH_DTYPES[name]: name for name in ("BF16", "F16", "F32", "F64", "BOOL", "U8", "I8", "I16", "I32", "I64")}
+DTYPES = {TORCH_DTYPES[name]: name for name in PUBLISHABLE}
 """safetensors' names of the dtypes that can be published."""
 
 

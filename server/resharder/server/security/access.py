@@ -23,6 +23,7 @@ SMALL_BYTES = 1 << 20
 READ = BY_PATH["/resharder.v1.ServerService/GetManifest"]
 LOOK = BY_PATH["/resharder.v1.OperatorService/ListEvents"]  # the call whose answer the status page shows
 _SAY_AGAIN = 60.0  # seconds between log lines about equal refusals
+_NEXT_STEP = ("MEMORY_UNKNOWN", "NOT_OFFERED")  # the caller declares its memory, or takes the staged path
 _log = structlog.get_logger("resharder.security")
 
 
@@ -141,7 +142,9 @@ class Access:
         return caller
 
     def note(self, method: str, peer: str, error: DaemonError) -> None:
-        """Log a refused call, at most once a minute for a method and host."""
+        """Log a refused call, at most once a minute for a method and host; not one that leads to the caller's next step."""
+        if error.reason in _NEXT_STEP:
+            return
         now, key = self._clock(), (method, peer.rpartition(":")[0])
         if now - self._said.get(key, -_SAY_AGAIN) < _SAY_AGAIN:
             return
