@@ -155,7 +155,7 @@ def test_an_exported_folder_is_imported_as_it_was(tmp_path: Path) -> None:
     done = resharder("import", tmp_path / "two", "--model", "imported", "--step", 7)
     assert done.code == 0, done.err
     assert done.out.startswith("models/imported/versions/1 (step 7): ")
-    assert "import into imported" in done.err
+    assert done.err == ""
     assert equal(exported(os.environ["RESHARDER_ENDPOINT"], "models/imported/versions/1", tmp_path / "one"), weights(2))
     (trainer,) = connected(os.environ["RESHARDER_ENDPOINT"], 1, "trainer")
     refused = resharder("import", tmp_path / "two", "--model", "policy", "--step", 7)

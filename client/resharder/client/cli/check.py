@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 from resharder.client.cli.app import AsJson, Endpoint, Section, command
-from resharder.client.cli.output import count_up, print_json, print_table, size
+from resharder.client.cli.output import print_json, print_table, size
+from resharder.client.cli.progress import count_up
+from resharder.client.cli.table import Columns, paint
 
 
 @command(Section.CHECK)
@@ -21,7 +23,8 @@ def doctor(endpoint: Endpoint = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"checks": [check._asdict() for check in checks]})
     else:
-        print_table(("", "check", "found", "to mend"), ((c.verdict, c.name, c.found, c.mend) for c in checks))
+        rows = ((paint(each.verdict), each.name, each.found, each.mend) for each in checks)
+        print_table(Columns(("", "check", "found", "to mend"), texts=2), rows)
     raise typer.Exit(1 if any(check.verdict == "fail" for check in checks) else 0)
 
 
@@ -67,7 +70,7 @@ def check(
     print(f"{report.architecture}: {report.tensors} tensors, {size(report.size)}: every element has one place")
     sides = (("rank to daemon", report.sends), ("daemon to worker", report.receives), ("rank to workers", report.direct))
     print_table(
-        ("bytes", "processes", "each, mean", "largest", "largest / mean"),
+        Columns(("bytes", "processes", "each, mean", "largest", "largest / mean"), texts=0),
         (
             (title, str(len(s.bytes_each)), size(s.total // len(s.bytes_each)), size(max(s.bytes_each)), f"{s.imbalance:.3f}")
             for title, s in sides
@@ -89,6 +92,6 @@ def architectures(as_json: AsJson = False) -> None:
     if as_json:
         found = [{"model_type": a.model_type, "architecture": a.name, "proof": a.proof} for a in ARCHITECTURES]
         return print_json({"architectures": found, "not_built": NOT_BUILT})
-    print_table(("model_type", "architecture", "proof"), ((a.model_type, a.name, a.proof) for a in ARCHITECTURES))
+    print_table(Columns(("model_type", "architecture", "proof")), ((a.model_type, a.name, a.proof) for a in ARCHITECTURES))
     for name, why in NOT_BUILT.items():
         print(f"not supported: {name}: {why}")

@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 from resharder.client.cli import completion, format
-from resharder.client.cli.app import AsJson, Endpoint, FleetName, Reason, Section, Timeout, Wait, app, command
+from resharder.client.cli.app import AsJson, Endpoint, FleetName, Reason, Section, Timeout, Wait, Wide, app, command
 from resharder.client.cli.options import StrategyOptions, strategy_of, target_of
 from resharder.client.cli.output import plain, print_json, print_table, time_of
+from resharder.client.cli.show import print_problems
 from resharder.client.cli.wait import end_move, show
 from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator import Operator
@@ -98,17 +99,18 @@ def set_(
 
 
 @fleet.command("show")
-def show_(name: Name = "", endpoint: Endpoint = None, as_json: AsJson = False) -> None:
+def show_(name: Name = "", wide: Wide = False, endpoint: Endpoint = None, as_json: AsJson = False) -> None:
     """Show a fleet: target, update strategy, last move, refused versions, servers."""
     with Operator(endpoint) as operator:
         found = operator.fleet(name)
         servers = operator.servers(found.name)
     if as_json:
         return print_json({"fleet": plain(found), "servers": [*map(plain, servers)]})
+    print_problems(servers)
     for title, value in _facts(found):
         print(f"{title:<11} {value}")
     print()
-    print_table(format.SERVERS, format.server_rows(servers))
+    print_table(format.SERVERS, format.server_rows(servers), wide)
 
 
 @fleet.command("delete")

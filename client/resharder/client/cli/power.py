@@ -49,7 +49,7 @@ def forget(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Forget a lost server now, instead of an hour after its loss. If it returns, it is registered again."""
+    """Forget a lost server now, instead of `forget_seconds` after its loss. If it returns, it is registered again."""
     with Operator(endpoint) as operator:
         operator.forget(server)
     print_json({"forgotten": server}) if as_json else print(f"{server}: forgotten")

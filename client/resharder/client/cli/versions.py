@@ -9,7 +9,9 @@ import typer
 from resharder.client.cli import completion, format
 from resharder.client.cli.app import AsJson, Endpoint, ModelName, Section, VersionName, command
 from resharder.client.cli.named_version import archived_version, named_version
-from resharder.client.cli.output import Bar, plain, print_json, print_table, several, size, time_of
+from resharder.client.cli.output import plain, print_json, print_table, several, size, time_of
+from resharder.client.cli.progress import Bar
+from resharder.client.cli.table import Columns
 from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import CollectedVersions
@@ -107,7 +109,7 @@ def archived(model: ModelName = "", endpoint: Endpoint = None, as_json: AsJson =
     if as_json:
         return print_json({"archived": [*map(plain, found)]})
     print_table(
-        ("archived version", "size", "archived", "url"),
+        Columns(("archived version", "size", "archived", "url")),
         ((a.name, size(a.size_bytes), time_of(a.archive_time), a.url) for a in found),
     )
 

@@ -53,6 +53,8 @@ def explain(server: Server, now: float, settings: Settings) -> str:
         return f"{who} for {now - server.seen:.0f} s"
     if not server.controls and server.attached:
         left = max(0.0, server.seen + settings.lease - now)
+        if server.left:
+            return f"{_serving(server)}its API servers have ended; it is forgotten in {left:.0f} s, when its lease ends"
         return f"{_serving(server)}no control side is attached; its lease ends in {left:.0f} s"
     return _serving(server) + _doing(server, now, settings)
 

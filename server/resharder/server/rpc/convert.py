@@ -176,6 +176,7 @@ def report_from_proto(message: server_pb2.ControlReport) -> Reported:
         power_from_proto(message.power),
         message.in_flight,
         timings_from_proto(message.timings),
+        message.leaving,
     )
 
 

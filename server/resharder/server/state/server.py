@@ -67,6 +67,7 @@ class Settings:
     attempts: int = 3
     first_retry: float = 2.0  # doubles with each failure
     last_retry: float = 60.0
+    forget: float = 86400.0  # from LOST until the server is forgotten
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,7 @@ class Server:
     installs: int = 0
     failures: Mapping[int, Failure] = field(default_factory=dict)
     lost_at: float | None = None
+    left: bool = False  # its last control side has announced its end
     goal: Goal = Goal()
     power: Power = Power.AWAKE  # as last reported by the leader
     change: Change | None = None
