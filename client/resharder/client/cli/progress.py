@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from resharder.client.cli.output import size
@@ -19,10 +19,13 @@ def count_up(what: str, done: int, total: int) -> None:
 
 
 @contextmanager
-def waiting(what: str, silent: bool = False) -> Iterator[None]:
-    """Name what the block waits for, on standard error, if it takes longer than a second; on a terminal alone."""
+def waiting(what: str, silent: bool = False) -> Iterator[Callable[[], None]]:
+    """Name what the block waits for, on standard error, if it takes longer than a second; on a terminal alone.
+
+    Yields a function that ends the wait before the block does.
+    """
     if silent or not sys.stderr.isatty():
-        yield
+        yield lambda: None
         return
     said = threading.Event()
 
@@ -33,13 +36,18 @@ def waiting(what: str, silent: bool = False) -> Iterator[None]:
     timer = threading.Timer(_PATIENCE, say)
     timer.daemon = True
     timer.start()
-    try:
-        yield
-    finally:
+
+    def end() -> None:
         timer.cancel()
         timer.join()
         if said.is_set():
+            said.clear()
             print(f"\r{' ' * (len(what) + 2)}\r", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield end
+    finally:
+        end()
 
 
 class Bar:

@@ -93,6 +93,8 @@ class VersionStatus:
     servers_following: int
     trace: str
     """W3C traceparent of its first span; empty without traces."""
+    set_aside: bool
+    """Whether the target `latest` skips it while the model has another READY version."""
 
 
 @dataclass(frozen=True)

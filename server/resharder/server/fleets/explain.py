@@ -1,7 +1,9 @@
 """Explanations of the states of servers and fleets, one sentence for each."""
 
+from dataclasses import replace
+
 from resharder.server.fleets.reconciler.installs import target, why_not_ahead
-from resharder.server.fleets.updates import wanted
+from resharder.server.fleets.updates import latest, wanted
 from resharder.server.state.fleet import Fleet, FleetTargetKind, Move, MoveState, View
 from resharder.server.state.server import InstallState, Power, Server, Settings, WorkerState
 from resharder.v1 import resources_pb2
@@ -180,11 +182,13 @@ def explain_fleet(fleet: Fleet, view: View) -> str:
         return f"model {fleet.model} has no READY version"
     if fleet.settled in view.ahead:
         return f"at version {fleet.settled}, ahead of READY{refused}"
-    newest = max(view.ready)
-    if newest not in fleet.refused and newest != fleet.settled and wanted(fleet, view) == fleet.settled:
+    newest = latest(fleet, replace(view, ahead=frozenset()), fleet.settled)
+    if newest and newest != fleet.settled and wanted(fleet, view) == fleet.settled:
         left = fleet.rest_left(view.now)
         return f"version {newest} is READY and due in {left:.0f} s: at most one move in {fleet.target.every_seconds:g} s{refused}"
-    return f"at its target version{refused}"
+    aside = max(view.set_aside & view.ready - fleet.refused.keys(), default=0)
+    skipped = f"; version {aside} is set aside: `update {aside}` serves it" if aside > fleet.settled else ""
+    return f"at its target version{skipped}{refused}"
 
 
 def _explain_move(move: Move, view: View) -> str:

@@ -35,6 +35,7 @@ def version_to_proto(store: Store, record: VersionRecord, counts: tuple[int, int
         used_by=store.pins.holders(record.model, record.number),
         servers_serving=counts[0],
         servers_following=counts[1],
+        set_aside=record.set_aside,
     )
 
 
