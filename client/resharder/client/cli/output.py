@@ -10,7 +10,12 @@ from typing import Any
 
 from resharder.client.cli.table import Columns, Row, grid, lines
 from resharder.client.operator.convert import wire_name
+from resharder.converters.units import size_text as size
 from rich.console import Console, Group, RenderableType
+
+__all__ = [
+    "console", "number", "one_line", "plain", "print_json", "print_table", "several", "size", "table", "time_of",
+]  # fmt: skip
 
 
 def console(wide: bool = False) -> Console:
@@ -73,11 +78,6 @@ def time_of(moment: datetime | None) -> str:
 def number(version: int) -> str:
     """Format a version's number; a dash for 0, no version."""
     return str(version) if version else "–"
-
-
-def size(count: int) -> str:
-    """Format bytes in MiB, or in GiB from 256 MiB on."""
-    return f"{count / 2**30:.2f} GiB" if count >= 1 << 28 else f"{count / 2**20:.1f} MiB"
 
 
 def several(count: int, what: str) -> str:

@@ -54,7 +54,7 @@ class Bar:
     """Progress bar on standard error from the first bytes on; none for JSON, and none without a terminal."""
 
     def __init__(self, silent: bool, title: str, total: int | None) -> None:
-        columns = (BarColumn(), _Sizes(), TimeRemainingColumn())
+        columns = (BarColumn(), _BarSizes(), TimeRemainingColumn())
         silent = silent or not sys.stderr.isatty()
         self._progress = Progress("{task.description}", *columns, console=Console(stderr=True), disable=silent)
         self._title, self._total = title, total
@@ -76,7 +76,7 @@ class Bar:
             self._progress.stop()
 
 
-class _Sizes(ProgressColumn):
+class _BarSizes(ProgressColumn):
     """Bytes so far, of all, and per second."""
 
     def render(self, task: Task) -> Text:

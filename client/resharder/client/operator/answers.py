@@ -259,6 +259,8 @@ class WorkerStatus:
     """Whether a verification found a difference since the last install, for FAILED."""
     memory: str
     """Fingerprint of the declared layout of its memory; empty without the direct path."""
+    released_bytes: int | None
+    """Device memory that the current sleep released, as measured."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from resharder.converters.units import size_text
 from resharder.server.fleets.reconciler.installs import target, why_not_ahead
 from resharder.server.fleets.updates import latest, wanted
 from resharder.server.state.fleet import Fleet, FleetTargetKind, Move, MoveState, View
@@ -64,8 +65,8 @@ def explain(server: Server, now: float, settings: Settings) -> str:
 def _serving(server: Server) -> str:
     if server.controls and server.power not in (Power.AWAKE, Power.UNKNOWN):
         return {
-            Power.ASLEEP_1: "asleep at level 1; ",
-            Power.ASLEEP_2: "asleep at level 2, its weights are dropped; ",
+            Power.ASLEEP_1: f"asleep at level 1{_released(server)}; ",
+            Power.ASLEEP_2: f"asleep at level 2{_released(server)}; ",
             Power.WEIGHTS_AWAKE: "its weights are awake, its KV cache is not; ",
         }[server.power]
     if not server.opened and server.controls and not server.goal.open:
@@ -81,6 +82,14 @@ def _serving(server: Server) -> str:
         rank, found = min(server.altered.items())
         return f"closed, worker {rank}: {found}; "
     return ("closed, the last install went wrong half-way; " if _half_way(server) else "closed; ") + _stranger(server)
+
+
+def _released(server: Server) -> str:
+    """Return what the workers' sleep released, as measured, as part of a sentence."""
+    measured = [worker.released_bytes for worker in server.workers.values() if worker.released_bytes is not None]
+    if not measured:
+        return ""
+    return f", {size_text(sum(measured))} released" if sum(measured) else ", but vLLM released no memory"
 
 
 def _way(server: Server) -> str:

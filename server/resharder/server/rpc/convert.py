@@ -94,6 +94,7 @@ def worker_from_proto(message: resources_pb2.Worker) -> Worker:
         timings=timings_from_proto(message.timings),
         verification=_verification(message),
         altered=message.altered and state == WorkerState.FAILED,
+        released_bytes=max(0, message.released_bytes) if message.HasField("released_bytes") else None,
     )
 
 
@@ -129,6 +130,7 @@ def worker_to_proto(worker: Worker) -> resources_pb2.Worker:
         apply_seconds=worker.apply_seconds,
         timings=timings_to_proto(worker.timings),
         verification=worker.verification,
+        released_bytes=worker.released_bytes,
     )
 
 

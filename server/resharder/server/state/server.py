@@ -93,6 +93,7 @@ class Worker:
     timings: tuple[Timing, ...] = ()
     verification: resources_pb2.Verification | None = None  # result of the last verification
     altered: bool = False  # FAILED after a verification found a difference
+    released_bytes: int | None = None  # of device memory, by the current sleep; None: awake or not measured
     # Derived by the daemon.
     holds: int = 0  # version that its parameters are verified to contain; 0: unknown
     held_as: str = ""  # fingerprint of that version
