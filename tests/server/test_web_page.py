@@ -169,6 +169,8 @@ def test_it_can_be_read_wide_and_narrow_light_and_dark(
             "!getComputedStyle(one).clipPath.startsWith('inset')).length"
         )
         assert bool(headings) == (size == WIDE), "on a phone no heading stands without its column"
+        names = page.execute_script("return [...document.querySelectorAll('tbody th')].map(name => name.offsetHeight)")
+        assert size == WIDE or max(names) < 40, "on a phone a server's name has a line to itself"
         width = page.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]")
         assert width[0] <= width[1] == size[0], "nothing is to be scrolled sideways to"
         colours = page.execute_script(
