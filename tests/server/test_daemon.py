@@ -271,7 +271,7 @@ def test_where_the_kernel_gives_no_leases_the_daemon_refuses_to_share_the_store_
     try:
         assert daemon.launch().wait(60) == 1
         said = daemon.log.read_text().splitlines()[-1]
-        assert said.startswith(f"resharderd: {tmp_path / 'store'}: this filesystem does not report open files")
+        assert said.startswith(f"resharderd: --store: {tmp_path / 'store'}: this filesystem does not report open files")
         assert said.endswith("choose another folder, or shared_memory=false")
         daemon.options["shared_memory"] = "false"
         daemon.start()

@@ -197,7 +197,7 @@ class Daemon:
         try:
             return Shown(self.config.web_listen, self.intake, self.fleets, self.events, check, tls)
         except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
+            why = why_not_bound(self.config.web_listen) or (error.strerror if isinstance(error, OSError) else error)
             raise ConfigError(f"--web-listen: cannot listen on {self.config.web_listen}: {why}") from error
 
     def _note_version(self, record: VersionRecord) -> None:
@@ -318,7 +318,7 @@ def serve(config: Config) -> None:
     try:
         daemon = Daemon(config)
     except DaemonError as error:
-        sys.exit(f"resharderd: {error}")
+        sys.exit(f"resharderd: --store: {error}")
     except SecurityFilesError as error:
         raise ConfigError(f"security: {error}") from error
     except OSError as error:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from resharder.client.cli.app import AsJson, Endpoint, Section, command
 from resharder.client.cli.output import print_json, print_table, size
-from resharder.client.cli.progress import count_up
+from resharder.client.cli.progress import count_up, waiting
 from resharder.client.cli.table import Columns, paint
 
 
@@ -19,7 +19,8 @@ def doctor(endpoint: Endpoint = None, as_json: AsJson = False) -> None:
     """Check this host, and the daemon from it, and print what to change. Exits 1 for problems."""
     from resharder.client.tools.doctor import examine
 
-    checks = list(examine(endpoint))
+    with waiting("measuring memory, connecting to the daemon", as_json):
+        checks = list(examine(endpoint))
     if as_json:
         print_json({"checks": [check._asdict() for check in checks]})
     else:
@@ -53,7 +54,8 @@ def check(
     And what each process sends and receives. From the config alone: no weights, no GPU, any number of ranks. Exits 4 with the
     reason if something does not fit.
     """
-    from resharder.client.tools import check as checking
+    with waiting("importing torch", as_json):
+        from resharder.client.tools import check as checking
 
     warnings.filterwarnings("ignore", module="megatron")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
