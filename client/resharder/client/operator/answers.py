@@ -261,6 +261,8 @@ class WorkerStatus:
     """Fingerprint of the declared layout of its memory; empty without the direct path."""
     released_bytes: int | None
     """Device memory that the current sleep released, as measured."""
+    path: str
+    """Links of the direct path that `install` came over: `peer-memory`, `nccl` or `gloo`, joined by `+`; empty for the store."""
 
 
 @dataclass(frozen=True)
