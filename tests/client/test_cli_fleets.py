@@ -218,6 +218,17 @@ def test_gc_says_what_goes_and_drops_nothing_unless_told_to(fake: FakeOperator, 
         assert resharder("gc", "--keep", 1).code == 0
         assert [request.dry_run for request in fake.asked] == dry_runs
     assert (list(fake.asked[-1].versions), fake.asked[-1].keep) == ([1], 0), "what was shown is what goes"
+    fake.versions = [
+        Version(model="policy", number=1, state=Version.READY),
+        Version(model="policy", number=2, state=Version.READY),
+    ]
+    fake.fleet.settled_version = 2
+    keyboard = io.StringIO("\n")
+    keyboard.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdin", keyboard)
+    done = resharder("gc", "--keep", 1)
+    assert "This leaves no version to roll policy back to. Drop 1 version? [y/N]" in done.out
+    assert fake.asked[-1].dry_run, "without an answer nothing is deleted"
     assert answer("gc", 1, 2, "--yes")["freed_bytes"] == 3 << 20
     assert list(fake.asked[-1].versions) == [1, 2]
 

@@ -108,7 +108,7 @@ class Console:
                 operator.export(number, Path(folder), model="policy")
 
     def bring_in(self, folder: str, step: int) -> int:
-        return import_checkpoint(self._endpoint, folder, "policy", step=step, take_over=True).number
+        return import_checkpoint(self._endpoint, folder, "policy", step=step, take_over=True, serve=True).number
 
 
 class Actor:

@@ -271,7 +271,7 @@ def test_where_the_kernel_gives_no_leases_the_daemon_refuses_to_share_the_store_
     try:
         assert daemon.launch().wait(60) == 1
         said = daemon.log.read_text().splitlines()[-1]
-        assert said.startswith(f"resharderd: {tmp_path / 'store'}: this filesystem does not report open files")
+        assert said.startswith(f"resharderd: --store: {tmp_path / 'store'}: this filesystem does not report open files")
         assert said.endswith("choose another folder, or shared_memory=false")
         daemon.options["shared_memory"] = "false"
         daemon.start()
@@ -290,7 +290,7 @@ OPTIONS = {  # every option, with a value that is not its default
     "listen": "127.0.0.1:9", "store": "/elsewhere", "store_limit_bytes": 1 << 40, "keep_count": 9, "keep_bytes": 10,
     "shared_memory": False, "lease_seconds": 7.5, "chunk_bytes": 4096, "max_message_bytes": 3 << 20, "threads": 9, "transfers": 8,
     "digest_threads": 99, "drain_seconds": 1.5, "pause_mode": "wait", "log_format": "json", "log_level": "debug",
-    "archive_url": "/archive", "archive_every": 5, "archive_restore": False, "check_seconds": 60.0,
+    "forget_seconds": 60.0, "archive_url": "/archive", "archive_every": 5, "archive_restore": False, "check_seconds": 60.0,
     "web_listen": "127.0.0.1:10", "direct_staging_bytes": 8 << 20, "direct_seconds": 3.0,
 }  # fmt: skip
 

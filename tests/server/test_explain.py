@@ -40,3 +40,17 @@ def test_one_failure_is_said_as_one() -> None:
     assert said(newer, WorkerReported(failed)).startswith(
         "serving version 1; version 2 failed once: worker 0: no room; tries again"
     )
+
+
+def test_what_a_sleep_released_is_said_as_measured() -> None:
+    def asleep(released: int | None) -> str:
+        worker = Worker(0, WorkerState.EMPTY, process="p0", released_bytes=released)
+        goal = Wanted(Goal(power=Power.ASLEEP_2))
+        change = after(goal).change
+        assert change is not None
+        slept = Reported("a", change.id, OrderKind.SLEEP, power=Power.ASLEEP_2)
+        return said(goal, slept, WorkerReported(worker)).split(";")[0]
+
+    assert asleep(None) == "asleep at level 2"
+    assert asleep(0) == "asleep at level 2, but vLLM released no memory"
+    assert asleep(60 << 30) == "asleep at level 2, 60.00 GiB released"

@@ -73,6 +73,11 @@ REFUSED: dict[str, tuple[type[DaemonError], str, Callable[[Desk], object]]] = {
     ),
     "a strategy of no kind": (InvalidArgument, "STRATEGY", lambda d: d.update(strategy=UpdateStrategy())),
     "a negative count": (InvalidArgument, "STRATEGY", lambda d: d.update(strategy=UpdateStrategy(kind="ROLLING", at_a_time=-1))),
+    "more canaries than servers": (
+        InvalidArgument,
+        "STRATEGY",
+        lambda d: d.update(strategy=UpdateStrategy(kind="CANARY", canaries=2)),
+    ),
     "canaries without CANARY": (
         InvalidArgument,
         "STRATEGY",
@@ -126,10 +131,20 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(case: str, desk: Des
     assert desk.kept() == before == desk.fleets.roster.fleet(MODEL).fleet
 
 
+def test_a_refused_strategy_says_what_was_expected_and_what_came(desk: Desk) -> None:
+    for strategy, said in (
+        (UpdateStrategy(kind="CANARY", canaries=2), "at most 1 canaries, the number of servers of fleet policy, got 2"),
+        (UpdateStrategy(kind="CANARY", hold_seconds=-2), "hold_seconds of 0 to 1e9, got -2.0"),
+        (UpdateStrategy(kind="ATOMIC", at_a_time=2), "at_a_time and max_failures with ROLLING or CANARY, got them with ATOMIC"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"^expected {said}$"):
+            desk.update(strategy=strategy)
+
+
 def test_what_was_asked_for_outlives_the_daemon(desk: Desk) -> None:
     desk.update(
         target=VersionTarget(kind="NUMBER", version=2),
-        strategy=UpdateStrategy(kind="CANARY", canaries=2, check="probe"),
+        strategy=UpdateStrategy(kind="CANARY", canaries=1, check="probe"),
         max_skew=4,
     )
     desk.operations.set_power(operator_pb2.SetPowerRequest(fleet=MODEL, server="servers/a", power="ASLEEP_2"))

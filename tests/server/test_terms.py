@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from resharder.server.fleets import ticker
 from resharder.server.fleets.attachments import Attachment
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.persistence import FleetFiles
@@ -31,7 +30,7 @@ class Site:
         self.fleets = Fleets(
             self.versions,
             self.versions,
-            settings=Settings(lease=10, grace=10),
+            settings=Settings(lease=10, grace=10, forget=20),
             clock=lambda: self.now,
             files=FleetFiles(self.folder),
             tick_seconds=0,
@@ -108,8 +107,7 @@ def test_a_side_that_has_seen_a_higher_term_has_the_leader_lead_anew(site: Site)
     assert {order.term for order in sent(other)} == {(1 << 50) + 1}
 
 
-def test_a_server_that_was_forgotten_goes_on_where_it_was(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ticker, "_FORGET", 20.0)
+def test_a_server_that_was_forgotten_goes_on_where_it_was(site: Site) -> None:
     first = site.attach("a")
     before = led(first)
     first.close()

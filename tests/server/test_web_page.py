@@ -89,14 +89,16 @@ def test_it_shows_what_the_daemon_says_of_fleets_servers_versions_and_what_moves
         assert differences(page, operator) == []
         assert len(operator.fleets()) == 4
         rollouts = rows(page, "policy")
-        assert rollouts["rollout-0"][3] == "staged in 412 ms (7.5 GB/s), applied in 161 ms, paused for 206 ms"
+        assert rollouts["rollout-0"][3] == "staged in 412 ms (7.01 GiB/s), paused for 206 ms (applying 161 ms, waiting 45 ms)"
         assert "1 version, " in text(page, "[data-fleet='policy'] .chip.warn"), "it is said how far a fleet lags"
         assert "failed 3 times" in rollouts["rollout-2"][2], "and why a server does"
         assert "HOLDING" in text(page, "[data-fleet='tried'] .head")
         moving = text(page, "#moving")
         assert "models/draft/versions/2" in moving
-        assert "2.1 MB of 4.2 MB, 0 of 1 slot sealed" in moving
+        assert "2.0 MiB of 4.0 MiB, 0 of 1 slot sealed" in moving
         assert text(page, "#events").count("\n") > 10
+        assert "fleet policy: 1 of 3 servers gave up an install: rollout-2: " in text(page, "#problems"), "problems come first"
+        assert next(iter(rollouts)) == "rollout-2"
         assert not problems(page)
 
 
@@ -149,7 +151,7 @@ def abort(job: Job, reason: str) -> None:
     job.stub.AbortVersion(publisher_pb2.AbortVersionRequest(version=version.name, epoch=job.epoch, reason=reason))
 
 
-@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1280", "400"])
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1280", "390"])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_it_can_be_read_wide_and_narrow_light_and_dark(
     page: "Chrome", daemon: Daemon, size: tuple[int, int], dark: bool, tmp_path: Path
@@ -162,6 +164,13 @@ def test_it_can_be_read_wide_and_narrow_light_and_dark(
         resize(page, size, dark=dark)
         open_page(page, daemon)
         wait_until(lambda: "readable-0" in rows(page, "readable"), "the server is shown")
+        headings = page.execute_script(
+            "return [...document.querySelectorAll('thead, .axis > span')].filter(one => one.getClientRects().length && "
+            "!getComputedStyle(one).clipPath.startsWith('inset')).length"
+        )
+        assert bool(headings) == (size == WIDE), "on a phone no heading stands without its column"
+        names = page.execute_script("return [...document.querySelectorAll('tbody th')].map(name => name.offsetHeight)")
+        assert size == WIDE or max(names) < 40, "on a phone a server's name has a line to itself"
         width = page.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]")
         assert width[0] <= width[1] == size[0], "nothing is to be scrolled sideways to"
         colours = page.execute_script(

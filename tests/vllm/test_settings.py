@@ -24,8 +24,9 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
         "RESHARDER_TRANSPORT": "grpc",
         "RESHARDER_STAGING_DIR": str(tmp_path),
         "RESHARDER_DIRECT": "off",
+        "RESHARDER_ADDRESS": "gpu-7:8000",
     }
-    expected = PluginSettings("d:1", "s", "m", "f", True, 2.5, 0, "grpc", str(tmp_path), direct=False)
+    expected = PluginSettings("d:1", "s", "m", "f", True, 2.5, 0, "grpc", str(tmp_path), direct=False, address="gpu-7:8000")
     assert PluginSettings.from_environment(ENVIRONMENT | given) == expected
     assert PluginSettings.from_environment(ENVIRONMENT | dict.fromkeys(given, "")) == PluginSettings("d:1", "s")
 
@@ -48,6 +49,7 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
         ({"RESHARDER_TRANSPORT": "rdma"}, "expected nothing or grpc in RESHARDER_TRANSPORT, got 'rdma'"),
         ({"RESHARDER_STAGING_DIR": "/no/such"}, "expected a folder in RESHARDER_STAGING_DIR, got '/no/such'"),
         ({"RESHARDER_DIRECT": "yes"}, "expected on or off in RESHARDER_DIRECT, got 'yes'"),
+        ({"RESHARDER_ADDRESS": "http://gpu-7"}, "expected a host or host:port in RESHARDER_ADDRESS, got 'http://gpu-7'"),
         ({"RESHARDER_FAULT": "drop:a"}, "expected skip:NAME, .* in RESHARDER_FAULT, got 'drop:a'"),
     ],
 )

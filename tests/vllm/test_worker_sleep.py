@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 from resharder.client.inference.power import PowerState, SleepState
 from resharder.client.inference.vllm import sleep
 from resharder.client.inference.vllm.sleep import NOTHING_GAINED
@@ -18,6 +19,9 @@ class Agent:
     def __init__(self) -> None:
         self.sleep_state = SleepState()
         self.verifier = SimpleNamespace(exclusive=nullcontext)
+        self.host = SimpleNamespace(device=torch.device("cpu"))
+        self.released: list[int | None] = []
+        self.reporter = SimpleNamespace(slept=self.released.append)
 
     def fall_asleep(self, models: object, level: int) -> None:
         pass
@@ -73,3 +77,16 @@ def test_any_other_failure_to_sleep_is_vllms_to_report(monkeypatch: pytest.Monke
 
 def test_vllm_still_says_it_in_the_words_that_are_waited_for() -> None:
     assert NOTHING_GAINED in inspect.getsource(gpu_worker.Worker.sleep)
+
+
+def test_the_memory_that_a_sleep_releases_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's CPU worker ignores the sleep; another one releases what it has."""
+    worker, agent = watched(lambda: None, monkeypatch)
+    worker.sleep(2)
+    assert agent.released == [0]
+    held = [torch.ones(64 << 20, dtype=torch.uint8)]
+    worker.last = held.clear
+    worker.sleep(2)
+    released = agent.released[-1]
+    assert released is not None
+    assert released >= 60 << 20

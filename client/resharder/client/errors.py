@@ -29,6 +29,7 @@ import re
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
+from resharder.client.rpc.reachability import cause_of
 from resharder.converters.errors import (
     ConversionError,
     LayoutError,
@@ -204,7 +205,6 @@ _BY_CODE: dict[grpc.StatusCode, type[ResharderError]] = {
 }
 
 
-_NOT_TLS = ("Connection refused", "No route to host", "Network is unreachable", "DNS resolution failed")
 # Message of gRPC itself, which refuses the call before it reaches the daemon's code.
 _TOO_LARGE = re.compile(r"(?:Received|Sent) message larger than max \((\d+) vs\. (\d+)\)")
 
@@ -221,10 +221,8 @@ def error_of(error: grpc.RpcError, endpoint: str) -> ResharderError:
         )
     kind = _BY_REASON.get(reason) or _BY_CODE.get(code, Refused)
     if kind is DaemonUnreachable and not reason:
-        why = details.rpartition("Failed to connect to remote host: ")[2]
-        known = any(word in why for word in _NOT_TLS)
-        hint = "start resharderd there" if known else "is it running, and does it expect TLS (RESHARDER_TLS_CA, _CERT, _KEY)?"
-        return DaemonUnreachable(f"expected a Resharder daemon at {endpoint}, got {code.name}: {why}; {hint}")
+        what, hint = cause_of(details)
+        return DaemonUnreachable(f"expected a Resharder daemon at {endpoint}, got {code.name}: {what}; {hint}")
     return kind(f"{details} [{reason or code.name}]", reason or code.name)
 
 

@@ -228,7 +228,7 @@ class OperatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ForgetServer(self, request, context):
-        """Forgets a LOST server, as the daemon does an hour after the loss. FAILED_PRECONDITION (NOT_LOST) for any other. A server that
+        """Forgets a LOST server, as the daemon does `forget_seconds` after the loss. FAILED_PRECONDITION (NOT_LOST) for any other. A server that
         returns is registered again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

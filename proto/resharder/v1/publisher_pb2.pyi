@@ -59,18 +59,20 @@ class RenewLeaseRequest(_message.Message):
     def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class CreateVersionRequest(_message.Message):
-    __slots__ = ("publisher", "rank", "step", "withheld", "after")
+    __slots__ = ("publisher", "rank", "step", "withheld", "after", "set_aside")
     PUBLISHER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     WITHHELD_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
+    SET_ASIDE_FIELD_NUMBER: _ClassVar[int]
     publisher: str
     rank: int
     step: int
     withheld: bool
     after: int
-    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., withheld: bool = ..., after: _Optional[int] = ...) -> None: ...
+    set_aside: bool
+    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., withheld: bool = ..., after: _Optional[int] = ..., set_aside: bool = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("version", "epoch", "rank", "index", "checksum", "data", "model")

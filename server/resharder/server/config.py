@@ -39,6 +39,7 @@ class Config(BaseSettings):
         True, description="whether clients on this host may map the store; false: all data goes over gRPC"
     )
     lease_seconds: float = Field(15.0, gt=0, description="duration of the leases of ranks and servers")
+    forget_seconds: float = Field(86400.0, gt=0, description="time after which a LOST server is forgotten")
     chunk_bytes: int = Field(1 << 20, ge=1 << 10, le=16 << 20, description="largest chunk")
     max_message_bytes: int = Field(96 << 20, ge=2 << 20, description="largest message; large models register with some 10 MiB")
     threads: int = Field(256, ge=8, description="control sides attached at once, and calls that wait; a model may hold half")

@@ -95,7 +95,7 @@ class Daemon:
             self.store.catalogue,
             self.store.pins,
             offers=offered,
-            settings=replace(Settings(), lease=config.lease_seconds),
+            settings=replace(Settings(), lease=config.lease_seconds, forget=config.forget_seconds),
             files=FleetFiles(config.store / "fleets"),
             pause_mode=PauseMode[config.pause_mode.upper()],
             note=self.events.add,
@@ -197,7 +197,7 @@ class Daemon:
         try:
             return Shown(self.config.web_listen, self.intake, self.fleets, self.events, check, tls)
         except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
+            why = why_not_bound(self.config.web_listen) or (error.strerror if isinstance(error, OSError) else error)
             raise ConfigError(f"--web-listen: cannot listen on {self.config.web_listen}: {why}") from error
 
     def _note_version(self, record: VersionRecord) -> None:
@@ -267,6 +267,7 @@ def run(
     keep_bytes: Annotated[int | None, typer.Option(help="bytes of READY versions retained of each model; 0: no bound")] = None,
     shared_memory: Annotated[bool | None, typer.Option(help="whether clients on this host may map the store")] = None,
     lease_seconds: Annotated[float | None, typer.Option(help="duration of leases")] = None,
+    forget_seconds: Annotated[float | None, typer.Option(help="time after which a LOST server is forgotten")] = None,
     insecure: Annotated[bool | None, typer.Option(help="listen beyond the loopback interface without security")] = None,
     caller_rate: Annotated[float | None, typer.Option(help="calls per second of one caller; 0: no bound")] = None,
     caller_calls: Annotated[int | None, typer.Option(help="open long calls of one caller")] = None,
@@ -317,7 +318,7 @@ def serve(config: Config) -> None:
     try:
         daemon = Daemon(config)
     except DaemonError as error:
-        sys.exit(f"resharderd: {error}")
+        sys.exit(f"resharderd: --store: {error}")
     except SecurityFilesError as error:
         raise ConfigError(f"security: {error}") from error
     except OSError as error:

@@ -83,6 +83,7 @@ Endpoint = Annotated[
     str | None,
     typer.Option("--endpoint", envvar="RESHARDER_ENDPOINT", metavar="HOST:PORT", help="The daemon; by default 127.0.0.1:7677."),
 ]
+Wide = Annotated[bool, typer.Option("--wide", help="All columns and full names, however wide; as in a pipe.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 ModelName = Annotated[
     str,

@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 from resharder.client.cli.app import AsJson, Endpoint, Section, command
-from resharder.client.cli.output import count_up, print_json, print_table, size
+from resharder.client.cli.output import print_json, print_table, size
+from resharder.client.cli.progress import count_up, waiting
+from resharder.client.cli.table import Columns, paint
 from resharder.client.errors import UsageError
 
 
@@ -18,11 +20,13 @@ def doctor(endpoint: Endpoint = None, as_json: AsJson = False) -> None:
     """Check this host, and the daemon from it, and print what to change. Exits 1 for problems."""
     from resharder.client.tools.doctor import examine
 
-    checks = list(examine(endpoint))
+    with waiting("measuring memory, connecting to the daemon", as_json):
+        checks = list(examine(endpoint))
     if as_json:
         print_json({"checks": [check._asdict() for check in checks]})
     else:
-        print_table(("", "check", "found", "to mend"), ((c.verdict, c.name, c.found, c.mend) for c in checks))
+        rows = ((paint(each.verdict), each.name, each.found, each.mend) for each in checks)
+        print_table(Columns(("", "check", "found", "to mend"), texts=2), rows)
     raise typer.Exit(1 if any(check.verdict == "fail" for check in checks) else 0)
 
 
@@ -54,8 +58,9 @@ def check(
     And what each process sends and receives. From the config alone: no weights, no GPU, any number of ranks. Exits 4 with the
     reason if something does not fit.
     """
-    from resharder.client.tools import check as checking
-    from resharder.client.tools.traffic import svg, text_map
+    with waiting("importing torch", as_json):
+        from resharder.client.tools import check as checking
+        from resharder.client.tools.traffic import svg, text_map
 
     if svg_file is not None and not (world and server_tp):
         raise UsageError("--svg draws bytes from ranks to workers: expected --world and --server-tp")
@@ -78,7 +83,7 @@ def check(
     print(f"{report.architecture}: {report.tensors} tensors, {size(report.size)}: every element has one place")
     sides = (("rank to daemon", report.sends), ("daemon to worker", report.receives), ("rank to workers", report.direct))
     print_table(
-        ("bytes", "processes", "each, mean", "largest", "largest / mean"),
+        Columns(("bytes", "processes", "each, mean", "largest", "largest / mean"), texts=0),
         (
             (title, str(len(s.bytes_each)), size(s.total // len(s.bytes_each)), size(max(s.bytes_each)), f"{s.imbalance:.3f}")
             for title, s in sides
@@ -101,6 +106,6 @@ def architectures(as_json: AsJson = False) -> None:
     if as_json:
         found = [{"model_type": a.model_type, "architecture": a.name, "proof": a.proof} for a in ARCHITECTURES]
         return print_json({"architectures": found, "not_built": NOT_BUILT})
-    print_table(("model_type", "architecture", "proof"), ((a.model_type, a.name, a.proof) for a in ARCHITECTURES))
+    print_table(Columns(("model_type", "architecture", "proof")), ((a.model_type, a.name, a.proof) for a in ARCHITECTURES))
     for name, why in NOT_BUILT.items():
         print(f"not supported: {name}: {why}")

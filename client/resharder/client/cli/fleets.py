@@ -5,10 +5,11 @@ from typing import Annotated
 
 import typer
 from resharder.client.cli import completion, format
-from resharder.client.cli.app import AsJson, Endpoint, FleetName, Reason, Section, Timeout, Wait, app, command
+from resharder.client.cli.app import AsJson, Endpoint, FleetName, Reason, Section, Timeout, Wait, Wide, app, command
 from resharder.client.cli.move_picture import move_lines
 from resharder.client.cli.options import StrategyOptions, strategy_of, target_of
 from resharder.client.cli.output import plain, print_json, print_table, time_of
+from resharder.client.cli.show import print_problems
 from resharder.client.cli.wait import end_move, show
 from resharder.client.cli.watch_move import watch_move
 from resharder.client.errors import NotFound, UsageError
@@ -103,6 +104,7 @@ def set_(
 def show_(
     name: Name = "",
     watch: Annotated[bool, typer.Option("--watch", help="Draw the move alone, until Ctrl-C.")] = False,
+    wide: Wide = False,
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
@@ -114,12 +116,13 @@ def show_(
         servers = operator.servers(found.name)
     if as_json:
         return print_json({"fleet": plain(found), "servers": [*map(plain, servers)]})
+    print_problems(servers)
     for title, value in _facts(found):
         print(f"{title:<11} {value}")
     print()
     if found.move and found.move.state not in (MovePhase.DONE, MovePhase.FAILED):
         print("\n".join(move_lines(found, servers)), end="\n\n")
-    print_table(format.SERVERS, format.server_rows(servers))
+    print_table(format.SERVERS, format.server_rows(servers), wide)
 
 
 @fleet.command("delete")

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from resharder.client.cli.output import Row, number, several, size, time_of
+from resharder.client.cli.output import number, several, size, time_of
+from resharder.client.cli.table import Cell, Columns, Row, alarm, paint
 from resharder.client.operator.answers import (
-    DaemonEvent,
     FleetStatus,
     MoveStatus,
     PublisherStatus,
@@ -15,39 +15,62 @@ from resharder.client.operator.answers import (
     VersionTarget,
 )
 from resharder.client.operator.states import MovePhase, ServerPower, ServerState, StrategyKind, TargetKind, VersionState
+from rich.text import Text
 
-PUBLISHERS = ("publisher", "state", "ranks", "job")
-FLEETS = ("fleet", "model", "wants", "at", "moves", "move", "serving it", "reason")
-SERVERS = ("server", "fleet", "state", "serves", "wants", "workers", "apply", "pause", "reason")
+PUBLISHERS = Columns(("publisher", "state", "ranks", "job"), texts=0)
+FLEETS = Columns(
+    ("fleet", "model", "wants", "at", "moves", "move", "serving it", "reason"),
+    ("fleet", "wants", "at", "move", "serving it", "reason"),
+)
+SERVERS = Columns(
+    ("server", "fleet", "state", "serves", "wants", "workers", "apply", "pause", "reason"),
+    ("server", "fleet", "state", "serves", "wants", "workers", "reason"),
+)
+_URGENCY = {ServerState.LOST: 0, ServerState.FAILED: 1}
 _IN_SERVICE = (ServerState.SERVING, ServerState.STAGING, ServerState.APPLYING, ServerState.WAITING)
-VERSIONS = ("model", "version", "state", "step", "size", "ready", "served by", "reason")
+VERSIONS = Columns(("model", "version", "state", "step", "size", "ready", "served by", "reason"))
 
 
 def publisher_rows(publishers: Iterable[PublisherStatus]) -> Iterator[Row]:
     """Yield the rows of a table with columns `PUBLISHERS`."""
     for p in publishers:
-        yield p.name, p.state.value, f"{p.registered_slots}/{p.world_size}", p.job
+        yield p.name, paint(p.state.value), f"{p.registered_slots}/{p.world_size}", p.job
+
+
+def problems(servers: Iterable[ServerStatus]) -> Iterator[Text]:
+    """Yield a line for each fleet that has lost servers."""
+    fleets: dict[str, list[ServerStatus]] = {}
+    for server in servers:
+        fleets.setdefault(server.fleet, []).append(server)
+    for fleet, members in sorted(fleets.items()):
+        lost = [server for server in members if server.state == ServerState.LOST]
+        if lost:
+            each = ", ".join(f"{server.name.partition('/')[2]} ({server.reason})" for server in lost)
+            yield alarm(f"fleet {fleet} has LOST {len(lost)} of {several(len(members), 'server')}: {each}")
 
 
 def fleet_rows(fleets: Iterable[FleetStatus], servers: Sequence[ServerStatus]) -> Iterator[Row]:
-    """Yield the rows of a table with columns `FLEETS`. `servers` are those of all fleets."""
-    for f in fleets:
+    """Yield the rows of a table with columns `FLEETS`, those with lost servers first. `servers` are those of all fleets."""
+    lost = Counter(server.fleet for server in servers if server.state == ServerState.LOST)
+    for f in sorted(fleets, key=lambda fleet: not lost[fleet.name]):
         there = sum(s.fleet == f.name and s.version == f.wanted_version and s.state == ServerState.SERVING for s in servers)
         selected = f" ({f.wanted_version})" if f.target.kind != TargetKind.NUMBER and f.wanted_version else ""
-        serving = f"{there}/{len(f.servers)}"
+        serving: Cell = f"{there}/{len(f.servers)}"
+        serving = alarm(f"{serving}, {lost[f.name]} LOST") if lost[f.name] else serving
         yield (
-            f.name, f.model, target(f.target) + selected, number(f.settled_version), strategy(f.strategy), move(f.move), serving,
+            f.name, f.model, target(f.target) + selected, number(f.settled_version), strategy(f.strategy),
+            paint(move(f.move), f.move.state.value if f.move else ""), serving,
             f.reason,
         )  # fmt: skip
 
 
 def server_rows(servers: Iterable[ServerStatus]) -> Iterator[Row]:
-    """Yield the rows of a table with columns `SERVERS`; `apply` is that of the slowest worker."""
-    for s in servers:
+    """Yield the rows of a table with columns `SERVERS`, lost and failed servers first; `apply` is that of the slowest worker."""
+    for s in sorted(servers, key=lambda server: _URGENCY.get(server.state, len(_URGENCY))):
         apply = max((w.apply_seconds for w in s.workers), default=0.0)
         pause, error = (s.install.pause_seconds, s.install.error) if s.install else (0.0, "")
         yield (
-            s.name, s.fleet, state(s), number(s.version), number(s.wanted_version), f"{len(s.workers)}/{s.world_size}",
+            s.name, s.fleet, paint(state(s)), number(s.version), number(s.wanted_version), f"{len(s.workers)}/{s.world_size}",
             f"{apply:.3f} s", f"{pause:.3f} s", s.reason or error,
         )  # fmt: skip
 
@@ -62,10 +85,15 @@ def version_rows(versions: Iterable[VersionStatus], servers: Iterable[ServerStat
     on = Counter((server.model, server.version) for server in servers if server.state in _IN_SERVICE)
     for v in versions:
         yield (
-            v.model, number(v.number), v.state.value, str(v.step), size(v.size_bytes),
+            v.model, number(v.number), paint(v.state.value), str(v.step), size(v.size_bytes),
             time_of(v.ready_time) if v.ready_time else _arrived(v),
-            _served(v, on[v.model, v.number]), v.reason,
+            _served(v, on[v.model, v.number]), v.reason or _aside(v),
         )  # fmt: skip
+
+
+def _aside(version: VersionStatus) -> str:
+    aside = version.set_aside and version.state in (VersionState.READY, VersionState.UPLOADING)
+    return f"set aside: latest skips it, `update {version.number}` serves it" if aside else ""
 
 
 def _served(version: VersionStatus, on: int) -> str:
@@ -73,12 +101,6 @@ def _served(version: VersionStatus, on: int) -> str:
     if version.state == VersionState.READY:
         return served
     return f"{served}, ahead" if version.state == VersionState.UPLOADING and on else "–"
-
-
-def event_line(event: DaemonEvent) -> str:
-    """Return an event as one line: time, subject, event, details and reason."""
-    details = " ".join(f"{name}={value}" for name, value in sorted(event.details.items()))
-    return "  ".join(filter(None, (time_of(event.time), event.subject, event.what, details, event.reason)))
 
 
 def target(it: VersionTarget) -> str:

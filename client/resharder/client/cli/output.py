@@ -3,40 +3,39 @@
 import json
 import sys
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from resharder.client.cli.table import Columns, Row, grid, lines
 from resharder.client.operator.convert import wire_name
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
+from resharder.converters.units import size_text as size
+from rich.console import Console, Group, RenderableType
 
-Row = Sequence[str]
-
-
-def console() -> Console:
-    """Return a console. Piped output is for programs: rows are not folded to fit a terminal."""
-    return Console(width=None if sys.stdout.isatty() else 1000, markup=False, highlight=False)
+__all__ = [
+    "console", "number", "one_line", "plain", "print_json", "print_table", "several", "size", "table", "time_of",
+]  # fmt: skip
 
 
-def table(titles: Sequence[str], rows: Iterable[Row]) -> Table | str:
-    """Print a table, or a sentence if it has no row."""
+def console(wide: bool = False) -> Console:
+    """Return a console. Rows of piped and of wide output are not folded to fit a terminal."""
+    return Console(width=1000 if wide or not sys.stdout.isatty() else None, markup=False, highlight=False, soft_wrap=wide)
+
+
+def table(columns: Columns, rows: Iterable[Row], wide: bool = False) -> RenderableType:
+    """Return a table, or a sentence if it has no row: for a terminal in its width, for a pipe or with `wide` in full width."""
     rows = list(rows)
     if not rows:
-        return f"no {titles[0] or titles[1]}s"
-    made = Table(box=None, pad_edge=False, header_style="bold")
-    for title in titles:
-        made.add_column(title, overflow="fold")
-    for row in rows:
-        made.add_row(*row)
-    return made
+        return columns.nothing
+    if wide or not sys.stdout.isatty():
+        return grid(columns, rows)
+    return Group(*lines(columns, rows, console().width))
 
 
-def print_table(titles: Sequence[str], rows: Iterable[Row]) -> None:
-    """Print a table on standard output, or a sentence if it has no rows."""
-    console().print(table(titles, rows))
+def print_table(columns: Columns, rows: Iterable[Row], wide: bool = False) -> None:
+    """Print `table` on standard output."""
+    console(wide).print(table(columns, rows, wide))
 
 
 def print_json(value: object) -> None:
@@ -81,36 +80,6 @@ def number(version: int) -> str:
     return str(version) if version else "–"
 
 
-def size(count: int) -> str:
-    """Format bytes in MiB, or in GiB from 256 MiB on."""
-    return f"{count / 2**30:.2f} GiB" if count >= 1 << 28 else f"{count / 2**20:.1f} MiB"
-
-
 def several(count: int, what: str) -> str:
     """Format a count with its noun, in the plural unless the count is 1."""
     return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def count_up(what: str, done: int, total: int) -> None:
-    """Rewrite a line of progress on standard error; end it when `done` reaches `total`."""
-    print(f"\r{what}: {done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
-
-
-class Bar:
-    """Progress bar on standard error; none for JSON."""
-
-    def __init__(self, silent: bool, title: str, total: int | None) -> None:
-        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        self._progress = Progress("{task.description}", *columns, console=Console(stderr=True), disable=silent)
-        self._task = self._progress.add_task(title, total=total)
-
-    def update(self, done: int, total: int) -> None:
-        """Show `done` of `total` bytes."""
-        self._progress.update(self._task, completed=done, total=total)
-
-    def __enter__(self) -> "Bar":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()

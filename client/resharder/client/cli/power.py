@@ -27,7 +27,10 @@ class Tag(str, Enum):
 def sleep(
     fleet: FleetName = "",
     server: ServerName = "",
-    level: Annotated[int, typer.Option("--level", min=1, max=2, help="1: weights go to host memory; 2: they are dropped.")] = 1,
+    level: Annotated[
+        int,
+        typer.Option("--level", min=1, max=2, help="Weights come back from 1: host memory; 2: the daemon."),
+    ] = 1,
     wait: Wait = False,
     timeout: Timeout = 0,
     endpoint: Endpoint = None,
@@ -49,7 +52,7 @@ def forget(
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Forget a lost server now, instead of an hour after its loss. If it returns, it is registered again."""
+    """Forget a lost server now, instead of `forget_seconds` after its loss. If it returns, it is registered again."""
     with Operator(endpoint) as operator:
         operator.forget(server)
     print_json({"forgotten": server}) if as_json else print(f"{server}: forgotten")

@@ -9,10 +9,13 @@ import typer
 from resharder.client.cli import completion, format
 from resharder.client.cli.app import AsJson, Endpoint, ModelName, Section, VersionName, command
 from resharder.client.cli.named_version import archived_version, named_version
-from resharder.client.cli.output import Bar, plain, print_json, print_table, several, size, time_of
+from resharder.client.cli.output import plain, print_json, print_table, several, size, time_of
+from resharder.client.cli.progress import Bar, waiting
+from resharder.client.cli.table import Columns
 from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import CollectedVersions
+from resharder.client.operator.states import VersionState
 
 
 @command(Section.VERSIONS)
@@ -25,7 +28,8 @@ def export(
 ) -> None:
     """Write a version as a checkpoint for `from_pretrained`, complete and verified, or not at all."""
     with Operator(endpoint) as operator:
-        wanted = named_version(operator, version, model)
+        with waiting(f"connecting to {operator.endpoint}", as_json):
+            wanted = named_version(operator, version, model)
         with Bar(as_json, f"version {wanted.number}", wanted.size_bytes) as progress:
             done = operator.export(wanted.number, folder, model=wanted.model, progress=progress.update)
     if as_json:
@@ -38,36 +42,62 @@ def import_(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="With safetensors, or a torch_dist checkpoint of Megatron.")],
     model: ModelName = "",
     step: Annotated[
-        int, typer.Option("--step", metavar="N", min=0, help="The version's label, as a trainer's step would be.")
-    ] = 0,
+        int | None,
+        typer.Option("--step", metavar="N", min=0, help="The version's label; by default the number in DIR's name."),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", metavar="PATH", help="config.json or its folder; Megatron checkpoints need it.")
     ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", metavar="DIR", help="If neither DIR nor --config has the tokenizer.")
     ] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="`latest` takes the version; without it, it is set aside.")] = False,
     take_over: Annotated[bool, typer.Option("--take-over", help="Also fence a live trainer, which then cannot publish.")] = False,
     endpoint: Endpoint = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a version of a checkpoint folder, without a trainer. Megatron's may have any parallel layout.
 
+    Fleets with the target `latest` skip the version, unless --serve is given or the model has no other: `update N` serves it.
+
 
     resharder import checkpoints/step-100 --model policy --step 100
     resharder import runs/7/checkpoints --config Qwen3-8B
     """
-    from resharder.client.tools.import_checkpoint import import_checkpoint
+    with waiting("importing torch", as_json):
+        from resharder.client.tools.import_checkpoint import import_checkpoint, step_of
 
     warnings.filterwarnings("ignore", module="megatron")
-    with Operator(endpoint) as operator:
-        model = model or operator.only_model()
-    with Bar(as_json, f"import into {model}", None) as progress:
+    number = step_of(folder) if step is None else step
+    if number is None:
+        raise UsageError(f"expected --step N: {folder} is not named after its step, as step-100 is")
+    with Operator(endpoint) as operator, waiting(f"connecting to {operator.endpoint}", as_json):
+        model = model or _import_model(operator)
+    if not as_json:
+        purpose = "to be served" if serve else "set aside unless it is the first"
+        print(f"importing {folder} as a version of {model}, step {number}, {purpose}", file=sys.stderr, flush=True)
+    with Bar(as_json, f"import into {model}", None) as progress, waiting("reading and checking the checkpoint", as_json) as begun:
+
+        def update(done: int, total: int) -> None:
+            begun()
+            progress.update(done, total)
+
         done = import_checkpoint(
-            endpoint, folder, model, step=step, config=config, tokenizer=tokenizer, take_over=take_over, progress=progress.update
-        )
+            endpoint, folder, model, step=number, config=config, tokenizer=tokenizer, take_over=take_over, serve=serve,
+            progress=update,
+        )  # fmt: skip
     if as_json:
         return print_json(plain(done))
-    print(f"{done.name} (step {done.step}): {size(done.size_bytes)} from {folder}")
+    aside = f"; set aside: `resharder update {done.number}` serves it" if done.set_aside else ""
+    print(f"{done.name} (step {done.step}): {size(done.size_bytes)} from {folder}{aside}")
+
+
+def _import_model(operator: Operator) -> str:
+    """Return the daemon's only model. Raises UsageError."""
+    models = operator.daemon().models
+    if len(models) != 1:
+        raise UsageError(f"expected --model NAME: the daemon has {', '.join(models) or 'no model'}")
+    return models[0]
 
 
 @command(Section.VERSIONS, "fetch-config")
@@ -107,7 +137,7 @@ def archived(model: ModelName = "", endpoint: Endpoint = None, as_json: AsJson =
     if as_json:
         return print_json({"archived": [*map(plain, found)]})
     print_table(
-        ("archived version", "size", "archived", "url"),
+        Columns(("archived version", "size", "archived", "url")),
         ((a.name, size(a.size_bytes), time_of(a.archive_time), a.url) for a in found),
     )
 
@@ -155,7 +185,7 @@ def gc(
         if not (dry_run or yes):
             foreseen = operator.gc(versions or (), keep=keep, dry_run=True, model=model)
             _print_retired(foreseen, "would be dropped")
-            if not foreseen.retired or not _agreed(len(foreseen.retired)):
+            if not foreseen.retired or not _agreed(len(foreseen.retired), _last_resort(operator, model, foreseen)):
                 return
             versions, keep = [version.number for version in foreseen.retired], 0
         done = operator.gc(versions or (), keep=keep, dry_run=dry_run, model=model)
@@ -173,8 +203,23 @@ def _print_retired(answer: CollectedVersions, what: str) -> None:
     print(f"{several(len(answer.retired), 'version')}, {size(answer.freed_bytes)} {what}")
 
 
-def _agreed(count: int) -> bool:
+def _last_resort(operator: Operator, model: str, foreseen: CollectedVersions) -> str:
+    """Return the warning about fleets that could not be rolled back afterwards; empty without one."""
+    going = {version.number for version in foreseen.retired}
+    ready = {version.number for version in operator.versions(model) if version.state == VersionState.READY}
+    hurt = [
+        fleet.name
+        for fleet in operator.fleets()
+        if fleet.model == model
+        and fleet.settled_version
+        and (earlier := {number for number in ready if number < fleet.settled_version})
+        and earlier <= going
+    ]
+    return f"This leaves no version to roll {' and '.join(hurt)} back to. " if hurt else ""
+
+
+def _agreed(count: int, warning: str) -> bool:
     """Return the operator's confirmation. Raises UsageError without a terminal."""
     if not sys.stdin.isatty():
         raise UsageError("expected --yes or --dry-run without a terminal")
-    return typer.confirm(f"Drop {several(count, 'version')}?")
+    return typer.confirm(f"{warning}Drop {several(count, 'version')}?")

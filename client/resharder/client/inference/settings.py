@@ -14,6 +14,7 @@ GRPC = "grpc"
 FAULTS = ("skip", "misplace", "swap", "half-way")
 _LONGEST_BOOT_WAIT = 3600.0  # seconds; the daemon has the same bound
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_ADDRESS = re.compile(r"(([A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\])(:[0-9]{1,5})?|[0-9a-fA-F:]*:[0-9a-fA-F:]*:[0-9a-fA-F:.]*)?")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class PluginSettings:
     """Whether versions may arrive on the direct path."""
     verify_seconds: float = 600.0
     """Interval between verifications of memory; 0 verifies on request only."""
+    address: str = ""
+    """Address at which others reach the server, as host or host:port; empty selects the host's routable address."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
@@ -65,6 +68,7 @@ class PluginSettings:
             staging_dir=_folder(given, "RESHARDER_STAGING_DIR", cls.staging_dir),
             direct=_one_of(given, "RESHARDER_DIRECT", ("on", "off")) == "on",
             verify_seconds=_seconds(given, "RESHARDER_VERIFY_SECONDS", cls.verify_seconds),
+            address=_address(given),
         )
 
 
@@ -93,6 +97,13 @@ def _endpoint(given: Mapping[str, str]) -> str:
     if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise UsageError(f"expected the daemon's endpoint as host:port in RESHARDER_ENDPOINT, got {endpoint or 'none'}")
     return endpoint
+
+
+def _address(given: Mapping[str, str]) -> str:
+    address = given.get("RESHARDER_ADDRESS", "")
+    if not _ADDRESS.fullmatch(address):
+        raise UsageError(f"expected a host or host:port in RESHARDER_ADDRESS, got {address!r}")
+    return address
 
 
 def _server(given: Mapping[str, str]) -> str:

@@ -93,6 +93,8 @@ class VersionStatus:
     servers_following: int
     trace: str
     """W3C traceparent of its first span; empty without traces."""
+    set_aside: bool
+    """Whether the target `latest` skips it while the model has another READY version."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,8 @@ class WorkerStatus:
     """Whether a verification found a difference since the last install, for FAILED."""
     memory: str
     """Fingerprint of the declared layout of its memory; empty without the direct path."""
+    released_bytes: int | None
+    """Device memory that the current sleep released, as measured."""
     path: str
     """Links of the direct path that `install` came over: `peer-memory`, `nccl` or `gloo`, joined by `+`; empty for the store."""
 

@@ -15,7 +15,7 @@ class ServerCommands(OperatorQueries):
     """Commands named as in `resharder`."""
 
     def forget(self, server: str) -> None:
-        """Forget a LOST server, as the daemon does an hour after the loss.
+        """Forget a LOST server, as the daemon does `forget_seconds` after the loss.
 
         Args:
             server: Id of the server.

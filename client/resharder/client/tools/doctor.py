@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from resharder.client.errors import ResharderError
+from resharder.client.errors import AccessDenied, ResharderError
 from resharder.client.operator import Operator
 from resharder.client.transport.shared_memory import shares_memory
 
@@ -24,6 +24,7 @@ _ROOM = (
     f"a daemon with the default keep_count reserves {RESERVED_VERSIONS} times its model, in {STORE_SHARE:.0%} of the space: "
     f"give it {RESERVED_VERSIONS / STORE_SHARE:g} times the model"
 )
+_CREDENTIALS = "set RESHARDER_TOKEN, or a certificate (RESHARDER_TLS_CERT, _KEY) that the daemon's roles name"
 _MOUNTS = Path("/proc/self/mounts")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _PROBE_BYTES = 64 << 20
@@ -209,8 +210,11 @@ def daemon(endpoint: str | None) -> Iterator[Check]:
             there = operator.daemon()
             yield _release(there.release, operator.endpoint)
             yield _clocks(operator.clock_difference())
+    except AccessDenied as error:
+        yield Check("daemon", "fail", f"reached, but access denied: {error}", _CREDENTIALS)
+        return
     except ResharderError as error:
-        yield Check("daemon", "fail", str(error), "start resharderd, or correct the endpoint, a firewall or a proxy variable")
+        yield Check("daemon", "fail", *str(error).split("; ", 1))
         return
     if there.store is not None and shares_memory(there.store):
         yield Check("memory shared with the daemon", "ok", "yes: shards and weights are not sent over the wire")

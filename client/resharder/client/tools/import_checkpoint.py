@@ -4,6 +4,7 @@ import_checkpoint("daemon:7677", "/checkpoints/Qwen3-8B", "policy")
 import_checkpoint("daemon:7677", "/runs/7/checkpoints", "policy", config="/checkpoints/Qwen3-8B")   # Megatron's torch_dist
 """
 
+import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -53,6 +54,7 @@ def import_checkpoint(
     config: str | Path | None = None,
     tokenizer: str | Path | None = None,
     take_over: bool = False,
+    serve: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> VersionStatus:
     """Publish the weights of a checkpoint as a READY version, by a job of its own.
@@ -69,6 +71,7 @@ def import_checkpoint(
         config: config.json or its folder, which a Megatron checkpoint needs.
         tokenizer: Folder of the tokenizer; by default its files are those in `folder` or `config`.
         take_over: Fence the model's publisher even if its ranks are within their lease; an earlier import is always fenced.
+        serve: Let fleets with the target `latest` take the version. Otherwise it is set aside, unless the model has no other.
         progress: Called with the bytes so far and all bytes, for every part.
 
     Returns:
@@ -98,12 +101,26 @@ def import_checkpoint(
     with _open_megatron(megatron, hf_config) if megatron is not None else _open_folder(place) as opened:
         _check_against(hf_config, opened.specs, str(place))
         job = f"{_JOB}{place.absolute().name[:100]}-{secrets.token_hex(8)}"
-        with connect(endpoint, model=model, job=job, rank=0, world_size=1, config=hf_config, tokenizer=files) as publisher:
+        with connect(
+            endpoint, model=model, job=job, rank=0, world_size=1, config=hf_config, tokenizer=files, set_aside=not serve
+        ) as publisher:
             publisher.attach_tensors(opened.declared)
             failpoint("import.publish")
             handle = publisher.publish_tensors(step, lambda: _counted(opened, progress))
             handle.wait_ready()
             return answer(VersionStatus, handle.get())
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step of a checkpoint: the iteration that Megatron recorded, or the number in a name like `step-100` or `100`.
+
+    Raises UsageError if the folder is missing, or Megatron's record names a folder that is.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"expected a folder with a checkpoint, got {folder}")
+    named = (_torch_dist_folder(folder) or folder).absolute().name
+    found = re.fullmatch(r"(?:.*(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_]?)?0*(\d{1,18})", named)
+    return int(found[1]) if found else None
 
 
 def _refuse_live(operator: Operator, model: str, take_over: bool) -> None:

@@ -8,6 +8,8 @@ publisher.attach(model_chunks, hf_config, tokenizer)
 handle = publisher.publish(step)     # every rank; the weights may change as soon as it returns
 """
 
+from dataclasses import replace
+
 from resharder.client.rpc.channel import Channel, bound, endpoint_or_default
 from resharder.client.rpc.tls import Tls
 from resharder.client.trainer.handle import Handle, Progress
@@ -35,6 +37,7 @@ def connect(
     register_timeout: float | None = 600.0,
     direct_wait: float = 0.0,
     tls: Tls | None = None,
+    set_aside: bool = False,
 ) -> Publisher:
     """Return this rank's publisher of a model. The daemon is not called before something is attached.
 
@@ -55,6 +58,8 @@ def connect(
             expected servers have done so; the weights must not change until then, at most this many seconds after READY. Later
             servers use the store.
         tls: TLS settings; by default those of the RESHARDER_TLS_* variables.
+        set_aside: The target `latest` of fleets skips the versions of this job while the model has others; `update N` serves
+            them. The first version of a model is never set aside.
 
     Returns:
         The publisher, a context manager.
@@ -65,7 +70,7 @@ def connect(
     publisher = Publisher(
         Channel(endpoint_or_default(endpoint), connect_timeout, tls),
         model,
-        identify(job, rank, world_size),
+        replace(identify(job, rank, world_size), set_aside=set_aside),
         transport=transport,
         max_ahead=max_ahead,
         staging_timeout=bound(staging_timeout),

@@ -15,6 +15,7 @@ class RankIdentity:
     rank: int
     world_size: int
     process: str = field(default_factory=lambda: secrets.token_hex(16))  # new for each `connect`
+    set_aside: bool = False  # the target `latest` skips the job's versions
 
 
 def identify(job: str | None, rank: int | None, world_size: int | None) -> RankIdentity:

@@ -66,6 +66,7 @@ class Operations:
                 fleet = _set_target(fleet, target, view)
             if strategy is not None:
                 _check_kv(fleet, strategy, view)
+                _check_canaries(fleet, strategy, view)
                 fleet = replace(fleet, strategy=strategy)
             if mode is not None:
                 fleet = replace(fleet, pause_mode=mode)
@@ -177,17 +178,21 @@ def read_strategy(message: resources_pb2.UpdateStrategy, checks: Collection[str]
         message.approval,
         message.check,
     )
-    counts = (strategy.at_a_time, strategy.max_failures, strategy.canaries, strategy.hold_seconds)
-    if not all(0 <= count < 1e9 for count in counts):
-        raise InvalidArgument("STRATEGY", f"expected counts and seconds of 0 or more, got {counts}")
+    for name in ("at_a_time", "max_failures", "canaries", "hold_seconds"):
+        if not 0 <= getattr(strategy, name) < 1e9:
+            raise InvalidArgument("STRATEGY", f"expected {name} of 0 to 1e9, got {getattr(strategy, name)}")
     if strategy.kind != FleetStrategyKind.CANARY and (
         strategy.canaries or strategy.hold_seconds or strategy.approval or strategy.check
     ):
-        raise InvalidArgument("STRATEGY", f"expected canaries, a hold, approval and a check with CANARY alone, got {strategy}")
+        raise InvalidArgument(
+            "STRATEGY", f"expected canaries, a hold, approval and a check with CANARY alone, got them with {strategy.kind.name}"
+        )
     if strategy.kind in (FleetStrategyKind.ALL_AT_ONCE, FleetStrategyKind.ATOMIC) and (
         strategy.at_a_time or strategy.max_failures
     ):
-        raise InvalidArgument("STRATEGY", f"expected at_a_time and max_failures with ROLLING or CANARY, got {strategy}")
+        raise InvalidArgument(
+            "STRATEGY", f"expected at_a_time and max_failures with ROLLING or CANARY, got them with {strategy.kind.name}"
+        )
     if strategy.check and strategy.check not in checks:
         there = sorted(checks)
         raise InvalidArgument("CHECK_UNKNOWN", f"expected a check of the daemon's configuration {there}, got {strategy.check!r}")
@@ -234,6 +239,15 @@ def _check_kv(fleet: Fleet, strategy: FleetStrategy, view: View) -> None:
         raise FailedPrecondition(
             "KV_FLEET",
             f"servers {passing} pass KV caches on: expected fleet {fleet.name} to move atomically, got {strategy.kind.name}",
+        )
+
+
+def _check_canaries(fleet: Fleet, strategy: FleetStrategy, view: View) -> None:
+    """Raise InvalidArgument (STRATEGY) for more canaries than a fleet has servers; one without servers may get any number."""
+    count = len(fleet.members | view.servers.keys())
+    if count and strategy.canaries > count:
+        raise InvalidArgument(
+            "STRATEGY", f"expected at most {count} canaries, the number of servers of fleet {fleet.name}, got {strategy.canaries}"
         )
 
 

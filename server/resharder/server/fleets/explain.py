@@ -1,7 +1,10 @@
 """Explanations of the states of servers and fleets, one sentence for each."""
 
+from dataclasses import replace
+
+from resharder.converters.units import size_text
 from resharder.server.fleets.reconciler.installs import target, why_not_ahead
-from resharder.server.fleets.updates import wanted
+from resharder.server.fleets.updates import latest, wanted
 from resharder.server.state.fleet import Fleet, FleetTargetKind, Move, MoveState, View
 from resharder.server.state.server import InstallState, Power, Server, Settings, WorkerState
 from resharder.v1 import resources_pb2
@@ -53,6 +56,8 @@ def explain(server: Server, now: float, settings: Settings) -> str:
         return f"{who} for {now - server.seen:.0f} s"
     if not server.controls and server.attached:
         left = max(0.0, server.seen + settings.lease - now)
+        if server.left:
+            return f"{_serving(server)}its API servers have ended; it is forgotten in {left:.0f} s, when its lease ends"
         return f"{_serving(server)}no control side is attached; its lease ends in {left:.0f} s"
     return _serving(server) + _doing(server, now, settings)
 
@@ -60,8 +65,8 @@ def explain(server: Server, now: float, settings: Settings) -> str:
 def _serving(server: Server) -> str:
     if server.controls and server.power not in (Power.AWAKE, Power.UNKNOWN):
         return {
-            Power.ASLEEP_1: "asleep at level 1; ",
-            Power.ASLEEP_2: "asleep at level 2, its weights are dropped; ",
+            Power.ASLEEP_1: f"asleep at level 1{_released(server)}; ",
+            Power.ASLEEP_2: f"asleep at level 2{_released(server)}; ",
             Power.WEIGHTS_AWAKE: "its weights are awake, its KV cache is not; ",
         }[server.power]
     if not server.opened and server.controls and not server.goal.open:
@@ -77,6 +82,14 @@ def _serving(server: Server) -> str:
         rank, found = min(server.altered.items())
         return f"closed, worker {rank}: {found}; "
     return ("closed, the last install went wrong half-way; " if _half_way(server) else "closed; ") + _stranger(server)
+
+
+def _released(server: Server) -> str:
+    """Return what the workers' sleep released, as measured, as part of a sentence."""
+    measured = [worker.released_bytes for worker in server.workers.values() if worker.released_bytes is not None]
+    if not measured:
+        return ""
+    return f", {size_text(sum(measured))} released" if sum(measured) else ", but vLLM released no memory"
 
 
 def _way(server: Server) -> str:
@@ -178,11 +191,13 @@ def explain_fleet(fleet: Fleet, view: View) -> str:
         return f"model {fleet.model} has no READY version"
     if fleet.settled in view.ahead:
         return f"at version {fleet.settled}, ahead of READY{refused}"
-    newest = max(view.ready)
-    if newest not in fleet.refused and newest != fleet.settled and wanted(fleet, view) == fleet.settled:
+    newest = latest(fleet, replace(view, ahead=frozenset()), fleet.settled)
+    if newest and newest != fleet.settled and wanted(fleet, view) == fleet.settled:
         left = fleet.rest_left(view.now)
         return f"version {newest} is READY and due in {left:.0f} s: at most one move in {fleet.target.every_seconds:g} s{refused}"
-    return f"at its target version{refused}"
+    aside = max(view.set_aside & view.ready - fleet.refused.keys(), default=0)
+    skipped = f"; version {aside} is set aside: `update {aside}` serves it" if aside > fleet.settled else ""
+    return f"at its target version{skipped}{refused}"
 
 
 def _explain_move(move: Move, view: View) -> str:

@@ -67,7 +67,7 @@ class Fleets:
         self.roster = Roster(seen, pinned, loaded, settings=settings, pause_mode=pause_mode, clock=clock, wall=wall)
         self.steering = Steering(self.roster, seen, pinned, files, attachments.send, start_check)
         self.steering.observe(FleetLog(note, settings, clock))
-        self.sessions = Sessions(self.roster, seen, pinned, self.steering, attachments, first_term)
+        self.sessions = Sessions(self.roster, seen, pinned, self.steering, attachments, first_term, note)
         self.changes = FleetChanges(self.roster, seen, self.steering, self.sessions, note)
         self.ticker = FleetTicker(self.roster, seen, pinned, self.steering, self.sessions, files, tick_seconds)
         versions.subscribe(lambda _: self.ticker.wake())

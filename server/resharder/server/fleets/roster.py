@@ -96,7 +96,8 @@ class Roster:
         here = {id for id, server in servers.items() if server.lost_at is not None or server.complete}
         settling = now < self._started + self.settings.lease + _SETTLE and not fleet.members <= here
         ahead = frozenset(number for number, one in self._seen.ahead(fleet).items() if one.staging) - ready
-        return View(servers, ready, now, self.settings, settling, ahead, self._wall(), self._seen.at_once(fleet.model))
+        at_once, aside = self._seen.at_once(fleet.model), self._seen.set_aside(fleet.model)
+        return View(servers, ready, now, self.settings, settling, ahead, self._wall(), at_once, aside)
 
     # Queries
 

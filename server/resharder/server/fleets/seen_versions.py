@@ -20,6 +20,7 @@ class SeenVersions:
         self._versions, self._offers = versions, offers
         self._ready: dict[str, dict[int, str]] = {}
         self._ahead: dict[str, dict[int, Ahead]] = {}
+        self._set_aside: dict[str, frozenset[int]] = {}
 
     def look(self, model: str) -> dict[int, str]:
         """Read a model's versions, and return the fingerprints of READY ones by number; empty for an unknown model."""
@@ -31,6 +32,7 @@ class SeenVersions:
         found = {record.number: record.fingerprint for record in records if record.state == READY}
         ahead = {r.number: Ahead(r.ahead_fingerprint, r.state == UPLOADING) for r in records if r.number in offered}
         self._ready[model], self._ahead[model] = found, ahead
+        self._set_aside[model] = frozenset(record.number for record in records if record.set_aside)
         return found
 
     def look_at_all(self) -> list[str]:
@@ -58,6 +60,10 @@ class SeenVersions:
     def ready(self, model: str) -> Mapping[int, str]:
         """Return the fingerprints of READY versions by number, as of the last read."""
         return self._ready.get(model, {})
+
+    def set_aside(self, model: str) -> frozenset[int]:
+        """Return the versions that LATEST skips, as of the last read."""
+        return self._set_aside.get(model, frozenset())
 
     def ahead(self, fleet: Fleet) -> dict[int, Ahead]:
         """Return the offered versions of a fleet's model, marked as UPLOADING only for a fleet that serves ahead."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from resharder.server.fleets.attachments import Attachment, Attachments
 from resharder.server.fleets.pins import FleetPins
+from resharder.server.fleets.ports import Note, no_note
 from resharder.server.fleets.roster import Roster, ServerView, without_server
 from resharder.server.fleets.seen_versions import SeenVersions
 from resharder.server.fleets.steering import Steering
@@ -34,15 +35,24 @@ class Sessions:
 
     Args:
         first_term: Term of new servers, above every term of the store so far.
+        note: Recorder of servers that leave.
     """
 
     def __init__(
-        self, roster: Roster, seen: SeenVersions, pins: FleetPins, steering: Steering, attachments: Attachments, first_term: int
+        self,
+        roster: Roster,
+        seen: SeenVersions,
+        pins: FleetPins,
+        steering: Steering,
+        attachments: Attachments,
+        first_term: int,
+        note: Note = no_note,
     ) -> None:
         self._roster, self._seen, self._pins = roster, seen, pins
         self._steering, self._attachments = steering, attachments
         self._term, self._life = first_term, secrets.token_hex(4)
-        self._closed = False
+        self._note, self._closed = note, False
+        self._left: dict[str, frozenset[str]] = {}  # processes of servers that have left, by id
 
     def claim(
         self, server: str, model: str, fleet: str, *, wait_seconds: float, boot: bool, renews: bool = False
@@ -104,6 +114,7 @@ class Sessions:
         if known is None:
             life = f"{self._life}-{secrets.token_hex(2)}"
             roster.put_server(Server(id, model, fleet, life, roster.clock(), self._seen.ready(model), term=self._term))
+            self._left.pop(id, None)
         else:
             self._steering.see_versions(id)
         self._steering.steer(fleet)
@@ -153,6 +164,13 @@ class Sessions:
                 attachment.put(None)
                 return
             self._steering.happen(known.id, report)
+            if not report.leaving:
+                return
+            attachment.put(None)
+            left = self._roster.by_id[known.id]
+            # Clients may still reach a server that only the daemon lost sight of: a strict fleet waits for its lease.
+            if left.left and not self._roster.by_name[left.fleet].strict:
+                self.leave(left)
 
     def _detach(self, attachment: Attachment) -> None:
         with self._roster.lock:
@@ -164,8 +182,11 @@ class Sessions:
 
         Raises:
             ResourceNotFound: SERVER_UNKNOWN, if the server has not claimed its id.
+            FailedPrecondition: SERVER_LEFT, if the server has left and this process remains.
             InvalidArgument: WORKER.
         """
+        if server not in self._roster.by_id and worker.process in self._left.get(server, ()):
+            raise FailedPrecondition("SERVER_LEFT", f"server {server} has left: its API servers have ended")
         known = self._roster.server(server)
         loaded = worker.state in (WorkerState.BOOTED, WorkerState.APPLIED)
         if loaded and worker.fingerprint != known.ready.get(worker.version):
@@ -180,6 +201,17 @@ class Sessions:
                 )
             self._steering.happen(server, WorkerReported(worker))
             return self._roster.server_view(self._roster.by_id[server])
+
+    def leave(self, server: Server) -> None:
+        """Forget a server that has left. Its workers may end later; until it returns, their reports are refused.
+
+        Callers hold the roster's lock. Raises OSError.
+        """
+        self._note("server", f"servers/{server.id}", "left", "its API servers have ended", fleet=server.fleet)
+        self._left[server.id] = frozenset(worker.process for worker in server.workers.values())
+        self.forget(server)
+        self._steering.steer(server.fleet)
+        self._roster.changed.notify()
 
     def forget(self, server: Server) -> None:
         """Remove a server, its pins and its membership. Callers hold the roster's lock. Raises OSError."""

@@ -12,7 +12,6 @@ from resharder.server.fleets.steering import Steering
 from resharder.server.infra.medium import medium_error
 from resharder.server.state.server_events import Ticked
 
-_FORGET = 3600.0  # seconds for which a LOST server is still listed
 _RETURNING = "servers that may come back"
 _CHECKPOINT = 30.0  # seconds of a wait that a killed daemon may lose
 _log = structlog.get_logger("resharder.fleet")
@@ -84,13 +83,16 @@ class FleetTicker:
         with roster.lock:
             now = roster.clock()
             for server in list(roster.by_id.values()):
+                if server.left and now > server.seen + server.lease(roster.settings):
+                    self._sessions.leave(server)
+                    continue
                 self._steering.see_versions(server.id)
                 if roster.by_name[server.fleet].strict:  # a step may open a gate, on which other servers' goals depend
                     self._steering.happen(server.id, Ticked())
                 else:
                     self._steering.step(server.id, Ticked())
                 server = roster.by_id[server.id]
-                if server.lost_at is not None and now > server.lost_at + max(_FORGET, roster.settings.grace):
+                if server.lost_at is not None and now > server.lost_at + max(roster.settings.forget, roster.settings.grace):
                     self._sessions.forget(server)
             for name in list(roster.by_name):
                 self._steering.steer(name)

@@ -45,9 +45,21 @@ def wanted(fleet: Fleet, view: View) -> int:
             return number if number in view.ready and number not in fleet.refused else current
         case FleetTargetKind.NONE:
             return current if current in view.usable else _instead(current, fleet, view)
-    newest = max((version for version in view.usable if version not in fleet.refused), default=0)
+    newest = latest(fleet, view, current)
     early = fleet.rest_left(view.now) > 0 and current in view.usable and current not in fleet.refused
     return current if early or not newest else newest
+
+
+def latest(fleet: Fleet, view: View, current: int) -> int:
+    """Return the newest version that is neither refused nor set aside; 0: none.
+
+    If all others are gone, a fleet stays at a version that is set aside, or takes the newest one.
+    """
+    permitted = view.usable - fleet.refused.keys()
+    listed = permitted - view.set_aside
+    if listed or current not in permitted:
+        return max(listed or permitted, default=0)
+    return current
 
 
 def _instead(gone: int, fleet: Fleet, view: View) -> int:

@@ -25,7 +25,9 @@ class Steps:
         self._publishers, self._uploads, self.chunk_bytes = publishers, uploads, chunk_bytes
         self._creating: set[tuple[str, int, int]] = set()
 
-    def create(self, name: str, rank: int, step: int, after: int | None = None) -> Waiting[VersionRecord]:
+    def create(
+        self, name: str, rank: int, step: int, after: int | None = None, *, set_aside: bool = False
+    ) -> Waiting[VersionRecord]:
         """Return the version of a publisher's step, and begin it if there is none.
 
         Concurrent calls for the same step get the same version: one begins it, the others wait.
@@ -36,6 +38,7 @@ class Steps:
             step: The step.
             after: Newest version of the step that the rank has begun before; None: all. A later aborted version is
                 returned, so that a rank never delivers into a version other than the one it began.
+            set_aside: Whether LATEST skips a version that this call begins.
 
         Raises:
             InvalidArgument: STEP.
@@ -69,7 +72,7 @@ class Steps:
                 )
             yield shared.changed.pause(seen, min(left, _LOOK))
         try:
-            return self._begin(publisher, rank, step)
+            return self._begin(publisher, rank, step, set_aside)
         finally:
             with shared.lock:
                 self._creating.discard(key)
@@ -97,9 +100,9 @@ class Steps:
                 "TOO_MANY_UPLOADING", f"{publisher.model}: {MAX_UPLOADING} versions are UPLOADING already: {steps}"
             )
 
-    def _begin(self, publisher: PublisherRecord, rank: int, step: int) -> VersionRecord:
+    def _begin(self, publisher: PublisherRecord, rank: int, step: int, set_aside: bool) -> VersionRecord:
         store, shared = self._store, self._shared
-        record = store.lifecycle.begin(publisher.model, publisher.epoch, step, publisher.job)
+        record = store.lifecycle.begin(publisher.model, publisher.epoch, step, publisher.job, set_aside=set_aside)
         with shared.lock:
             if publisher.state != ACTIVE:
                 store.lifecycle.abort(record.model, record.number, "a newer job has claimed the model")

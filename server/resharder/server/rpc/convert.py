@@ -35,6 +35,7 @@ def version_to_proto(store: Store, record: VersionRecord, counts: tuple[int, int
         used_by=store.pins.holders(record.model, record.number),
         servers_serving=counts[0],
         servers_following=counts[1],
+        set_aside=record.set_aside,
     )
 
 
@@ -94,6 +95,7 @@ def worker_from_proto(message: resources_pb2.Worker) -> Worker:
         timings=timings_from_proto(message.timings),
         verification=_verification(message),
         altered=message.altered and state == WorkerState.FAILED,
+        released_bytes=max(0, message.released_bytes) if message.HasField("released_bytes") else None,
     )
 
 
@@ -130,6 +132,7 @@ def worker_to_proto(worker: Worker) -> resources_pb2.Worker:
         apply_seconds=worker.apply_seconds,
         timings=timings_to_proto(worker.timings),
         verification=worker.verification,
+        released_bytes=worker.released_bytes,
     )
 
 
@@ -178,6 +181,7 @@ def report_from_proto(message: server_pb2.ControlReport) -> Reported:
         power_from_proto(message.power),
         message.in_flight,
         timings_from_proto(message.timings),
+        message.leaving,
     )
 
 

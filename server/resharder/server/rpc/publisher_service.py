@@ -60,7 +60,9 @@ class PublisherService:
     def CreateVersion(self, request: publisher_pb2.CreateVersionRequest, call: Call) -> Waiting[Message]:
         """Return the version of a rank's step, and begin it if there is none."""
         after = request.after if request.HasField("after") else None
-        record = yield from self._intake.steps.create(request.publisher, request.rank, request.step, after)
+        record = yield from self._intake.steps.create(
+            request.publisher, request.rank, request.step, after, set_aside=request.set_aside
+        )
         if request.withheld:
             self._withhold(record.model, record.number)
         return self._views.version(record)

@@ -67,6 +67,7 @@ class Settings:
     attempts: int = 3
     first_retry: float = 2.0  # doubles with each failure
     last_retry: float = 60.0
+    forget: float = 86400.0  # from LOST until the server is forgotten
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Worker:
     timings: tuple[Timing, ...] = ()
     verification: resources_pb2.Verification | None = None  # result of the last verification
     altered: bool = False  # FAILED after a verification found a difference
+    released_bytes: int | None = None  # of device memory, by the current sleep; None: awake or not measured
     # Derived by the daemon.
     holds: int = 0  # version that its parameters are verified to contain; 0: unknown
     held_as: str = ""  # fingerprint of that version
@@ -217,6 +219,7 @@ class Server:
     installs: int = 0
     failures: Mapping[int, Failure] = field(default_factory=dict)
     lost_at: float | None = None
+    left: bool = False  # its last control side has announced its end
     goal: Goal = Goal()
     power: Power = Power.AWAKE  # as last reported by the leader
     change: Change | None = None

@@ -43,6 +43,7 @@ class Reported:
     power: Power = Power.UNKNOWN
     in_flight: int = 0
     timings: tuple[Timing, ...] = ()
+    leaving: bool = False  # the control side ends after this report
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,10 @@ class VersionRecord:
     fingerprint: str = ""
     reason: str = ""
     slots: tuple[tuple[int, str], ...] = ()
+    set_aside: bool = False
+    """Whether LATEST skips it while the model has another READY version."""
+    end_time: float = 0.0
+    """Time at which it became RETIRED or ABORTED; 0 if unknown."""
 
     @property
     def name(self) -> str:

@@ -39,8 +39,10 @@ class VersionLifecycle:
         self._changed = catalogue.changed
 
     @medium_errors()
-    def begin(self, name: str, epoch: int, step: int, job: str) -> VersionRecord:
+    def begin(self, name: str, epoch: int, step: int, job: str, *, set_aside: bool = False) -> VersionRecord:
         """Create an UPLOADING version in files of the pool. Blocks until a set of files and capacity are free.
+
+        `set_aside` has no effect on the first version of a model, which no READY one precedes.
 
         Raises FailedPrecondition (STALE_EPOCH), ResourceExhausted (NO_ROOM, STORE_FULL, NO_DESCRIPTORS), Unavailable
         (STORE_FAILED, DRAINING).
@@ -60,7 +62,7 @@ class VersionLifecycle:
                         write_file(path / file.name, file.read_bytes())
                 with self._changed:
                     model.reserved(epoch)
-                    record = self._start(model, reservation, path, step, job)
+                    record = self._start(model, reservation, path, step, job, set_aside)
                     reservation.pending -= 1
             except BaseException:
                 with self._changed:
@@ -92,13 +94,16 @@ class VersionLifecycle:
             model.reserved(reservation.epoch)
         return reservation.pool.pop()
 
-    def _start(self, model: StoredModel, reservation: Reservation, path: Path, step: int, job: str) -> VersionRecord:
+    def _start(
+        self, model: StoredModel, reservation: Reservation, path: Path, step: int, job: str, set_aside: bool
+    ) -> VersionRecord:
         model.number += 1
         model.write_claim()
         failpoint("begin.after-number")
         tensors = sum(len(layout.tensors) for layout in reservation.layouts)
         now = round(self._clock(), 6)
         record = VersionRecord(model.name, model.number, UPLOADING, reservation.epoch, step, job, reservation.size, tensors, now)
+        record = replace(record, set_aside=set_aside and bool(model.of(READY)))
         make_folder(model.folder / "staging")
         move(path, self._folder.path(record))
         failpoint("begin.after-rename")
@@ -167,7 +172,7 @@ class VersionLifecycle:
             if record.state != UPLOADING:
                 return record
             failpoint("abort.record")
-            done = replace(record, state=ABORTED, reason=reason)
+            done = replace(record, state=ABORTED, reason=reason, end_time=round(self._clock(), 6))
             self._retirer.end(model, record, done)
             self._changed.notify_all()
         self._catalogue.notify_subscribers([done])

@@ -44,7 +44,7 @@ def encode(
     """
     content: dict[str, Any] = {
         "format": FORMAT,
-        "version": {k: v for k, v in asdict(record).items() if k not in ("fingerprint", "state", "reason")},
+        "version": {k: v for k, v in asdict(record).items() if k not in ("fingerprint", "state", "reason", "end_time")},
         "files": {name: {"size": sizes[name], "blake3": blake3(files[name]).hexdigest()} for name in sorted(files)},
         "digests": _hexadecimal(digests),
     }

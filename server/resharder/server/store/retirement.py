@@ -1,6 +1,6 @@
 """The end of versions: by retention, for capacity, or at an operator's command."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -45,9 +45,10 @@ class Retirer:
         retention: Retention,
         history: History,
         manifests: ManifestCache,
+        clock: Callable[[], float],
     ) -> None:
         self._folder, self._catalogue, self._pool = folder, catalogue, pool
-        self._retention, self._history, self._manifests = retention, history, manifests
+        self._retention, self._history, self._manifests, self._clock = retention, history, manifests, clock
 
     @medium_errors()
     def retire(self, name: str, numbers: Collection[int] = (), keep: int = 0, dry_run: bool = False) -> Retirement:
@@ -75,7 +76,7 @@ class Retirer:
             with self._catalogue.changed:
                 if model.records[record.number].state != READY or _used(model, record.number):
                     continue
-                done = replace(record, state=RETIRED, reason="retired by an operator")
+                done = self._retired(record, "retired by an operator")
                 self.end(model, record, done)
                 self._catalogue.changed.notify_all()
             self._catalogue.notify_subscribers([done])
@@ -106,9 +107,12 @@ class Retirer:
         pins = {(number, holder) for number, holders in model.holders.items() for holder in holders}
         pinned = {number for number, _ in (pins - model.yielding if despite_yielding else pins)}
         for record in self._retention.surplus(model.of(READY), pinned):
-            done = replace(record, state=RETIRED, reason="newer versions took its place")
+            done = self._retired(record, "newer versions took its place")
             self.end(model, record, done)
             retired.append(done)
+
+    def _retired(self, record: VersionRecord, reason: str) -> VersionRecord:
+        return replace(record, state=RETIRED, reason=reason, end_time=round(self._clock(), 6))
 
     def end(self, model: StoredModel, record: VersionRecord, done: VersionRecord) -> None:
         """Replace `record` by `done`, RETIRED or ABORTED, and free its files.

@@ -68,7 +68,7 @@ class Store:
         folder, catalogue, history = self.folder, self.catalogue, self._history
         pool = FilePool(catalogue, self.capacity)
         self.epochs = Epochs(catalogue, self.capacity, pool, retention)
-        self.retirer = Retirer(folder, catalogue, pool, retention, history, manifests)
+        self.retirer = Retirer(folder, catalogue, pool, retention, history, manifests, clock)
         self.lifecycle = VersionLifecycle(folder, catalogue, self.capacity, pool, self.retirer, history, clock)
         self.pins = VersionPins(catalogue, self.retirer)
         self.reader = VersionReader(folder, catalogue, self.pins, manifests)

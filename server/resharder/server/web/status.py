@@ -1,18 +1,19 @@
 """Data of the status page, from a snapshot and the journal."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from resharder.server.fleets.roster import FleetView, ServerView
 from resharder.server.infra.event_log import Event
 from resharder.server.ingest.publisher import PublisherRecord
 from resharder.server.observability.snapshot import Snapshot
-from resharder.server.state.fleet import FleetStrategy, FleetStrategyKind, FleetTarget, FleetTargetKind, Move
-from resharder.server.state.server import Install, InstallState, Server, Worker, WorkerState
+from resharder.server.state.fleet import FleetStrategy, FleetStrategyKind, FleetTarget, FleetTargetKind, Move, MoveState
+from resharder.server.state.server import Install, InstallState, Server, Settings, Worker, WorkerState
 from resharder.server.state.version import UPLOADING, VersionRecord
 from resharder.v1 import resources_pb2
 
 _VERSIONS = 12  # newest versions of each model
+_PROBLEMS = (resources_pb2.Server.LOST, resources_pb2.Server.FAILED)
 
 
 def status(now: Snapshot, events: Sequence[Event], **daemon: object) -> dict[str, Any]:
@@ -21,9 +22,10 @@ def status(now: Snapshot, events: Sequence[Event], **daemon: object) -> dict[str
     return {
         "time": now.time,
         "daemon": daemon,
+        "problems": [*map(str, _problems(now))],
         "store": {"used": now.store_used, "limit": now.store_limit},
         "moving": [*_uploads(now), *_installs(now)],
-        "fleets": [_fleet(now, view) for view in now.fleets],
+        "fleets": [_fleet(now, view) for view in sorted(now.fleets, key=lambda view: not any(_fleet_problems(now, view)))],
         "models": [
             {
                 "name": model,
@@ -35,6 +37,31 @@ def status(now: Snapshot, events: Sequence[Event], **daemon: object) -> dict[str
         ],
         "events": [_event(event) for event in reversed(events)],
     }
+
+
+def _problems(now: Snapshot) -> Iterator[str]:
+    """Yield a sentence for each problem: of fleets, then of publishers."""
+    for view in now.fleets:
+        yield from _fleet_problems(now, view)
+    for publisher, live in now.publishers:
+        if publisher.shown_state(live) == "REJECTED":
+            yield f"model {publisher.model}: job {publisher.job} was rejected: {publisher.error}"
+
+
+def _fleet_problems(now: Snapshot, view: FleetView) -> Iterator[str]:
+    group, name = now.servers.get(view.fleet.name, ()), view.fleet.name
+    of = f"of {len(group)} servers" if len(group) != 1 else "of 1 server"
+    for state in _PROBLEMS:
+        if found := [server for server in group if server.state == state]:
+            each = "; ".join(f"{server.server.id}: {server.reason}" for server in found)
+            yield f"fleet {name}: {len(found)} {of} {resources_pb2.Server.State.Name(state)}: {each}"
+    behind = [server for server in group if server.state not in _PROBLEMS and _gave_up(server.server)]
+    if behind:
+        each = "; ".join(f"{server.server.id}: {server.reason}" for server in behind)
+        yield f"fleet {name}: {len(behind)} {of} gave up an install: {each}"
+    move = view.fleet.move
+    if move is not None and move.state in (MoveState.STOPPED, MoveState.BACK):
+        yield f"fleet {name}: the move to version {move.to} is {move.state.name}: {move.reason}"
 
 
 def _uploads(now: Snapshot) -> list[dict[str, Any]]:
@@ -105,7 +132,7 @@ def _fleet(now: Snapshot, view: FleetView) -> dict[str, Any]:
         "refused": sorted(fleet.refused),
         "lag": {"versions": lag.versions, "seconds": max(0.0, now.time - lag.since) if lag.since else 0.0},
         "move": _move(fleet.move, group) if fleet.move is not None else None,
-        "servers": [_server(server) for server in group],
+        "servers": [_server(server) for server in sorted(group, key=_urgency)],
     }
 
 
@@ -141,6 +168,17 @@ def _move(move: Move, group: Sequence[ServerView]) -> dict[str, Any]:
     }
 
 
+def _gave_up(server: Server) -> bool:
+    return any(failure.count >= Settings.attempts for failure in server.failures.values())
+
+
+def _urgency(view: ServerView) -> int:
+    """Return the place of a server in its list: lost ones, failed ones, others that gave up an install, the rest."""
+    if view.state in _PROBLEMS:
+        return _PROBLEMS.index(view.state)
+    return len(_PROBLEMS) + (not _gave_up(view.server))
+
+
 def _server(view: ServerView) -> dict[str, Any]:
     server = view.server
     return {
@@ -161,17 +199,31 @@ def _install(server: Server, install: Install) -> dict[str, Any]:
     workers = _about(server, install)
     stage = max((worker.stage_seconds for worker in workers), default=0.0)
     size = sum(worker.needed_bytes for worker in workers)
+    apply = max((worker.apply_seconds for worker in workers), default=0.0)
     return {
         "version": install.version,
         "state": install.state.name,
         "error": install.error,
         "stage_seconds": stage,
-        "apply_seconds": max((worker.apply_seconds for worker in workers), default=0.0),
-        "pause_seconds": install.pause_seconds,
+        "apply_seconds": apply,
+        # A server that was closed or asleep before has no pause of its own: less than its workers took cannot be one.
+        "pause_seconds": install.pause_seconds if install.pause_seconds >= apply else 0.0,
+        "pause_phases": _pause_phases(install, apply),
         "bytes": size,
         "stage_bytes_per_second": size / stage if stage > 0 else 0.0,
         "transport": ", ".join(sorted({worker.transport for worker in workers} - {""})),
     }
+
+
+def _pause_phases(install: Install, apply: float) -> dict[str, float]:
+    """Return the parts of a pause in seconds, which add up to it: for requests, for workers, and the rest."""
+    if not 0.0 < apply <= install.pause_seconds:
+        return {}
+    taken = {phase: sum(t.seconds for t in install.timings if t.phase == phase) for phase in ("pause", "reset", "resume")}
+    left = install.pause_seconds - apply
+    stopping = min(left, taken["pause"])
+    caches = min(left - stopping, taken["reset"] + taken["resume"])
+    return {"stopping requests": stopping, "applying": apply, "resuming": caches, "waiting": left - stopping - caches}
 
 
 def _publisher(publisher: PublisherRecord, live: int) -> dict[str, Any]:
@@ -194,6 +246,8 @@ def _version(now: Snapshot, record: VersionRecord) -> dict[str, Any]:
         "size": record.size_bytes,
         "created": record.create_time,
         "ready": record.ready_time,
+        "ended": record.end_time,
+        "set_aside": record.set_aside,
         "serving": now.serving(record.model, record.number),
     }
 

@@ -28,6 +28,7 @@ logger = logging.getLogger("vllm.resharder.lease")
 
 FIRST_LEASE_SECONDS = 15.0  # assumed until the daemon's first answer
 LONGEST_PAUSE_SECONDS = 5.0  # between attempts to reach the daemon
+LEAVE_SECONDS = 2.0  # for the daemon to receive the last report
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class LeaseThread:
         self._stub = server_pb2_grpc.ServerServiceStub(channel.grpc)
         self._one_at_a_time = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, name="resharder-lease", daemon=True)
-        self._closing = threading.Event()
+        self._closing, self._leaving = threading.Event(), False
         # `_changed` guards the following attributes and is notified when one of them changes.
         self._changed = threading.Condition()
         self._stream = 0  # number of the stream; orders and reports of earlier streams are dropped
@@ -99,6 +100,17 @@ class LeaseThread:
         if self._thread.is_alive():
             self._thread.join(5)
         self._channel.close()
+
+    def leave(self) -> None:
+        """Announce the end of this process, and close. The daemon removes a server whose control sides have all left."""
+        with self._changed:
+            self._leaving = self._report_due = True
+            attending = self._call is not None
+            self._changed.notify_all()
+        self._closing.set()
+        if attending and self._thread.is_alive():
+            self._thread.join(LEAVE_SECONDS)  # the daemon ends the stream
+        self.close()
 
     def reattach(self, reason: str) -> None:
         """End the stream; another follows."""
@@ -177,7 +189,10 @@ class LeaseThread:
         """Yield the reports of one stream: the identity, then outcomes, and a renewal at least every third of the lease."""
         message = server_pb2.ControlReport(install=self._busy)
         while True:
+            leaving = self._leaving
             yield self._report(message)
+            if leaving:  # the report has announced it
+                return
             with self._changed:
                 outcome = self._next_outcome(number, time.monotonic())
                 if self._stream != number:
@@ -204,6 +219,7 @@ class LeaseThread:
         identity = self._identity
         message.server, message.control = identity.server, identity.nonce
         message.world_size, message.address, message.passes_kv = identity.world_size, identity.address, identity.passes_kv
+        message.leaving = self._leaving
         power, message.in_flight, message.serving = self._status()
         message.power, message.term = power.value, self._lease.term
         with self._changed:

@@ -72,6 +72,10 @@ class AttachedEngine:
         """
         return answering()
 
+    def leave(self) -> None:
+        """Announce the end of this process to the daemon, which then removes the server instead of listing it as LOST."""
+        self._thread.leave()
+
     def close(self) -> None:
         """Release the server's lease. The engine does not change."""
         self._thread.close()

@@ -10,6 +10,7 @@ from argparse import Namespace
 from typing import Any
 
 from resharder.client.errors import UsageError
+from resharder.client.inference.address import server_address
 from resharder.client.inference.control.gate import Gate, GateMiddleware
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import page
@@ -50,14 +51,17 @@ class EndpointPlugin:
         Raises:
             UsageError: The server is not supported.
         """
-        if self._gate is None:
+        settings = self._settings
+        if self._gate is None or settings is None:
             return
         if engine_client is None:
             raise UsageError("expected an API server with an engine behind it, got none: leave the plugin out of VLLM_PLUGINS")
-        self.handle = await attach(engine_client, self._settings, gate=self._gate, address=_address(args))
-        atexit.register(self.handle.close)  # vLLM has no shutdown hook
+        self.handle = await attach(engine_client, settings, gate=self._gate, address=_address(args, settings))
+        atexit.register(self.handle.leave)  # vLLM has no shutdown hook
 
 
-def _address(args: Namespace) -> str:
+def _address(args: Namespace, settings: PluginSettings) -> str:
     uds = getattr(args, "uds", None)
-    return uds or f"{getattr(args, 'host', None) or '0.0.0.0'}:{getattr(args, 'port', 0)}"
+    if uds and not settings.address:
+        return str(uds)
+    return server_address(settings.address, getattr(args, "host", None), int(getattr(args, "port", 0)), settings.endpoint)

@@ -2,15 +2,19 @@
 
 import functools
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from resharder.client.inference.power import STAY_PAUSED
 from resharder.client.inference.vllm.worker_rpc import agent_of
+from resharder.converters.units import size_text
 
 logger = logging.getLogger("vllm.resharder.power")
 
+_LEAST_RELEASED = 1 << 20  # smaller differences are noise
 NOTHING_GAINED = "Memory usage increased after sleeping"
 
 
@@ -56,9 +60,14 @@ def watch_sleep(worker: Any) -> None:
         agent, models = agent_of(worker)
         with agent.verifier.exclusive():
             agent.fall_asleep(models, level)
+            before = _free_memory(agent.host.device)
             with tolerate_other_processes():
                 plain_sleep(level)
+            released = _free_memory(agent.host.device) - before
+            released = released if released >= _LEAST_RELEASED else 0
             agent.sleep_state.begin(level)
+            agent.reporter.slept(released)
+            logger.info("asleep at level %d: %s of memory released", level, size_text(released))
 
     @functools.wraps(plain_wake_up)
     def wake_up(tags: list[str] | None = None) -> None:
@@ -68,6 +77,14 @@ def watch_sleep(worker: Any) -> None:
             agent.woke(tags)
 
     worker.sleep, worker.wake_up = sleep, wake_up
+
+
+def _free_memory(device: torch.device) -> int:
+    """Return the free bytes of a GPU; of a CPU the negative of this process's resident memory, so that differences compare."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/self/statm") as file:
+        return -int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextmanager

@@ -338,6 +338,7 @@ class Agent:
         """Update the sleep state after vLLM restored the memory of `tags` (all for `None`), and restore the backup."""
         failpoint("worker.wake")
         self.sleep_state.end(tags)
+        self.reporter.slept(None)
         if WEIGHTS not in self.sleep_state.tags and self._sleep_backup is not None:
             self._sleep_backup.restore()
             self._sleep_backup = None

@@ -33,7 +33,7 @@ from resharder.converters.wire.direct import layout_to_proto
 from resharder.v1 import direct_pb2, direct_pb2_grpc
 
 logger = logging.getLogger("vllm.resharder.direct")
-_UNKNOWN = "MEMORY_UNKNOWN"
+_UNKNOWN, _NOT_OFFERED = "MEMORY_UNKNOWN", "NOT_OFFERED"
 _TIMEOUT = 60.0  # seconds; the daemon has shorter bounds
 _POLL_SECONDS = 1.0  # interval of queries whether a version is READY
 
@@ -149,7 +149,10 @@ class Receiver:
                 self._failed(message.group, str(error))
                 return False
         except ResharderError as error:
-            logger.info("%s is installed over the staged path: %s", version, error)
+            if error.reason == _NOT_OFFERED:
+                logger.info("%s is installed from the store", version)
+            else:
+                logger.warning("%s is installed from the store, the direct path is not available: %s", version, error)
             return False
         return True
 

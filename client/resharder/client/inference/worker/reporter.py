@@ -68,6 +68,7 @@ class Reporter:
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._verification: resources_pb2.Verification | None = None
+        self._released: int | None = None
 
     @property
     def started(self) -> bool:
@@ -78,6 +79,12 @@ class Reporter:
         """Include a verification in all further reports."""
         with self._lock:
             self._verification = found
+        self._wake.set()
+
+    def slept(self, released: int | None) -> None:
+        """Include the bytes that a sleep released in all further reports; None after waking."""
+        with self._lock:
+            self._released = released
         self._wake.set()
 
     def report(
@@ -133,6 +140,8 @@ class Reporter:
                 worker.CopyFrom(self._latest)
                 if self._verification is not None:
                     worker.verification.CopyFrom(self._verification)
+                if self._released is not None:
+                    worker.released_bytes = self._released
             request = server_pb2.ReportWorkerRequest(server=self._settings.server, worker=worker)
             try:
                 failpoint("worker.report")

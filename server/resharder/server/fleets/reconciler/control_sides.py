@@ -46,7 +46,7 @@ def attached(server: Server, event: Attached, now: float, orders: list[Order]) -
         controls = (*server.controls, control)
     if event.world_size != server.world_size:
         server = _resized(server, event.world_size, now, orders)
-    server = replace(server, controls=controls, seen=now, attached=True, lost_at=None, passes_kv=event.passes_kv)
+    server = replace(server, controls=controls, seen=now, attached=True, lost_at=None, left=False, passes_kv=event.passes_kv)
     server = _powered(server, event.control, event.power)
     orders.append(Order(event.control, OrderKind.RENEWED))
     if event.term > server.term:  # assigned by a daemon on another store; the engine refuses lower terms
@@ -126,6 +126,9 @@ def reported(server: Server, event: Reported, now: float, settings: Settings, or
     server = replace(_powered(server, control.nonce, event.power), lingers=_lingering(server))
     orders.append(Order(control.nonce, OrderKind.RENEWED))
     leads = control.nonce == server.controls[0].nonce
+    if event.leaving:
+        server = detach(server, {control.nonce}, orders)
+        return replace(server, left=not server.controls)
     if was_busy and idle:
         return _greet(server, control, orders, leads=leads)
     return _order_done(server, event, now, settings, orders) if leads and event.done is not None else server

@@ -16,7 +16,7 @@ def worker_reported(server: Server, report: Worker, now: float, settings: Settin
     kept = server.workers.get(report.rank)
     if kept is None or kept.process != report.process:
         return server
-    return _keep_worker(server, replace(kept, verification=report.verification))
+    return _keep_worker(server, replace(kept, verification=report.verification, released_bytes=report.released_bytes))
 
 
 def _altered(server: Server, known: Worker, report: Worker) -> Server:

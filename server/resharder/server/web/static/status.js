@@ -29,10 +29,7 @@ const KINDS = {
 const chip = (text, kind) => span(`chip ${kind || KINDS[text] || ""}`, text);
 
 function bytes(count) {
-  const units = ["B", "kB", "MB", "GB", "TB", "PB"];
-  let unit = 0;
-  while (count >= 999.5 && unit < units.length - 1) { count /= 1000; unit += 1; }
-  return `${unit && count < 99.95 ? count.toFixed(1) : Math.round(count)} ${units[unit]}`;
+  return count >= 2 ** 28 ? `${(count / 2 ** 30).toFixed(2)} GiB` : `${(count / 2 ** 20).toFixed(1)} MiB`; // as the command does
 }
 
 function duration(seconds) {
@@ -43,7 +40,8 @@ function duration(seconds) {
   return seconds < 172800 ? `${Math.round(seconds / 3600)} h` : `${Math.round(seconds / 86400)} d`;
 }
 
-const clock = (time) => new Date(time * 1000).toLocaleTimeString("en-GB");
+const stamp = (time) => `${new Date(time * 1000).toISOString().slice(0, 19).replace("T", " ")}Z`;
+const clock = (time) => stamp(time).slice(11);
 const count = (number, what) => `${number} ${what}${number === 1 ? "" : "s"}`;
 const version = (number) => (number ? `version ${number}` : "no version");
 
@@ -52,6 +50,10 @@ function bar(value, max, label) {
 }
 
 // Parts of the page
+
+function drawProblems(problems) {
+  return problems.map((problem) => element("p", { class: "alarm" }, problem));
+}
 
 function drawStore({ used, limit }) {
   const text = `store: ${bytes(used)} of ${bytes(limit)}`;
@@ -112,8 +114,12 @@ function drawInstall(install) {
   const said = [];
   const rate = `${bytes(install.stage_bytes_per_second)}/s`;
   if (install.stage_seconds) said.push(`staged in ${duration(install.stage_seconds)} (${rate})`);
-  if (install.apply_seconds) said.push(`applied in ${duration(install.apply_seconds)}`);
-  if (install.pause_seconds) said.push(`paused for ${duration(install.pause_seconds)}`);
+  if (install.apply_seconds && !install.pause_seconds) said.push(`applied in ${duration(install.apply_seconds)}`);
+  if (install.pause_seconds) {
+    const phases = Object.entries(install.pause_phases).filter(([, seconds]) => seconds >= 0.0005);
+    const parts = phases.map(([phase, seconds]) => `${phase} ${duration(seconds)}`).join(", ");
+    said.push(`paused for ${duration(install.pause_seconds)}${parts && ` (${parts})`}`);
+  }
   return said.join(", ") || "done";
 }
 
@@ -130,7 +136,7 @@ function drawModel(model, now) {
   return card;
 }
 
-// Versions on a time line: from when each was created to when it was READY, and from then on as long as it is kept.
+// Versions on a time line: from when each was created to when it was READY, and from then on until it was retired.
 function drawLine(versions, now) {
   if (!versions.length) return [soft("no version yet")];
   const first = Math.min(...versions.map((one) => one.created));
@@ -144,11 +150,14 @@ function drawLine(versions, now) {
     const ends = one.ready || (one.state === "UPLOADING" ? now : one.created);
     const track = div("track", place(span(one.state === "ABORTED" ? "failed" : "came"), one.created, ends));
     if (one.state === "READY") track.append(place(span("kept"), one.ready, now));
-    if (one.state === "RETIRED") track.append(place(span("left"), one.ready, one.ready));
+    if (one.state === "RETIRED") track.append(place(span("left"), one.ready, one.ended || one.ready));
     track.title = one.reason;
+    const until = one.ended ? clock(one.ended) : one.state === "READY" ? "now" : "";
+    const life = one.ready ? `published ${clock(one.ready)}${until && ` .. ${until}`}` : "";
+    const aside = one.set_aside ? ", set aside" : "";
     const served = one.serving ? `, served by ${one.serving}${one.state === "UPLOADING" ? " ahead of READY" : ""}` : "";
     return div("line", span("name", `${one.number}`, soft(` · step ${one.step}`)), track,
-      span("", chip(one.state), soft(` ${bytes(one.size)}${served}`)));
+      span("", chip(one.state), soft(` ${bytes(one.size)}${served}${aside}`), life && element("small", { class: "soft" }, life)));
   });
   const ends = div("ends", span("", clock(first)), span("", "now"));
   const legend = div("line axis", span("", "version"), ends, span("", "state, size"));
@@ -172,8 +181,9 @@ function draw(id, data, make) {
 
 function show(status) {
   document.getElementById("daemon").textContent =
-    `resharderd ${status.daemon.release}, up since ${new Date(status.daemon.started * 1000).toLocaleString("en-GB")}` +
+    `resharderd ${status.daemon.release}, up since ${stamp(status.daemon.started)}` +
     (status.daemon.unready ? `; ${status.daemon.unready}` : "");
+  draw("problems", status.problems, () => drawProblems(status.problems));
   draw("store", status.store, () => drawStore(status.store));
   draw("moving", status.moving, () => drawMoving(status.moving));
   draw("fleets", status.fleets, () => status.fleets.map(drawFleet));

@@ -1,0 +1,148 @@
+"""What an operator's eyes meet: tables on a terminal of 80 columns, colours, lost servers first, events as sentences."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from resharder.client.cli.sentences import event_line
+from resharder.client.cli.table import Columns, lines, short
+from resharder.client.operator.answers import DaemonEvent
+from resharder.client.operator.convert import answer as converted
+from resharder.v1 import operator_pb2, resources_pb2
+
+from tests.support.command import answer, resharder, running
+from tests.support.fake_operator import FakeOperator
+from tests.support.terminal import COLUMNS, on_terminal
+
+Fleet, Server, Version = resources_pb2.Fleet, resources_pb2.Server, resources_pb2.Version
+GREEN, YELLOW, RED = "\x1b[32m", "\x1b[33m", "\x1b[31m"
+LOST = "fleet policy has LOST 1 of 3 servers: policy-rollout-replica-12 (its control side has been silent for 40 s)"
+LONG = (
+    "serving version 4; version 5 failed once: worker 3: the transfer over the direct path ended after 9.9 s; tries again in 2 s"
+)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeOperator]:
+    """Two fleets, one of which has lost a server."""
+    well = Fleet(name="evaluation", model="policy", settled_version=4, wanted_version=4, servers=["servers/one"])
+    names = [f"servers/policy-rollout-replica-{number}" for number in (10, 11, 12)]
+    hurt = Fleet(name="policy", model="policy", settled_version=4, wanted_version=5, servers=names, reason="from version 4 to 5")
+    servers = [
+        Server(name=names[0], fleet="policy", state=Server.SERVING, version=4, wanted_version=5, reason=LONG),
+        Server(name=names[1], fleet="policy", state=Server.ASLEEP, version=4, reason="asleep by order"),
+        Server(name=names[2], fleet="policy", state=Server.LOST, reason="its control side has been silent for 40 s"),
+        Server(name="servers/one", fleet="evaluation", state=Server.SERVING, version=4, wanted_version=4),
+    ]
+    with FakeOperator(well, hurt, servers=servers) as running:
+        running.versions = [
+            Version(name="models/policy/versions/5", model="policy", number=5, state=Version.UPLOADING, size_bytes=3 << 30),
+            Version(name="models/policy/versions/4", model="policy", number=4, state=Version.READY, size_bytes=3 << 30),
+            Version(name="models/policy/versions/3", model="policy", number=3, state=Version.ABORTED, reason="a rank was lost"),
+        ]
+        monkeypatch.setenv("RESHARDER_ENDPOINT", running.endpoint)
+        yield running
+
+
+@pytest.mark.parametrize("command", [("status",), ("fleets",), ("servers",), ("fleet", "show", "policy")])
+def test_a_fleet_that_lost_servers_is_shown_first_and_in_red(fake: FakeOperator, command: tuple[str, ...]) -> None:
+    assert resharder(*command).out.splitlines()[0] == LOST
+    seen = on_terminal(*command)
+    assert seen.text.startswith("\x1b[1;31mfleet policy has LOST 1 of 3 servers")
+    rows = [line for line in seen.lines if line.startswith(("policy-", "one"))]
+    if "fleet" not in command[0]:
+        assert rows[0].split()[:3] == ["policy-rollout-replica-12", "policy", "LOST"]
+        assert f"{RED}LOST" in seen.text
+    if command != ("servers",):
+        fleets = [line.split()[0] for line in seen.lines if line.startswith(("policy ", "evaluation "))]
+        assert fleets[:1] in ([], ["policy"])
+
+
+def test_no_line_exceeds_80_columns_or_breaks_a_word(fake: FakeOperator) -> None:
+    words = set(resharder("status").out.split()) | set(resharder("versions").out.split())
+    for command in (("status",), ("servers",), ("fleets",), ("versions",), ("fleet", "show", "policy")):
+        for line in on_terminal(*command).lines:
+            assert len(line) <= COLUMNS, (command, line)
+    shown = on_terminal("servers").lines
+    text = " ".join(line.strip() for line in shown)
+    assert LONG in text, "the reason is there in full, wrapped between words"
+    assert {word for word in LONG.split() if word not in words} == set()
+    wide = on_terminal("servers", "--wide").lines
+    assert any("servers/policy-rollout-replica-10" in line and LONG in line for line in wide)
+
+
+def test_states_have_colours_on_a_terminal_alone(fake: FakeOperator) -> None:
+    seen = on_terminal("status").text
+    assert all(wanted in seen for wanted in (f"{GREEN}SERVING", f"{YELLOW}ASLEEP", f"{RED}LOST"))
+    assert "\x1b[3" not in on_terminal("status", environment={"NO_COLOR": "1"}).text
+    assert "\x1b" not in resharder("status").out
+
+
+@given(st.lists(st.lists(st.text("abc-", min_size=1, max_size=70), min_size=4, max_size=4), min_size=1, max_size=4))
+def test_any_table_keeps_within_80_columns(rows: list[list[str]]) -> None:
+    columns = Columns(("first", "second", "third", "reason"))
+    for line in lines(columns, rows, COLUMNS):
+        assert len(line) <= COLUMNS
+
+
+def test_a_name_is_shortened_in_its_middle() -> None:
+    assert short("policy-rollout-12", 17) == "policy-rollout-12"
+    assert short("policy-rollout-12", 9) == "poli…t-12"
+    assert len(short("x" * 64, 8)) == 8
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (
+            {"subject": "models/policy/versions/3", "what": "ready", "details": {"step": "30", "epoch": "1"}},
+            "models/policy/versions/3  ready (epoch 1, step 30)",
+        ),
+        (
+            {
+                "subject": "fleets/policy",
+                "what": "update",
+                "details": {
+                    "request": json.dumps(
+                        {
+                            "fleet": {
+                                "name": "policy",
+                                "target": {"kind": "NUMBER", "version": "3"},
+                                "strategy": {"kind": "CANARY", "canaries": 1, "hold_seconds": 60.0, "approval": True},
+                            },
+                            "update_mask": "target,strategy",
+                        }
+                    )
+                },
+            },
+            "fleets/policy  update (target number version 3, strategy canary canaries 1 hold seconds 60.0 approval)",
+        ),
+        (
+            {"subject": "fleets/policy", "what": "failed", "reason": "canary a: no room", "details": {"back_to": "1", "to": "2"}},
+            "fleets/policy  failed (back to 1, to 2): canary a: no room",
+        ),
+        ({"subject": "fleets/policy", "what": "update", "details": {"request": '{"fleet": {"na'}}, "fleets/policy  update"),
+    ],
+)
+def test_events_are_sentences_without_lists_and_json(event: dict[str, object], said: str) -> None:
+    made = converted(DaemonEvent, operator_pb2.Event(**event))  # type: ignore[arg-type]
+    assert event_line(made).plain == f"1970-01-01 00:00:00Z  {said}"
+
+
+def test_watch_prints_one_json_object_a_line_for_each_change(fake: FakeOperator) -> None:
+    arguments = ["watch", "--json", "--every", "0.1", "--endpoint", fake.endpoint]
+    with running(arguments, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        first = json.loads(watching.stdout.readline())
+        assert [server["state"] for server in first["servers"]] == ["SERVING", "ASLEEP", "LOST", "SERVING"]
+        fake.servers[2].state = Server.SERVING
+        second = json.loads(watching.stdout.readline())
+        assert second["servers"][2]["state"] == "SERVING"
+        assert {**second, "servers": [], "watched": ""} == {**first, "servers": [], "watched": ""}
+
+
+def test_fleets_prints_json(fake: FakeOperator) -> None:
+    assert [fleet["name"] for fleet in answer("fleets")["fleets"]] == ["evaluation", "policy"]

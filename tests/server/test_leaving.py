@@ -1,0 +1,120 @@
+"""A server whose API servers end on purpose leaves the daemon: it is not LOST. Lost ones are forgotten after a time."""
+
+from pathlib import Path
+
+import pytest
+from resharder.server.fleets.attachments import Attachment
+from resharder.server.fleets.fleets import Fleets
+from resharder.server.fleets.persistence import FleetFiles
+from resharder.server.fleets.ports import Note
+from resharder.server.state.errors import FailedPrecondition, ResourceNotFound
+from resharder.server.state.fleet import Fleet, FleetStrategy, FleetStrategyKind
+from resharder.server.state.server import Settings, Worker, WorkerState
+from resharder.server.state.server_events import Attached, Reported
+
+from tests.support.simulated_store import SimulatedVersions
+from tests.support.waits import settled
+
+MODEL = "policy"
+LEASE, FORGET = 10.0, 100.0
+
+
+class Site:
+    """A daemon with one version and one server of one worker, whose time is the test's."""
+
+    def __init__(self, folder: Path, strict: bool) -> None:
+        self.now, self.versions, self.noted = 0.0, SimulatedVersions(), list[tuple[str, str]]()
+        self.versions.publish()
+        files = FleetFiles(folder)
+        if strict:
+            files.save(Fleet(MODEL, MODEL, strategy=FleetStrategy(FleetStrategyKind.ATOMIC)), 0.0)
+
+        def note(kind: str, subject: str, what: str, reason: str = "", **details: object) -> None:
+            self.noted.append((subject, what))
+
+        kept: Note = note
+        self.fleets = Fleets(
+            self.versions,
+            self.versions,
+            settings=Settings(lease=LEASE, grace=5, forget=FORGET),
+            clock=lambda: self.now,
+            files=files,
+            note=kept,
+            tick_seconds=0,
+        )
+        self.claim()
+
+    def claim(self) -> None:
+        settled(self.fleets.sessions.claim, "s", MODEL, "", wait_seconds=0, boot=False)
+
+    def attach(self, nonce: str) -> Attachment:
+        return self.fleets.sessions.attach("s", Attached(nonce, 1))
+
+    def report_worker(self, process: str) -> None:
+        self.fleets.sessions.report_worker("s", Worker(0, WorkerState.EMPTY, process=process))
+
+    def tick(self, now: float) -> list[str]:
+        self.now = now
+        self.fleets.ticker.tick()
+        return [view.server.id for view in self.fleets.roster.servers()]
+
+
+@pytest.fixture(params=[False, True], ids=["lenient", "strict"])
+def site(request: pytest.FixtureRequest, tmp_path: Path) -> Site:
+    return Site(tmp_path, strict=request.param)
+
+
+def test_a_server_is_forgotten_when_its_last_api_server_has_left(tmp_path: Path) -> None:
+    site = Site(tmp_path, strict=False)
+    first, second = site.attach("a"), site.attach("b")
+    first.report(Reported("a", leaving=True))
+    assert site.tick(0.0) == ["s"], "an API server is left"
+    second.report(Reported("b", leaving=True))
+    assert site.tick(0.0) == []
+    assert site.noted[-1] == ("servers/s", "left")
+    assert "lost" not in {what for _, what in site.noted}
+    assert site.fleets.roster.by_name[MODEL].members == frozenset()
+    orders = [second.orders.get() for _ in range(second.orders.qsize())]
+    assert orders[-1] is None, "its stream ends"
+
+
+def test_in_a_fleet_whose_versions_must_not_mix_it_is_forgotten_when_its_lease_ends(tmp_path: Path) -> None:
+    site = Site(tmp_path, strict=True)
+    attachment = site.attach("a")
+    attachment.report(Reported("a", leaving=True))
+    attachment.close()
+    assert site.tick(LEASE - 1) == ["s"]
+    assert "its API servers have ended" in site.fleets.roster.servers()[0].reason
+    assert site.tick(LEASE + 1) == []
+    assert "lost" not in {what for _, what in site.noted}
+
+
+def test_workers_that_end_later_do_not_bring_a_server_back(tmp_path: Path) -> None:
+    site = Site(tmp_path, strict=False)
+    attachment = site.attach("a")
+    site.report_worker("one")
+    attachment.report(Reported("a", leaving=True))
+    with pytest.raises(FailedPrecondition) as refused:
+        site.report_worker("one")
+    assert refused.value.reason == "SERVER_LEFT"
+    with pytest.raises(ResourceNotFound):
+        site.report_worker("two")
+    site.claim()
+    site.report_worker("one")
+
+
+def test_a_server_that_comes_back_within_its_lease_stays(site: Site) -> None:
+    attachment = site.attach("a")
+    attachment.report(Reported("a", leaving=True))
+    attachment.close()
+    site.claim()
+    site.attach("b")
+    assert site.tick(LEASE - 1) == ["s"]
+
+
+def test_a_lost_server_is_forgotten_after_the_time_of_the_settings(site: Site) -> None:
+    site.attach("a").close()
+    assert site.tick(LEASE + 1) == ["s"]
+    assert ("servers/s", "lost") in site.noted
+    assert site.tick(LEASE + FORGET) == ["s"]
+    assert site.tick(LEASE + FORGET + 3) == []

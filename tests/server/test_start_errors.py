@@ -1,0 +1,71 @@
+"""A daemon that cannot start says why in one line that names the option; no library's words are in it."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.secure import Authority
+
+
+def file_as_store(folder: Path) -> list[str]:
+    (folder / "file").touch()
+    return ["--store", str(folder / "file")]
+
+
+def below_a_file(folder: Path) -> list[str]:
+    (folder / "file").touch()
+    return ["--store", str(folder / "file" / "store")]
+
+
+def missing_key(folder: Path) -> list[str]:
+    authority = Authority(folder / "pki")
+    (folder / "pki" / "daemon.key").unlink()
+    security = f"security: {{certificate: {authority.folder}/daemon.pem, key: {authority.folder}/daemon.key, "
+    (folder / "daemon.yaml").write_text(security + f"client_ca: {authority.folder}/ca.pem, roles: {{'dns:a': [operator]}}}}\n")
+    return ["--config", str(folder / "daemon.yaml")]
+
+
+CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
+    "a file as store": (file_as_store, "--store: expected a folder, "),
+    "a store below a file": (below_a_file, "--store: expected a folder, "),
+    "a folder that cannot be made": (lambda _: ["--store", "/proc/nowhere/store"], "--store: "),
+    "no address": (lambda _: ["--listen", "nonsense"], "--listen: expected host:port, got 'nonsense'"),
+    "an address of another host": (
+        lambda _: ["--listen", "203.0.113.1:7677", "--insecure"],
+        "--listen: cannot listen on 203.0.113.1:7677: Cannot assign requested address",
+    ),
+    "a name that does not resolve": (
+        lambda _: ["--listen", "no-such-host.invalid:7", "--insecure"],
+        "--listen: cannot listen on no-such-host.invalid:7: ",
+    ),
+    "a missing key": (missing_key, "security: "),
+    "no option": (lambda _: ["--keep-count", "0"], "--keep-count: expected greater than or equal to 1, got 0"),
+}
+
+
+def started(*arguments: str, store: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "resharder.server", "--store", str(store), "--web-listen", "", "--listen", "127.0.0.1:0"]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_daemon_that_cannot_start_names_the_option_in_one_line(case: str, tmp_path: Path) -> None:
+    arguments, said = CASES[case]
+    ended = started(*arguments(tmp_path), store=tmp_path / "store")
+    assert ended.returncode in (1, 2)
+    assert ended.stdout == ""
+    assert ended.stderr.startswith(f"resharderd: {said}"), ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--listen", "--web-listen"])
+def test_a_port_in_use_is_said_with_its_option(option: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        ended = started(option, listen, store=tmp_path / "store")
+    assert ended.returncode == 2
+    assert ended.stderr == f"resharderd: {option}: cannot listen on {listen}: Address already in use\n"

@@ -1,0 +1,42 @@
+"""The command on a terminal of 80 columns: what an operator sees, colours included."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+COLUMNS = 80
+
+
+class Seen(NamedTuple):
+    code: int
+    text: str
+    """Output, standard error included, with its escape sequences."""
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines without escape sequences."""
+        return [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.text).replace("\r\n", "\n").splitlines()]
+
+
+def on_terminal(*arguments: object, environment: Mapping[str, str] | None = None, typed: str = "") -> Seen:
+    """Run `resharder` with a terminal for its input, output and errors."""
+    ours, theirs = pty.openpty()
+    clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "CI")}
+    settings = {**clean, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "LINES": "40", **(environment or {})}
+    command = [sys.executable, "-m", "resharder.client.cli", *map(str, arguments)]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=settings) as process:
+        os.close(theirs)
+        os.write(ours, typed.encode())
+        seen = bytearray()
+        while True:
+            try:
+                seen += os.read(ours, 1 << 16)
+            except OSError:  # no process has the terminal open any more
+                break
+        code = process.wait(60)
+    os.close(ours)
+    return Seen(code, seen.decode())
