@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check lint docs types proto proto-check unit test-compat bench fuzz simulate failpoints mutants docs-metrics docs-picture clean
+.PHONY: setup demo test check lint docs types proto proto-check unit test-compat bench fuzz simulate sabotage failpoints mutants docs-metrics docs-picture clean
 
 setup: $(VENV)/.ready
 
@@ -93,6 +93,10 @@ fuzz: setup
 # Schedules of every simulation, from SEED on: N=1000000, SEED=1.
 simulate: setup
 	$(BIN)/python -m tests.simulation --schedules $(or $(N),1000000) --seed $(or $(SEED),1) --jobs $(or $(JOBS),2)
+
+# Known faults, put back one at a time: the schedules that the simulations need to find each.
+sabotage: setup
+	$(BIN)/python -m tools.sabotage $(if $(ONLY),--only $(ONLY)) --schedules $(or $(N),2000)
 
 # Edits of the family tables, one at a time: an edit that no test notices is a survivor. FAMILY=qwen3 for one module, JOBS=2.
 mutants: setup
