@@ -84,10 +84,12 @@ test-compat: $(COMPAT)/.ready
 bench: setup
 	$(BIN)/python -m benchmarks.staged_path $(if $(JSON),--json $(JSON))
 
-# What no client would send, to every method of a daemon: N inputs by chance, then RUNS led by coverage (atheris).
+# What no client would send, to every method of a daemon: N inputs by chance, FILES damaged ones for each
+# reader of files and messages, then RUNS led by coverage (atheris).
 fuzz: setup
 	$(BIN)/pip install -q --group fuzz
 	$(BIN)/python -m tools.fuzz --inputs $(or $(N),1000000)
+	$(BIN)/python -m tools.fuzz_files --inputs $(or $(FILES),20000)
 	$(BIN)/python -m tools.fuzz_guided -runs=$(or $(RUNS),50000)
 
 # Schedules of every simulation, from SEED on: N=1000000, SEED=1.

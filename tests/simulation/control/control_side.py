@@ -307,7 +307,7 @@ class World:
     def run(self) -> None:
         """Run the schedule to its end."""
         self._set_up()
-        if self.random.random() < 0.7:
+        if self.random.random() < (0.4 if self.is_small else 0.7):
             self._arrive("boot", BOOT_BOUND)
         self._faults = True
         self.schedule.hazard = self.random.choice((0.0, 0.3, 1.0, 3.0))
