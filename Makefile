@@ -100,9 +100,10 @@ simulate: setup
 sabotage: setup
 	$(BIN)/python -m tools.sabotage $(if $(ONLY),--only $(ONLY)) --schedules $(or $(N),2000)
 
-# Edits of the family tables, one at a time: an edit that no test notices is a survivor. FAMILY=qwen3 for one module, JOBS=2.
+# Edits of the family tables, the geometry and the logic of fleets, one at a time: an edit that no test notices is a survivor.
+# FAMILY=qwen3 for one module, FILE=chunking.py for one file, JOBS=2.
 mutants: setup
-	$(BIN)/python -m tools.mutants $(if $(FAMILY),--family $(FAMILY)) --jobs $(or $(JOBS),1)
+	$(BIN)/python -m tools.mutants $(if $(FAMILY),--family $(FAMILY)) $(if $(FILE),--file $(FILE)) --jobs $(or $(JOBS),1)
 
 # Every failpoint with every kind of fault, one cycle each: 30 minutes on two busy cores. ONLY=worker.apply, KIND=kill, JOBS=2.
 failpoints: setup
