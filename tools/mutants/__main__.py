@@ -61,7 +61,7 @@ SUITES = (
         "geometry",
         (),
         (f"{CONVERTERS}/geometry/*.py",),
-        tuple(f"tests/converters/test_{name}.py" for name in ("layout", "plan", "runs", "chunks", "direct_messages")),
+        tuple(f"tests/converters/test_{name}.py" for name in ("chunking", "layout", "plan", "runs", "chunks", "direct_messages")),
         ("tests/server/test_intake.py",),
         "",
     ),

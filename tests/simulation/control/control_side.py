@@ -26,8 +26,6 @@ from tests.support.simulated_store import MODEL
 
 BOOT_BOUND, PEACE_BOUND, ANSWER_BOUND = 60.0, 90.0, 30.0
 """Simulated seconds within which servers boot, arrive at their target after the last fault, and answer requests."""
-_SMALL = 0.6
-"""Share of schedules with one server, fewer faults and less time, which find most violations sooner."""
 _STOPS = (0.05, 0.5, LEASE / 2, 1.2 * LEASE, 2.5 * LEASE)
 _MODES = (resources_pb2.KEEP, resources_pb2.KEEP, resources_pb2.WAIT, resources_pb2.ABORT)
 _KINDS = (FleetStrategyKind.ALL_AT_ONCE, FleetStrategyKind.ALL_AT_ONCE, FleetStrategyKind.ROLLING, FleetStrategyKind.ATOMIC)
@@ -150,8 +148,7 @@ class World:
         self.strict = self.kind == FleetStrategyKind.ATOMIC or self.max_skew > 0
         self.failures: list[str] = []
         self.requests: list[Request] = []
-        self.is_small = random.random() < _SMALL
-        ids = "a" if self.is_small else "ab"[: random.choice((1, 1, 2))]
+        ids = "ab"[: random.choice((1, 1, 2))]
         self.servers = [ServerModel(self, id, random.choice((1, 2)), random.choice((1, 2))) for id in ids]
         self.apis: list[ApiServer] = []  # of all lives
         self._faults = False
@@ -307,16 +304,16 @@ class World:
     def run(self) -> None:
         """Run the schedule to its end."""
         self._set_up()
-        if self.random.random() < (0.4 if self.is_small else 0.7):
+        if self.random.random() < 0.7:
             self._arrive("boot", BOOT_BOUND)
         self._faults = True
         self.schedule.hazard = self.random.choice((0.0, 0.3, 1.0, 3.0))
         self.daemon.doubled = self.random.choice((0.0, 0.1))
-        seconds = self.random.choice((1.5, 3.0) if self.is_small else (3.0, 6.0))
+        seconds = self.random.choice((3.0, 6.0))
         begin = self.schedule.now
-        for _ in range(self.random.choice((1, 2, 4) if self.is_small else (0, 2, 4, 8, 12))):
+        for _ in range(self.random.choice((0, 2, 4, 8, 12))):
             self.schedule.at(begin + seconds * self.random.random(), None, self._fault)
-        for _ in range(self.random.choice((1, 2) if self.is_small else (1, 3, 6))):
+        for _ in range(self.random.choice((1, 3, 6))):
             self.schedule.at(begin + seconds * self.random.random(), None, self._publish)
         self._send_requests()
         self.schedule.run_until(begin + seconds)
