@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check lint docs types proto proto-check unit test-compat bench fuzz simulate failpoints mutants docs-metrics docs-picture clean
+.PHONY: setup demo test check lint docs types proto proto-check unit test-compat bench fuzz simulate sabotage failpoints mutants docs-metrics docs-picture clean
 
 setup: $(VENV)/.ready
 
@@ -84,19 +84,26 @@ test-compat: $(COMPAT)/.ready
 bench: setup
 	$(BIN)/python -m benchmarks.staged_path $(if $(JSON),--json $(JSON))
 
-# What no client would send, to every method of a daemon: N inputs by chance, then RUNS led by coverage (atheris).
+# What no client would send, to every method of a daemon: N inputs by chance, FILES damaged ones for each
+# reader of files and messages, then RUNS led by coverage (atheris).
 fuzz: setup
 	$(BIN)/pip install -q --group fuzz
 	$(BIN)/python -m tools.fuzz --inputs $(or $(N),1000000)
+	$(BIN)/python -m tools.fuzz_files --inputs $(or $(FILES),20000)
 	$(BIN)/python -m tools.fuzz_guided -runs=$(or $(RUNS),50000)
 
 # Schedules of every simulation, from SEED on: N=1000000, SEED=1.
 simulate: setup
 	$(BIN)/python -m tests.simulation --schedules $(or $(N),1000000) --seed $(or $(SEED),1) --jobs $(or $(JOBS),2)
 
-# Edits of the family tables, one at a time: an edit that no test notices is a survivor. FAMILY=qwen3 for one module, JOBS=2.
+# Known faults, put back one at a time: the schedules that the simulations need to find each.
+sabotage: setup
+	$(BIN)/python -m tools.sabotage $(if $(ONLY),--only $(ONLY)) --schedules $(or $(N),2000)
+
+# Edits of the family tables, the geometry and the logic of fleets, one at a time: an edit that no test notices is a survivor.
+# FAMILY=qwen3 for one module, FILE=chunking.py for one file, JOBS=2.
 mutants: setup
-	$(BIN)/python -m tools.mutants $(if $(FAMILY),--family $(FAMILY)) --jobs $(or $(JOBS),1)
+	$(BIN)/python -m tools.mutants $(if $(FAMILY),--family $(FAMILY)) $(if $(FILE),--file $(FILE)) --jobs $(or $(JOBS),1)
 
 # Every failpoint with every kind of fault, one cycle each: 30 minutes on two busy cores. ONLY=worker.apply, KIND=kill, JOBS=2.
 failpoints: setup

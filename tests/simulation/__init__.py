@@ -3,9 +3,24 @@
 `python -m tests.simulation --help` runs them. A new simulation is a function of the type `Simulation`, registered here.
 """
 
-from tests.simulation import store
-from tests.simulation.control.control_side import simulate_control_side
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+
 from tests.simulation.driver import Simulation
 
-SIMULATIONS: dict[str, Simulation] = {"control": simulate_control_side, "store": store.simulate}
+
+def _control(random: Random, trace: Callable[[str], None]) -> Counter[str]:
+    from tests.simulation.control.control_side import simulate_control_side  # imports vLLM, which takes seconds
+
+    return simulate_control_side(random, trace)
+
+
+def _store(random: Random, trace: Callable[[str], None]) -> Counter[str]:
+    from tests.simulation.store import simulate
+
+    return simulate(random, trace)
+
+
+SIMULATIONS: dict[str, Simulation] = {"control": _control, "store": _store}
 """Every simulation by its name."""

@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from math import inf
 
 from tests.simulation import SIMULATIONS
 from tests.simulation.driver import Totals, pin_process, run_many, run_one
@@ -22,6 +23,7 @@ def main() -> int:
     """Run what the command line asks for and return the exit status."""
     parser = argparse.ArgumentParser("python -m tests.simulation", description=__doc__)
     parser.add_argument("--schedules", type=int, default=20_000, help="schedules of each simulation")
+    parser.add_argument("--seconds", type=float, default=inf, help="end each simulation after these seconds of processors")
     parser.add_argument("--seed", type=int, default=1, help="first seed; the next schedules have the next seeds")
     parser.add_argument("--only", choices=sorted(SIMULATIONS), action="append", help="simulation to run; may be repeated")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run the schedule of one seed and print its steps")
@@ -34,11 +36,11 @@ def main() -> int:
     if options.replay is not None:
         return max((_replay(name, options.replay) for name in names), default=0)
     seeds = range(options.seed, options.seed + options.schedules)
-    return max((_run(name, seeds, options.jobs) for name in names), default=0)
+    return max((_run(name, seeds, options.jobs, options.seconds) for name in names), default=0)
 
 
-def _run(name: str, seeds: range, jobs: int) -> int:
-    totals = run_many(name, SIMULATIONS, seeds, jobs, progress=_progress(name))
+def _run(name: str, seeds: range, jobs: int, busy: float) -> int:
+    totals = run_many(name, SIMULATIONS, seeds, jobs, progress=_progress(name), busy=busy)
     print(_line(name, totals))
     for event, count in sorted(totals.counts.items()):
         print(f"  {count:12,} {event}")
@@ -60,8 +62,11 @@ def _progress(name: str) -> Callable[[Totals], None]:
 
 
 def _line(name: str, totals: Totals) -> str:
-    rate = totals.schedules / max(totals.seconds, 1e-9)
-    return f"{name}: {totals.schedules:,} schedules in {totals.seconds:.1f} s, {rate:.0f} per second, {len(totals.failed)} failed"
+    rate = totals.schedules / max(totals.busy, 1e-9)
+    return (
+        f"{name}: {totals.schedules:,} schedules in {totals.seconds:.1f} s, {totals.busy:.1f} s of processors, "
+        f"{rate:.0f} per second, {len(totals.failed)} failed"
+    )
 
 
 def _replay(name: str, seed: int) -> int:

@@ -1,32 +1,36 @@
 """Runs of simulations over many seeds, on one or several processes."""
 
+import gc
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from math import inf
 from multiprocessing import get_context
 from random import Random
 
 Simulation = Callable[[Random, Callable[[str], None]], Counter[str]]
 """Run one schedule and return counts of what happened. All chance comes from the `Random`, and every step is passed to the
 trace. Raises AssertionError if an invariant is violated."""
-_BATCH = 250  # schedules of one task of a worker
+_BATCH = 50  # schedules of one task of a worker, between two collections of garbage
 
 
 @dataclass
 class Totals:
-    """Results of a simulation. `failed` has the seeds and messages of the first failures."""
+    """Results of a simulation. `failed` has the seeds and messages of the first failures, `busy` the processors' seconds."""
 
     schedules: int = 0
     seconds: float = 0.0
+    busy: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     failed: dict[int, str] = field(default_factory=dict)
 
     def add(self, other: "Totals") -> None:
         """Add the results of other seeds; their time is not added."""
         self.schedules += other.schedules
+        self.busy += other.busy
         self.counts += other.counts
         self.failed |= other.failed
 
@@ -41,6 +45,13 @@ def pin_process() -> None:
     os.sched_setaffinity(0, {processors[os.getpid() % len(processors)]})
 
 
+def collect_garbage() -> None:
+    """Collect now, and not again by itself: all else that is alive are imported modules, which take long to look through."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+
 def run_one(name: str, simulation: Simulation, seed: int, trace: Callable[[str], None] = ignore) -> Counter[str]:
     """Run the schedule of one seed. Raises whatever the simulation raises."""
     return simulation(Random(f"{name}/{seed}"), trace)
@@ -48,7 +59,8 @@ def run_one(name: str, simulation: Simulation, seed: int, trace: Callable[[str],
 
 def run_seeds(name: str, simulation: Simulation, seeds: range, failures: int = 1) -> Totals:
     """Run the schedules of all seeds in this process, until `failures` have failed."""
-    totals, began = Totals(), time.monotonic()
+    totals, began, busy = Totals(), time.monotonic(), time.process_time()
+    collect_garbage()
     for seed in seeds:
         try:
             totals.counts += run_one(name, simulation, seed)
@@ -57,7 +69,7 @@ def run_seeds(name: str, simulation: Simulation, seeds: range, failures: int = 1
         totals.schedules += 1
         if len(totals.failed) >= failures:
             break
-    totals.seconds = time.monotonic() - began
+    totals.seconds, totals.busy = time.monotonic() - began, time.process_time() - busy
     return totals
 
 
@@ -68,14 +80,15 @@ def run_many(
     jobs: int = 1,
     failures: int = 1,
     progress: Callable[[Totals], None] = lambda totals: None,
+    busy: float = inf,
 ) -> Totals:
-    """Run the schedules of all seeds on `jobs` processes, until `failures` have failed."""
+    """Run the schedules of all seeds on `jobs` processes, to the first `failures`, or for `busy` seconds of processors."""
     totals, began = Totals(), time.monotonic()
     for part in _parts(name, simulations, seeds, jobs, failures):
         totals.add(part)
         totals.seconds = time.monotonic() - began
         progress(totals)
-        if len(totals.failed) >= failures:
+        if len(totals.failed) >= failures or totals.busy >= busy:
             break
     return totals
 

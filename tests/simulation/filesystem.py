@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from random import Random
 from types import SimpleNamespace
 
@@ -89,13 +90,10 @@ class SimulatedFiles:
 
     # Names
 
-    def _parts(self, path: str) -> list[str]:
-        return [part for part in path[len(ROOT) :].split("/") if part]
-
     def find(self, path: str) -> Inode:
         """Return the file or folder of a path."""
         found = self.root
-        for part in self._parts(path):
+        for part in _parts(path):
             if not found.is_folder:
                 raise _error(errno.ENOTDIR, path)
             inode = found.entries.get(part)
@@ -354,6 +352,11 @@ class SimulatedFiles:
         yield from self.walk()
         for each in self.open_files.values():
             yield each.path, each.inode
+
+
+@lru_cache(maxsize=4096)
+def _parts(path: str) -> tuple[str, ...]:
+    return tuple(part for part in path[len(ROOT) :].split("/") if part)
 
 
 def _apply(change: Change) -> None:

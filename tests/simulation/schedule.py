@@ -4,17 +4,23 @@ A task is a generator, or a function on a thread of its own that runs only while
 threads and executors of this module replace those of `threading` and `concurrent.futures`.
 """
 
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from random import Random
 from typing import Any
 
+from tests.simulation.coroutine import Coroutine
+
 Ready = Callable[[], bool]
 Wait = tuple[Ready | None, float | None]
 """Pause of a generator: until a condition holds (None: never by itself), or a time has come (None: no bound)."""
-NOW: Wait = (lambda: True, None)
-_STACK_BYTES = 1 << 20
+
+
+def _always() -> bool:
+    return True
+
+
+NOW: Wait = (_always, None)
 
 
 class Killed(BaseException):
@@ -29,41 +35,6 @@ class Process:
         self.stopped_until = 0.0
 
 
-class _Worker:
-    """Thread that is reused for tasks of all schedules. Either it runs, or the schedule."""
-
-    def __init__(self) -> None:
-        self.turn, self.back = threading.Lock(), threading.Lock()
-        self.turn.acquire()
-        self.back.acquire()
-        self.task: Task | None = None
-        threading.Thread(target=self._run, name="simulated", daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            self.turn.acquire()
-            task = self.task
-            assert task is not None
-            assert task.function is not None
-            try:
-                if task.process.dead:
-                    raise Killed
-                task.result = task.function()
-            except BaseException as error:
-                task.error = error
-            task.done, self.task = True, None
-            del task
-            self.back.release()
-
-    def resume(self) -> None:
-        self.turn.release()
-        self.back.acquire()
-
-    def pause(self) -> None:
-        self.back.release()
-        self.turn.acquire()
-
-
 class Task:
     """Function or generator of a process. `begun` is the time and the number of the step at which it was added."""
 
@@ -76,17 +47,21 @@ class Task:
         self.error: BaseException | None = None
         self.generator: Generator[Wait, None, Any] | None = None
         self.function: Callable[[], Any] | None = None
-        self.worker: _Worker | None = None
+        self.worker: Coroutine | None = None
 
     def is_done(self) -> bool:
         return self.done
 
-
-def _always() -> bool:
-    return True
-
-
-_idle: list[_Worker] = []
+    def call(self) -> None:
+        """Call the function, for its result or error."""
+        assert self.function is not None
+        try:
+            if self.process.dead:
+                raise Killed
+            self.result = self.function()
+        except BaseException as error:
+            self.error = error
+        self.done = True
 
 
 class Schedule:
@@ -141,18 +116,19 @@ class Schedule:
         """Let one task run until its next pause, or time pass. Return whether there was anything to do."""
         self.steps += 1
         now = self.now
-        able = [t for t in self.tasks if self._is_able(t, now)]
+        able = []
+        for task in self.tasks:  # for every task at every step: no calls that can be saved
+            ready, until = task.ready, task.until
+            if task.process.stopped_until <= now and (
+                ready is _always or (until is not None and until <= now) or (ready is not None and ready())
+            ):
+                able.append(task)
         if not able or (self.random.random() < 0.01):
             self._pass_time(short=bool(able))
             return bool(able) or bool(self.tasks)
         self.now += 0.001
         self._resume(able[int(self.random.random() * len(able))])
         return True
-
-    def _is_able(self, task: Task, now: float) -> bool:
-        if task.process.stopped_until > now:
-            return False
-        return (task.ready is not None and task.ready()) or (task.until is not None and task.until <= now)
 
     def _pass_time(self, *, short: bool) -> None:
         if short:
@@ -168,8 +144,7 @@ class Schedule:
                 self._advance(task, task.generator)
             else:
                 if task.worker is None:
-                    task.worker = _idle.pop() if _idle else _Worker()
-                    task.worker.task = task
+                    task.worker = Coroutine(task.call)
                 task.worker.resume()
         finally:
             self.current = None
@@ -186,9 +161,7 @@ class Schedule:
 
     def _finish(self, task: Task) -> None:
         self.tasks.remove(task)
-        if task.worker is not None:
-            _idle.append(task.worker)
-            task.worker = None
+        task.worker = None
         if task.error is not None and not isinstance(task.error, Killed):
             self.unexpected.append((task, task.error))
 

@@ -33,11 +33,13 @@ from tests.simulation.filesystem import FIRST_DESCRIPTOR, ROOT
 from tests.simulation.medium import Medium
 from tests.simulation.schedule import Process, Schedule, SimulatedExecutor, SimulatedLock
 
+_NEVER = ("claim_unreadable",)
+"""Entries about files that no fault of a process or a medium damages, since they are replaced durably."""
 _LOGGING = (file_pool, folder, history, restore, retirement, verification, publishers, steps, uploads)
 
 
 class Log:
-    """Logger of the daemon's modules. An entry with a traceback is a fault of the daemon: `errors` has them."""
+    """Logger of the daemon's modules. `errors` has entries that are the daemon's faults: with a traceback, or in `_NEVER`."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule, self.errors = schedule, list[str]()
@@ -50,7 +52,7 @@ class Log:
 
     def error(self, event: str, **values: object) -> None:
         self.info(event, **values)
-        if "exc_info" in values:
+        if "exc_info" in values or event in _NEVER:
             self.errors.append(f"{event} {values!r}")
 
 

@@ -14,9 +14,11 @@ class SimulatedVersions:
     """Store whose pinned versions stay READY, and the offers of the direct path.
 
     A version that begins is offered at once. The store's bytes of versions in `changed` differ from the offered ones.
+    `keep` is the number of READY versions that stay without a pin.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keep: int = 3) -> None:
+        self.keep = keep
         self.ready: dict[int, str] = {}
         self.ever: set[int] = set()
         self.holders: dict[int, set[str]] = {}
@@ -45,7 +47,7 @@ class SimulatedVersions:
         self.changed |= {number} if changed else set()
         self.ever.add(number)
         self.ready[number] = f"fingerprint {number}"
-        for old in sorted(self.ready)[:-3]:
+        for old in sorted(self.ready)[: -self.keep]:
             if not self.holders.get(old):
                 del self.ready[old]
         return number

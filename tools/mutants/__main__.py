@@ -1,4 +1,4 @@
-"""Edit the family tables one place at a time and run the tests: an edit that no test notices is a survivor.
+"""Edit the family tables, geometry and fleets one place at a time and run the tests: an edit that none notices is a survivor.
 
     python -m tools.mutants [--family gemma2] [--file table.py] [--jobs 2]
 
@@ -31,7 +31,7 @@ LIMIT = 300  # seconds for one edit
 KILLED, SURVIVED = "killed", "survived"
 
 
-CONVERTERS = "converters/resharder/converters"
+CONVERTERS, SERVER = "converters/resharder/converters", "server/resharder/server"
 QUICK = ("tables", "checkpoint", "megatron_tables", "architectures")
 FAMILIES = (
     "recipes",
@@ -56,6 +56,29 @@ SUITES = (
         ),
         tuple(f"tests/converters/test_{name}.py" for name in QUICK),
         tuple(f"tests/converters/test_{name}.py" for name in FAMILIES),
+    ),
+    Suite(
+        "geometry",
+        (),
+        (f"{CONVERTERS}/geometry/*.py",),
+        tuple(f"tests/converters/test_{name}.py" for name in ("chunking", "layout", "plan", "runs", "chunks", "direct_messages")),
+        ("tests/server/test_intake.py",),
+        "",
+    ),
+    Suite(
+        "fleets",
+        (),
+        (
+            *(
+                f"{SERVER}/fleets/{name}.py"
+                for name in ("decisions", "goals", "changes", "canary_checks", "pause_admission", "pins")
+            ),
+            f"{SERVER}/fleets/reconciler/step.py",
+            f"{SERVER}/state/*.py",
+        ),
+        tuple(f"tests/server/test_{name}.py" for name in ("fleet_reconciler", "pause_admission", "terms", "lingering")),
+        tuple(f"tests/server/test_{name}.py" for name in ("operations", "explain", "checks", "serve_ahead", "server_service")),
+        "",
     ),
 )
 

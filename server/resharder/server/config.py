@@ -106,7 +106,7 @@ def load(file: Path | None, flags: dict[str, Any]) -> Config:
         return Loaded(**flags)
     except ValidationError as error:
         raise ConfigError("; ".join(_problem(dict(found)) for found in error.errors())) from None
-    except (OSError, YAMLError, TypeError, ValueError) as error:
+    except (OSError, YAMLError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"--config: expected options in YAML in {file}, got: {' '.join(str(error).split())}") from None
 
 

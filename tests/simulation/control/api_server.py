@@ -4,7 +4,7 @@ The real code is `attach`, everything in `control/`, the guard of the engine's c
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from resharder.client.inference.control import lease as lease_module
 from resharder.client.inference.control.fence import FENCED
 from resharder.client.inference.control.gate import Gate, GateMiddleware, Position, ServerLease
 from resharder.client.inference.control.labels import VERSION_HEADER, Message, name
+from resharder.client.inference.control.orders import ControlOrder, Outcome
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import joined
 from resharder.client.inference.vllm import attach as attach_module
@@ -24,6 +25,7 @@ from resharder.client.inference.vllm import outputs
 from tests.simulation.control.daemon_model import Daemon, Link, SimulatedChannel
 from tests.simulation.control.engine_model import Call, EngineCore, Output, Running
 from tests.simulation.control.event_loop import SimulatedLoop
+from tests.simulation.control.replacing import replace, users
 from tests.simulation.control.schedule import Process, Schedule
 from tests.simulation.control.threads import threading_of
 
@@ -216,6 +218,7 @@ class ApiServer:
         self.gate = ObservedGate(hold_seconds=HOLD_SECONDS, lease=self.lease, clock=schedule.monotonic)
         self.gate.opened = self._opened  # type: ignore[method-assign]
         self.control: Any = None
+        self.carry_out: Callable[[ControlOrder], Awaitable[Outcome | None]]
         self.processor = OutputProcessor()
         self.processor.resharder = outputs._Source(core.page, True, schedule.monotonic)  # type: ignore[attr-defined,arg-type]
         self.engine = EngineClient(self, len(core.workers))
@@ -266,7 +269,8 @@ class ApiServer:
     def _check_open(self, version: int) -> None:
         if self.leads and self.core.process.alive and self.core.installed != version:
             self.schedule.fail(f"the leader's gate is open on {version}: {self.core.workers}")
-        late = self.process.read_at - self.granted_until
+        # A process that was stopped since acts on the time before; one that was not has had no reason to read the clock again.
+        late = max(self.process.read_at, self.process.event_at) - self.granted_until
         if self._strict and late >= 0:
             self.schedule.fail(f"a gate is open {late:.3f} s after its lease, where versions must not mix")
 
@@ -277,6 +281,13 @@ class ApiServer:
             return 0
         ended = self.lease.strict and (self.schedule.now >= self.lease.until or self.lease.lapses != self.gate._lapses)
         return 0 if ended else self.gate.version
+
+    async def check_and_carry_out(self, order: ControlOrder) -> "Outcome | None":
+        """Check that the stream that delivered an order last has not ended before the order begins."""
+        stream = self.link.delivered.get((order.kind.value, order.install, order.version, order.term))
+        if self.process.alive and stream is not self.handle._thread._call:
+            self.schedule.fail(f"{self.process.name} begins {order.kind.name} of a stream that has ended")
+        return await self.carry_out(order)
 
     # Requests
 
@@ -349,8 +360,10 @@ def simulated_modules(schedule: Schedule) -> Iterator[None]:
 
     def made(*args: Any) -> Any:
         assert schedule.running is not None
-        schedule.running.program.control = executor(*args)
-        return schedule.running.program.control
+        api: ApiServer = schedule.running.program
+        api.control = executor(*args)
+        api.carry_out, api.control.carry_out = api.control.carry_out, api.check_and_carry_out
+        return api.control
 
     def channel(endpoint: str) -> SimulatedChannel:
         assert schedule.running is not None
@@ -363,6 +376,7 @@ def simulated_modules(schedule: Schedule) -> Iterator[None]:
         (outputs, "time", clocks),
         (attach_module, "Channel", channel),
         (attach_module, "OrderExecutor", made),
+        *((module, "replace", replace) for module in users()),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
     for module, name_, value in replaced:

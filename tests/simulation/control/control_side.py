@@ -101,6 +101,7 @@ class ServerModel:
         daemon.call(core.link, lambda: daemon.claim(self.id, boot=False), answered)
 
     def _loaded(self, core: EngineCore, version: int) -> None:
+        self.world.daemon.check_boot_version(self.id, version)
         if version not in self.world.daemon.versions.ready:
             self.kill()  # the daemon took it for lost meanwhile
             self.world.schedule.after(1.0, None, self.boot)
@@ -141,15 +142,14 @@ class World:
         self.random, self.counts = random, Counter[str]()
         self.schedule = Schedule(random, trace)
         self.schedule.stop_seconds = _STOPS
-        self.daemon = Daemon(self.schedule, random.choice((0.002, 0.02, 0.1)))
+        self.daemon = Daemon(self.schedule, random.choice((0.002, 0.02, 0.1)), random.choice((1, 3)))
         self.kind = random.choice(_KINDS)
         self.max_skew = random.choice((0, 0, 1)) if self.kind == FleetStrategyKind.ROLLING else 0
         self.strict = self.kind == FleetStrategyKind.ATOMIC or self.max_skew > 0
         self.failures: list[str] = []
         self.requests: list[Request] = []
-        self.servers = [
-            ServerModel(self, id, random.choice((1, 2)), random.choice((1, 2))) for id in "ab"[: random.choice((1, 1, 2))]
-        ]
+        ids = "ab"[: random.choice((1, 1, 2))]
+        self.servers = [ServerModel(self, id, random.choice((1, 2)), random.choice((1, 2))) for id in ids]
         self.apis: list[ApiServer] = []  # of all lives
         self._faults = False
         # Few kinds in one schedule, so that they meet more often than among all others.

@@ -54,11 +54,11 @@ def unavailable(details: str) -> RpcError:
 
 
 class Daemon:
-    """The daemon, over all of its lives. `slow` is the mean latency of a message in seconds."""
+    """The daemon, over all of its lives. `slow` is the mean latency of a message in seconds, `keep` that of its store."""
 
-    def __init__(self, schedule: Schedule, slow: float) -> None:
+    def __init__(self, schedule: Schedule, slow: float, keep: int) -> None:
         self.schedule, self.slow = schedule, slow
-        self.versions, self.files = SimulatedVersions(), SimulatedFiles()
+        self.versions, self.files = SimulatedVersions(keep), SimulatedFiles()
         self.lives = 0
         self.doubled = 0.0
         self.start()
@@ -142,6 +142,13 @@ class Daemon:
             attached=found.attached,
         )
 
+    def check_boot_version(self, server: str, version: int) -> None:
+        """Check that a version is READY from which a server boots that has not lost its lease."""
+        found = self.fleets.roster.by_id.get(server)
+        boots = found is not None and found.booting and found.boot_version == version and found.lost_at is None
+        if self.process.alive and boots and version not in self.versions.ready:
+            self.schedule.fail(f"version {version} has retired, from which server {server} boots")
+
     def drain(self) -> None:
         """Send the orders that are due on all streams."""
         for stream in list(self.streams):
@@ -164,6 +171,8 @@ class Link:
         self.daemon, self.process, self.granted = daemon, process, granted
         self.held_until = 0.0
         self.streams: list[Stream] = []
+        self.delivered: dict[tuple[int, str, int, int], Stream] = {}
+        """Streams that last delivered an order of a kind, install, version and term."""
 
     def deliver(self, act: Callable[[], None], lane: str = "") -> None:
         """Run `act` in the client's process when a message from the daemon arrives."""
@@ -244,6 +253,8 @@ class Stream:
             return
         if order is not None and order.kind != server_pb2.Order.RENEWED:
             self.schedule.trace(f"order {_text(order)}")
+        if order is not None:
+            self.link.delivered[order.kind, order.install, order.version, order.term] = self
         self._inbox.append(order)
         self._readers.wake()
         self.schedule.hazard_point(0.01)

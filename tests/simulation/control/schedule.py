@@ -39,6 +39,8 @@ class Process:
     stopped: bool = False
     read_at: float = 0.0
     """Time that its code last read from the clock."""
+    event_at: float = 0.0
+    """Time at which its current event, or the last one, began."""
     waiting: list[tuple[str, Act]] = field(default_factory=list)
     """Lane and act of events that came while it was stopped."""
     interrupted: list[Act] = field(default_factory=list)
@@ -106,8 +108,13 @@ class Schedule:
             self.steps += 1
             if self.steps > _MOST_STEPS:
                 raise Inert(f"{self.steps} events")
-            with self._in(process):
+            before, self.running = self.running, process
+            if process is not None:
+                process.event_at = self.now
+            try:
                 act()
+            finally:
+                self.running = before
             if self.violation is not None:
                 raise AssertionError(self.violation)
             if done():

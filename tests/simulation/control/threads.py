@@ -4,32 +4,13 @@
 thread gives way to others only where it waits.
 """
 
-import _thread
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 from tests.simulation.control.schedule import Killed, Process, Schedule
-
-
-class _Carrier:
-    """A real thread that runs one simulated thread after the other."""
-
-    idle: ClassVar["list[_Carrier]"] = []
-
-    def __init__(self) -> None:
-        self.go, self.back = _thread.allocate_lock(), _thread.allocate_lock()
-        self.go.acquire()
-        self.back.acquire()
-        self.work: Callable[[], None] = lambda: None
-        _thread.start_new_thread(self._run, ())
-
-    def _run(self) -> None:
-        while True:
-            self.go.acquire()
-            self.work()
-            self.back.release()
+from tests.simulation.coroutine import Coroutine
 
 
 class SimulatedThread:
@@ -37,7 +18,7 @@ class SimulatedThread:
 
     def __init__(self, schedule: Schedule, process: Process, target: Callable[[], object]) -> None:
         self._schedule, self._process, self._target = schedule, process, target
-        self._carrier: _Carrier | None = None
+        self._carrier: Coroutine | None = None
         self._error: BaseException | None = None
         self._waits = 0  # number of the wait in progress; a wake-up for another one is late
         self._notified = False
@@ -59,17 +40,12 @@ class SimulatedThread:
         if self._over:
             return
         if self._carrier is None:
-            self._carrier = _Carrier.idle.pop() if _Carrier.idle else _Carrier()
-            self._carrier.work = self._work
-        carrier = self._carrier
+            self._carrier = Coroutine(self._work)
         before, self._schedule.thread = self._schedule.thread, self
-        carrier.go.release()
-        carrier.back.acquire()
+        self._carrier.resume()
         self._schedule.thread = before
-        if self._over:
-            _Carrier.idle.append(carrier)
-            if self._error is not None:
-                raise self._error
+        if self._over and self._error is not None:
+            raise self._error
 
     def end(self) -> None:
         """Unwind the thread of a killed process."""
@@ -79,8 +55,7 @@ class SimulatedThread:
     def block(self) -> None:
         """Give way. Called on the thread itself."""
         assert self._carrier is not None
-        self._carrier.back.release()
-        self._carrier.go.acquire()
+        self._carrier.pause()
         if not self._process.alive:
             raise Killed
 

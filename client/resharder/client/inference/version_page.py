@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from resharder.converters.json_input import is_number, parse_json
+
 VARIABLE = "RESHARDER_PAGE"  # inherited by all processes of the server
 _FOLDER = Path("/dev/shm")
 _PREFIX = "resharder-page"
@@ -204,15 +206,21 @@ def _encode(number: int, journal: Journal) -> bytes:
 
 
 def _decode(content: bytes) -> Journal | None:
-    """Return the journal; `None` if `content` is incomplete."""
+    """Return the journal; `None` if `content` is incomplete, or not a journal."""
     if len(content) < _HEADER.size:
         return None
     number, length, checksum = _HEADER.unpack_from(content)
     payload = content[_HEADER.size : _HEADER.size + length]
     if len(payload) != length or _checksum(number, payload) != checksum:
         return None
-    ranks, changes = json.loads(payload)
-    return Journal(tuple((rank, version) for rank, version in ranks), tuple((at, version) for at, version in changes))
+    try:
+        ranks, changes = parse_json(payload)
+        journal = Journal(tuple((rank, version) for rank, version in ranks), tuple((at, version) for at, version in changes))
+    except (ValueError, TypeError):
+        return None
+    numbers = [number for pair in journal.ranks for number in pair] + [version for _, version in journal.changes]
+    valid = all(type(number) is int for number in numbers) and all(is_number(at) for at, _ in journal.changes)
+    return journal if valid else None
 
 
 def _checksum(number: int, payload: bytes) -> int:

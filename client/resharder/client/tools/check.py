@@ -22,6 +22,7 @@ from resharder.converters.errors import ConversionError, LayoutError, Unsupporte
 from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, full_box
 from resharder.converters.geometry.piece_arrays import Ints, Pieces, pack
 from resharder.converters.geometry.plan import Plan, plan_pieces
+from resharder.converters.json_input import parse_json
 
 if TYPE_CHECKING:
     from resharder.client.inference.vllm.blueprint import ServerSizes
@@ -80,7 +81,7 @@ def read_config(path: Path) -> Config:
     """Return the content of the config.json at `path`, or in that folder. Raises UsageError if there is none."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(file.read_text())
+        config = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
         raise UsageError(f"expected a config.json at {file}: {error}") from error
     if not isinstance(config, dict):

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.array_utils import byte_bounds
 from resharder.converters.geometry.layout import ITEM_SIZES, Layout, Piece, TensorSpec, full_box
+from resharder.converters.json_input import is_count, is_text, parse_json
 from resharder.converters.storage.pages import Span, forget_pages, small_pages
 
 Array = npt.NDArray[Any]
@@ -108,7 +109,7 @@ def read_checkpoint_layout(folder: Path) -> tuple[FileLayout, ...]:
     """
     index, single = folder / INDEX_FILE, folder / "model.safetensors"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = _indexed_files(index)
         paths = [folder / name for name in names]
     else:
         paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
@@ -124,6 +125,19 @@ def read_checkpoint_layout(folder: Path) -> tuple[FileLayout, ...]:
                     f"{folder}: expected {placed.spec.name} in one file, found it in {homes[placed.spec.name]} and {file.path}"
                 )
     return files
+
+
+def _indexed_files(index: Path) -> list[str]:
+    """Return the names of the files that an index lists, sorted. Raises ValueError for another content."""
+    try:
+        names = set(parse_json(index.read_bytes())["weight_map"].values())
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{index}: expected `weight_map` with the file of each tensor, found another content: {error!r}"
+        ) from error
+    if strange := [name for name in names if not is_text(name) or "\0" in name or name != Path(name).name]:
+        raise ValueError(f"{index}: expected plain file names, found {str(strange[0])[:80]!r}")
+    return sorted(names)
 
 
 def _read_layouts(paths: Iterable[Path]) -> tuple[FileLayout, ...]:
@@ -153,17 +167,22 @@ def parse_header(path: str, header: bytes, size: int) -> FileLayout:
     Raises ValueError for an invalid header.
     """
     try:
-        entries = json.loads(header[8:])
+        entries = parse_json(header[8:])
+    except ValueError as error:
+        raise ValueError(f"{path}: expected a safetensors header, found an invalid one: {error!r}") from error
+    try:
         placed = []
         for name, entry in entries.items():
             if name == "__metadata__":
                 continue
             spec = TensorSpec(name, entry["dtype"], tuple(entry["shape"]))
+            if not all(map(is_count, (*spec.shape, *entry["data_offsets"]))):
+                raise ValueError(f"{path}: expected integers of 0 or more as shape and offsets of {name}")
             start, end = entry["data_offsets"]
             if end - start != spec.size or not 0 <= start <= end <= size - len(header):
                 raise ValueError(f"expected {spec.size} bytes of {name} in a file of {size}, got {start}:{end}")
             placed.append(Placed(spec, len(header) + start))
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: expected a safetensors header, found an invalid one: {error!r}") from error
     return FileLayout(path, header, size, tuple(sorted(placed, key=lambda p: p.offset)))
 

@@ -21,6 +21,7 @@ import structlog
 import xxhash
 from blake3 import blake3
 from resharder.converters.failpoints import failpoint
+from resharder.converters.json_input import is_count, is_number, is_text, parse_json
 from resharder.server.archive.remote import CHUNK, Remote
 from resharder.server.infra.filesystem import touching, write_at
 from resharder.server.infra.medium import medium_error, medium_errors
@@ -236,14 +237,22 @@ def _encode(archived: Archived) -> bytes:
 
 def _decode(content: bytes, url: str) -> Archived:
     """Decode archived.json. Raises ValueError, KeyError, TypeError or AttributeError for other content."""
-    said = json.loads(content)
+    said = parse_json(content)
     if said.pop("blake3") != _blake3(said) or said["format"] != _FORMAT:
         raise ValueError(f"expected format {_FORMAT} and the hash of the rest, found format {said.get('format')!r}")
     files = {name: File(file["size"], file["xxh3_128"]) for name, file in said["files"].items()}
+    if not all(is_count(file.size) and is_text(file.xxh3) for file in files.values()):
+        raise ValueError("expected the sizes and hashes of files")
     if strange := [name for name in files if name != Path(name).name or name.startswith(".")]:
         raise ValueError(f"expected plain file names, found {strange[:4]}")
     size = sum(file.size for name, file in files.items() if name.endswith(".safetensors"))
-    return Archived(said["model"], said["version"], url, size, said["fingerprint"], said["archive_time"], said["epoch"], files)
+    archived = Archived(
+        said["model"], said["version"], url, size, said["fingerprint"], said["archive_time"], said["epoch"], files
+    )
+    numbers = is_count(archived.number) and is_count(archived.epoch) and is_number(archived.archive_time)
+    if not (numbers and is_text(archived.model) and is_text(archived.fingerprint)):
+        raise ValueError("expected a name, numbers and a fingerprint")
+    return archived
 
 
 def _blake3(content: Mapping[str, Any]) -> str:

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from resharder.converters.failpoints import failpoint
+from resharder.converters.json_input import parse_json
 from resharder.server.infra.filesystem import make_folder, sync, touching, write_file
 from resharder.server.state.fleet import Fleet
 
+_DIGITS = 12  # of a number of starts
 _NAMES = {"target": "want", "strategy": "motion"}
 """Names of fields in the file, where they differ."""
 
@@ -41,7 +43,9 @@ class FleetFiles:
         for path in sorted(self._folder.glob("*.json")):
             try:
                 fleet = restored(path.read_bytes(), now)
-            except (ValidationError, OSError) as error:
+                if f"{fleet.name}.json" != path.name:
+                    raise ValueError(f"expected the fleet {path.stem}, found {fleet.name[:64]!r}")
+            except (ValueError, OSError) as error:  # pydantic's ValidationError is a ValueError
                 _log.error("fleet_unreadable", file=str(path), error=str(error))
                 continue
             found[fleet.name] = fleet
@@ -54,7 +58,7 @@ class FleetFiles:
         """
         path = self._folder / "starts"
         before = path.read_bytes().strip() if path.exists() else b"0"
-        if not before.isdigit():
+        if not before.isdigit() or len(before) > _DIGITS:
             _log.error("starts_unreadable", file=str(path), content=before[:40])
             before = b"0"
         count = int(before) + 1
@@ -104,7 +108,7 @@ def _with_names(content: bytes, names: Mapping[str, str]) -> bytes:
         return {names.get(key, key): value for key, value in fields.items()} if isinstance(fields, dict) else fields
 
     try:
-        fleet = renamed(json.loads(content))
+        fleet = renamed(parse_json(content))
     except ValueError:
         return content
     if isinstance(fleet, dict) and "move" in fleet:

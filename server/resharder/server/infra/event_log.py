@@ -12,16 +12,17 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 import structlog
 from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.converters.failpoints import failpoint
+from resharder.converters.json_input import check_fields, is_text
 from resharder.server.infra.caller import CALLER
 from resharder.server.infra.change_signal import ChangeSignal, Pause
 from resharder.server.infra.filesystem import sync, touching
@@ -48,6 +49,17 @@ class Event:
     reason: str = ""
     details: dict[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Self:
+        """Build an event from stored fields. Raises TypeError or ValueError for others."""
+        if not isinstance(content, Mapping):
+            raise TypeError(f"expected the fields of an event, got a {type(content).__name__}")
+        event = cls(**content)
+        check_fields(event)
+        if not isinstance(event.details, dict) or not all(is_text(text) for pair in event.details.items() for text in pair):
+            raise TypeError(f"expected details as strings by name, got {str(event.details)[:40]}")
+        return event
+
     def about(self, subject: str) -> bool:
         """Return whether the event is about this resource or one under it; always True for the empty name."""
         return not subject or self.subject == subject or self.subject.startswith(f"{subject}/")
@@ -67,7 +79,7 @@ class Events:
         self._closed = False
         self._journal = JournalFile(root / "events.jsonl", max_late=limit, max_lines=limit)
         files = (self._journal.older, self._journal.path)
-        known = [event for path in files for event in read_records(path, lambda content: Event(**content))]
+        known = [event for path in files for event in read_records(path, Event.of)]
         self._events = deque(known, maxlen=limit)
         self._id = max((event.id for event in known), default=0)
         self._journal.open()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from resharder.converters.failpoints import failpoint
+from resharder.converters.json_input import parse_json
 
 T = TypeVar("T")
 
@@ -92,4 +93,4 @@ def read_records(path: Path, parse: Callable[[Mapping[str, Any]], T]) -> Iterato
     """
     for line in path.read_bytes().splitlines() if path.exists() else []:
         with suppress(ValueError, TypeError, KeyError):
-            yield parse(json.loads(line))
+            yield parse(parse_json(line))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from blake3 import blake3
+from resharder.converters.json_input import check_fields
 
 UPLOADING, READY, RETIRED, ABORTED = "UPLOADING", "READY", "RETIRED", "ABORTED"
 
@@ -48,7 +49,11 @@ class VersionRecord:
     def of(cls, content: Mapping[str, Any]) -> Self:
         """Build a record from stored fields, ignoring fields that a later release added.
 
-        Raises TypeError if a required field is missing.
+        Raises TypeError if a required field is missing, and ValueError or TypeError for a value of another type.
         """
+        if not isinstance(content, Mapping):
+            raise TypeError(f"expected the fields of a version, got a {type(content).__name__}")
         known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in content.items() if name in known})
+        record = cls(**{name: value for name, value in content.items() if name in known})
+        check_fields(record)
+        return record

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
+from resharder.converters.json_input import parse_json
 from resharder.converters.storage.files import FileLayout, parse_header
 from resharder.server.state.version import READY, VersionRecord
 
@@ -80,7 +81,7 @@ def load(folder: Path) -> dict[str, Any]:
     Raises BadManifest, or OSError if the manifest cannot be read.
     """
     try:
-        content: dict[str, Any] = json.loads((folder / MANIFEST_FILE).read_bytes())
+        content: dict[str, Any] = parse_json((folder / MANIFEST_FILE).read_bytes())
         field = _HASH.get(content["format"])
         if field is None:
             raise BadManifest(f"{folder.name}: expected a manifest of format {FORMAT} or older, found {content['format']!r}")
@@ -88,7 +89,7 @@ def load(folder: Path) -> dict[str, Any]:
             raise BadManifest(f"{folder.name}: the manifest is not the one that was written")
     except BadManifest:
         raise
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise BadManifest(f"{folder.name}: {error!r}") from error
     return content
 
@@ -123,7 +124,7 @@ def parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
         digests = {name: int(value, 16) for name, value in content["digests"].items()}
     except BadManifest:
         raise
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise BadManifest(f"{folder.name}: {error!r}") from error
     return Manifest(record, tuple(layouts), digests, tuple(others))
 

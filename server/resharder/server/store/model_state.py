@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from resharder.converters.json_input import check_fields, is_count, is_text, parse_json
 from resharder.converters.storage.files import FileLayout
 from resharder.server.infra.filesystem import write_file
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument
@@ -120,6 +121,21 @@ class StoredModel:
         fields, epoch = (asdict(claim), max(self.epoch, claim.epoch)) if claim else (None, self.epoch)
         content = {"version": self.number, "epoch": epoch, "claim": fields, "jobs": dict(self.jobs if jobs is None else jobs)}
         write_file(self.folder / "claim.json", json.dumps(content).encode())
+
+
+def parse_claim(content: bytes) -> tuple[int, int, dict[str, int], Claim | None]:
+    """Return the last version number, the last epoch, the epochs of jobs and the newest claim of a `claim.json`.
+
+    Raises ValueError, KeyError, TypeError or AttributeError for other content.
+    """
+    found = parse_json(content)
+    number, epoch, jobs = found["version"], found["epoch"], found["jobs"]
+    if not (is_count(number) and is_count(epoch) and all(is_text(job) and is_count(its) for job, its in jobs.items())):
+        raise ValueError("expected integers of 0 or more as version, epoch and epochs of jobs")
+    claim = Claim(**found["claim"]) if found["claim"] else None
+    if claim is not None:
+        check_fields(claim)
+    return number, epoch, jobs, claim
 
 
 def check_model_name(name: str) -> str:

@@ -1,6 +1,5 @@
 """Restore of a store's models from its folder when the daemon starts."""
 
-import json
 import shutil
 from contextlib import suppress
 from dataclasses import replace
@@ -12,7 +11,7 @@ from resharder.server.infra.filesystem import make_durable_folder, sync
 from resharder.server.state.version import READY, RETIRED
 from resharder.server.store import manifest, model_files
 from resharder.server.store.history import read_history
-from resharder.server.store.model_state import MODEL_NAME, Claim, StoredModel
+from resharder.server.store.model_state import MODEL_NAME, StoredModel, parse_claim
 from resharder.server.store.verification import redigest
 
 _log = structlog.get_logger("resharder.store")
@@ -29,6 +28,8 @@ def restore_models(root: Path) -> dict[str, StoredModel]:
     models = {folder.name: _restore_model(folder) for folder in folders if MODEL_NAME.fullmatch(folder.name)}
     for record in read_history(root):
         model = models.get(record.model)
+        if model is not None:  # claim.json may be damaged
+            model.number, model.epoch = max(model.number, record.number), max(model.epoch, record.epoch)
         if model is not None and (record.number not in model.records or model.records[record.number].state != READY):
             if record.state == READY:
                 record = replace(record, state=RETIRED, reason="gone when the daemon started")
@@ -38,6 +39,18 @@ def restore_models(root: Path) -> dict[str, StoredModel]:
     return models
 
 
+def _read_claim(model: StoredModel) -> None:
+    """Read the numbers assigned and the newest job. Damaged content is logged, and that of the versions and history counts."""
+    with suppress(FileNotFoundError):
+        content = (model.folder / "claim.json").read_bytes()
+        try:
+            number, epoch, jobs, claim = parse_claim(content)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            _log.error("claim_unreadable", model=model.name, error=repr(error))
+            return
+        model.number, model.epoch, model.jobs, model.claim = number, epoch, jobs, claim
+
+
 def _restore_model(folder: Path) -> StoredModel:
     model = StoredModel(folder.name, folder)
     model.sweep()
@@ -45,11 +58,7 @@ def _restore_model(folder: Path) -> StoredModel:
     for renamed in (folder, folder / "versions"):  # a daemon that was killed may not have synced what is read here
         if renamed.exists():
             sync(renamed)
-    with suppress(FileNotFoundError, ValueError, KeyError):
-        content = json.loads((folder / "claim.json").read_bytes())
-        model.number, model.epoch, model.jobs = int(content["version"]), int(content["epoch"]), dict(content["jobs"])
-        if content["claim"]:
-            model.claim = Claim(**content["claim"])
+    _read_claim(model)
     for version in sorted((folder / "versions").glob("[0-9]*")):
         try:
             redigest(version)

@@ -1,0 +1,59 @@
+"""Read damaged and made-up files and messages with the code of the daemon, the clients and the plugin.
+
+python -m tools.fuzz_files [--inputs N] [--only NAME] [--seed TEXT]     # exits with 1 after faults, and prints one of each kind
+
+`tests/support/hostile_files.py` has the readers: configuration, the store's manifests and journals, fleets, checkpoints, chunk
+frames, messages of the direct path, pages in shared memory. Each input ends in success or in one documented error.
+"""
+
+import argparse
+import logging
+import sys
+import time
+import traceback
+from collections import Counter
+
+import structlog
+
+from tests.support.hostile_files import TARGETS, bench, try_seed
+
+
+def fuzz(name: str, inputs: int, seed: str) -> int:
+    """Run the inputs of a reader, print counts, and return the number of kinds of faults."""
+    outcomes, faults, began = Counter[str](), Counter[str](), time.monotonic()
+    with bench() as made:
+        for number in range(inputs):
+            try:
+                outcomes[try_seed(name, f"{seed}/{number}", made)] += 1
+            except Exception as error:
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                kind = f"{type(error).__name__} in {place.name}, {place.filename.rpartition('/')[2]}:{place.lineno}"
+                faults[kind] += 1
+                if faults[kind] == 1:
+                    print("".join(traceback.format_exception(error))[-3000:], flush=True)
+    ends = ", ".join(f"{end} {count}" for end, count in outcomes.most_common())
+    print(f"{name}: {inputs} inputs in {time.monotonic() - began:.0f} s: {ends or 'none ends well'}", flush=True)
+    for kind, count in faults.most_common():
+        print(f"{name}: FAULT {count} times: {kind}", flush=True)
+    return len(faults)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--inputs", type=int, default=10_000, help="inputs of each reader")
+    parser.add_argument("--only", choices=sorted(TARGETS), action="append", help="reader; may be repeated")
+    parser.add_argument("--seed", default="0")
+    parser.add_argument("--replay", metavar="SEED", help="run one input of the readers")
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    names = options.only or sorted(TARGETS)
+    if options.replay is not None:
+        with bench() as made:
+            print(*(f"{name}: {try_seed(name, options.replay, made)}" for name in names), sep="\n")
+        return 0
+    return int(sum(fuzz(name, options.inputs, options.seed) for name in names) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
