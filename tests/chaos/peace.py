@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from resharder.client.errors import ResharderError
+from resharder.client.errors import Refused, ResharderError
 from resharder.client.operator.answers import FleetStatus, ServerStatus, UpdateStrategy, VersionTarget
 from resharder.client.operator.states import (
     MovePhase,
@@ -94,11 +94,19 @@ class Peace:
 
         def there() -> bool:
             with suppress(ResharderError):
+                self._approve()
                 problems[:] = behind(self._system.observer.servers(), newest)
             return not problems
 
         wait_for(there, ARRIVE)
         return problems or self._answers(newest)
+
+    def _approve(self) -> None:
+        """Let a move of the storm continue that waits for an operator."""
+        move = self._system.observer.fleet(FLEET).move
+        if move is not None and move.state in (MovePhase.HOLDING, MovePhase.STOPPED):
+            with suppress(Refused):
+                self._system.observer.approve(FLEET, move=move.id, reason="peace")
 
     def _answers(self, version: int) -> list[str]:
         problems = []

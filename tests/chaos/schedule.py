@@ -41,17 +41,16 @@ def draw(seed: str, seconds: float, *, boots: int = 1) -> list[Action]:
     Args:
         seed: Seed of this storm.
         seconds: Length of the storm.
-        boots: Bound on the faults after which a vLLM server has to boot.
+        boots: Bound on the faults after which a vLLM server has to boot, and on those after which the trainer has to.
     """
     chance = random.Random(seed)
-    actions = [*_spread(chance, seconds, 2.5, "operation", OPERATIONS), *_spread(chance, seconds, 5.0, "fault", FAULTS)]
-    kept, left = [], boots
+    actions = [*_spread(chance, seconds, 2.0, "operation", OPERATIONS), *_spread(chance, seconds, 5.0, "fault", FAULTS)]
+    kept, left = [], {"server.kill": boots, "trainer.kill": boots}
     for action in sorted(actions, key=lambda action: action.at):
-        if action.name == "server.kill":
-            left -= 1
-            if left < 0:
-                continue
-        kept.append(action)
+        if action.name in left:
+            left[action.name] -= 1
+        if left.get(action.name, 0) >= 0:
+            kept.append(action)
     return kept
 
 
@@ -188,7 +187,7 @@ def _silent(chance: random.Random) -> tuple[str, Given]:
 
 
 FAULTS: dict[Draw, int] = {
-    _daemon_kill: 6, _daemon_stop: 3, _rank_kill: 3, _rank_stop: 2, _server_kill: 3, _server_stop: 4, _cut: 5, _slow: 3,
+    _daemon_kill: 6, _daemon_stop: 3, _rank_kill: 3, _rank_stop: 2, _server_kill: 1, _server_stop: 4, _cut: 5, _slow: 3,
     _silent: 4,
 }  # fmt: skip
 """Weight of each fault."""

@@ -205,13 +205,13 @@ class System:
             self.restart_daemon()
 
     def restart_daemon(self) -> None:
-        """SIGKILL the daemon, and wait until the next one serves."""
-        process = self.daemon.process
+        """SIGKILL the daemon, and wait until one without a failpoint serves."""
+        process, keeper = self.daemon.process, self.keepers["daemon"]
         if process is not None:
-            self.keepers["daemon"].running.clear()
             with suppress(ProcessLookupError):
                 process.kill()
-        self.up("daemon", 180)
+        if not wait_for(lambda: keeper.running.is_set() and not self.kept_daemon.armed, 180):
+            raise TimeoutError(f"expected the daemon to run: {keeper.problem}")
 
     def close(self) -> None:
         """End every process; kept logs stay in the run's folder."""
