@@ -1,5 +1,6 @@
 """An observer that asks the daemon, not through the proxy, and records what has changed."""
 
+import re
 import threading
 from typing import Any
 
@@ -91,5 +92,5 @@ def shown_server(server: ServerStatus) -> dict[str, Any]:
         "drained": server.drained,
         "sides": server.control_sides,
         "ahead": server.ahead,
-        "reason": server.reason,
+        "reason": re.sub(r"\d+ s\b", "… s", server.reason),
     }

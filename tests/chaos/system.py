@@ -143,7 +143,7 @@ class KeptServer:
         every = [main, *main.children(recursive=True)]
         if part == "all":
             return every
-        titles = {"api": "VLLM::ApiServer", "engine": "VLLM::EngineCore", "worker": "VLLM::Worker"}
+        titles = {"api": "VLLM::APIServer", "engine": "VLLM::EngineCore", "worker": "VLLM::Worker"}
         found = []
         for process in every:
             with suppress(psutil.NoSuchProcess):

@@ -11,6 +11,8 @@ from tests.chaos.system import CONFIG, System
 from tests.support.client_traffic import PROMPTS, Asked, Judge, Turned, ask
 from tests.support.weights import Reference, random_weights
 
+ASKED = (*PROMPTS, [(37 * at) % 900 + 20 for at in range(180)])
+"""The last prompt fills a block of the prefix cache, so that stale entries would be seen."""
 LENGTHS = {"short": (8, 0.25), "long": (80, 1.0)}
 """Of each client: tokens of an answer, and seconds between two requests."""
 _UNKNOWN_SECONDS = 30.0  # for the step of a version to become known
@@ -58,7 +60,7 @@ class Traffic:
     def _client(self, name: str, kind: str) -> None:
         tokens, pause = LENGTHS[kind]
         keeper = self._system.keepers[name]
-        for prompt in cycle(PROMPTS):
+        for prompt in cycle(ASKED):
             if self._ended.is_set():
                 return
             if not keeper.running.wait(1):
