@@ -7,6 +7,7 @@ Prints what was done and every violation; a failing run keeps its folder with th
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -24,6 +25,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--storm", type=float, default=60.0, help="seconds of one storm")
     parser.add_argument("--server", choices=SERVERS, help="run with this server only")
+    parser.add_argument("--boots", type=int, default=1, help="kills of servers, and of the trainer, in one storm")
     parser.add_argument("--schedule", action="store_true", help="print the schedule of the first storm, and run nothing")
     parser.add_argument("--check", type=Path, help="check this history, and run nothing")
     parser.add_argument("--keep", action="store_true", help="keep the folder of a run without violations")
@@ -33,12 +35,13 @@ def main() -> int:
         print(*found, f"{len(found)} violations", sep="\n")
         return bool(found)
     if given.schedule:
-        print(*draw(f"{given.seed}/0", given.storm), sep="\n")
+        print(*draw(f"{given.seed}/0", given.storm, boots=given.boots), sep="\n")
         return 0
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends every process of the run first
     folder = Path(tempfile.mkdtemp(prefix="resharder-chaos-"))
     print(f"seed {given.seed}, in {folder}", flush=True)
     servers = (given.server,) if given.server else SERVERS
-    result = Storms(folder, given.seed, servers).run(60 * given.minutes, given.storm)
+    result = Storms(folder, given.seed, servers, given.boots).run(60 * given.minutes, given.storm)
     report(result, folder, given.seed)
     if not result.violations and not given.keep:
         shutil.rmtree(folder)

@@ -21,13 +21,11 @@ from resharder.client.operator.states import (
 
 from tests.chaos.history import History
 from tests.chaos.operations import FLEET, Operations
-from tests.chaos.system import KEPT, RANKS, System, processes_of, wait_for
+from tests.chaos.system import BOOT, KEPT, RANKS, System, processes_of, wait_for
 from tests.support.client_traffic import PROMPTS, Asked, ask
 
 ARRIVE = 90.0
 """Seconds in which everything arrives once every process runs; three attempts of an install are up to 60 s apart."""
-BOOT = 400.0
-"""Seconds in which a killed server is ready again, on two cores that others share."""
 DESCRIPTORS, CONNECTIONS = 200, 40
 _SIDES = {"left": 1, "right": 2}
 _RESTING = (ServerState.SERVING, ServerState.ASLEEP, ServerState.DRAINED, ServerState.FAILED)

@@ -1,7 +1,6 @@
 """A run: the processes start, then storm and peace alternate until the time is up, and the history is checked."""
 
 import os
-import random
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,9 +11,9 @@ from tests.chaos.history import History
 from tests.chaos.model import Violation, check
 from tests.chaos.observer import Observer
 from tests.chaos.operations import Operations
-from tests.chaos.peace import BOOT, Peace, left_at_the_end
+from tests.chaos.peace import Peace, left_at_the_end
 from tests.chaos.schedule import Action, draw
-from tests.chaos.system import MARK, System, processes_of, wait_for
+from tests.chaos.system import BOOT, MARK, System, processes_of, wait_for
 from tests.chaos.traffic import Traffic
 from tests.failpoints.cycle import DOCUMENTED
 
@@ -39,12 +38,13 @@ class Storms:
         folder: For the history, logs and configurations.
         seed: Seed of all schedules.
         servers: Names of the servers that take part.
+        boots: Bound on the faults of one storm after which a server, or the trainer job, has to boot.
     """
 
-    def __init__(self, folder: Path, seed: int, servers: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path, seed: int, servers: tuple[str, ...], boots: int = 1) -> None:
         os.environ[MARK] = str(folder)
         self._shared = {path.name for path in Path("/dev/shm").iterdir()}
-        self.result, self._seed = Result(folder), seed
+        self.result, self._seed, self._boots = Result(folder), seed, boots
         self.history = History(folder / "history.jsonl")
         self._system = System(folder, self.history, servers)
         self._operations = Operations(self._system, self.history)
@@ -60,7 +60,7 @@ class Storms:
             end = time.monotonic() + seconds
             while not self.result.schedules or time.monotonic() < end:
                 number = len(self.result.schedules)
-                schedule = draw(f"{self._seed}/{number}", storm)
+                schedule = draw(f"{self._seed}/{number}", storm, boots=self._boots)
                 self.result.schedules.append(schedule)
                 self._blow(schedule)
                 if self._bad():
@@ -127,8 +127,3 @@ class Storms:
             os.kill(process, 9)
         self.result.compared, self.result.tokens = self._traffic.compared, self._traffic.tokens
         self.history.close()
-
-
-def seeds(seed: int) -> random.Random:
-    """Return the generator of a run."""
-    return random.Random(seed)

@@ -30,6 +30,8 @@ MARK = "RESHARDER_CHAOS_RUN"
 CONFIG = tiny_config("qwen3_tied")
 RANKS = 2
 KEPT = 4
+BOOT = 900.0
+"""Seconds in which a server boots: 25 on two idle cores, up to 300 where others share them."""
 _PLUGINS = Path(__file__).parents[1] / "support" / "raw_mode"
 _ARGUMENTS = {"left": ["--tensor-parallel-size", "2"], "right": ["--api-server-count", "2"]}
 
@@ -119,7 +121,7 @@ class KeptServer:
         }
         if name == "right":
             environment["RESHARDER_TRANSPORT"] = "grpc"
-        self.server = VllmServer(config, [*_ARGUMENTS[name], "--load-format", "resharder"], environment)
+        self.server = VllmServer(config, [*_ARGUMENTS[name], "--load-format", "resharder"], environment, timeout=BOOT)
 
     def start(self) -> dict[str, Any]:
         self.starts += 1

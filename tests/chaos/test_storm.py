@@ -1,4 +1,7 @@
-"""A short run with one seed (RESHARDER_CHAOS_SEED, by default 1): a storm of 90 seconds over both servers, and its peace."""
+"""A short run with one seed (RESHARDER_CHAOS_SEED, by default 1): a storm of 90 seconds over both servers, and its peace.
+
+No server is killed, since a boot takes longer than the storm on a busy machine; `make chaos` does that.
+"""
 
 import os
 import subprocess
@@ -10,7 +13,7 @@ SECONDS = 90
 
 def test_a_storm_ends_in_peace_and_breaks_no_promise() -> None:
     seed = os.environ.get("RESHARDER_CHAOS_SEED", "1")
-    command = [sys.executable, "-m", "tests.chaos", "--minutes", "0", "--storm", str(SECONDS), "--seed", seed]
+    command = [sys.executable, "-m", "tests.chaos", "--minutes", "0", "--storm", str(SECONDS), "--seed", seed, "--boots", "0"]
     run = subprocess.run(
         command,
         cwd=Path(__file__).parents[2],
