@@ -7,7 +7,8 @@ from typing import Any, Protocol
 from tests.chaos.history import History
 
 _POLL = 0.1
-STARTS_IN_A_ROW = 4
+_STARTS = 3
+"""Failed starts in a row after which a keeper gives up."""
 
 
 class Supervised(Protocol):
@@ -30,11 +31,12 @@ class Keeper:
 
     Attributes:
         down_until: Time of the history before which it is not started again.
-        problem: Error of a start that failed again and again.
+        problem: Error of the last start, if it failed.
+        given_up: Whether so many starts have failed that there are no more.
     """
 
     def __init__(self, kept: Supervised, history: History) -> None:
-        self.kept, self.down_until, self.problem = kept, 0.0, ""
+        self.kept, self.down_until, self.problem, self.given_up = kept, 0.0, "", False
         self.running = threading.Event()
         self._history, self._closing = history, threading.Event()
         self._thread = threading.Thread(target=self._keep, name=f"keeper-{kept.name}", daemon=True)
@@ -49,10 +51,15 @@ class Keeper:
         self._thread.join(200)
 
     def _keep(self) -> None:
+        failed = 0
         while not self._closing.is_set():
             self.running.clear()
-            if self._start():
+            failed = 0 if self._start() else failed + 1
+            if not failed:
                 self.running.set()
+            self.given_up = failed >= _STARTS
+            if self.given_up:
+                return
             while not self._closing.wait(_POLL) and self.kept.ended() is None:
                 pass
             if not self._closing.is_set():

@@ -182,8 +182,10 @@ class System:
 
     def up(self, name: str, timeout: float) -> None:
         """Wait until a process runs."""
-        if not self.keepers[name].running.wait(timeout):
-            raise TimeoutError(f"expected {name} to run within {timeout:g} s: {self.keepers[name].problem}")
+        keeper = self.keepers[name]
+        wait_for(lambda: keeper.running.is_set() or keeper.given_up, timeout)
+        if not keeper.running.is_set():
+            raise TimeoutError(f"expected {name} to run within {timeout:g} s: {keeper.problem}")
 
     def signal(self, processes: list[psutil.Process], number: signal.Signals) -> int:
         """Send a signal to processes, and return how many of them existed."""
