@@ -133,6 +133,39 @@ def served_back(events: Sequence[Event]) -> Iterator[Violation]:
             last[place] = (number, end if number != before else since)
 
 
+def mixed(events: Sequence[Event]) -> Iterator[Violation]:
+    """Once a server answers with the version of an atomic move, no later request to any server gets the version before it."""
+    for begin, end, before, after in _atomic_moves(events):
+        answers = [event for event in of(events, "answer") if event["began"] >= begin and event.get("ended", event["t"]) <= end]
+        first = min((event.get("ended", event["t"]) for event in answers if str(after) in event["versions"]), default=end)
+        for event in answers:
+            if event["began"] > first and event["versions"][0] == str(before):
+                text = (
+                    f"{event['server']} gave version {before} at {event['began']:.1f} s, after version {after} at {first:.1f} s"
+                )
+                yield Violation(event["t"], "mixed versions", text)
+
+
+def _atomic_moves(events: Sequence[Event]) -> Iterator[tuple[float, float, int, int]]:
+    """Yield begin, end and versions of atomic moves that did not fail, while nothing has followed them."""
+    moves: dict[int, list[Event]] = defaultdict(list)
+    last: dict[int, float] = {}
+    current = 0
+    for event in of(events, "fleet"):
+        id = event["move"][0] if event["move"] else 0
+        if id != current:
+            last[current] = event["before"]
+        current = id
+        moves[id].append(event)
+    for id, seen in moves.items():
+        states, kinds = (
+            {event["move"][1] for event in seen if event["move"]},
+            {event["move"][4] for event in seen if event["move"]},
+        )
+        if kinds == {"ATOMIC"} and not states & {"BACK", "FAILED"}:
+            yield seen[0]["t"], last.get(id, events[-1]["t"]), seen[0]["move"][2], seen[0]["move"][3]
+
+
 def _returned(event: Event) -> bool:
     """Return whether an answer ends with the version before the last one that it names."""
     made = [event["made"][version] for version in event["versions"][-2:]]
@@ -295,5 +328,5 @@ def peace(events: Sequence[Event]) -> Iterator[Violation]:
 
 Rule = Callable[[Sequence[Event]], Iterator[Violation]]
 RULES: tuple[Rule, ...] = (
-    wrong_token, wrong_label, not_ready, turned, served_back, ready_lost, numbers, stuck, unexpected_death, peace,
+    wrong_token, wrong_label, not_ready, turned, served_back, mixed, ready_lost, numbers, stuck, unexpected_death, peace,
 )  # fmt: skip

@@ -20,6 +20,7 @@ class Observer:
     def __init__(self, system: System, history: History) -> None:
         self._system, self._history = system, history
         self._seen: dict[str, dict[str, Any]] = {}
+        self._before = 0.0  # time at which the poll before this one began
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -34,6 +35,7 @@ class Observer:
 
     def _run(self) -> None:
         while not self._ended.wait(_POLL):
+            began = self._history.now
             try:
                 versions = self._system.observer.versions(FLEET)
                 fleets = [fleet for fleet in self._system.observer.fleets() if fleet.name == FLEET]
@@ -45,6 +47,7 @@ class Observer:
                 self._changed("fleet", "fleet", shown_fleet(fleet))
             for server in servers:
                 self._changed("server", server.name, shown_server(server))
+            self._before = began
 
     def versions(self, versions: list[VersionStatus]) -> None:
         """Record versions that are new, changed, or no longer listed."""
@@ -62,7 +65,7 @@ class Observer:
     def _changed(self, kind: str, name: str, fields: dict[str, Any], **more: Any) -> None:
         if self._seen.get(name) != fields:
             self._seen[name] = fields
-            self._history.record(kind, **fields, **more)
+            self._history.record(kind, **fields, **more, before=round(self._before, 3))
 
 
 def shown_fleet(fleet: FleetStatus) -> dict[str, Any]:
@@ -74,7 +77,7 @@ def shown_fleet(fleet: FleetStatus) -> dict[str, Any]:
         "wanted": fleet.wanted_version,
         "settled": fleet.settled_version,
         "refused": [one.version for one in fleet.refused],
-        "move": [move.id, move.state.value, move.from_version, move.to_version] if move else None,
+        "move": [move.id, move.state.value, move.from_version, move.to_version, move.strategy.kind.value] if move else None,
         "skew": fleet.max_skew,
         "ahead": fleet.serve_ahead,
         "reason": fleet.reason,

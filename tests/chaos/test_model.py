@@ -216,8 +216,32 @@ def test_an_order_whose_answer_was_lost_may_have_had_effect() -> None:
 def test_a_server_may_go_back_from_a_version_that_its_fleet_refused() -> None:
     book = published(1, 2)
     book.answer("2")
-    book.add("fleet", refused=[2], move=[2, "FAILED", 1, 2])
+    book.add("fleet", refused=[2], move=[2, "FAILED", 1, 2, "CANARY"], before=6.0)
     book.answer("1")
+    assert book.rules() == []
+
+
+def atomic(state: str, id: int = 2) -> dict[str, Any]:
+    return {"refused": [], "move": [id, state, id - 1, id, "ATOMIC"]}
+
+
+def test_an_old_version_after_the_new_one_of_an_atomic_move_is_found() -> None:
+    book = published(1, 2)
+    book.add("fleet", **atomic("APPLYING"), before=3.5)
+    book.answer("1", server="right")
+    book.answer("2", server="left")
+    book.add("fleet", **atomic("DONE"), before=6.0)
+    assert book.rules() == []
+    book.answer("1", server="right")
+    assert book.rules() == ["mixed versions"]
+
+
+def test_an_old_version_after_the_end_of_an_atomic_move_is_not_judged_by_it() -> None:
+    book = published(1, 2, 3)
+    book.add("fleet", **atomic("DONE"), before=5.0)
+    book.answer("2", server="left")
+    book.answer("1", server="right")
+    book.add("fleet", **atomic("DONE", 3), before=float(len(book.events)) - 2)
     assert book.rules() == []
 
 
