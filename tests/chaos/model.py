@@ -146,24 +146,32 @@ def mixed(events: Sequence[Event]) -> Iterator[Violation]:
                 yield Violation(event["t"], "mixed versions", text)
 
 
+_STRICT = 30.0  # seconds after which every server that could be reached has renewed its lease under an atomic fleet
+
+
 def _atomic_moves(events: Sequence[Event]) -> Iterator[tuple[float, float, int, int]]:
-    """Yield begin, end and versions of atomic moves that did not fail, while nothing has followed them."""
+    """Yield begin, end and versions of atomic moves that did not fail, while nothing has followed them.
+
+    A server that is out of reach when its fleet becomes atomic does not know it, so the first seconds do not count.
+    """
     moves: dict[int, list[Event]] = defaultdict(list)
-    last: dict[int, float] = {}
-    current = 0
+    last, strict = dict[int, float](), dict[int, float]()
+    current, since = 0, float("inf")
     for event in of(events, "fleet"):
+        since = min(since, event["t"]) if event["strategy"] == "ATOMIC" else float("inf")
         id = event["move"][0] if event["move"] else 0
         if id != current:
             last[current] = event["before"]
         current = id
         moves[id].append(event)
+        strict[id] = since + _STRICT
     for id, seen in moves.items():
         states, kinds = (
             {event["move"][1] for event in seen if event["move"]},
             {event["move"][4] for event in seen if event["move"]},
         )
         if kinds == {"ATOMIC"} and not states & {"BACK", "FAILED"}:
-            yield seen[0]["t"], last.get(id, events[-1]["t"]), seen[0]["move"][2], seen[0]["move"][3]
+            yield max(seen[0]["t"], strict[id]), last.get(id, events[-1]["t"]), seen[0]["move"][2], seen[0]["move"][3]
 
 
 def _returned(event: Event) -> bool:

@@ -12,14 +12,18 @@ class Book:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self._ids = 0
+        self.now, self._ids = 0.0, 0
+
+    def skip(self, seconds: float) -> None:
+        self.now += seconds
 
     def add(self, kind: str, **fields: Any) -> None:
-        self.events.append({"t": float(len(self.events)), "kind": kind, **fields})
+        self.events.append({"t": self.now, "kind": kind, **fields})
+        self.now += 1.0
 
     def answer(self, *versions: str, server: str = "left", **made: str) -> None:
         bits = {version: made.get(f"v{version}", "1111") for version in versions}
-        self.add("answer", client="short", server=server, began=float(len(self.events)) - 0.5, versions=versions, made=bits)
+        self.add("answer", client="short", server=server, began=self.now - 0.5, versions=versions, made=bits)
 
     def version(self, number: int, state: str, step: int = 0) -> None:
         self.add("version", number=number, state=state, step=step or number, epoch=1)
@@ -216,18 +220,19 @@ def test_an_order_whose_answer_was_lost_may_have_had_effect() -> None:
 def test_a_server_may_go_back_from_a_version_that_its_fleet_refused() -> None:
     book = published(1, 2)
     book.answer("2")
-    book.add("fleet", refused=[2], move=[2, "FAILED", 1, 2, "CANARY"], before=6.0)
+    book.add("fleet", refused=[2], strategy="CANARY", move=[2, "FAILED", 1, 2, "CANARY"], before=6.0)
     book.answer("1")
     assert book.rules() == []
 
 
 def atomic(state: str, id: int = 2) -> dict[str, Any]:
-    return {"refused": [], "move": [id, state, id - 1, id, "ATOMIC"]}
+    return {"strategy": "ATOMIC", "refused": [], "move": [id, state, id - 1, id, "ATOMIC"]}
 
 
 def test_an_old_version_after_the_new_one_of_an_atomic_move_is_found() -> None:
     book = published(1, 2)
     book.add("fleet", **atomic("APPLYING"), before=3.5)
+    book.skip(60)
     book.answer("1", server="right")
     book.answer("2", server="left")
     book.add("fleet", **atomic("DONE"), before=6.0)
@@ -239,15 +244,16 @@ def test_an_old_version_after_the_new_one_of_an_atomic_move_is_found() -> None:
 def test_an_old_version_after_the_end_of_an_atomic_move_is_not_judged_by_it() -> None:
     book = published(1, 2, 3)
     book.add("fleet", **atomic("DONE"), before=5.0)
+    book.skip(60)
     book.answer("2", server="left")
     book.answer("1", server="right")
-    book.add("fleet", **atomic("DONE", 3), before=float(len(book.events)) - 2)
+    book.add("fleet", **atomic("DONE", 3), before=book.now - 2)
     assert book.rules() == []
 
 
 def test_a_request_that_fails_without_a_fault_is_found() -> None:
     def turned(book: Book, status: int, reason: str) -> None:
-        book.add("turned", client="short", server="left", began=float(len(book.events)) - 0.5, status=status, reason=reason)
+        book.add("turned", client="short", server="left", began=book.now - 0.5, status=status, reason=reason)
 
     book = Book()
     turned(book, 503, "not serving: applying version 2")
