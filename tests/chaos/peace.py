@@ -21,7 +21,7 @@ from resharder.client.operator.states import (
 
 from tests.chaos.history import History
 from tests.chaos.operations import FLEET, Operations
-from tests.chaos.system import BOOT, KEPT, RANKS, System, processes_of, wait_for
+from tests.chaos.system import BOOT, KEPT, RANKS, System, pages_of, processes_of, wait_for
 from tests.support.client_traffic import PROMPTS, Asked, ask
 
 ARRIVE = 90.0
@@ -151,7 +151,7 @@ def left(system: System) -> list[str]:
 
     def clean() -> bool:
         with suppress(ResharderError):
-            problems[:] = [*left_in_store(system), *leases(system), *descriptors(system)]
+            problems[:] = [*left_in_store(system), *leases(system), *descriptors(system), *pages(system)]
         return not problems
 
     wait_for(clean, 40, 1.0)
@@ -202,9 +202,15 @@ def descriptors(system: System) -> list[str]:
     return found
 
 
-def left_at_the_end(folder: Path, before: set[str]) -> list[str]:
-    """Return processes of the run and files in shared memory that outlive it."""
+def pages(system: System) -> list[str]:
+    """Return version pages of servers that have ended: a server's start removes those of dead ones."""
+    now = pages_of(system.folder)
+    system.pages |= now
+    return [f"the version page of a server that ended: {page}" for page in system.pages - now if page.exists()]
+
+
+def left_at_the_end(folder: Path, pages: set[Path]) -> list[str]:
+    """Return processes of the run that outlive it, and the version pages of its servers."""
     if not wait_for(lambda: not processes_of(folder), 30):
         return [f"left running: {processes_of(folder)}"]
-    now = {path.name for path in Path("/dev/shm").iterdir()}
-    return [f"left in shared memory: {name}" for name in sorted(now - before) if name.startswith("resharder")]
+    return [f"left in shared memory: {page}" for page in sorted(pages) if page.exists()]

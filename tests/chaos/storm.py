@@ -43,7 +43,6 @@ class Storms:
 
     def __init__(self, folder: Path, seed: int, servers: tuple[str, ...], boots: int = 1) -> None:
         os.environ[MARK] = str(folder)
-        self._shared = {path.name for path in Path("/dev/shm").iterdir()}
         self.result, self._seed, self._boots = Result(folder), seed, boots
         self.history = History(folder / "history.jsonl")
         self._system = System(folder, self.history, servers)
@@ -122,7 +121,7 @@ class Storms:
             except Exception as error:
                 self.history.record("trouble", text=f"{act.__qualname__}: {type(error).__name__}: {error}")
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self.history.record("peace", phase="end", problems=left_at_the_end(self.result.folder, self._shared))
+        self.history.record("peace", phase="end", problems=left_at_the_end(self.result.folder, self._system.pages))
         for process in processes_of(self.result.folder):
             os.kill(process, 9)
         self.result.compared, self.result.tokens = self._traffic.compared, self._traffic.tokens

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -163,6 +164,7 @@ class System:
         self.daemon = Daemon(lease_seconds=LEASE, keep_count=KEPT, log_format="json", direct_seconds=4.0)
         self.steps: dict[int, int] = {}  # {version: step}; a step is the seed of its weights
         self.undo: list[Callable[[], None]] = []
+        self.pages: set[Path] = set()  # version pages of all servers so far
         for link in LINKS:
             self.proxies.link(link, self.daemon.endpoint)
         config = folder / "config"
@@ -217,13 +219,24 @@ class System:
         if not wait_for(lambda: keeper.running.is_set() and not self.kept_daemon.armed, 180):
             raise TimeoutError(f"expected the daemon to run: {keeper.problem}")
 
+    def _stop(self, kept: KeptServer) -> None:
+        """SIGTERM to a server's main process; a server that had to be killed leaves its page to the next one."""
+        process = kept.server.process
+        if process is not None and process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(120)
+            except subprocess.TimeoutExpired:
+                self.pages.clear()
+        kept.end()
+
     def close(self) -> None:
         """End every process; kept logs stay in the run's folder."""
         for keeper in self.keepers.values():
             keeper.close()
+        self.pages |= pages_of(self.folder)
         for server in self.servers.values():
-            with suppress(Exception):
-                server.server.stop()
+            self._stop(server)
         with suppress(Exception):
             self.trainer.end()
         self.operator.close()
@@ -232,6 +245,16 @@ class System:
         with suppress(OSError):
             shutil.copy(self.daemon.log, self.folder / "daemon.log")
         self.daemon.close()
+
+
+def pages_of(folder: Path) -> set[Path]:
+    """Return the version pages of the run's live servers."""
+    found = set()
+    for pid in processes_of(folder):
+        with suppress(OSError):
+            files = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+            found |= {Path(file) for file in files if file.startswith("/dev/shm/resharder-page-") and "(deleted)" not in file}
+    return found
 
 
 def processes_of(folder: Path) -> dict[int, str]:
