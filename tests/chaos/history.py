@@ -7,7 +7,7 @@
 | start, ready, death | `process`, `failpoint`, `status` |
 | answer | `client`, `server`, `began`, `versions`, `made`: for each version, which tokens it made |
 | turned | `client`, `server`, `began`, `status`, `reason`: a request without an answer |
-| version, fleet, server | changes that an observer has seen in the daemon's answers; `before`: when it began to ask before |
+| version, fleet, server | changes in the daemon's answers to an observer; `asked`, `before`: this poll and the one before |
 | peace | `phase` (`begin`, `arrived`, `end`), `left`: resources that remain |
 | log | `process`, `text`: a fault of its own in a process's log |
 """

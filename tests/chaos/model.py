@@ -246,17 +246,17 @@ def _published(events: Sequence[Event]) -> Iterator[tuple[int, Event]]:
 
 def ready_lost(events: Sequence[Event]) -> Iterator[Violation]:
     """A version that was READY is READY or RETIRED from then on."""
-    ready: set[int] = set()
+    ready: dict[int, float] = {}
     for event in of(events, "version", "end"):
         if event["kind"] == "version":
             if event["state"] == "READY":
-                ready.add(event["number"])
+                ready.setdefault(event["number"], event["t"])
             lost = event["state"] in ("ABORTED", "UPLOADING", "ABSENT")
-            if lost and event["number"] in ready:
+            if lost and ready.get(event["number"], float("inf")) < event.get("asked", event["t"]):
                 text = f"version {event['number']} was READY and is {event['state']}: {event.get('why', '')}"
                 yield Violation(event["t"], "READY lost", text)
         elif event["name"] == "publish" and event["outcome"] == "ok":
-            ready.add(event["result"]["version"])
+            ready.setdefault(event["result"]["version"], event["t"])
     for number in {number for number, _ in _published(events)}:
         states = [event["state"] for event in of(events, "version") if event["number"] == number]
         if states and not {"READY", "RETIRED"} & set(states):

@@ -42,25 +42,25 @@ class Observer:
                 servers = self._system.observer.servers()
             except ResharderError:
                 continue
-            self.versions(versions)
+            self.versions(versions, round(began, 3))
             for fleet in fleets:
                 self._changed("fleet", "fleet", shown_fleet(fleet))
             for server in servers:
                 self._changed("server", server.name, shown_server(server))
             self._before = began
 
-    def versions(self, versions: list[VersionStatus]) -> None:
-        """Record versions that are new, changed, or no longer listed."""
+    def versions(self, versions: list[VersionStatus], asked: float) -> None:
+        """Record versions that are new, changed, or no longer listed, in the answer to a question at time `asked`."""
         listed = set()
         for version in sorted(versions, key=lambda version: version.number):
             self._system.steps.setdefault(version.number, version.step)
             name = f"version {version.number}"
             listed.add(name)
             fields = {"number": version.number, "state": version.state.value, "step": version.step, "epoch": version.epoch}
-            self._changed("version", name, fields, why=version.reason)
+            self._changed("version", name, fields, why=version.reason, asked=asked)
         for name, last in list(self._seen.items()):
             if name.startswith("version ") and name not in listed and last["state"] != "ABSENT":
-                self._changed("version", name, {**last, "state": "ABSENT"})
+                self._changed("version", name, {**last, "state": "ABSENT"}, asked=asked)
 
     def _changed(self, kind: str, name: str, fields: dict[str, Any], **more: Any) -> None:
         if self._seen.get(name) != fields:
