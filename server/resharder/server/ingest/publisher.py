@@ -99,8 +99,8 @@ class PublisherRecord:
     def check_registered_here(self, rank: int) -> None:
         """Raise ResourceNotFound (PUBLISHER_UNKNOWN) while REGISTERING if a rank has to create and register the publisher again.
 
-        A daemon that restarts between the calls of a registration knows the publisher from other ranks only. It then lacks the
-        rank's slot, or the model's files, which rank 0 sends.
+        After a restart between the calls of a registration, other ranks may have created the publisher. The daemon then lacks
+        the rank's slot, or the model's files, which rank 0 sends.
         """
         if self.state != REGISTERING or self.activating:
             return
