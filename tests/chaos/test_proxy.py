@@ -55,7 +55,7 @@ def said(connection: socket.socket, text: bytes) -> bytes:
 def test_connections_work_again_after_the_target_has_ended_and_returned(proxies: Proxies) -> None:
     port = free_port()
     proxies.link("a", f"127.0.0.1:{port}")
-    with connect(proxies) as early, pytest.raises(ConnectionResetError):
+    with pytest.raises(ConnectionResetError), connect(proxies) as early:
         early.recv(1)
     target = Echo(port)
     with connect(proxies) as connection:
