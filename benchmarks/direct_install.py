@@ -13,7 +13,8 @@ After the rounds of each path, the weights of the first version are installed ag
 compared with its value after the boot.
 
 The peer of the direct path is vLLM's own transfer, if FILE has its row from a preceding run of `benchmarks.direct_path`; rows are
-added to that file. The peer of the staged path is vLLM's `reload_weights` of the same files (`--reload`), and its limit is a copy
+added to that file; `--ipc`: vLLM's CUDA IPC transfer within one GPU, in the same run; `--nccl`: its packed NCCL transfer, in the
+same run. The peer of the staged path is vLLM's `reload_weights` of the same files (`--reload`), and its limit is a copy
 of a worker's bytes from pinned memory.
 """
 
@@ -24,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks import vllm_reload
+from benchmarks import vllm_reload, vllm_transfer
 from benchmarks.direct_system import CPU_JOBS, GPU_JOBS, Client, Job, System
 from benchmarks.rows import Row, add, read, show
 from benchmarks.stores import fast_store
@@ -69,6 +70,10 @@ def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
     each, count, cpu = arguments.each, arguments.servers, arguments.cpu_tiny
     asked = {"direct": arguments.rounds, "ahead": arguments.ahead, "staged": arguments.staged}
     found: dict[str, list[Seen]] = {}
+    own_transfer = None
+    for backend in ("ipc", "nccl"):
+        if getattr(arguments, backend):
+            own_transfer = vllm_transfer.measure(job.name, each, "ipc" if backend == "ipc" else "nccl")
     with fast_store() as (folder, kind):
         own = {"gpus": arguments.gpus, "replicas": arguments.replicas, "store": folder / "store", "direct_seconds": 20}
         with System(job, each, each, count, cpu, eager=arguments.eager, **own) as system:
@@ -83,13 +88,13 @@ def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
                     found[path] = [install(system, clients, path) for _ in range(1 + rounds)]
                     install(system, clients, path, seed=1)
                     check(system, path, held, count * (2 + rounds))
-                    yield rows_of(job, arguments, found, None, limit)
+                    yield rows_of(job, arguments, found, None, limit, own_transfer)
             for client in clients:
                 client.end()
             kept = vllm_reload.keep_newest(system) if arguments.reload else None
         if kept is not None:
             peer = vllm_reload.measure(kept, system.gpus[0], max(1, arguments.staged))
-            yield rows_of(job, arguments, found, peer, limit)
+            yield rows_of(job, arguments, found, peer, limit, own_transfer)
 
 
 def check(system: System, path: str, held: list[dict[str, int]], transfers: int) -> None:
@@ -109,7 +114,12 @@ def check(system: System, path: str, held: list[dict[str, int]], transfers: int)
 
 
 def rows_of(
-    job: Job, arguments: argparse.Namespace, found: dict[str, list[Seen]], reload: float | None, limit: float | None
+    job: Job,
+    arguments: argparse.Namespace,
+    found: dict[str, list[Seen]],
+    reload: float | None,
+    limit: float | None,
+    transfer: float | None = None,
 ) -> list[Row]:
     """Return rows of medians, without the first install, which connects and compiles."""
     each, replicas, count = arguments.each, arguments.replicas, arguments.servers
@@ -119,7 +129,7 @@ def rows_of(
     for path, seen in found.items():
         if seen:
             middle, what = Seen(*map(median, zip(*seen[1:], strict=True))), f"{NAMES[path]} {job.name}{whom}"
-            peer = reload if path == "staged" else sent.peer if sent else None
+            peer = reload if path == "staged" else transfer or (sent.peer if sent else None)
             rows.append(Row(f"{what}, from publish to served", middle.served, peer, None))
             rows.append(Row(f"{what}, pause", middle.pause, peer, None))
             rows.append(Row(f"{what}, pause as a client sees it", middle.client, peer, None))
@@ -147,6 +157,8 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--replicas", type=int, default=1, help="of the trainer's model, each of as many ranks")
     parser.add_argument("--gpus", default="", help="the ranks', then the servers', as 0,1,1,0")
+    parser.add_argument("--ipc", action="store_true", help="measure vLLM's own CUDA IPC transfer in the same run")
+    parser.add_argument("--nccl", action="store_true", help="measure vLLM's own packed NCCL transfer in the same run")
     parser.add_argument("--reload", action="store_true", help="measure vLLM's own reload_weights in the same run")
     arguments = parser.parse_args()
     for job in CPU_JOBS if arguments.cpu_tiny else GPU_JOBS:

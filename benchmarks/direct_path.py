@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import TCPStore
 
-from benchmarks import shapes, vllm_nccl
+from benchmarks import shapes, vllm_transfer
 from benchmarks.direct_layouts import DENSE, EXPERTS, Layouts, both_sides
 from benchmarks.direct_process import MIB, Job, Place, Took, Way, failing, measuring
 from benchmarks.rows import Row, show, write
@@ -147,7 +147,7 @@ def main() -> None:
     if arguments.sweep and not arguments.cpu_tiny:
         jobs = [job._replace(ways=GPU_SWEEP, sizes=GPU_SIZES) for job in jobs]
     for job in jobs:
-        peer = vllm_nccl.measure(job.name) if arguments.peer else None
+        peer = vllm_transfer.measure(job.name) if arguments.peer else None
         rows += report(job, dict(processes(job, measuring, arguments, 150)), peer)
         if arguments.json:
             write(rows, arguments.json)

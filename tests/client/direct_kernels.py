@@ -35,7 +35,7 @@ def tiles_are_moved_as_the_host_does() -> None:
         outcome = torch.zeros(2, 1 << 17, dtype=torch.uint8)
         row = [source.data_ptr(), 0, rows, width, width + gap, width + 1]
         table = torch.tensor([row, [row[0] + 64 * word, 1 << 16, *row[2:]]] if width < 8192 else [row])
-        move_kernel.move(table, word, 0, outcome[0].data_ptr())
+        move_kernel.move(table, word, 0, outcome[0].data_ptr(), 64)
         for from_, to in _on_host(table.numpy(), word, 0, outcome[1].data_ptr()):
             np.copyto(to, from_)
         assert outcome[0].any(), word

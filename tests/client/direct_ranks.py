@@ -14,15 +14,16 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from resharder.client.direct.base import DirectFailed, DirectGroup
+from resharder.client.direct.base import DirectFailed, DirectGroup, NoGroup
+from resharder.client.direct.peer_memory.meeting import meet
 from resharder.client.direct.rendezvous import connect, make_group
 from resharder.client.direct.transfer import Transfer
 from resharder.client.gpu.schedule import Schedule, quota_of, schedule
-from resharder.converters.geometry.copy_table import Copies, copies_of
+from resharder.converters.geometry.copy_table import ALIGN, Copies, copies_of
 from resharder.converters.geometry.layout import Layout, box_index
 from resharder.converters.geometry.plan import plan
 from resharder.converters.models.tensor_io import view_of
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from benchmarks.direct_layouts import DENSE, EXPERTS, memory_of, written_trainer, written_workers
 from tests.support.late_group import Late
@@ -93,6 +94,58 @@ class Process:
 
     def group(self, prefix: str, rank: int | None = None, size: int = 4, peers: set[int] | None = None) -> DirectGroup:
         return make_group(self.store, prefix, self.rank if rank is None else rank, size, CPU, LONG, peers)
+
+    def shared(self, act: str, kind: str, numbers: tuple[int, ...], apart: int | None = None) -> None:
+        """Transfers over shared memory; rank `apart`, if one is named, shares none, and its peers use gloo for it."""
+        os.environ["RESHARDER_PEER_MEMORY"] = "off" if self.rank == apart else "cpu"
+        copies, layout = self.sides[kind]
+        own, started = copies.of(self.rank), time.monotonic()
+        mine, sends = filled(layout, None), self.rank < 2
+        sources = filled(layout, numbers[0]) if sends else {}
+        pairs = meet(PrefixStore(act, self.store), self.rank, own, CPU, sources, LONG)
+        rest = pairs.rest(own)
+        peers = {*rest.source.tolist(), *rest.target.tolist()} - {self.rank}
+        group = self.group(act, peers=peers) if peers else NoGroup(self.rank)
+        if peers:
+            connect(group, CPU, *(sorted(peers), []) if sends else ([], sorted(peers)), LONG)
+        quota = quota_of(copies.most_peers, copies.most_made, STAGING * copies.most_peers)
+        transfer = Transfer(schedule(rest, self.rank, quota, DIRECT_BYTES), group, CPU, None, pairs)
+        equal, kinds = [], {"owners": sorted(pairs.owners), "readers": sorted(pairs.readers), "rest": sorted(peers)}
+        kinds["received"] = [transfer.received, sum(copies.sizes[copies.target == self.rank].tolist())]
+        for version in numbers:
+            wanted = filled(layout, version)  # in other memory each time
+            transfer.prepare(*((wanted, {}) if sends else ({}, mine)))
+            early = Early(transfer.complete, mine, wanted) if not sends else None
+            transfer.run(LONG, early)
+            if early is not None:
+                equal.append(all(same(mine[name], wanted[name]) for name in wanted))
+                equal.append(early.equal == len(wanted))
+            pairs.release(time.monotonic() + LONG)
+        transfer.close()
+        self.say(act, started, equal=equal, **kinds)
+
+    def shared_failing(self, act: str, actor: int, what: Any, timeout: float) -> None:
+        """A transfer over shared memory in which `actor` does `what` instead of its part."""
+        os.environ["RESHARDER_PEER_MEMORY"] = "cpu"
+        copies, layout = self.sides["experts"]
+        own, sends = copies.of(self.rank), self.rank < 2
+        tensors = filled(layout, 1 if sends else None)
+        pairs = meet(PrefixStore(act, self.store), self.rank, own, CPU, tensors if sends else {}, LONG)
+        group = NoGroup(self.rank)
+        transfer = Transfer(schedule(pairs.rest(own), self.rank, ALIGN), group, CPU, None, pairs)
+        transfer.prepare(*((tensors, {}) if sends else ({}, tensors)))
+        self.store.set(f"{act}/there {self.rank}", "yes")
+        self.store.wait([f"{act}/there {rank}" for rank in range(4)], timedelta(seconds=LONG))
+        started = time.monotonic()
+        try:
+            if self.rank == actor:
+                what(group)
+            transfer.run(timeout)
+            self.say(act, started, error=None)
+        except DirectFailed as error:
+            self.say(act, started, error=str(error), torn=error.torn)
+        self.store.set(f"{act}/{self.rank}", "done")
+        transfer.close()
 
     def transfer(self, group: DirectGroup, kind: str) -> Transfer:
         copies, _ = self.sides[kind]
@@ -190,6 +243,11 @@ def main() -> None:
     process = Process(int(sys.argv[1]), int(sys.argv[2]))
     process.versions("dense", "dense", (1, 2))
     process.versions("experts", "experts", (1, 2))
+    process.shared("shared dense", "dense", (1, 2, 3))
+    process.shared("shared experts", "experts", (4, 5))
+    process.shared("mixed", "experts", (6, 7), apart=3)
+    process.shared_failing("shared asleep", 1, lambda _: process.after("shared asleep", 2, 3), TIMEOUT)
+    process.shared_failing("shared aborted", 2, lambda group: group.abort("the daemon said so"), TIMEOUT)
     process.refused("refused")
     process.failing("asleep", 1, lambda: process.after("asleep", 2, 3), TIMEOUT)
     asked = {2: lambda group: threading.Timer(0.5, group.abort, ["the daemon said so"]).start()}

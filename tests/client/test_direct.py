@@ -56,6 +56,27 @@ def test_tensors_are_whole_when_the_last_round_that_writes_into_them_has_arrived
         assert acts[rank][kind]["early"] > 0
 
 
+@pytest.mark.parametrize("act", ["shared dense", "shared experts", "mixed"])
+def test_workers_copy_each_version_from_memory_that_ranks_share(acts: Acts, act: str) -> None:
+    for rank in (2, 3):
+        assert acts[rank][act]["equal"] == [True, True] * (3 if act == "shared dense" else 2)
+        assert acts[rank][act]["received"][0] == acts[rank][act]["received"][1] > 0
+
+
+def test_only_what_is_not_shared_goes_over_the_network_library(acts: Acts) -> None:
+    assert [act["shared dense"]["rest"] for act in acts] == [[], [], [], []]
+    assert [act["shared experts"]["readers"] for act in acts] == [[], [], [0, 1], [0, 1]]
+    assert [act["mixed"]["owners"] for act in acts] == [[2], [2], [], []]
+    assert [act["mixed"]["rest"] for act in acts] == [[3], [3], [], [0, 1]]
+
+
+def test_members_of_a_shared_transfer_give_up_when_one_sleeps_or_is_told_to(acts: Acts) -> None:
+    for act in ("shared asleep", "shared aborted"):
+        for rank, said in enumerate(acts):
+            assert said[act]["error"], (act, rank)
+    assert not any(said["shared asleep"]["torn"] for said in acts), "no rank has let a worker read"
+
+
 def test_a_receiver_that_refuses_at_the_end_has_a_torn_transfer(acts: Acts) -> None:
     assert acts[2]["refused"]["error"] == "other tensors than before"
     assert acts[2]["refused"]["torn"]

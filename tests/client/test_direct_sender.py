@@ -10,16 +10,19 @@ from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, full
 from resharder.v1 import direct_pb2
 
 from tests.support.daemon import Daemon
+from tests.support.observing import wait_until
 from tests.support.publishing import Job, whole
 
 
 def test_a_rank_without_memory_for_packing_says_so_and_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[str, str]] = []
     monkeypatch.setattr(sender, "finish", lambda channel, member, group, error: said.append((group, error)))
+    monkeypatch.setattr(sender, "TransferLink", lambda channel, message, device, sources, memory: memory(message.staging_bytes))
     layout = Layout({"w": TensorSpec("w", "F32", (4,))}, (Piece("w", full_box((4,)), "w", 0, (1,)),))
     with Channel("127.0.0.1:1") as channel:
         rank = sender.Sender(channel, 0, layout, {"w": torch.zeros(4)})
         rank._meet(direct_pb2.Member(owner="p", process="x"), direct_pb2.DirectLink(group="g", size=2, staging_bytes=1 << 60))
+        wait_until(lambda: said, "it is said")
     ((group, error),) = said
     assert group == "g"
     assert "memory" in error

@@ -124,6 +124,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         environment = {
             "RESHARDER_ENDPOINT": daemon.endpoint,
             "RESHARDER_SERVER_ID": "direct",  # the same after a restart
+            "RESHARDER_PEER_MEMORY": "cpu",  # ranks share theirs only if they have the same setting
             "VLLM_PLUGINS": "resharder,raw_mode,raw_experts",
             "PYTHONPATH": os.pathsep.join(filter(None, (str(PLUGINS), os.environ.get("PYTHONPATH")))),
             "VLLM_SERVER_DEV_MODE": "1",
@@ -286,3 +287,32 @@ def test_workers_hold_what_a_fresh_server_holds_and_answer_the_same(system: Syst
     assert system.fingerprints() == held
     again = system.server.generate(PROMPT, 24)
     assert (again.token_ids, again.logprobs) == (answer.token_ids, answer.logprobs)
+
+
+def test_ranks_of_the_same_host_share_their_memory_where_it_is_asked_for(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [worker.path for worker in servers(system.daemon)[0].workers] != ["peer-memory", "peer-memory"]
+    system.trainer.kill()
+    monkeypatch.setenv("RESHARDER_PEER_MEMORY", "cpu")
+    system.start_trainer()
+    assert system.sent(system.publish(34)), system.transfers()
+    assert [worker.path for worker in servers(system.daemon)[0].workers] == ["peer-memory", "peer-memory"]
+    held = system.fingerprints()
+    assert system.sent(system.publish(35)), system.transfers()
+    assert system.fingerprints() != held
+    with system.ahead():
+        assert system.sent(system.publish(36)), system.transfers()
+    system.trainer.ask(do="reseed", step=37, seed=34)
+    assert system.sent(system.publish(37)), system.transfers()
+    assert system.fingerprints() == held
+
+
+def test_a_rank_killed_while_its_memory_is_read_leaves_what_the_store_has(system: System) -> None:
+    system.trainer.ask(do="fault", rank=1, what="die")
+    system.trainer.tell(do="publish", step=38)
+    version = max(system.steps) + 1
+    system.steps[version] = 38
+    system.serves(version)
+    assert not system.sent(version)
+    system.trainer.kill()
+    system.start_trainer()
+    assert system.sent(system.publish(39)), system.transfers()

@@ -68,3 +68,27 @@ class DirectGroup(Protocol):
 
     def close(self) -> None:
         """Release all resources. The group writes to no memory afterwards."""
+
+
+class NoGroup:
+    """Group of a process whose peers all share memory with it: no messages go through it. It can be aborted as any other."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.size, self._why = rank, 1, ""
+
+    def post(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], deadline: float) -> Pending:
+        """Raise DirectFailed: no other process is in the group."""
+        raise DirectFailed(f"rank {self.rank}: expected no messages, got {len(sends)} to send and {len(receives)} to receive")
+
+    def check(self) -> None:
+        """Raise DirectFailed if the group was aborted."""
+        if self._why:
+            raise DirectFailed(self._why)
+
+    def abort(self, why: str) -> None:
+        """Make every wait for this group in this process raise DirectFailed at once."""
+        self._why = self._why or why
+
+    def close(self) -> None:
+        """Make the group unusable."""
+        self.abort("the group is closed")

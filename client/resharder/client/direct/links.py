@@ -11,11 +11,14 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from resharder.client.direct.base import DirectFailed, DirectGroup
+from resharder.client.direct.base import DirectFailed, DirectGroup, NoGroup
+from resharder.client.direct.peer_memory.meeting import meet
+from resharder.client.direct.peer_memory.pairs import PeerPairs
 from resharder.client.direct.rendezvous import DaemonStore, connect, make_group
-from resharder.client.direct.transfer import Follower, Seconds, Tensors, Transfer
+from resharder.client.direct.transfer import Follower, Seconds, Transfer
 from resharder.client.errors import ResharderError
 from resharder.client.gpu.schedule import Schedule, quota_of, schedule
+from resharder.client.gpu.table import Tensors
 from resharder.client.rpc.channel import Channel
 from resharder.converters.errors import ConversionError
 from resharder.converters.wire.direct import copies_from_proto
@@ -34,7 +37,12 @@ class TransferLink:
     """One process's side of a group, reused from version to version."""
 
     def __init__(
-        self, channel: Channel, message: direct_pb2.DirectLink, device: torch.device, memory: torch.Tensor | None = None
+        self,
+        channel: Channel,
+        message: direct_pb2.DirectLink,
+        device: torch.device,
+        sources: Tensors | None = None,
+        memory: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         """Form the group.
 
@@ -42,22 +50,33 @@ class TransferLink:
             channel: Channel to the daemon.
             message: The daemon's description of the link, with the process's copies.
             device: Device of the tensors.
-            memory: Memory on `device` for packing; links that share it must not run at once. By default each link has its own.
+            sources: Tensors that this process sends from, which it may share with processes of the same host.
+            memory: Returns at least so many bytes on `device` for packing; links that share them must not run at once. By default
+                each link has its own.
 
         Raises:
             DirectFailed: Members are missing, or this process cannot join.
         """
         self.id, self.seconds, self._channel = message.group, message.seconds, channel
+        store = DaemonStore(channel, message.group)
         group: DirectGroup | None = None
+        pairs = PeerPairs()
         try:
+            copies = copies_from_proto(message.copies)
+            pairs = meet(store, message.rank, copies, device, sources or {}, message.seconds)
             quota = quota_of(message.most_peers, message.most_made, message.staging_bytes)
-            found = schedule(copies_from_proto(message.copies), message.rank, quota)
+            found = schedule(pairs.rest(copies), message.rank, quota)
             sends, receives = _peers(found)
-            store, meet = DaemonStore(channel, message.group), (message.rank, message.size, device, message.seconds)
-            group = make_group(store, message.group, *meet, peers={*sends, *receives}, most_peers=message.most_peers)
-            connect(group, device, sends, receives, message.seconds)
-            self._transfer = Transfer(found, group, device, memory)
+            if sends or receives or not (pairs.owners or pairs.readers):
+                who = (message.rank, message.size, device, message.seconds)
+                group = make_group(store, message.group, *who, peers={*sends, *receives}, most_peers=message.most_peers)
+                connect(group, device, sends, receives, message.seconds)
+            else:
+                group = NoGroup(message.rank)
+            own = memory(message.staging_bytes) if memory is not None and found.staging else None
+            self._transfer = Transfer(found, group, device, own, pairs)
         except (RuntimeError, ValueError, ResharderError, ConversionError) as error:
+            pairs.close()
             if group is not None:
                 group.abort(str(error))
                 group.close()
@@ -66,7 +85,12 @@ class TransferLink:
     @property
     def received(self) -> int:
         """Bytes that this process receives with each version."""
-        return self._transfer.schedule.received
+        return self._transfer.received
+
+    @property
+    def path(self) -> str:
+        """Kinds of links to its peers: `peer-memory`, `nccl` or `gloo`, joined by `+`."""
+        return self._transfer.path
 
     def prepare(self, sources: Tensors, targets: Tensors) -> None:
         """Locate the tensors for the next transfer. Raises DirectFailed if they differ from their declaration."""
@@ -77,8 +101,8 @@ class TransferLink:
 
     @property
     def complete(self) -> dict[str, int]:
-        """Last round that writes into each target tensor, by its name."""
-        return self._transfer.schedule.complete
+        """Number of the last arrival into each target tensor, by its name."""
+        return self._transfer.complete
 
     def run(self, follower: Follower | None = None, meanwhile: Callable[[], None] | None = None) -> Seconds:
         """Run a transfer, as `Transfer.run`. Raises DirectFailed; the link is then unusable."""
@@ -91,9 +115,13 @@ class TransferLink:
         """
         return until_over(self._channel, self.id, self.seconds, self._transfer.group.abort)
 
+    def release(self) -> None:
+        """Have workers unmap the memory of this process, which may then be freed. `prepare` shares it again."""
+        self._transfer.release(_ASK)
+
     def close(self) -> None:
-        """Close the group. The link is then unusable."""
-        self._transfer.group.close()
+        """Close the group and stop sharing memory. The link is then unusable."""
+        self._transfer.close()
 
 
 @contextmanager
@@ -176,6 +204,14 @@ class TransferLinks:
                 except DirectFailed as error:
                     self._met.pop(group, None)
                     failed(group, error)
+
+    def release(self) -> None:
+        """Have workers unmap the memory of this process, over all links, while nothing is offered."""
+        for link in self._formed():
+            link.release()
+
+    def _formed(self) -> list[TransferLink]:
+        return [link for met in list(self._met.values()) if met.done() and (link := met.result()) is not None]
 
     def _prepared(self, link: TransferLink) -> TransferLink:
         try:

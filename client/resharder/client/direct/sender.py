@@ -72,6 +72,7 @@ class Sender:
         self._memory = xxhash.xxh3_128_hexdigest(self._layout.SerializeToString(deterministic=True))
         self._sent: dict[str, SentDigests] = {}  # by group, from its first DIGEST task on
         self._buffers: torch.Tensor | None = None
+        self._allocating = threading.Lock()
         self._stream: Any = None
 
     def declare(self, publisher: str) -> None:
@@ -132,14 +133,15 @@ class Sender:
 
     def _meet(self, member: direct_pb2.Member, message: direct_pb2.DirectLink) -> None:
         failpoint("sender.link")
-        failed = partial(self._failed, member)
-        try:
-            if self._buffers is None or self._buffers.numel() < message.staging_bytes:
-                self._buffers = torch.empty(message.staging_bytes, dtype=torch.uint8, device=self._device)
-        except RuntimeError as error:  # out of memory
-            failed(message.group, error)
-            return
-        self._links.meet(message.group, partial(TransferLink, self._channel, message, self._device, self._buffers), failed)
+        make = partial(TransferLink, self._channel, message, self._device, self._tensors, self._staging)
+        self._links.meet(message.group, make, partial(self._failed, member))
+
+    def _staging(self, size: int) -> torch.Tensor:
+        """Return the memory for packing, which all links share. Raises RuntimeError if there is not enough."""
+        with self._allocating:
+            if self._buffers is None or self._buffers.numel() < size:
+                self._buffers = torch.empty(size, dtype=torch.uint8, device=self._device)
+            return self._buffers
 
     def _run(self, member: direct_pb2.Member, group: str) -> None:
         try:
@@ -178,6 +180,10 @@ class Sender:
     def _drop(self, group: str) -> None:
         self._sent.pop(group, None)
         self._links.drop(group)
+
+    def release(self) -> None:
+        """Have workers unmap the tensors' memory, which may then be freed, while nothing is offered."""
+        self._links.release()
 
     def close(self) -> None:
         """Drop all links, and the memory for packing."""

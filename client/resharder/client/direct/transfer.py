@@ -1,20 +1,20 @@
 """Execution of a schedule: packing, sending, receiving and unpacking of successive rounds overlap."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from resharder.client.direct.base import DirectFailed, DirectGroup, PeerMessage, Pending
+from resharder.client.direct.peer_memory.pairs import PeerPairs
+from resharder.client.gpu.ready import fill_ready
 from resharder.client.gpu.schedule import SLOTS, Post, Schedule
 from resharder.client.gpu.streams import Mark, WorkStream
-from resharder.client.gpu.table import Table, addresses_of, check_fit
+from resharder.client.gpu.table import Table, Tensors, addresses_of, check_fit
 from resharder.converters.geometry.copy_table import ALIGN
 from resharder.converters.geometry.piece_arrays import Ints
-from resharder.converters.models.tensor_io import view_of
 
-Tensors = Mapping[str, torch.Tensor]
 _AHEAD = 8  # rounds that the host may be ahead of the device, whose queue of launches is bounded
 
 
@@ -40,7 +40,14 @@ class Seconds(NamedTuple):
 class Transfer:
     """One process's side of one plan over one group, prepared and run for every version, by one thread at a time."""
 
-    def __init__(self, schedule: Schedule, group: DirectGroup, device: torch.device, memory: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        group: DirectGroup,
+        device: torch.device,
+        memory: torch.Tensor | None = None,
+        pairs: PeerPairs | None = None,
+    ) -> None:
         """Allocate the buffers of a transfer.
 
         Args:
@@ -48,17 +55,19 @@ class Transfer:
             group: Group of all processes of the plan.
             device: Device of the tensors.
             memory: Memory on `device` for the buffers; transfers that share it must not run at once. By default it is allocated.
+            pairs: Pairs that share memory, whose copies are not in `schedule`.
 
         Raises:
             ValueError: `memory` is too small.
         """
         self.schedule, self.group, self._device = schedule, group, device
+        self._pairs = pairs or PeerPairs()
         slots = min(SLOTS, len(schedule.rounds) - 1)
         sizes = [*[schedule.pack_slot] * slots, *[schedule.unpack_slot] * slots, schedule.ready_size]
         buffers = _buffers(sizes, device, memory)
         self._packed, self._unpacked, self._ready = buffers[:slots], buffers[slots:-1], buffers[-1]
         self._pack, self._wire, self._unpack = (WorkStream(device, before) for before in (1, 2, 1))
-        self._follow = WorkStream(device)
+        self._follow, self._copy = WorkStream(device), WorkStream(device)
         posts = [(exchange.sends, exchange.receives) for exchange in schedule.rounds]
         sent, received = ([post.local for pair in posts for post in pair[i]] for i in (0, 1))
         made = [ready.local for ready in schedule.ready]
@@ -68,6 +77,25 @@ class Transfer:
         self._exchanges: list[tuple[list[PeerMessage], list[PeerMessage]]]
         self._tables: tuple[Table, Table, Table]
         self._sources: Tensors
+        self._targets: Tensors
+
+    @property
+    def path(self) -> str:
+        """Kinds of links to other processes: `peer-memory`, `nccl` or `gloo`, joined by `+`."""
+        shared, sends = bool(self._pairs.owners or self._pairs.readers), self.schedule.messages > 0
+        network = "nccl" if self._device.type == "cuda" else "gloo"
+        return "+".join(kind for kind, used in (("peer-memory", shared), (network, sends)) if used)
+
+    @property
+    def received(self) -> int:
+        """Bytes that this process receives with each version."""
+        return self.schedule.received + self._pairs.size
+
+    @property
+    def complete(self) -> dict[str, int]:
+        """Number of the last arrival into each target tensor, by its name. Reads arrive after all rounds."""
+        first = len(self.schedule.rounds)
+        return self.schedule.complete | {name: first + number for name, number in self._pairs.complete.items()}
 
     @property
     def staging(self) -> int:
@@ -79,6 +107,8 @@ class Transfer:
 
         Raises KeyError and ValueError for tensors that differ from the schedule.
         """
+        self._sources, self._targets = sources, targets
+        self._pairs.prepare(sources, targets)
         s = self.schedule
         pointers = [sources[s.source_locals[i]].data_ptr() for i in self._reads]
         pointers += [targets[s.target_locals[i]].data_ptr() for i in self._writes]
@@ -101,7 +131,7 @@ class Transfer:
                 packs.compile(target_base=slot.data_ptr())
             for slot in self._unpacked[:1]:
                 unpacks.compile(source_base=slot.data_ptr())
-        self._tables, self._sources, self._pointers = (packs, unpacks, local), sources, pointers
+        self._tables, self._pointers = (packs, unpacks, local), pointers
 
     def run(self, timeout: float, follower: Follower | None = None, meanwhile: Callable[[], None] | None = None) -> Seconds:
         """Fill every target.
@@ -121,41 +151,61 @@ class Transfer:
         started, begun = time.monotonic(), False
         try:
             self.group.check()
-            begun = True
-            self._rounds(started + timeout, follower, meanwhile)
+            for stream in (*self._streams, self._follow):
+                stream.begin()
+            with self._pack.work():
+                fill_ready(self.schedule.ready, self.schedule.source_locals, self._sources, self._ready)
+                self._pairs.fill()
+            if self._pairs.owners:
+                self._pack.drain()
+            with self._pairs.reading(self._targets, started + timeout, self.group.check):
+                begun = True
+                try:
+                    self._rounds(started + timeout, follower, meanwhile)
+                except BaseException:
+                    self._copy.drain()
+                    raise
         except BaseException as error:
             self.group.abort(str(error) or type(error).__name__)
-            self.group.close()
+            self.close()
             for stream in (*self._streams, self._follow):
                 stream.drain()
             if isinstance(error, RuntimeError | DirectFailed):
                 raise DirectFailed(str(error), torn=begun and self._fills) from error
             raise
-        return Seconds(time.monotonic() - started, *(stream.seconds for stream in self._streams))
+        wire = self._wire.seconds + self._copy.seconds
+        return Seconds(time.monotonic() - started, self._pack.seconds, wire, self._unpack.seconds)
+
+    def release(self, seconds: float) -> None:
+        """Have others unmap this process's memory, between transfers. The next `prepare` shares it again."""
+        self._pairs.release(time.monotonic() + seconds)
+
+    def close(self) -> None:
+        """Close the group and the pairs. The transfer is then unusable."""
+        self.group.close()
+        self._pairs.close()
 
     @property
-    def _streams(self) -> tuple[WorkStream, WorkStream, WorkStream]:
-        return self._pack, self._wire, self._unpack
+    def _streams(self) -> tuple[WorkStream, ...]:
+        return self._pack, self._wire, self._unpack, self._copy
 
     @property
     def _fills(self) -> bool:
-        return self.schedule.received > 0 or len(self.schedule.local.rows) > 0
+        return self.received > 0 or len(self.schedule.local.rows) > 0
 
     def _rounds(self, deadline: float, follower: Follower | None, meanwhile: Callable[[], None] | None) -> None:
         """Run the rounds.
 
         Round 0 needs no slots. Round `k` uses the slots of round `k - 2`: it packs after that round was sent, and receives
-        after that round was unpacked.
+        after that round was unpacked. Reads of other processes' memory need neither and run beside all rounds.
         """
         packs, _, local = self._tables
-        for stream in (*self._streams, self._follow):
-            stream.begin()
         if follower is not None:
             with self._follow.work():
                 follower.begin()
         with self._pack.work():
-            self._make_ready()
             local.run(0)
+        copied = [self._copy_round(number) for number in range(self._pairs.rounds)]
         wire: list[Pending] = []
         unpacked: list[Mark] = []
         for k, (sends, receives) in enumerate(self._exchanges):
@@ -174,6 +224,8 @@ class Transfer:
                 unpacked.append(self._unpack_round(k - 1, wire[k - 1], deadline, follower))
         if wire:
             self._unpack_round(len(wire) - 1, wire[-1], deadline, follower)
+        for number, mark in enumerate(copied):
+            self._tell(follower, len(self._exchanges) + number, mark)
         if meanwhile is not None:
             meanwhile()
         if wire:
@@ -182,11 +234,10 @@ class Transfer:
             stream.drain()
         self._follow.join_current()
 
-    def _make_ready(self) -> None:
-        for local, view, plus, at in self.schedule.ready:
-            values = view_of(self._sources[self.schedule.source_locals[local]], view) + plus
-            size = values.numel() * values.element_size()
-            self._ready[at : at + size].view(values.dtype).view(values.shape).copy_(values)
+    def _copy_round(self, number: int) -> Mark:
+        with self._copy.work():
+            self._pairs.run(number)
+        return self._copy.mark()
 
     def _unpack_round(self, k: int, arrived: Pending, deadline: float, follower: Follower | None) -> Mark:
         with self._wire.work():
@@ -195,11 +246,14 @@ class Transfer:
             with self._unpack.work():
                 self._tables[1].run(k, source_base=_slot(self._unpacked, k).data_ptr())
         mark = self._unpack.mark()
+        self._tell(follower, k, mark)
+        return mark
+
+    def _tell(self, follower: Follower | None, number: int, mark: Mark) -> None:
         if follower is not None:
             self._follow.after(mark)
             with self._follow.work():
-                follower.arrived(k)
-        return mark
+                follower.arrived(number)
 
 
 def _buffers(sizes: list[int], device: torch.device, memory: torch.Tensor | None) -> list[torch.Tensor]:

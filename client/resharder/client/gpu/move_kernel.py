@@ -4,7 +4,6 @@ import torch
 import triton  # type: ignore[import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped,unused-ignore]
 
-PROGRAMS = 64  # fewer than the 132 multiprocessors of an H200: NCCL's kernels need whole ones
 WARPS = 8
 VECTORS = 2048  # vectors in flight; 32 KiB if they have 16 bytes
 COLUMNS = 6
@@ -36,7 +35,7 @@ def _move(table, count, source_base, target_base, TYPE: tl.constexpr, LANES: tl.
             tl.store(target + ((row * target_stride + column) * LANES)[:, None] + lane, values, mask=there)
 
 
-def move(table: torch.Tensor, word: int, source_base: int, target_base: int) -> None:
+def move(table: torch.Tensor, word: int, source_base: int, target_base: int, programs: int) -> None:
     """Copy tiles, on the current stream.
 
     Args:
@@ -45,7 +44,9 @@ def move(table: torch.Tensor, word: int, source_base: int, target_base: int) -> 
         word: Bytes of a word: 1, 2, 4, 8 or 16, to which all addresses are aligned.
         source_base: Address.
         target_base: Address.
+        programs: Most programs of the kernel.
     """
     kind, lanes = WORDS[word]
-    programs = max(1, min(PROGRAMS, len(table)))
-    _move[(programs,)](table, len(table), source_base, target_base, kind, lanes, VECTORS, num_warps=WARPS)
+    _move[(max(1, min(programs, len(table))),)](
+        table, len(table), source_base, target_base, kind, lanes, VECTORS, num_warps=WARPS
+    )

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 from resharder.client.gpu.pairs import PairExchange, pair_of, up
+from resharder.client.gpu.ready import Ready, ready_of
 from resharder.client.gpu.tiles import TILE, Tiles, shape_of, tiles_of
 from resharder.converters.geometry.copy_table import ALIGN, Copies
-from resharder.converters.geometry.layout import StridedView
 from resharder.converters.geometry.piece_arrays import Ints
 
 DIRECT_BYTES = 16 << 20
@@ -51,15 +51,6 @@ class Round(NamedTuple):
 
     sends: tuple[Post, ...]
     receives: tuple[Post, ...]
-
-
-class Ready(NamedTuple):
-    """Elements to compute before sending: those of `view` of source `local`, plus `plus`, go to byte `at` of a buffer."""
-
-    local: int
-    view: StridedView
-    plus: float
-    at: int
 
 
 @dataclass(frozen=True)
@@ -143,7 +134,7 @@ def schedule(copies: Copies, rank: int, quota: int, direct_bytes: int = DIRECT_B
     """
     copies = copies.of(rank)
     pairs = sorted({*zip(copies.source.tolist(), copies.target.tolist(), strict=True)})
-    ready, ready_at = _ready(copies, rank)
+    ready, ready_at = ready_of(copies, rank)
     rounds: dict[int, tuple[list[Post], list[Post]]] = {}
     packed: list[Moves] = []
     unpacked: list[Moves] = []
@@ -185,27 +176,6 @@ def schedule(copies: Copies, rank: int, quota: int, direct_bytes: int = DIRECT_B
     )
 
 
-def _ready(copies: Copies, rank: int) -> tuple[tuple[Ready, ...], Ints]:
-    """Return the elements to compute before sending, and the start of each copy in the buffer for them."""
-    mine = (copies.plus != 0) & (copies.source == rank)
-    sizes = np.where(mine, copies.made, 0)
-    at = np.cumsum(sizes) - sizes
-    ready = [
-        Ready(
-            int(copies.source_local[i]),
-            StridedView(
-                tuple(copies.counts[i].tolist()),
-                tuple((copies.source_strides[i] // copies.item[i]).tolist()),
-                int(copies.source_offset[i] // copies.item[i]),
-            ),
-            float(copies.plus[i]),
-            int(at[i]),
-        )
-        for i in np.flatnonzero(mine)
-    ]
-    return tuple(ready), at
-
-
 def _moves(copies: Copies, pair: PairExchange, base: dict[int, int], ready_at: Ints, sends: bool) -> Moves:
     """Return the tiles that one side of the pair packs or unpacks."""
     at = pair.packed_at if sends else pair.unpacked_at
@@ -229,6 +199,20 @@ def _within(copies: Copies, tiles: Tiles) -> Moves:
     return Moves(
         number, source, tiles.source, tiles.source_stride, target, tiles.target, tiles.target_stride, tiles.rows, tiles.width
     )
+
+
+def reads_of(copies: Copies, ready_at: Ints, rounds: int) -> Moves:
+    """Return the tiles that a process copies from another's memory, in rounds of about the same size, in the order of `copies`.
+
+    Args:
+        copies: Copies from one rank to one other.
+        ready_at: Start of each copy in the other process's buffer of computed elements.
+        rounds: Number of rounds.
+    """
+    tiles = tiles_of(shape_of(copies), np.where(copies.plus != 0, ready_at, copies.source_offset), copies.target_offset)
+    moves = _within(copies, tiles)
+    ends = np.cumsum(tiles.sizes)
+    return moves._replace(round=(ends - tiles.sizes) * rounds // max(1, int(ends[-1]) if len(ends) else 0))
 
 
 def _joined(moves: list[Moves]) -> Moves:

@@ -8,11 +8,15 @@ import torch
 from resharder.client.gpu.schedule import Moves
 from resharder.converters.geometry.piece_arrays import Ints
 
+Tensors = Mapping[str, torch.Tensor]
+"""Local tensors by name."""
+PROGRAMS = 64
+"""Programs of a kernel beside NCCL's: fewer than the 132 multiprocessors of an H200, because NCCL's need whole ones."""
 Bytes = npt.NDArray[np.uint8]
 _WIDEST = 16  # bytes of the widest word, for moves that are aligned to it
 
 
-def addresses_of(names: Sequence[str], tensors: Mapping[str, torch.Tensor], used: Sequence[int]) -> Ints:
+def addresses_of(names: Sequence[str], tensors: Tensors, used: Sequence[int]) -> Ints:
     """Return (names, 2): first and end address of each local tensor whose index is in `used`.
     Raises KeyError if one is missing.
     """
@@ -42,7 +46,7 @@ def check_fit(moves: Moves, sources: Sequence[str], source: Ints, targets: Seque
 class Table:
     """Moves with addresses, by round and by the width of their words. The address of the slot is given with each call."""
 
-    def __init__(self, moves: Moves, sources: Ints, targets: Ints, device: torch.device) -> None:
+    def __init__(self, moves: Moves, sources: Ints, targets: Ints, device: torch.device, programs: int = PROGRAMS) -> None:
         source, target = _addresses(moves.source, moves.source_at, sources), _addresses(moves.target, moves.target_at, targets)
         several = moves.rows > 1
         strides = np.where(several, moves.source_stride | moves.target_stride, 0)
@@ -50,7 +54,7 @@ class Table:
         columns = (moves.rows, moves.width // word, moves.source_stride // word, moves.target_stride // word)
         order = np.lexsort((-word, moves.round))
         self._rows = np.column_stack([source, target, *columns])[order]
-        self._device = device
+        self._device, self._programs = device, programs
         self._parts: dict[int, list[tuple[int, int, int]]] = {}  # round -> (word, first, end)
         keys = np.column_stack([moves.round, word])[order]
         begins = np.flatnonzero((np.diff(keys, axis=0, prepend=-1) != 0).any(axis=1))
@@ -65,7 +69,7 @@ class Table:
             if self._on_device is not None:
                 from resharder.client.gpu import move_kernel
 
-                move_kernel.move(self._on_device[:0], word, source_base, target_base)
+                move_kernel.move(self._on_device[:0], word, source_base, target_base, self._programs)
 
     def run(self, number: int, source_base: int = 0, target_base: int = 0) -> None:
         """Move the tiles of round `number`; on a GPU, on the current stream.
@@ -76,7 +80,7 @@ class Table:
             if self._on_device is not None:
                 from resharder.client.gpu import move_kernel
 
-                move_kernel.move(self._on_device[first:end], word, source_base, target_base)
+                move_kernel.move(self._on_device[first:end], word, source_base, target_base, self._programs)
             else:
                 for source, target in _on_host(self._rows[first:end], word, source_base, target_base):
                     np.copyto(target, source)

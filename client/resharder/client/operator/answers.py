@@ -257,6 +257,8 @@ class WorkerStatus:
     """Whether a verification found a difference since the last install, for FAILED."""
     memory: str
     """Fingerprint of the declared layout of its memory; empty without the direct path."""
+    path: str
+    """Links of the direct path that `install` came over: `peer-memory`, `nccl` or `gloo`, joined by `+`; empty for the store."""
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,11 @@ class Delivery:
         if self._sender is not None:
             self._sender.declare(self._session.registration.name)
 
+    def release(self) -> None:
+        """Have workers unmap memory that they read on the direct path."""
+        if self._sender is not None:
+            self._sender.release()
+
     def close(self) -> None:
         """Close the sender of the direct path, if there is one."""
         if self._sender is not None:

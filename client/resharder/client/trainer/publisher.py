@@ -266,6 +266,7 @@ class Publisher:
                 return self._published(step) if publish else self._session.newest
 
         def aside() -> None:
+            self.release()
             self._aside = set_aside(model) if offload and model is not None else None
 
         try:
@@ -292,6 +293,14 @@ class Publisher:
         if self._aside is not None:
             self._aside.bring_back()
             self._aside = None
+
+    def release(self) -> None:
+        """Have servers of this host unmap the model's memory. The next `publish` shares it again.
+
+        Call it before memory is freed by other means than `generation(offload=True)`: the driver frees nothing that another
+        process has mapped.
+        """
+        self._delivery.release()
 
     def abort(self, reason: str = "the trainer asked for it") -> None:
         """Abort the newest version that this rank has published, unless it is READY.

@@ -88,6 +88,7 @@ class Worker:
     apply_seconds: float = 0.0
     memory: str = ""  # fingerprint of its declared layout on the direct path
     direct: bool = False  # whether the declared layout covers all tensors that it needs
+    path: str = ""  # links of the direct path that `install` came over
     joined: bool = False  # takes part in a direct transfer for `install`
     timings: tuple[Timing, ...] = ()
     verification: resources_pb2.Verification | None = None  # result of the last verification

@@ -288,7 +288,8 @@ class Agent:
             self.verifier.expect(part, None if staged.early is not None else source.expected)
         failpoint("worker.apply.verified")
         self.verifier.installed(models)
-        self.installed = replace(done, seconds=time.perf_counter() - began)  # includes the direct transfer
+        path = self._receiver.path if arrived else ""
+        self.installed = replace(done, seconds=time.perf_counter() - began, path=path)  # includes the direct transfer
         self.update_open_memory()
 
     def update_open_memory(self) -> None:
@@ -379,6 +380,7 @@ class Agent:
             error=error,
             needed_bytes=self.parts.needed_bytes,
             transport=self.staging.transport,
+            path=done.path if done else "",
             stage_seconds=staged.seconds if staged else 0.0,
             apply_seconds=done.seconds if done else 0.0,
             verified_tensors=done.verified if done else 0,

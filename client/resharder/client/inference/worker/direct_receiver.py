@@ -18,9 +18,9 @@ import xxhash
 from resharder.client.direct.base import DirectFailed
 from resharder.client.direct.links import TransferLink
 from resharder.client.direct.member_calls import declare, finish
-from resharder.client.direct.transfer import Tensors
 from resharder.client.errors import NotFound, ResharderError
 from resharder.client.gpu.digest import CachedDigester
+from resharder.client.gpu.table import Tensors
 from resharder.client.inference.worker.memory import live_now, read_all
 from resharder.client.inference.worker.model_part import ModelPart, Models
 from resharder.client.rpc.channel import Channel
@@ -111,6 +111,11 @@ class Receiver:
         self._expected: tuple[int, ...] = ()
         self._expected_source = ""
         self._finishing: threading.Thread | None = None  # reports the end of the last transfer to the daemon
+
+    @property
+    def path(self) -> str:
+        """Links of the last transfer: `peer-memory`, `nccl` or `gloo`, joined by `+`; empty without one."""
+        return self._link.path if self._link is not None else ""
 
     def join(self, memory: OpenMemory, models: Models, version: str, install: str) -> bool:
         """Join the transfer of a version and prepare the link.

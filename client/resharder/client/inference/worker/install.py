@@ -35,9 +35,12 @@ class Installed:
     boxed_bytes: int
     """Bytes that were copied straight into parameters."""
     seconds: float
+    path: str = ""
+    """Links of the direct path that the boxes came over; empty for the store."""
 
     def __add__(self, other: "Installed") -> "Installed":
-        return Installed(self.verified + other.verified, self.boxed_bytes + other.boxed_bytes, self.seconds + other.seconds)
+        verified, size = self.verified + other.verified, self.boxed_bytes + other.boxed_bytes
+        return Installed(verified, size, self.seconds + other.seconds, self.path or other.path)
 
 
 class Prepared(NamedTuple):

@@ -1,0 +1,177 @@
+"""The pairs of a group that share memory, agreed by both sides before anything is sent.
+
+A pair shares memory if both processes run on one host and see each other's sockets, both want to, and the worker has mapped what
+the rank has shared. Every other pair goes over NCCL. Containers of one host share memory only if they share a network namespace
+and CUDA lets one open the other's handles.
+"""
+
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from resharder.client.direct.base import DirectFailed
+from resharder.client.direct.peer_memory.export import NotShareable
+from resharder.client.direct.peer_memory.messages import Line
+from resharder.client.direct.peer_memory.owner import PeerOwner
+from resharder.client.direct.peer_memory.pairs import PeerPairs
+from resharder.client.direct.peer_memory.reader import PeerReader
+from resharder.client.gpu.table import Tensors
+from resharder.converters.geometry.copy_table import Copies
+
+logger = logging.getLogger(__name__)
+_SETTING = "RESHARDER_PEER_MEMORY"
+_CPU = "cpu"
+_ONE_GPU, _OTHER_GPU = 264, 64  # programs of the copying kernel: measured on H200s, where more are no faster
+
+
+class Place(NamedTuple):
+    """Where a process of a group runs.
+
+    Attributes:
+        host: The same for processes that reach each other's sockets.
+        device: Identity of its device; the same for two processes on one GPU.
+        shares: Whether it takes part.
+        socket: Name of the socket on which it awaits readers.
+        token: What readers have to send first.
+    """
+
+    host: str
+    device: str
+    shares: bool
+    socket: str
+    token: str
+
+
+def wanted(device: torch.device, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process shares memory: by default on GPUs only.
+
+    RESHARDER_PEER_MEMORY=off excludes it; `cpu` has CPUs share memory too, which copies everything twice.
+    """
+    setting = environment.get(_SETTING, "")
+    return setting != "off" and (device.type == "cuda" or setting == "cpu")
+
+
+def meet(store: Any, rank: int, copies: Copies, device: torch.device, sources: Tensors, timeout: float) -> PeerPairs:
+    """Agree with all peers of this process on the pairs that share memory.
+
+    Args:
+        store: torch Store of the group.
+        rank: Rank of this process.
+        copies: Copies that it sends or receives.
+        device: Device of its tensors.
+        sources: The tensors that it sends from.
+        timeout: Bound in seconds.
+
+    Raises:
+        DirectFailed: A peer is missing, or was lost on the way; or a pair on one GPU, which NCCL does not join, cannot share.
+        RuntimeError: The store fails.
+    """
+    deadline, found = time.monotonic() + timeout, PeerPairs()
+    pairs = {pair for pair in zip(copies.source.tolist(), copies.target.tolist(), strict=True) if pair[0] != pair[1]}
+    readers, owners = ({pair[1 - i] for pair in pairs if pair[i] == rank} for i in (0, 1))
+    own = Place(_host(), _identity(device), wanted(device), f"resharder-{secrets.token_hex(16)}", secrets.token_hex(16))
+    with socket.socket(socket.AF_UNIX) as listening:
+        if own.shares and readers:
+            listening.bind("\0" + own.socket)
+            listening.listen(len(readers))
+        store.set(f"place/{rank}", json.dumps(own))
+        places = {other: _place(store, other, deadline) for other in sorted(readers | owners)} if own.shares else {}
+        sharing = {other for other, place in places.items() if place.shares and own.host == place.host}
+        try:
+            for source in sorted(owners & sharing):
+                line = _call(rank, source, places[source], deadline)
+                programs = _ONE_GPU if own.device == places[source].device else _OTHER_GPU
+                found.readers[source] = PeerReader(line, _between(copies, source, rank), source, device, programs)
+            awaited = readers & sharing
+            while awaited:
+                line, target = _answer(listening, own, awaited, deadline)
+                awaited.discard(target)
+                found.owners[target] = PeerOwner(line, _between(copies, rank, target), rank, device)
+                if why := _lend(found.owners[target], sources, deadline):
+                    found.owners.pop(target).close()
+                    _refused(target, why, own, places[target])
+            for source, reader in list(found.readers.items()):
+                if why := reader.accept(deadline):
+                    found.readers.pop(source).close()
+                    _refused(source, why, own, places[source])
+        except BaseException:
+            found.close()
+            raise
+    return found
+
+
+def _lend(owner: PeerOwner, sources: Tensors, deadline: float) -> str:
+    """Share the tensors. Returns why they cannot be shared, empty if they are. Raises DirectFailed if the worker is gone."""
+    try:
+        owner.prepare(sources)
+    except NotShareable as error:
+        owner.refuse(str(error))
+        return str(error)
+    return owner.accepted(deadline)
+
+
+def _host() -> str:
+    """Return the identity of the kernel and of the network namespace."""
+    with suppress(OSError):
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    return secrets.token_hex(16)  # not Linux: the same as none
+
+
+def _identity(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else _CPU
+
+
+def _place(store: Any, rank: int, deadline: float) -> Place:
+    store.wait([f"place/{rank}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    return Place(*json.loads(store.get(f"place/{rank}")))
+
+
+def _between(copies: Copies, source: int, target: int) -> Copies:
+    return copies.take((copies.source == source) & (copies.target == target))
+
+
+def _call(rank: int, source: int, place: Place, deadline: float) -> Line:
+    """Connect to a rank whose memory this process reads. Raises DirectFailed."""
+    connected = socket.socket(socket.AF_UNIX)
+    try:
+        connected.settimeout(max(0.001, deadline - time.monotonic()))
+        connected.connect("\0" + place.socket)
+    except OSError as error:
+        connected.close()
+        raise DirectFailed(f"rank {source}: expected to connect to it: {error}") from error
+    line = Line(connected, f"rank {source}")
+    line.send("hello", token=place.token, rank=rank)
+    return line
+
+
+def _answer(listening: socket.socket, own: Place, awaited: set[int], deadline: float) -> tuple[Line, int]:
+    """Return the connection of an awaited reader, and its rank. Raises DirectFailed after `deadline`."""
+    while True:
+        listening.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            connected, _ = listening.accept()
+        except OSError as error:
+            raise DirectFailed(f"expected ranks {sorted(awaited)} to connect: {error}") from error
+        line = Line(connected, "a reader")
+        with suppress(DirectFailed):  # of a process that is no member
+            hello = line.receive(deadline).fields
+            if secrets.compare_digest(str(hello.get("token")), own.token) and hello.get("rank") in awaited:
+                line.peer = f"rank {hello['rank']}"
+                return line, hello["rank"]
+        line.close()
+
+
+def _refused(rank: int, why: str, own: Place, other: Place) -> None:
+    """Log that a pair goes over NCCL. Raises DirectFailed if it cannot."""
+    if own.device == other.device != _CPU:
+        raise DirectFailed(f"rank {rank}: expected to share memory, because NCCL joins no two processes of one GPU: {why}")
+    logger.warning("rank %d shares no memory, its part goes over the network library: %s", rank, why)
