@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check lint docs types proto proto-check unit test-compat bench fuzz simulate sabotage failpoints mutants docs-metrics docs-picture clean
+.PHONY: setup demo test check lint docs types proto proto-check unit test-compat bench fuzz simulate sabotage failpoints chaos mutants docs-metrics docs-picture clean
 
 setup: $(VENV)/.ready
 
@@ -52,7 +52,7 @@ types: setup
 # Three files at a time, for two processors: much of it is waiting. Where servers take all processors by themselves, one.
 unit: setup
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder tests/converters tests/client tests/deploy tests/server tests/simulation tests/vllm $(PYTEST)
-	$(BIN)/pytest tests/e2e tests/gpu tests/failpoints $(PYTEST)
+	$(BIN)/pytest tests/e2e tests/gpu tests/failpoints tests/chaos $(PYTEST)
 
 # Generated with an old grpcio-tools on purpose: its output runs on protobuf 5.29, 6 and 7.
 .venv-proto/.ready: pyproject.toml
@@ -108,6 +108,10 @@ mutants: setup
 # Every failpoint with every kind of fault, one cycle each: 30 minutes on two busy cores. ONLY=worker.apply, KIND=kill, JOBS=2.
 failpoints: setup
 	$(BIN)/python -m tests.failpoints $(if $(ONLY),--only $(ONLY)) $(if $(KIND),--kind $(KIND)) --jobs $(or $(JOBS),2)
+
+# Storms of faults over a daemon, Megatron ranks and two vLLM servers, with every token compared: MINUTES=30, SEED=1, STORM=60.
+chaos: setup
+	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),30) --seed $(or $(SEED),1) --storm $(or $(STORM),60)
 
 # Generated: what the daemon and the plugin count, and a picture of the status page (needs Debian's Chromium).
 docs-metrics: setup

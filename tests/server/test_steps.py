@@ -505,7 +505,7 @@ def test_a_publisher_waits_for_the_models_files(site: Site) -> None:
     name = publishers.create("policy", "job", 1, {}).name
     boxes = pack([(0, full_box(SPECS[0].shape), False)])
     assert publishers.register(name, 0, "rank 0", SPECS, boxes).state == REGISTERING
-    message = refused(lambda: settled(publishers.assignment, name, 0, 0), "NOT_REGISTERED")
+    message = refused(lambda: settled(publishers.assignment, name, 0, 60), "PUBLISHER_UNKNOWN")
     assert "no rank has sent the model's files" in message
     publishers.create("policy", "job", 1, files)
     assert publishers.register(name, 0, "rank 0", SPECS, boxes).state == ACTIVE
@@ -527,3 +527,11 @@ def test_a_rank_without_boxes_does_not_run_ahead(site: Site) -> None:
         next(ahead)
     assert [*numbers, ended.value.value.number] == [1, 2, 2]
     site.settle()
+
+
+def test_a_rank_that_has_not_registered_with_this_daemon_is_told_so(site: Site) -> None:
+    publishers = site.intake.publishers
+    name = publishers.create("policy", "job", 2, {"config.json": b"{}"}).name
+    publishers.register(name, 0, "rank 0", SPECS, pack([(0, full_box(SPECS[0].shape), False)]))
+    refused(lambda: settled(publishers.assignment, name, 0, 0), "NOT_REGISTERED")
+    assert "rank 1 has not registered" in refused(lambda: settled(publishers.assignment, name, 1, 60), "PUBLISHER_UNKNOWN")

@@ -10,7 +10,7 @@ for answer in client.answers:
 import http.client
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from types import TracebackType
@@ -25,6 +25,7 @@ PROMPTS = ([5, 17, 42, 7, 300, 11], [800, 2, 9], [77] * 12)
 TOKENS = 8
 _PAUSE = 0.2  # seconds between two requests, which leave servers time for other work
 _NEAR = 1e-3
+_REMEMBERED = 400  # texts
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,17 @@ def ask(name: str, server: VllmServer, prompt: list[int], tokens: int = TOKENS) 
     )
 
 
+def first_wrong(versions: Sequence[str], made: Mapping[str, Sequence[bool]]) -> int | None:
+    """Return the first token that the named versions, one after the other and back, did not make; None if they made all."""
+    left = [*versions, *versions[-2::-1]]
+    for at in range(len(made[versions[0]])):
+        while left and not made[left[0]][at]:
+            left.pop(0)
+        if not left:
+            return at
+    return None
+
+
 class Judge:
     """`reference`: of a version. What it would have said is computed once for each text: most answers are alike."""
 
@@ -107,18 +119,15 @@ class Judge:
         version once: where a fleet goes back, an answer may end with the version that it began with."""
         if not all(version.isdigit() for version in answer.versions):
             return f"it names no version: {answer}"
-        left = [*answer.versions, *answer.versions[-2::-1]]
-        made = {version: self._made(answer, version) for version in answer.versions}
-        for at in range(len(answer.token_ids)):
-            while left and not made[left[0]][at]:
-                left.pop(0)
-            if not left:
-                return f"token {at} is not of the version it should be: {answer}, {made}"
-        return ""
+        made = {version: self.made(answer, version) for version in answer.versions}
+        at = first_wrong(answer.versions, made)
+        return "" if at is None else f"token {at} is not of the version it should be: {answer}, {made}"
 
-    def _made(self, answer: Asked, version: str) -> list[bool]:
+    def made(self, answer: Asked, version: str) -> list[bool]:
         """Return, for each token, whether these weights generate it after the preceding ones."""
         text = (*answer.prompt, *answer.token_ids)
+        if len(self._said) > _REMEMBERED:
+            self._said.clear()
         if (version, text) not in self._said:
             self._said[version, text] = self._reference(int(version)).logprobs(text)
         logprobs = self._said[version, text][len(answer.prompt) - 1 :]

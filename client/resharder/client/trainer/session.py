@@ -2,10 +2,11 @@
 
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from resharder.client.errors import ResharderError, UsageError
+from resharder.client.errors import UNKNOWN_PUBLISHER, NotFound, ResharderError, UsageError
 from resharder.client.rpc.channel import Channel
 from resharder.client.trainer.attempts import Attempts
 from resharder.client.trainer.handle import Handle, delivered
@@ -106,8 +107,18 @@ class PublisherSession:
                 self._lock.release()
 
     def assignment(self) -> tuple[AssignedSlot, Sequence[int]]:
-        """Return this rank's slot and the registered positions of its boxes, once all ranks have registered."""
-        return self.registration.assignment(self._register_timeout)
+        """Return this rank's slot and the registered positions of its boxes, once all ranks have registered.
+
+        Registers again with a daemon that has restarted since this rank's registration.
+        """
+        end = time.monotonic() + self._register_timeout
+        while True:
+            try:
+                return self.registration.assignment(max(0.0, end - time.monotonic()))
+            except NotFound as error:
+                if error.reason != UNKNOWN_PUBLISHER or time.monotonic() >= end:
+                    raise
+            self.register_again()
 
     def after(self, step: int) -> int:
         """Return `CreateVersionRequest.after` for a step."""

@@ -17,11 +17,12 @@ from resharder.converters.geometry.senders import senders
 from resharder.converters.geometry.tiling import Held, check_tiling
 from resharder.converters.storage.files import INDEX_FILE
 from resharder.server.ingest.packed_boxes import PackedBoxes, Slot, cut_slot
-from resharder.server.state.errors import AlreadyExists, DaemonError, FailedPrecondition, InvalidArgument
+from resharder.server.state.errors import AlreadyExists, DaemonError, FailedPrecondition, InvalidArgument, ResourceNotFound
 from resharder.server.store.manifest import MANIFEST_FILE
 
 REGISTERING, ACTIVE, REJECTED, FENCED, GONE = "REGISTERING", "ACTIVE", "REJECTED", "FENCED", "GONE"
 MAX_WORLD = 1 << 16
+NO_FILES = "no rank has sent the model's files to this daemon: create and register the publisher again"
 MAX_FILE_BYTES, MAX_FILES = 48 << 20, 64
 _MOST_EXPERTS = 1 << 17  # in all layers: Kimi-K2 has 23,424
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -94,6 +95,21 @@ class PublisherRecord:
         """Raise InvalidArgument (RANK) for a rank outside the publisher's world size."""
         if not 0 <= rank < self.world_size:
             raise InvalidArgument("RANK", f"{self.name}: expected a rank below {self.world_size}, got {rank}")
+
+    def check_registered_here(self, rank: int) -> None:
+        """Raise ResourceNotFound (PUBLISHER_UNKNOWN) while REGISTERING if a rank has to create and register the publisher again.
+
+        After a restart between the calls of a registration, other ranks may have created the publisher. The daemon then lacks
+        the rank's slot, or the model's files, which rank 0 sends.
+        """
+        if self.state != REGISTERING or self.activating:
+            return
+        if rank not in self.registered:
+            raise ResourceNotFound(
+                "PUBLISHER_UNKNOWN", f"{self.name}: rank {rank} has not registered: create and register it again"
+            )
+        if rank == 0 and not self.files and len(self.registered) == self.world_size:
+            raise ResourceNotFound("PUBLISHER_UNKNOWN", f"{self.name}: {NO_FILES}")
 
     def check_usable(self) -> None:
         """Raise the error of a rejected publisher, or FailedPrecondition (STALE_EPOCH) of a fenced one."""

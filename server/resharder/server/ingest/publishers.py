@@ -9,7 +9,7 @@ from resharder.converters.storage.files import lay_out
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.medium import MEDIUM, medium_error
 from resharder.server.ingest.packed_boxes import PackedBoxes
-from resharder.server.ingest.publisher import ACTIVE, FENCED, MAX_WORLD, REGISTERING, PublisherRecord, check_files
+from resharder.server.ingest.publisher import ACTIVE, FENCED, MAX_WORLD, NO_FILES, REGISTERING, PublisherRecord, check_files
 from resharder.server.ingest.shared import IngestShared, parse_name
 from resharder.server.ingest.uploads import Uploads
 from resharder.server.state.errors import (
@@ -193,6 +193,8 @@ class Publishers:
 
         Raises:
             DeadlineExceeded: NOT_REGISTERED, with the missing ranks, after `wait_seconds`.
+            ResourceNotFound: PUBLISHER_UNKNOWN, if this rank has registered with, or rank 0 has sent the model's files to, an
+                earlier daemon only.
         """
         deadline = self._shared.clock() + wait_seconds
         while True:
@@ -203,12 +205,11 @@ class Publishers:
                 return publisher, publisher.assigned[rank]
             if publisher.stalled is not None:
                 raise type(publisher.stalled)(publisher.stalled.reason, str(publisher.stalled))
+            publisher.check_registered_here(rank)
             left = deadline - self._shared.clock()
             if left <= 0:
                 missing = [r for r in range(publisher.world_size) if r not in publisher.registered]
-                why = f"{len(missing)} ranks have not registered: {missing[:8]}"
-                if not missing and not publisher.files:
-                    why = "no rank has sent the model's files to this daemon: create and register the publisher again"
+                why = f"{len(missing)} ranks have not registered: {missing[:8]}" if missing else NO_FILES
                 raise DeadlineExceeded("NOT_REGISTERED", f"{name}: {why}")
             yield self._shared.changed.pause(seen, min(left, 1.0))
 

@@ -1,0 +1,92 @@
+"""Faults of a storm: signals to processes, failpoints of the next daemon, and faults of the proxy's links."""
+
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+from tests.chaos.history import History
+from tests.chaos.system import System
+
+
+class Faults:
+    """Injects faults. What lasts ends by itself after its seconds, or when the system is healed."""
+
+    def __init__(self, system: System, history: History) -> None:
+        self._system, self._history = system, history
+
+    def inject(self, name: str, given: dict[str, Any]) -> None:
+        """Inject one fault; the history has it before it acts."""
+        act: Callable[..., None] = getattr(self, "_" + name.replace(".", "_"))
+        place = name.partition(".")[0]
+        target = given.get("server") or given.get("link") or place
+        self._history.record("fault", name=name, target=target, given=given)
+        act(**given)
+
+    def _daemon_kill(self, down: float, failpoint: str) -> None:
+        keeper, kept = self._system.keepers["daemon"], self._system.kept_daemon
+        keeper.down_until = self._history.now + down
+        kept.failpoint = failpoint
+        if kept.daemon.process is not None:
+            with suppress(ProcessLookupError):
+                kept.daemon.process.kill()
+
+    def _daemon_stop(self, seconds: float) -> None:
+        process = self._system.daemon.process
+        if process is not None:
+            self._stop([psutil.Process(process.pid)], seconds)
+
+    def _trainer_kill(self, part: str, new_job: bool) -> None:
+        trainer = self._system.trainer
+        trainer.new_job = new_job
+        ranks = trainer.ranks()
+        if part == "rank" and ranks:
+            self._system.signal(ranks[:1], signal.SIGKILL)
+        elif trainer.job is not None and trainer.ended() is None:
+            trainer.job.kill()
+
+    def _trainer_stop(self, rank: int, seconds: float) -> None:
+        self._stop(self._system.trainer.ranks()[rank : rank + 1], seconds)
+
+    def _server_kill(self, server: str, part: str, pick: float) -> None:
+        self._system.signal(self._chosen(server, part, pick), signal.SIGKILL)
+
+    def _server_stop(self, server: str, part: str, pick: float, seconds: float) -> None:
+        self._stop(self._chosen(server, part, pick), seconds)
+
+    def _link_cut(self, link: str) -> None:
+        self._system.proxies.cut(link)
+
+    def _link_slow(self, link: str, delay: float, seconds: float) -> None:
+        self._system.proxies.slow(link, delay)
+        self._later(seconds, lambda: self._system.proxies.slow(link, 0.0))
+
+    def _link_silent(self, link: str, seconds: float) -> None:
+        self._system.proxies.silence(link)
+        self._later(seconds, lambda: self._system.proxies.silence(link, False))
+
+    def _chosen(self, server: str, part: str, pick: float) -> list[psutil.Process]:
+        """Return one process of a part, or all for `all`."""
+        kept = self._system.servers.get(server)
+        found = kept.part(part) if kept and self._system.keepers[server].running.is_set() else []
+        return found if part == "all" or not found else [found[int(pick * len(found))]]
+
+    def _stop(self, processes: list[psutil.Process], seconds: float) -> None:
+        self._system.signal(processes, signal.SIGSTOP)
+        self._later(seconds, lambda: self._system.signal(processes, signal.SIGCONT))
+
+    def _later(self, seconds: float, act: Callable[[], Any]) -> None:
+        """Undo a fault after some seconds; `System.heal` does so at once."""
+
+        def undo() -> None:
+            with suppress(ValueError):
+                self._system.undo.remove(undo)
+            act()
+
+        self._system.undo.append(undo)
+        timer = threading.Timer(seconds, undo)
+        timer.daemon = True
+        timer.start()

@@ -1,0 +1,99 @@
+"""An observer that asks the daemon, not through the proxy, and records what has changed."""
+
+import re
+import threading
+from typing import Any
+
+from resharder.client.errors import ResharderError
+from resharder.client.operator.answers import FleetStatus, ServerStatus, VersionStatus
+
+from tests.chaos.history import History
+from tests.chaos.operations import FLEET
+from tests.chaos.system import System
+
+_POLL = 0.4
+
+
+class Observer:
+    """Thread that polls versions, fleet and servers."""
+
+    def __init__(self, system: System, history: History) -> None:
+        self._system, self._history = system, history
+        self._seen: dict[str, dict[str, Any]] = {}
+        self._before = 0.0  # time at which the poll before this one began
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def open(self) -> None:
+        """Start to ask."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop asking."""
+        self._ended.set()
+        self._thread.join(30)
+
+    def _run(self) -> None:
+        while not self._ended.wait(_POLL):
+            began = self._history.now
+            try:
+                versions = self._system.observer.versions(FLEET)
+                fleets = [fleet for fleet in self._system.observer.fleets() if fleet.name == FLEET]
+                servers = self._system.observer.servers()
+            except ResharderError:
+                continue
+            self.versions(versions, round(began, 3))
+            for fleet in fleets:
+                self._changed("fleet", "fleet", shown_fleet(fleet))
+            for server in servers:
+                self._changed("server", server.name, shown_server(server))
+            self._before = began
+
+    def versions(self, versions: list[VersionStatus], asked: float) -> None:
+        """Record versions that are new, changed, or no longer listed, in the answer to a question at time `asked`."""
+        listed = set()
+        for version in sorted(versions, key=lambda version: version.number):
+            self._system.steps.setdefault(version.number, version.step)
+            name = f"version {version.number}"
+            listed.add(name)
+            fields = {"number": version.number, "state": version.state.value, "step": version.step, "epoch": version.epoch}
+            self._changed("version", name, fields, why=version.reason, asked=asked)
+        for name, last in list(self._seen.items()):
+            if name.startswith("version ") and name not in listed and last["state"] != "ABSENT":
+                self._changed("version", name, {**last, "state": "ABSENT"}, asked=asked)
+
+    def _changed(self, kind: str, name: str, fields: dict[str, Any], **more: Any) -> None:
+        if self._seen.get(name) != fields:
+            self._seen[name] = fields
+            self._history.record(kind, **fields, **more, before=round(self._before, 3))
+
+
+def shown_fleet(fleet: FleetStatus) -> dict[str, Any]:
+    """Return the fields of a fleet that the history has."""
+    move = fleet.move
+    return {
+        "target": f"{fleet.target.kind.value} {fleet.target.version}",
+        "strategy": fleet.strategy.kind.value,
+        "wanted": fleet.wanted_version,
+        "settled": fleet.settled_version,
+        "refused": [one.version for one in fleet.refused],
+        "move": [move.id, move.state.value, move.from_version, move.to_version, move.strategy.kind.value] if move else None,
+        "skew": fleet.max_skew,
+        "ahead": fleet.serve_ahead,
+        "reason": fleet.reason,
+    }
+
+
+def shown_server(server: ServerStatus) -> dict[str, Any]:
+    """Return the fields of a server that the history has."""
+    return {
+        "name": server.name.removeprefix("servers/"),
+        "state": server.state.value,
+        "version": server.version,
+        "wanted": server.wanted_version,
+        "power": server.power.value,
+        "drained": server.drained,
+        "sides": server.control_sides,
+        "ahead": server.ahead,
+        "reason": re.sub(r"\d+ s\b", "… s", server.reason),
+    }

@@ -1,0 +1,216 @@
+"""Peace after a storm: faults end, everything has to arrive at its target within a bound, and nothing may be left behind."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+from resharder.client.errors import Refused, ResharderError
+from resharder.client.operator.answers import FleetStatus, ServerStatus, UpdateStrategy, VersionTarget
+from resharder.client.operator.states import (
+    MovePhase,
+    PublisherState,
+    RequestHandling,
+    ServerPower,
+    ServerState,
+    StrategyKind,
+    TargetKind,
+    VersionState,
+)
+
+from tests.chaos.history import History
+from tests.chaos.operations import FLEET, Operations
+from tests.chaos.system import BOOT, KEPT, RANKS, System, pages_of, processes_of, wait_for
+from tests.support.client_traffic import PROMPTS, Asked, ask
+
+ARRIVE = 90.0
+"""Seconds in which everything arrives once every process runs; three attempts of an install are up to 60 s apart."""
+DESCRIPTORS, CONNECTIONS = 200, 40
+_SIDES = {"left": 1, "right": 2}
+_RESTING = (ServerState.SERVING, ServerState.ASLEEP, ServerState.DRAINED, ServerState.FAILED)
+_ENDED = (MovePhase.DONE, MovePhase.FAILED, MovePhase.STOPPED, MovePhase.UNSPECIFIED)
+
+
+class Peace:
+    """Ends a storm, and records what does not arrive or is left behind."""
+
+    def __init__(self, system: System, operations: Operations, history: History) -> None:
+        self._system, self._operations, self._history = system, operations, history
+
+    def make(self, quiet: Callable[[], bool]) -> None:
+        """Heal, wait, compare; every problem is recorded. `quiet`: whether all operations of the storm have ended."""
+        self._history.record("peace", phase="begin")
+        self._system.heal()
+        self._phase("processes", self._processes_run)
+        self._phase("operations", lambda: [] if wait_for(quiet, 260) else ["an operation of the storm has not ended"])
+        self._phase("settled", self._settles)
+        self._phase("arrived", self._arrives)
+        self._phase("left", lambda: left(self._system))
+
+    def _phase(self, name: str, act: Callable[[], list[str]]) -> None:
+        began = time.monotonic()
+        try:
+            problems = act()
+        except (ResharderError, TimeoutError, OSError) as error:
+            problems = [f"{type(error).__name__}: {error}"]
+        self._history.record("peace", phase=name, seconds=round(time.monotonic() - began, 1), problems=problems)
+
+    def _processes_run(self) -> list[str]:
+        end = time.monotonic() + BOOT
+        for name in self._system.keepers:
+            with suppress(TimeoutError):
+                self._system.up(name, max(0.0, end - time.monotonic()))
+        late = [name for name, keeper in self._system.keepers.items() if not keeper.running.is_set()]
+        return [f"{name} does not run: {self._system.keepers[name].problem}" for name in late]
+
+    def _settles(self) -> list[str]:
+        """With the orders of the storm, every server comes to rest, at the target if a move there has ended well."""
+        problems: list[str] = ["the daemon does not answer"]
+
+        def rests() -> bool:
+            with suppress(ResharderError):
+                fleet, servers = self._system.observer.fleet(FLEET), self._system.observer.servers()
+                problems[:] = restless(fleet, servers, set(self._system.servers))
+            return not problems
+
+        wait_for(rests, ARRIVE)
+        return problems
+
+    def _arrives(self) -> list[str]:
+        """With plain settings, a new version is READY and served by every server, and each gives answers of it."""
+        operator = self._system.operator
+        plain = {"target": VersionTarget(TargetKind.LATEST), "strategy": UpdateStrategy(StrategyKind.ALL_AT_ONCE)}
+        operator.set_fleet(FLEET, **plain, max_skew=0, serve_ahead=False, pause_mode=RequestHandling.KEEP, accept_refused=True)
+        operator.wake(FLEET)
+        operator.resume(FLEET)
+        outcomes = list[str]()
+        if not wait_for(lambda: outcomes.append(self._operations.publish()) or outcomes[-1] == "ok", ARRIVE, 1.0):
+            return [f"no version is published: {outcomes}"]
+        newest = max(v.number for v in operator.versions(FLEET) if v.state == VersionState.READY)
+        problems: list[str] = []
+
+        def there() -> bool:
+            with suppress(ResharderError):
+                self._approve()
+                problems[:] = behind(self._system.observer.servers(), newest)
+            return not problems
+
+        wait_for(there, ARRIVE)
+        return problems or self._answers(newest)
+
+    def _approve(self) -> None:
+        """Let a move of the storm continue that waits for an operator."""
+        move = self._system.observer.fleet(FLEET).move
+        if move is not None and move.state in (MovePhase.HOLDING, MovePhase.STOPPED):
+            with suppress(Refused):
+                self._system.observer.approve(FLEET, move=move.id, reason="peace")
+
+    def _answers(self, version: int) -> list[str]:
+        problems = []
+        for name, kept in self._system.servers.items():
+            for _ in range(6):  # each API server takes some of the connections
+                found = ask(name, kept.server, PROMPTS[0])
+                if not isinstance(found, Asked) or found.versions != (str(version),):
+                    problems.append(f"{name} serves version {version} and answers {found}")
+        return problems
+
+
+def restless(fleet: FleetStatus, servers: list[ServerStatus], names: set[str]) -> list[str]:
+    """Return why a fleet has not come to rest under its own settings; empty if it has."""
+    problems = [f"{name} is not listed" for name in names - {server.name.removeprefix("servers/") for server in servers}]
+    move = fleet.move
+    waits = move is not None and move.state == MovePhase.HOLDING and move.strategy.approval
+    if move is not None and move.state not in _ENDED and not waits:
+        absent = [server for server in servers if server.state in (ServerState.ASLEEP, ServerState.DRAINED)]
+        if not absent:
+            problems.append(f"the move to version {move.to_version} is {move.state.value}: {fleet.reason}")
+    for server in servers:
+        if server.state not in _RESTING and not (waits and server.state == ServerState.WAITING):
+            problems.append(f"{server.name} is {server.state.value}: {server.reason}")
+        arrived = server.version == fleet.wanted_version or server.state != ServerState.SERVING
+        if move is not None and move.state == MovePhase.DONE and not arrived:
+            problems.append(
+                f"{server.name} serves version {server.version}, the fleet wants {fleet.wanted_version}: {server.reason}"
+            )
+    return problems
+
+
+def behind(servers: list[ServerStatus], version: int) -> list[str]:
+    """Return the servers that do not serve a version with open gates; empty if all do."""
+    return [
+        f"{server.name} is {server.state.value} with version {server.version}, not SERVING {version}: {server.reason}"
+        for server in servers
+        if (server.state, server.version, server.power) != (ServerState.SERVING, version, ServerPower.AWAKE) or server.ahead
+    ]
+
+
+def left(system: System) -> list[str]:
+    """Return what is left behind while every process runs and is idle; waits a little for the end of clean-ups."""
+    problems: list[str] = []
+
+    def clean() -> bool:
+        with suppress(ResharderError):
+            problems[:] = [*left_in_store(system), *leases(system), *descriptors(system), *pages(system)]
+        return not problems
+
+    wait_for(clean, 40, 1.0)
+    return problems
+
+
+def left_in_store(system: System) -> list[str]:
+    """Return folders of the store that no version explains."""
+    folder = system.daemon.store / "models" / FLEET
+    found = [f"left in the store: {path}" for kind in ("staging", "retired") for path in (folder / kind).glob("*")]
+    ready = {version.number for version in system.observer.versions(FLEET) if version.state == VersionState.READY}
+    stored = {int(path.name) for path in (folder / "versions").iterdir()}
+    if stored != ready:
+        found.append(f"READY are {sorted(ready)}, the store has {sorted(stored)}")
+    pool = list((folder / "pool").glob("*"))
+    if len(pool) > KEPT + 1:
+        found.append(f"{len(pool)} folders in the pool: {sorted(path.name for path in pool)}")
+    if len(ready) > KEPT + 1:
+        found.append(f"{len(ready)} READY versions, {KEPT} are kept: {sorted(ready)}")
+    return found
+
+
+def leases(system: System) -> list[str]:
+    """Return publishers and servers that should not be live, or that should."""
+    daemon, servers = system.observer.daemon(), system.observer.servers()
+    live = [
+        publisher for publisher in daemon.publishers if publisher.state in (PublisherState.ACTIVE, PublisherState.REGISTERING)
+    ]
+    found = [] if [publisher.live_ranks for publisher in live] == [RANKS] else [f"live publishers: {live}"]
+    sides = {server.name.removeprefix("servers/"): server.control_sides for server in servers}
+    expected = {name: _SIDES[name] for name in system.servers}
+    return found if sides == expected else [*found, f"expected control sides {expected}, got {sides}"]
+
+
+def descriptors(system: System) -> list[str]:
+    """Return processes with more descriptors than an idle one needs, links with more connections, and stale staging files."""
+    found = []
+    for pid, command in processes_of(system.folder).items():
+        with suppress(psutil.Error):
+            if (count := psutil.Process(pid).num_fds()) > DESCRIPTORS:
+                found.append(f"{count} descriptors in {command[:100]}")
+    for link in system.proxies.links.values():
+        if link.connections > CONNECTIONS:
+            found.append(f"{link.connections} connections through {link.name}")
+    for name, kept in system.servers.items():
+        if files := [path.name for path in kept.staging.rglob("*") if path.is_file()]:
+            found.append(f"left in the staging folder of {name}: {files[:10]}")
+    return found
+
+
+def pages(system: System) -> list[str]:
+    """Return version pages of servers that have ended: a server's start removes those of dead ones."""
+    now = pages_of(system.folder)
+    system.pages |= now
+    return [f"the version page of a server that ended: {page}" for page in system.pages - now if page.exists()]
+
+
+def left_at_the_end(folder: Path, pages: set[Path]) -> list[str]:
+    """Return processes of the run that outlive it, and the version pages of its servers."""
+    if not wait_for(lambda: not processes_of(folder), 30):
+        return [f"left running: {processes_of(folder)}"]
+    return [f"left in shared memory: {page}" for page in sorted(pages) if page.exists()]

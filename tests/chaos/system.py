@@ -1,0 +1,277 @@
+"""The processes of a run: daemon, trainer job and two vLLM servers, each with its keeper, behind a proxy.
+
+`left` has tensor parallelism 2 and maps the daemon's store; `right` has two API servers and fetches over gRPC.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from resharder.client.operator import Operator
+
+from demo.trainer_job import TrainerJob
+from tests.chaos.history import History
+from tests.chaos.keeper import Keeper
+from tests.chaos.proxy import Proxies
+from tests.chaos.schedule import LEASE, LINKS
+from tests.support.daemon import Daemon
+from tests.support.tiny_hf import save_tokenizer, tiny_config
+from tests.support.vllm_server import VllmServer
+
+MARK = "RESHARDER_CHAOS_RUN"
+"""Variable in the environment of every process of a run."""
+CONFIG = tiny_config("qwen3_tied")
+RANKS = 2
+KEPT = 4
+BOOT = 900.0
+"""Seconds in which a server boots: 25 on two idle cores, up to 300 where others share them."""
+_PLUGINS = Path(__file__).parents[1] / "support" / "raw_mode"
+_ARGUMENTS = {"left": ["--tensor-parallel-size", "2"], "right": ["--api-server-count", "2"]}
+
+
+class KeptDaemon:
+    """`resharderd`. `failpoint` is armed in its next process only."""
+
+    name = "daemon"
+
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon, self.failpoint, self.armed = daemon, "", ""
+
+    def start(self) -> dict[str, Any]:
+        self.armed, self.failpoint = self.failpoint, ""
+        try:
+            self.daemon.start(failpoint=self.armed)
+        except RuntimeError:
+            if not self.armed:
+                raise
+        return {"failpoint": self.armed}
+
+    def ended(self) -> int | None:
+        process = self.daemon.process
+        return -1 if process is None else process.poll()
+
+    def end(self) -> None:
+        if self.daemon.process is not None:
+            self.daemon.kill()
+
+
+class KeptTrainer:
+    """A torchrun job of Megatron ranks; each start has a folder of its own. `new_job` changes the id of the next one."""
+
+    name = "trainer"
+
+    def __init__(self, endpoint: str, folder: Path) -> None:
+        self.endpoint, self.folder = endpoint, folder
+        self.starts, self.jobs, self.new_job = 0, 1, False
+        self.job: TrainerJob | None = None
+
+    def start(self) -> dict[str, Any]:
+        self.starts += 1
+        if self.new_job:
+            self.jobs, self.new_job = self.jobs + 1, False
+        own = self.folder / f"trainer-{self.starts}"
+        own.mkdir()
+        connect = {"job": f"job-{self.jobs}", "direct_wait": 4.0, "connect_timeout": 30.0, "staging_timeout": 60.0}
+        connect |= {"register_timeout": 60.0, "transport": ("auto", "grpc")[self.starts % 2]}
+        settings = {"config": CONFIG, "tp": RANKS, "connect": connect}
+        self.job = TrainerJob(self.endpoint, "policy", own, settings, ranks=RANKS, module="tests.chaos.trainer")
+        return {"job": connect["job"]}
+
+    def ended(self) -> int | None:
+        return self.job.process.poll() if self.job else -1
+
+    def end(self) -> None:
+        if self.job is not None:
+            left = psutil.Process(self.job.process.pid).children(recursive=True) if self.ended() is None else []
+            self.job.kill()
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the processes of the ranks."""
+        if self.job is None or self.job.process.poll() is not None:
+            return []
+        found = psutil.Process(self.job.process.pid).children(recursive=True)
+        return [process for process in found if "tests.chaos.trainer" in " ".join(process.cmdline())]
+
+
+class KeptServer:
+    """A vLLM deployment."""
+
+    def __init__(self, name: str, endpoint: str, config: Path, folder: Path) -> None:
+        self.name, self.starts, self.folder = name, 0, folder
+        self.staging = folder / f"staging-{name}"
+        self.staging.mkdir()
+        environment = {
+            "RESHARDER_ENDPOINT": endpoint,
+            "RESHARDER_SERVER_ID": name,
+            "RESHARDER_HOLD_SECONDS": "5",
+            "RESHARDER_VERIFY_SECONDS": "20",
+            "RESHARDER_STAGING_DIR": str(self.staging),
+            "VLLM_PLUGINS": "resharder,raw_mode,dropping_sleep",
+            "PYTHONPATH": os.pathsep.join([str(_PLUGINS), os.environ.get("PYTHONPATH", "")]),
+        }
+        if name == "right":
+            environment["RESHARDER_TRANSPORT"] = "grpc"
+        self.server = VllmServer(config, [*_ARGUMENTS[name], "--load-format", "resharder"], environment, timeout=BOOT)
+
+    def start(self) -> dict[str, Any]:
+        self.starts += 1
+        self.server.log = self.folder / f"{self.name}-{self.starts}.log"
+        self.server.start()
+        self.server.wait_ready()
+        return {"seconds": round(self.server.ready_seconds, 1)}
+
+    def ended(self) -> int | None:
+        return -1 if self.server.process is None else self.server.process.poll()
+
+    def end(self) -> None:
+        if self.server.process is not None:
+            self.server.kill()
+
+    def part(self, part: str) -> list[psutil.Process]:
+        """Return the processes of a part: `api`, `engine`, `worker` or `all`."""
+        if self.server.process is None or self.server.process.poll() is not None:
+            return []
+        main = psutil.Process(self.server.process.pid)
+        every = [main, *main.children(recursive=True)]
+        if part == "all":
+            return every
+        titles = {"api": "VLLM::APIServer", "engine": "VLLM::EngineCore", "worker": "VLLM::Worker"}
+        found = []
+        for process in every:
+            with suppress(psutil.NoSuchProcess):
+                if titles[part] in " ".join(process.cmdline()):
+                    found.append(process)
+        return found or ([main] if part == "api" else self.part("engine"))
+
+
+class System:
+    """All processes, the proxy between them, and the operator's connection."""
+
+    def __init__(self, folder: Path, history: History, servers: tuple[str, ...]) -> None:
+        self.folder, self.history = folder, history
+        self.proxies = Proxies()
+        self.daemon = Daemon(lease_seconds=LEASE, keep_count=KEPT, log_format="json", direct_seconds=4.0)
+        self.steps: dict[int, int] = {}  # {version: step}; a step is the seed of its weights
+        self.undo: list[Callable[[], None]] = []
+        self.pages: set[Path] = set()  # version pages of all servers so far
+        for link in LINKS:
+            self.proxies.link(link, self.daemon.endpoint)
+        config = folder / "config"
+        config.mkdir()
+        save_tokenizer(config, CONFIG["vocab_size"])
+        (config / "config.json").write_text(json.dumps(CONFIG))
+        endpoint = {name: link.endpoint for name, link in self.proxies.links.items()}
+        self.kept_daemon = KeptDaemon(self.daemon)
+        self.trainer = KeptTrainer(endpoint["trainer"], folder)
+        self.servers = {name: KeptServer(name, endpoint[name], config, self.daemon.folder) for name in servers}
+        for server in self.servers.values():
+            server.folder = folder
+        every = (self.kept_daemon, self.trainer, *self.servers.values())
+        self.keepers = {kept.name: Keeper(kept, history) for kept in every}
+        self.operator = Operator(endpoint["operator"], connect_timeout=10.0, timeout=20.0)
+        self.observer = Operator(self.daemon.endpoint, connect_timeout=1.0, timeout=5.0)
+
+    def up(self, name: str, timeout: float) -> None:
+        """Wait until a process runs."""
+        keeper = self.keepers[name]
+        wait_for(lambda: keeper.running.is_set() or keeper.given_up, timeout)
+        if not keeper.running.is_set():
+            raise TimeoutError(f"expected {name} to run within {timeout:g} s: {keeper.problem}")
+
+    def signal(self, processes: list[psutil.Process], number: signal.Signals) -> int:
+        """Send a signal to processes, and return how many of them existed."""
+        sent = 0
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+                sent += 1
+        return sent
+
+    def heal(self) -> None:
+        """End faults that last: links, stopped processes, a daemon that is held down or has an armed failpoint."""
+        self.proxies.heal()
+        for act in list(self.undo):
+            act()
+        for keeper in self.keepers.values():
+            keeper.down_until = 0.0
+        if self.kept_daemon.armed or self.kept_daemon.failpoint:
+            self.kept_daemon.failpoint = ""
+            self.history.record("fault", name="daemon.disarm", target="daemon", given={})
+            self.restart_daemon()
+
+    def restart_daemon(self) -> None:
+        """SIGKILL the daemon, and wait until one without a failpoint serves."""
+        process, keeper = self.daemon.process, self.keepers["daemon"]
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+        if not wait_for(lambda: keeper.running.is_set() and not self.kept_daemon.armed, 180):
+            raise TimeoutError(f"expected the daemon to run: {keeper.problem}")
+
+    def _stop(self, kept: KeptServer) -> None:
+        """SIGTERM to a server's main process; a server that had to be killed leaves its page to the next one."""
+        process = kept.server.process
+        if process is not None and process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(120)
+            except subprocess.TimeoutExpired:
+                self.pages.clear()
+        kept.end()
+
+    def close(self) -> None:
+        """End every process; kept logs stay in the run's folder."""
+        for keeper in self.keepers.values():
+            keeper.close()
+        self.pages |= pages_of(self.folder)
+        for server in self.servers.values():
+            self._stop(server)
+        with suppress(Exception):
+            self.trainer.end()
+        self.operator.close()
+        self.observer.close()
+        self.proxies.close()
+        with suppress(OSError):
+            shutil.copy(self.daemon.log, self.folder / "daemon.log")
+        self.daemon.close()
+
+
+def pages_of(folder: Path) -> set[Path]:
+    """Return the version pages of the run's live servers."""
+    found = set()
+    for pid in processes_of(folder):
+        with suppress(OSError):
+            files = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+            found |= {Path(file) for file in files if file.startswith("/dev/shm/resharder-page-") and "(deleted)" not in file}
+    return found
+
+
+def processes_of(folder: Path) -> dict[int, str]:
+    """Return the processes of a run, by the mark in their environment."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if int(path.name) != os.getpid() and f"{MARK}={folder}".encode() in (path / "environ").read_bytes():
+                found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
+def wait_for(holds: Callable[[], Any], timeout: float, poll: float = 0.2) -> bool:
+    """Return whether a condition held within `timeout` seconds."""
+    end = time.monotonic() + timeout
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(poll)
+    return True
