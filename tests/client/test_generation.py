@@ -235,6 +235,28 @@ def test_a_server_lost_in_the_generation_is_an_error_unless_it_is_gone() -> None
     assert gpus.here == [True]
 
 
+def test_servers_that_a_restarted_daemon_awaits_may_be_awake() -> None:
+    gpus = Gpus()
+
+    def restart() -> None:
+        del gpus.running["servers/1"]
+        gpus.policy.returning.append("servers/1")
+
+    with (
+        pytest.raises(ServersNotAsleep, match=r"servers/1: has not returned since the daemon's restart"),
+        generation(gpus, timeout=SHORT),
+    ):
+        restart()
+    assert gpus.here == [False]
+    with pytest.raises(ServersNotAsleep) as caught, generation(gpus, timeout=SHORT):
+        pytest.fail("not every server serves the version")
+    assert isinstance(caught.value.__context__, WaitTimeout)
+    del gpus.policy.returning[:]
+    with generation(gpus):
+        pass
+    assert gpus.here == [True]
+
+
 RANKS = 3
 
 

@@ -56,6 +56,16 @@ def test_a_fleet_that_is_there_already_or_has_nothing_to_want_is_not_waited_for(
     assert waiting.moved(nothing)(nothing, [server(0, Server.BOOTING)])
 
 
+def test_no_wait_for_all_servers_ends_while_a_restarted_daemon_awaits_one() -> None:
+    back = server(2, power=resources_pb2.AWAKE)
+    there = replace(fleet(1, Move.DONE, settled=2), returning=("servers/b",))
+    conditions = waiting.moved(fleet(1, Move.MOVING)), waiting.powered(ServerPower.AWAKE), waiting.drained(), waiting.serving()
+    assert [condition(there, [back]) for condition in conditions] == [False] * 4
+    assert [condition(replace(there, returning=()), [back]) for condition in conditions] == [True] * 4
+    assert waiting.powered(ServerPower.AWAKE, "servers/a")(there, [back])
+    assert not waiting.powered(ServerPower.AWAKE, "servers/b")(there, [back])
+
+
 def test_awake_means_serving_and_drained_means_that_the_last_answer_is_given() -> None:
     none = answer(FleetStatus, Fleet())
     awake = waiting.powered(ServerPower.AWAKE)

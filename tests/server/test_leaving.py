@@ -22,7 +22,7 @@ LEASE, FORGET = 10.0, 100.0
 class Site:
     """A daemon with one version and one server of one worker, whose time is the test's."""
 
-    def __init__(self, folder: Path, strict: bool) -> None:
+    def __init__(self, folder: Path, strict: bool, claims: bool = True) -> None:
         self.now, self.versions, self.noted = 0.0, SimulatedVersions(), list[tuple[str, str]]()
         self.versions.publish()
         files = FleetFiles(folder)
@@ -42,7 +42,8 @@ class Site:
             note=kept,
             tick_seconds=0,
         )
-        self.claim()
+        if claims:
+            self.claim()
 
     def claim(self) -> None:
         settled(self.fleets.sessions.claim, "s", MODEL, "", wait_seconds=0, boot=False)
@@ -57,6 +58,11 @@ class Site:
         self.now = now
         self.fleets.ticker.tick()
         return [view.server.id for view in self.fleets.roster.servers()]
+
+    def awaited(self) -> tuple[tuple[str, ...], tuple[int, int]]:
+        """The servers that the fleet awaits, and who is asked for when a version is waited for."""
+        (fleet,) = self.fleets.roster.fleets()
+        return fleet.returning, self.fleets.roster.serving(MODEL, 1)
 
 
 @pytest.fixture(params=[False, True], ids=["lenient", "strict"])
@@ -118,3 +124,14 @@ def test_a_lost_server_is_forgotten_after_the_time_of_the_settings(site: Site) -
     assert ("servers/s", "lost") in site.noted
     assert site.tick(LEASE + FORGET) == ["s"]
     assert site.tick(LEASE + FORGET + 3) == []
+
+
+def test_a_restarted_daemon_awaits_its_servers_for_a_while(tmp_path: Path) -> None:
+    assert Site(tmp_path, strict=False).awaited()[0] == (), "nothing was there before the first start"
+    site = Site(tmp_path, strict=False, claims=False)
+    assert site.awaited() == (("s",), (0, 1)), "a version is not served by all of none"
+    site.claim()
+    assert site.awaited()[0] == ()
+    gone = Site(tmp_path, strict=False, claims=False)
+    gone.now = 10 * LEASE
+    assert gone.awaited() == ((), (0, 0))

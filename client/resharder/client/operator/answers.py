@@ -193,6 +193,8 @@ class FleetStatus:
     """Reason for the fleet's present state."""
     serve_ahead: bool
     """Whether servers take UPLOADING versions over the direct path."""
+    returning: tuple[str, ...]
+    """Servers of before the daemon's restart that it still awaits; waits for all servers include them."""
 
 
 @dataclass(frozen=True)

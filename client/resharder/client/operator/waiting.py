@@ -41,7 +41,7 @@ def went_well(asked: FleetStatus, fleet: FleetStatus) -> bool:
 def powered(power: ServerPower, server: str = "") -> Condition:
     """Return the condition that the fleet's servers, or one, are in state `power`; with AWAKE, that they serve as well."""
     awake = power == ServerPower.AWAKE
-    return lambda fleet, servers: all(
+    return lambda fleet, servers: not _away(fleet, server) and all(
         one.power == power and not (awake and one.state not in (ServerState.SERVING, ServerState.DRAINED))
         for one in _chosen(servers, server)
     )
@@ -50,14 +50,15 @@ def powered(power: ServerPower, server: str = "") -> Condition:
 def drained(server: str = "") -> Condition:
     """Return the condition that draining servers accept no requests and have answered the last one."""
     shut = (ServerState.DRAINED, ServerState.ASLEEP, ServerState.FAILED)
-    return lambda fleet, servers: all(
+    return lambda fleet, servers: not _away(fleet, server) and all(
         one.state in shut and not one.in_flight for one in _chosen(servers, server) if one.drained or server
     )
 
 
 def serving(server: str = "") -> Condition:
     """Return the condition that the fleet's servers, or one, serve or sleep."""
-    return lambda fleet, servers: all(one.state in (ServerState.SERVING, ServerState.ASLEEP) for one in _chosen(servers, server))
+    up = (ServerState.SERVING, ServerState.ASLEEP)
+    return lambda fleet, servers: not _away(fleet, server) and all(one.state in up for one in _chosen(servers, server))
 
 
 def why(fleet: FleetStatus, servers: Iterable[ServerStatus]) -> str:
@@ -84,7 +85,12 @@ def _settled(fleet: FleetStatus, servers: Sequence[ServerStatus], left_behind: C
     """Return whether all awaited servers serve the target; True for a fleet without one. `left_behind` has ids of servers."""
     awaited = (s for s in servers if s.state not in _OUT and s.name.removeprefix("servers/") not in left_behind)
     arrived = all(s.state == ServerState.SERVING and s.version == fleet.wanted_version for s in awaited)
-    return not fleet.wanted_version or (fleet.settled_version == fleet.wanted_version and arrived)
+    return not fleet.wanted_version or (fleet.settled_version == fleet.wanted_version and arrived and not fleet.returning)
+
+
+def _away(fleet: FleetStatus, name: str) -> bool:
+    """Return whether the daemon still awaits the named server, or any, after its restart."""
+    return name in fleet.returning if name else bool(fleet.returning)
 
 
 def _chosen(servers: Iterable[ServerStatus], name: str) -> list[ServerStatus]:

@@ -70,9 +70,18 @@ class SharedFleet:
         self._known |= {server.name for server in listed if server.state != ServerState.LOST}
         return [server for server in listed if server.name in self._known]
 
+    def returning(self) -> dict[str, str]:
+        """Return, by server, that a restarted daemon still awaits it: its power is unknown meanwhile."""
+        fleets = (fleet for fleet in self._operator.fleets() if fleet.name == self.name)
+        return {name: "has not returned since the daemon's restart" for fleet in fleets for name in fleet.returning}
+
+    def occupying(self, *, but_lost: bool = False) -> dict[str, str]:
+        """Return `occupying` servers, and those whose power is unknown."""
+        return self.returning() | occupying(self.look(), but_lost=but_lost)
+
     def lagging(self, version: int) -> dict[str, str]:
         """Return `lagging` servers. Raises UsageError if they lag because the fleet does not take the version."""
-        late = lagging(self.look(), version)
+        late = lagging(self.look(), version) | self.returning()
         if late and (why := next((refuses(f, version) for f in self._operator.fleets() if f.name == self.name), "")):
             raise UsageError(f"expected fleet {self.name} to take version {version}, {why}")
         return late
@@ -161,8 +170,8 @@ class GenerationPart:
         """Put servers to sleep, then restore memory. Raises ServersNotAsleep; memory then stays aside."""
         try:
             self._agree_to_end(failed)
-            self._until(lambda: not occupying(self._fleet.look(), but_lost=True))
-            occupied = occupying(self._fleet.look())
+            self._until(lambda: not self._fleet.occupying(but_lost=True))
+            occupied = self._fleet.occupying()
         except Exception as error:
             raise ServersNotAsleep(f"expected fleet {self._fleet.name} to be put to sleep, got: {error}; {_ADVICE}") from error
         finally:

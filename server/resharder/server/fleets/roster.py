@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from resharder.server.fleets import updates
@@ -38,6 +38,7 @@ class FleetView:
     servers: tuple[str, ...]
     reason: str
     moving_for: float = 0.0
+    returning: tuple[str, ...] = ()
 
 
 class Roster:
@@ -63,7 +64,7 @@ class Roster:
         self.by_id: Mapping[str, Server] = {}
         self.by_name: Mapping[str, Fleet] = fleets
         self._seen, self._pins, self._pause_mode, self._wall = seen, pins, pause_mode, wall
-        self._started = clock()
+        self._settled_at = clock() + settings.lease + _SETTLE
 
     # Changes, for callers that hold `lock`
 
@@ -94,7 +95,7 @@ class Roster:
         servers = {server.id: server for server in self.of_fleet(fleet.name)}
         ready = self._seen.ready(fleet.model).keys() | self._pins.of(f"fleets/{fleet.name}", fleet.model)
         here = {id for id, server in servers.items() if server.lost_at is not None or server.complete}
-        settling = now < self._started + self.settings.lease + _SETTLE and not fleet.members <= here
+        settling = now < self._settled_at and not fleet.members <= here
         ahead = frozenset(number for number, one in self._seen.ahead(fleet).items() if one.staging) - ready
         at_once, aside = self._seen.at_once(fleet.model), self._seen.set_aside(fleet.model)
         return View(servers, ready, now, self.settings, settling, ahead, self._wall(), at_once, aside)
@@ -138,7 +139,15 @@ class Roster:
         """Return the view of a fleet."""
         view = self.see(fleet)
         moving_for = view.now - fleet.moving.began if fleet.moving else 0.0
-        return FleetView(fleet, updates.wanted(fleet, view), tuple(sorted(view.servers)), explain_fleet(fleet, view), moving_for)
+        wanted, servers = updates.wanted(fleet, view), tuple(sorted(view.servers))
+        return FleetView(
+            fleet,
+            wanted,
+            servers,
+            explain_fleet(fleet, view),
+            moving_for,
+            _returning(fleet, self.by_id.keys(), self.clock() < self._settled_at),
+        )
 
     def model_of(self, server: str) -> str:
         """Return the model of a server, or an empty name for an unknown server."""
@@ -164,9 +173,15 @@ class Roster:
         return fleet.pause_mode, fleet.strict
 
     def serving(self, model: str, number: int) -> tuple[int, int]:
-        """Count live servers that serve a version or a newer one, and live servers of the model that should be in service."""
+        """Count live servers that serve a version or a newer one, and servers of the model that should be in service.
+
+        The latter are live, or still awaited since the daemon's restart.
+        """
+        awaits = self.clock() < self._settled_at
+        fleets = [fleet for fleet in self.by_name.values() if fleet.model == model]
+        away = sum(len({*_returning(fleet, self.by_id.keys(), awaits)} - fleet.drained) for fleet in fleets)
         live = [s for s in self.by_id.values() if s.model == model and s.lost_at is None and s.goal.in_service]
-        return sum(1 for server in live if server.serving >= number), len(live)
+        return sum(1 for server in live if server.serving >= number), len(live) + away
 
     def processes(self, server: str) -> dict[int, str]:
         """Return the process nonce of every worker by rank; empty unless all are known.
@@ -180,3 +195,8 @@ class Roster:
 def without_server(fleet: Fleet, id: str) -> Fleet:
     """Return the fleet without one of its members."""
     return replace(fleet, members=fleet.members - {id}, drained=fleet.drained - {id})
+
+
+def _returning(fleet: Fleet, present: Collection[str], awaits: bool) -> tuple[str, ...]:
+    """Return the ids of a fleet's servers that have not returned since the daemon's restart, if they are still awaited."""
+    return tuple(sorted(fleet.members - set(present))) if awaits else ()

@@ -238,6 +238,7 @@ def fleet_to_proto(view: FleetView) -> resources_pb2.Fleet:
         pause_mode=resources_pb2.PauseMode.Value(fleet.pause_mode.name),
         wanted_version=view.wanted_version,
         servers=[f"servers/{id}" for id in view.servers],
+        returning=[f"servers/{id}" for id in view.returning],
         target=resources_pb2.VersionTarget(
             kind=resources_pb2.VersionTarget.Kind.Value(fleet.target.kind.name),
             version=fleet.target.version,
