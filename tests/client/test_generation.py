@@ -360,7 +360,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
     store = HashStore()
     Ranks(store, 1, 3, "job", 1).say("aside")
     with (
-        pytest.raises(WaitTimeout, match=r"every rank to join this generation in 0\.5 s: ranks \[2\] have not"),
+        pytest.raises(WaitTimeout, match=r"every rank to join this generation in 0\.5 s: ranks 2 have not"),
         generation(gpus, store=store, timeout=SHORT),
     ):
         pass

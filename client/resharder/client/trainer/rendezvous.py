@@ -42,7 +42,7 @@ class Ranks:
         """Return, as text, the ranks that have not reported anything at this meeting."""
         keys = {rank: f"{self._scope}/rank {rank}" for rank in range(self._world_size)}
         came = {rank for rank, key in keys.items() if self._store.check([key]) and self._store.get(key) == self._mark.encode()}
-        return f"ranks {sorted(keys.keys() - came)} have not"
+        return f"ranks {', '.join(map(str, sorted(keys.keys() - came)))} have not"
 
     def forget_earlier(self) -> None:
         """Delete the counters of the previous meeting. All ranks must have joined this one."""

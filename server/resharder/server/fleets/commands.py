@@ -9,7 +9,7 @@ from resharder.server.fleets import decisions
 from resharder.server.fleets.changes import FleetChanges
 from resharder.server.fleets.ports import Note, no_note
 from resharder.server.fleets.roster import FleetView
-from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound
+from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound, listed
 from resharder.server.state.fleet import Fleet, FleetStrategy, FleetStrategyKind, FleetTarget, FleetTargetKind, PauseMode, View
 from resharder.server.state.server import Power
 from resharder.v1 import operator_pb2, resources_pb2
@@ -49,7 +49,7 @@ class Operations:
         """
         message, fields = request.fleet, list(request.update_mask.paths)
         if unknown := set(fields) - set(_FIELDS):
-            raise InvalidArgument("UPDATE_MASK", f"expected fields of {list(_FIELDS)}, got {sorted(unknown)}")
+            raise InvalidArgument("UPDATE_MASK", f"expected fields of {listed(_FIELDS)}, got {listed(sorted(unknown))}")
         target = read_target(message.target) if "target" in fields else None
         strategy = read_strategy(message.strategy, self._checks) if "strategy" in fields else None
         mode = _read_pause_mode(message.pause_mode) if "pause_mode" in fields else None
@@ -101,7 +101,7 @@ class Operations:
             at = fleet.moving.to if fleet.moving else fleet.settled
             to = request.version or max((v for v in view.ready if v < at and v not in fleet.refused), default=0)
             if not to:
-                raise FailedPrecondition("NO_EARLIER", f"no READY version is before {at}; there are {sorted(view.ready)}")
+                raise FailedPrecondition("NO_EARLIER", f"no READY version is before {at}; READY: {listed(sorted(view.ready))}")
             _check_ready(to, view)
             if to >= at:
                 raise InvalidArgument("VERSION", f"expected a version before {at}, the fleet's target, got {to}")
@@ -152,7 +152,9 @@ class Operations:
 def read_target(message: resources_pb2.VersionTarget) -> FleetTarget:
     """Convert and validate a version target. Raises InvalidArgument (TARGET)."""
     if int(message.kind) not in set(FleetTargetKind):
-        raise InvalidArgument("TARGET", f"expected a target of {[kind.name for kind in FleetTargetKind]}, got {message.kind}")
+        raise InvalidArgument(
+            "TARGET", f"expected a target of {listed(kind.name for kind in FleetTargetKind)}, got {message.kind}"
+        )
     target = FleetTarget(FleetTargetKind(message.kind), message.version, message.every_seconds)
     if (target.kind == FleetTargetKind.NUMBER) != (target.version > 0):
         raise InvalidArgument(
@@ -167,7 +169,7 @@ def read_strategy(message: resources_pb2.UpdateStrategy, checks: Collection[str]
     """Convert and validate an update strategy. Raises InvalidArgument (STRATEGY, CHECK_UNKNOWN)."""
     if int(message.kind) not in set(FleetStrategyKind):
         raise InvalidArgument(
-            "STRATEGY", f"expected a strategy of {[kind.name for kind in FleetStrategyKind]}, got {message.kind}"
+            "STRATEGY", f"expected a strategy of {listed(kind.name for kind in FleetStrategyKind)}, got {message.kind}"
         )
     strategy = FleetStrategy(
         FleetStrategyKind(message.kind),
@@ -201,7 +203,7 @@ def read_strategy(message: resources_pb2.UpdateStrategy, checks: Collection[str]
 
 def _read_pause_mode(mode: int) -> PauseMode:
     if mode not in set(PauseMode):
-        raise InvalidArgument("PAUSE_MODE", f"expected a pause mode of {[mode.name for mode in PauseMode]}, got {mode}")
+        raise InvalidArgument("PAUSE_MODE", f"expected a pause mode of {listed(mode.name for mode in PauseMode)}, got {mode}")
     return PauseMode(mode)
 
 
@@ -220,7 +222,7 @@ def _set_target(fleet: Fleet, target: FleetTarget, view: View) -> Fleet:
 
 def _check_ready(version: int, view: View) -> None:
     if version not in view.ready:
-        raise FailedPrecondition("VERSION_NOT_READY", f"version {version} is not READY; there are {sorted(view.ready)}")
+        raise FailedPrecondition("VERSION_NOT_READY", f"version {version} is not READY; READY: {listed(sorted(view.ready))}")
 
 
 def _check_ahead(fleet: Fleet) -> None:
@@ -238,7 +240,8 @@ def _check_kv(fleet: Fleet, strategy: FleetStrategy, view: View) -> None:
     if passing and strategy.kind != FleetStrategyKind.ATOMIC:
         raise FailedPrecondition(
             "KV_FLEET",
-            f"servers {passing} pass KV caches on: expected fleet {fleet.name} to move atomically, got {strategy.kind.name}",
+            f"servers {listed(passing)} pass KV caches on: expected fleet {fleet.name} to move atomically, "
+            f"got {strategy.kind.name}",
         )
 
 
@@ -257,7 +260,9 @@ def _of(servers: tuple[str, ...], act: _Act) -> _Act:
     def checked(fleet: Fleet, view: View) -> Fleet:
         there = sorted(fleet.members | view.servers.keys())  # after a restart of the daemon, servers may still return
         if missing := [id for id in servers if id not in there]:
-            raise ResourceNotFound("SERVER_UNKNOWN", f"server {missing[0]!r} is not of fleet {fleet.name}; there are {there}")
+            raise ResourceNotFound(
+                "SERVER_UNKNOWN", f"server {missing[0]!r} is not of fleet {fleet.name}; its servers: {listed(there)}"
+            )
         return act(fleet, view)
 
     return checked

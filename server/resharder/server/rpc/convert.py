@@ -3,7 +3,7 @@
 from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.converters.wire.boxes import spec_to_proto
 from resharder.server.fleets.roster import FleetView, ServerView
-from resharder.server.state.errors import InvalidArgument
+from resharder.server.state.errors import InvalidArgument, listed
 from resharder.server.state.fleet import FleetStrategy, Move
 from resharder.server.state.server import Install, OrderKind, Power, Worker, WorkerState
 from resharder.server.state.server_events import Attached, Reported
@@ -70,7 +70,7 @@ def worker_from_proto(message: resources_pb2.Worker) -> Worker:
         state = WorkerState(message.state)
     except ValueError:
         raise InvalidArgument(
-            "WORKER", f"expected a worker state of {[s.name for s in WorkerState]}, got {message.state}"
+            "WORKER", f"expected a worker state of {listed(s.name for s in WorkerState)}, got {message.state}"
         ) from None
     if message.version < 0 or (state in (WorkerState.BOOTED, WorkerState.APPLIED) and not message.version):
         raise InvalidArgument("WORKER", f"expected the version of a worker that is {state.name}, got {message.version}")
@@ -162,7 +162,7 @@ def power_from_proto(power: int) -> Power:
     try:
         return Power(power)
     except ValueError:
-        raise InvalidArgument("POWER", f"expected a power of {[p.name for p in Power]}, got {power}") from None
+        raise InvalidArgument("POWER", f"expected a power of {listed(p.name for p in Power)}, got {power}") from None
 
 
 def report_from_proto(message: server_pb2.ControlReport) -> Reported:
@@ -170,7 +170,7 @@ def report_from_proto(message: server_pb2.ControlReport) -> Reported:
     try:
         done = OrderKind(message.done) if message.done else None
     except ValueError:
-        raise InvalidArgument("ORDER", f"expected an order of {[k.name for k in OrderKind]}, got {message.done}") from None
+        raise InvalidArgument("ORDER", f"expected an order of {listed(k.name for k in OrderKind)}, got {message.done}") from None
     return Reported(
         message.control,
         message.install,

@@ -13,6 +13,7 @@ DaemonError
 └── PermissionDenied     no role for the call
 """
 
+from collections.abc import Iterable
 from typing import Literal
 
 import grpc
@@ -113,3 +114,10 @@ class PermissionDenied(DaemonError):
 def unknown_server(id: str) -> ResourceNotFound:
     """Return the error for an id that no server has claimed since the daemon started, or whose server was dropped."""
     return ResourceNotFound("SERVER_UNKNOWN", f"server {id!r} is unknown; it has to claim its id first")
+
+
+def listed(values: Iterable[object], most: int = 20) -> str:
+    """Return values as text for a message: "1, 2, 3", or "none"; after `most` values, the number of the others."""
+    texts = [str(value) for value in values]
+    others = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + others or "none"
