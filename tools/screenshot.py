@@ -1,9 +1,8 @@
-"""Take docs/images/status.png: the status page of a real daemon with simulated servers. Needs Debian's Chromium.
+"""Take docs/images/status*.png: the status page of a real daemon with simulated servers. Needs Debian's Chromium.
 
-python -m tools.screenshot [--folder DIR]    # also narrow and dark, into DIR
+python -m tools.screenshot
 """
 
-import argparse
 import tempfile
 from pathlib import Path
 
@@ -29,7 +28,7 @@ def take(folder: Path) -> None:
     ):
         page.get(f"http://{listen}/")
         WebDriverWait(page, 60).until(lambda page: page.find_element(By.ID, "link").text == "live")
-        for name, size, dark in (("status", WIDE, False), ("dark", WIDE, True), ("narrow", NARROW, False)):
+        for name, size, dark in (("status", WIDE, False), ("status-dark", WIDE, True), ("status-narrow", NARROW, False)):
             resize(page, size, dark=dark)
             height = page.execute_script("return document.documentElement.scrollHeight")
             resize(page, (size[0], height), dark=dark)
@@ -37,14 +36,9 @@ def take(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path)
-    asked = parser.parse_args().folder
     with tempfile.TemporaryDirectory() as made:
-        folder = asked or Path(made)
-        folder.mkdir(parents=True, exist_ok=True)
-        take(folder)
-        picture = ROOT / "docs" / "images" / "status.png"
-        picture.parent.mkdir(exist_ok=True)
-        Image.open(folder / "status.png").convert("RGB").quantize(128).save(picture, optimize=True)
-        print(picture)
+        take(Path(made))
+        for shot in sorted(Path(made).iterdir()):
+            picture = ROOT / "docs" / "images" / shot.name
+            Image.open(shot).convert("RGB").quantize(64).save(picture, optimize=True)
+            print(picture)
