@@ -68,7 +68,7 @@ def test_commands_that_need_megatron_say_how_to_get_it(client: BareVenv, tmp_pat
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     for name in ("metadata.json", ".metadata"):
         (tmp_path / name).touch()
-    for command in (["import", str(tmp_path), "--model", "m"], ["check", str(tmp_path), "--world", "2"]):
+    for command in (["import", str(tmp_path), "--model", "m", "--step", "1"], ["check", str(tmp_path), "--world", "2"]):
         ended = client.run("-m", "resharder.client", *command)
         assert ended.returncode == 2, ended.stderr
         assert "Traceback" not in ended.stderr
