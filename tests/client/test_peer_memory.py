@@ -17,6 +17,7 @@ from resharder.client.direct.peer_memory import meeting
 from resharder.client.direct.peer_memory.export import blocks_of
 from resharder.client.direct.peer_memory.mapping import Mappings
 from resharder.client.direct.peer_memory.messages import Line
+from resharder.client.direct.peer_memory.owner import PeerOwner
 from resharder.client.direct.peer_memory.pairs import PeerPairs
 from resharder.converters.geometry.copy_table import Copies, copies_of
 from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, full_box
@@ -125,6 +126,24 @@ def test_two_processes_of_a_host_share() -> None:
     assert not len(worker.rest(copies()))
     rank.close()
     worker.close()
+
+
+def _lent(owner: PeerOwner) -> None:
+    owner.go()
+    owner.finish(time.monotonic() + BOUND, lambda: None)
+
+
+@pytest.mark.usefixtures("_shares_on_cpu")
+def test_a_worker_that_is_gone_is_an_error_when_it_should_read_and_not_before() -> None:
+    rank, worker = met(HashStore())
+    worker.close()
+    owner = rank.owners[1]
+    for _ in range(3):  # in other memory each time
+        owner.prepare({"w": torch.arange(4.0)})
+    owner.release(time.monotonic() + BOUND)
+    with pytest.raises(DirectFailed, match="rank 1: the connection has ended"):
+        _lent(owner)
+    rank.close()
 
 
 @pytest.mark.parametrize("setting", ["", "off"])

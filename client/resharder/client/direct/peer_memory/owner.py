@@ -1,5 +1,6 @@
 """A rank's side of a pair: it shares the memory of its tensors, and signals when a version may be read."""
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from resharder.client.gpu import cuda_driver
 from resharder.client.gpu.ready import fill_ready, ready_of
 from resharder.client.gpu.table import Tensors, addresses_of
 from resharder.converters.geometry.copy_table import ALIGN, Copies
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -54,9 +57,10 @@ class PeerOwner:
     def prepare(self, sources: Tensors) -> None:
         """Share what is new since the last call. Fast if nothing is.
 
+        A worker that is gone, as one that sleeps, is no error before `go`: the daemon may have ended the group already.
+
         Raises:
             NotShareable: Memory cannot be shared.
-            DirectFailed: The worker is gone.
             KeyError: A tensor is missing.
         """
         pointers = [sources[self._names[i]].data_ptr() for i in self._used]
@@ -67,12 +71,19 @@ class PeerOwner:
             own = self._buffer.data_ptr()
             table = np.concatenate([ranges, np.array([(own, own + self._buffer.numel())], np.int64)])
             blocks = {block.id: block for block in blocks_of(table[table[:, 1] > table[:, 0]].tolist(), self._device)}
-            for id, block in blocks.items():
-                if id not in self._shared:
-                    self._share(block)
             self._serial += 1
-            self._line.send("memory", table.tobytes(), serial=self._serial, blocks=list(blocks))
-            self._shared, self._sources, self._pointers = blocks, sources, pointers
+            self._sources, self._pointers = sources, pointers
+            try:
+                for id, block in blocks.items():
+                    if id not in self._shared:
+                        self._share(block)
+                self._line.send("memory", table.tobytes(), serial=self._serial, blocks=list(blocks))
+                self._shared = blocks
+            except NotShareable:
+                raise
+            except DirectFailed as error:
+                logger.info("memory is not shared: %s", error)
+                self._shared = {}
 
     def _is_shared(self) -> bool:
         """Return whether the shared blocks are still the physical memory at their addresses."""
