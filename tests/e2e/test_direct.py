@@ -167,7 +167,7 @@ def test_a_version_that_its_ranks_do_not_offer_is_not_waited_for(system: System)
     system.trainer.ask(do="withhold")
     version = system.publish(4)
     assert not system.sent(version)
-    assert "over the staged path: no publisher offers it" in system.server.log_text()
+    assert f"versions/{version} is installed from the store" in system.server.log_text()
 
 
 def test_weights_that_change_before_they_are_sent_are_noticed_and_come_from_the_store(system: System) -> None:
