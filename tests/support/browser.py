@@ -15,7 +15,7 @@ import pytest
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
-WIDE, NARROW = (1280, 900), (390, 844)
+WIDE, NARROW = (1440, 900), (390, 844)
 
 
 def needs_browser() -> None:
