@@ -115,7 +115,7 @@ def test_too_little_shared_memory_is_said_with_how_much_it_takes(
     ("options", "policy", "verdict", "mend"),
     [
         ("rw,size=9k", "always within_size advise [never] deny force", "warn", "mount -o remount,huge=always /mnt/store: "),
-        ("rw,huge=never", "always [advise] never deny force", "warn", "2.9 to 9.9 GB/s"),
+        ("rw,huge=never", "always [advise] never deny force", "warn", "2.7 to 9.2 GiB/s"),
         ("rw,huge=advise", "always within_size advise [never] deny force", "warn", "mount -o remount,huge=always"),
         ("rw,huge=always", "always within_size advise [never] deny force", "ok", ""),
         ("rw,huge=within_size", "[always] within_size advise never deny force", "ok", ""),
