@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from resharder.client.direct.base import DirectFailed
-from resharder.client.direct.peer_memory import meeting
+from resharder.client.direct.peer_memory import meeting, messages
 from resharder.client.direct.peer_memory.export import blocks_of
 from resharder.client.direct.peer_memory.mapping import Mappings
 from resharder.client.direct.peer_memory.messages import Line
@@ -79,6 +79,19 @@ def test_what_is_no_message_is_an_error(sent: bytes) -> None:
     with pytest.raises(DirectFailed, match="rank 3: "):
         line.receive(time.monotonic() + BOUND)
     line.close()
+
+
+def test_a_peer_that_stops_in_the_middle_of_a_message_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MESSAGE_SECONDS", 0.3)
+    here, there = socket.socketpair()
+    line = Line(here, "rank 3")
+    with pytest.raises(DirectFailed, match="rank 3: the connection has ended: timed out"):
+        line.send("memory", bytes(30_000_000))  # which a stopped process does not read
+    there.sendall(b"\0")
+    with pytest.raises(DirectFailed, match="rank 3: the connection has ended: timed out"):
+        line.receive(time.monotonic() + BOUND)
+    line.close()
+    there.close()
 
 
 def test_a_wait_for_a_message_ends_at_its_deadline_or_when_it_has_become_pointless(lines: tuple[Line, Line]) -> None:

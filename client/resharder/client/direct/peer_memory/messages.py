@@ -17,6 +17,8 @@ MOST_FDS = 200
 _HEAD = struct.Struct("<IQH")  # bytes of fields, bytes of data, file descriptors
 _LARGEST = 1 << 31  # bytes of a message
 _PIECE = 1 << 20
+MESSAGE_SECONDS = 10.0
+"""Bound on sending or receiving one message whose transmission has begun, in seconds."""
 _POLL = 0.05  # seconds between looks at whether the transfer was aborted
 
 
@@ -35,7 +37,7 @@ class Line:
     def __init__(self, connected: socket.socket, peer: str) -> None:
         """Take over a socket. `peer` names the other side in errors."""
         self._socket, self.peer = connected, peer
-        connected.setblocking(True)
+        connected.settimeout(MESSAGE_SECONDS)  # a stopped process reads nothing and is not gone
 
     def send(self, kind: str, data: bytes = b"", fds: Sequence[int] = (), **fields: Any) -> None:
         """Send a message; file descriptors stay the caller's. Raises DirectFailed if the other side is gone."""

@@ -79,11 +79,11 @@ class PeerOwner:
                         self._share(block)
                 self._line.send("memory", table.tobytes(), serial=self._serial, blocks=list(blocks))
                 self._shared = blocks
-            except NotShareable:
-                raise
             except DirectFailed as error:
-                logger.info("memory is not shared: %s", error)
                 self._shared = {}
+                if isinstance(error, NotShareable):
+                    raise
+                logger.info("memory is not shared: %s", error)
 
     def _is_shared(self) -> bool:
         """Return whether the shared blocks are still the physical memory at their addresses."""
