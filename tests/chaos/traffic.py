@@ -14,7 +14,7 @@ from tests.support.weights import Reference, random_weights
 ASKED = (*PROMPTS, [(37 * at) % 900 + 20 for at in range(180)])
 """The last prompt fills a block of the prefix cache, so that stale entries would be seen."""
 LENGTHS = {"short": (8, 0.4), "long": (60, 1.5)}
-"""Of each client: tokens of an answer, and seconds between two requests."""
+"""Tokens of an answer and seconds between two requests, for each client."""
 _UNKNOWN_SECONDS = 30.0  # for the step of a version to become known
 
 

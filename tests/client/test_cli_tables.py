@@ -1,4 +1,4 @@
-"""What an operator's eyes meet: tables on a terminal of 80 columns, colours, lost servers first, events as sentences."""
+"""Output for operators: tables on a terminal of 80 columns, colours, lost servers first, events as sentences."""
 
 import json
 import subprocess

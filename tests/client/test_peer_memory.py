@@ -47,7 +47,7 @@ def copies() -> Copies:
 
 
 def met(store: Any) -> tuple[PeerPairs, PeerPairs]:
-    """What a rank and a worker agree on."""
+    """Return the pairs of a rank and of a worker after they have met."""
     tensors = {"w": torch.arange(4.0)}
     with ThreadPoolExecutor(2) as threads:
         sides = [threads.submit(meeting.meet, store, rank, copies(), CPU, tensors if rank == 0 else {}, BOUND) for rank in (0, 1)]

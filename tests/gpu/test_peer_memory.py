@@ -1,4 +1,4 @@
-"""What needs GPUs of shared memory: what can be shared, what is free after it, and what becomes of a reader when a rank dies."""
+"""Peer memory on GPUs: what can be shared, that released memory is free, and that a reader outlives a rank."""
 
 import multiprocessing
 import os

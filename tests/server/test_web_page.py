@@ -53,7 +53,7 @@ def rows(page: "Chrome", fleet: str) -> dict[str, list[str]]:
 
 
 def problems(page: "Chrome") -> list[Any]:
-    """What Chromium had to say: errors of scripts, and what the policy kept from running.
+    """Return Chromium's log entries: errors of scripts, and violations of the content policy.
 
     Connections that end are none: the daemon ends each after ten seconds, which a busy machine may take.
     """

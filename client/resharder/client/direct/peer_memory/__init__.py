@@ -3,7 +3,7 @@
 meeting    which pairs share memory, agreed by both sides
 export     a rank's memory, as blocks that other processes can map
 mapping    those blocks in a worker's address space
-messages   what the two say to each other, over a Unix socket
+messages   messages between the two sides, over a Unix socket
 owner      a rank's side of a pair
 reader     a worker's side of a pair
 """
