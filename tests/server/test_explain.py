@@ -54,3 +54,11 @@ def test_what_a_sleep_released_is_said_as_measured() -> None:
     assert asleep(None) == "asleep at level 2"
     assert asleep(0) == "asleep at level 2, but vLLM released no memory"
     assert asleep(60 << 30) == "asleep at level 2, 60.00 GiB released"
+
+
+def test_a_sleep_that_failed_is_not_reported_as_an_install_that_went_wrong() -> None:
+    goal = Wanted(Goal(power=Power.ASLEEP_2))
+    change = after(goal).change
+    assert change is not None
+    failed = Reported("a", change.id, OrderKind.SLEEP, ok=False, error="the engine has ended")
+    assert said(goal, failed).startswith("closed; could not go ASLEEP_2: the engine has ended; tries again")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from resharder.server.fleets.explain import explain, state_of
 from resharder.server.fleets.reconciler.step import step
-from resharder.server.state.server import InstallState, OrderKind, Server, Settings, Worker, WorkerState, in_use
+from resharder.server.state.server import Goal, InstallState, OrderKind, Power, Server, Settings, Worker, WorkerState, in_use
 from resharder.server.state.server_events import (
     Attached,
     Claimed,
@@ -23,6 +23,7 @@ from resharder.server.state.server_events import (
     Reported,
     Ticked,
     VersionsChanged,
+    Wanted,
     WorkerReported,
 )
 from resharder.v1 import resources_pb2
@@ -538,3 +539,19 @@ def test_a_follower_that_attaches_after_an_install_that_went_wrong_shuts_its_gat
     server, _ = step(applying(), WorkerReported(failed), 1, SETTINGS)
     _, orders = step(server, Attached("b", 2), 1, SETTINGS)
     assert orders[1] == Order("b", OrderKind.CLOSE, reason="the last install went wrong half-way")
+
+
+def test_a_control_side_that_attaches_during_a_sleep_at_level_2_gives_the_sleep_as_its_reason() -> None:
+    asleep = Wanted(Goal(power=Power.ASLEEP_2))
+    server, _ = step(serving(1), asleep, 1, SETTINGS)
+    assert server.change is not None
+    slept = Reported("a", server.change.id, OrderKind.SLEEP, power=Power.ASLEEP_2)
+    shut = Order("b", OrderKind.CLOSE, reason="an operator put it to sleep")
+    _, orders = step(server, Attached("b", 2), 1, SETTINGS)
+    assert orders[-1] == shut, "while it falls asleep"
+    server, _ = step(server, slept, 1, SETTINGS)
+    _, orders = step(server, Attached("b", 2), 1, SETTINGS)
+    assert orders[-1] == shut, "once it is asleep"
+    server, _ = step(server, Wanted(Goal()), 2, SETTINGS)
+    _, orders = step(server, Attached("b", 2), 2, SETTINGS)
+    assert orders[-1] == Order("b", OrderKind.CLOSE, reason="its version is not confirmed yet"), "and while it wakes"

@@ -163,3 +163,17 @@ def test_who_has_staged_from_the_store_or_has_not_staged_takes_no_place() -> Non
     unready = staged("b", workers={0: Worker(0, WorkerState.BOOTED, 1)})
     assert waits(stored, unready, staged("c"), staged("d")) == {"b"}
     assert waits(stored, unready, staged("c")) == set()
+
+
+def test_servers_out_of_service_go_before_those_that_staged_earlier() -> None:
+    late = staged("c", opened=0, install=Install("c-1", 2, InstallState.STAGING, 109.0, 109.0))
+    assert waits(staged("a"), staged("b"), late) == {"b"}
+
+
+def test_a_pause_of_20_seconds_takes_no_place_any_longer() -> None:
+    def pausing(id: str, began: float) -> Server:
+        return staged(id, install=Install(f"{id}-1", 2, InstallState.APPLYING, began, began))
+
+    idle = staged("e", install=None, workers={})
+    assert waits(pausing("a", 80.1), pausing("b", 80.1), staged("c"), idle) == {"c"}
+    assert waits(pausing("a", 80.0), pausing("b", 80.1), staged("c"), staged("d"), idle) == {"d"}

@@ -7,11 +7,12 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.fleet import FleetStrategyKind, FleetTargetKind
-from resharder.server.state.server import OrderKind, Worker
+from resharder.server.state.server import OrderKind, Power, Worker
 from resharder.server.state.server_events import Order
 from resharder.v1 import operator_pb2, resources_pb2
 
 from tests.support.simulated_fleet import FLEET, NAMES, AheadSimulation, ServerModel
+from tests.support.simulated_store import MODEL
 
 
 class Site(AheadSimulation):
@@ -202,3 +203,23 @@ def test_only_a_fleet_whose_servers_move_each_for_itself_serves_ahead(site: Site
     with pytest.raises(InvalidArgument) as refused:
         site.operations.update(request)
     assert refused.value.reason == "SERVE_AHEAD"
+
+
+def test_a_sleeping_server_is_awaited_from_the_order_to_wake_on_unless_it_fails(site: Site) -> None:
+    site.set_power(Power.ASLEEP_2, one=False)
+    site.settle()
+    site.versions.publish()
+    site.fleets.ticker.tick()
+    awaiting = site.fleets.steering.awaiting
+    assert awaiting(MODEL, 2) == set(), "nobody has ordered them awake"
+    site.set_power(Power.WEIGHTS_AWAKE, one=False)
+    assert awaiting(MODEL, 2) == set(NAMES), "the order is on its way"
+    plant, order = site.until("a", OrderKind.WAKE)
+    site.obey(plant, order, fails=True)
+    assert awaiting(MODEL, 2) == {"b", "c"}
+    site.settle()
+    assert awaiting(MODEL, 2) == set(), "two have it, and the next attempt of the other is not due"
+    site.pass_time(2)
+    site.settle()
+    assert [plant.holds for plant in site.plants.values()] == [2] * 3
+    assert site.shows() == [0] * 3, "their KV cache sleeps"

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from resharder.converters.units import size_text
+from resharder.server.fleets.reconciler.gate import went_half_way
 from resharder.server.fleets.reconciler.installs import target, why_not_ahead
 from resharder.server.fleets.updates import latest, wanted
 from resharder.server.state.fleet import Fleet, FleetTargetKind, Move, MoveState, View
@@ -111,7 +112,7 @@ def _stranger(server: Server) -> str:
 
 
 def _half_way(server: Server) -> bool:
-    return bool(server.torn) and not (server.install is not None and server.install.state == InstallState.APPLYING)
+    return went_half_way(server) and not (server.install is not None and server.install.state == InstallState.APPLYING)
 
 
 def _doing(server: Server, now: float, settings: Settings) -> str:

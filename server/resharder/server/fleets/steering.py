@@ -156,5 +156,6 @@ class Steering:
 def _installs_directly(server: Server, number: int) -> bool:
     """Return whether a server is about to install a version, without an earlier failure, into memory that ranks can write to."""
     reachable = server.complete and all(worker.memory for worker in server.workers.values())
-    up = server.lost_at is None and bool(server.controls) and not server.power.asleep and not server.goal.power.asleep
+    wakes = not server.goal.power.asleep and not (server.power.asleep and server.change_failed is not None)
+    up = server.lost_at is None and bool(server.controls) and wakes
     return reachable and up and server.wanted == number != server.agreed and number not in server.failures

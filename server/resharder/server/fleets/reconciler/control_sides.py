@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from resharder.server.fleets.reconciler.gate import close_gate, closed_because, hold_order, resume_order
+from resharder.server.fleets.reconciler.gate import close_gate, closed_because, hold_order, resume_order, went_half_way
 from resharder.server.fleets.reconciler.installs import all_ranks, end_install, fail, note_failure
 from resharder.server.fleets.reconciler.power import power_changed, power_order
 from resharder.server.state.server import Control, InstallState, OrderKind, Power, Server, Settings
@@ -94,7 +94,8 @@ def _greet(server: Server, control: Control, orders: list[Order], *, leads: bool
         if not leads:  # a leader gets APPLY below, or executes it: its gate may be closed after a failure
             orders.append(hold_order(install, control))
     elif server.torn:
-        orders.append(Order(control.nonce, OrderKind.CLOSE, reason="the last install went wrong half-way"))
+        reason = "the last install went wrong half-way" if went_half_way(server) else closed_because(server)
+        orders.append(Order(control.nonce, OrderKind.CLOSE, reason=reason))
     elif (server.goal.strict or not server.goal.in_service) and not (server.lingers and server.goal.permits(server.lingers)):
         orders.append(Order(control.nonce, OrderKind.CLOSE, reason=closed_because(server)))
     if not leads or install is None or not install.active or control.busy == install.id:

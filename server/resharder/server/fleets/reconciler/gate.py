@@ -46,6 +46,12 @@ def closed_because(server: Server) -> str:
     return "drained for maintenance" if not server.goal.open else "its version is not confirmed yet"
 
 
+def went_half_way(server: Server) -> bool:
+    """Return whether an install, rather than a sleep at level 2, left workers torn."""
+    by_sleep = Power.ASLEEP_2 in (server.goal.power, server.power) or server.power == Power.WEIGHTS_AWAKE
+    return bool(server.torn) and not by_sleep and not (server.change is not None and server.change.power.asleep)
+
+
 def open_gate(server: Server, orders: list[Order]) -> Server:
     """Order all control sides to open the gate, if every worker has a version that the goal permits, awake."""
     held = server.agreed
