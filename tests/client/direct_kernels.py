@@ -1,18 +1,25 @@
 """The direct path's kernels against the host: `TRITON_INTERPRET=1 python -m tests.client.direct_kernels`."""
 
 import random
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.lib.array_utils import byte_bounds
 from resharder.client.gpu import move_kernel
 from resharder.client.gpu.device_to_host import DeviceToHost
 from resharder.client.gpu.digest import Digester
 from resharder.client.gpu.host_to_device import HostToDevice
 from resharder.client.gpu.table import _on_host
+from resharder.client.transport.base import AssignedSlot
+from resharder.client.transport.gpu_buffers import FromGpu
+from resharder.client.transport.live_items import LiveItems
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, Piece, Range, TensorSpec, box_index, box_shape
-from resharder.converters.models.tensor_io import view_of
+from resharder.converters.models.tensor_io import read_piece, view_of
 from resharder.converters.storage.digest import digest
-from resharder.converters.storage.files import BITS
+from resharder.converters.storage.files import BITS, MappedFiles, lay_out
+from resharder.v1 import resources_pb2
 
 SHAPES = {
     "F64": [(6, 10), (3, 2, 8), ()],
@@ -109,11 +116,13 @@ def boxes_go_to_the_hosts_memory_and_back() -> None:
     layout = Layout(layout.tensors, tuple(layout.pieces[i] for i in chosen))
     arrays = {name: np.zeros(spec.shape, BITS[ITEM_SIZES[spec.dtype]]) for name, spec in layout.tensors.items()}
     cpu = torch.device("cpu")
-    assert DeviceToHost(Layout({}, ()), cpu, 1).run({}, {}) == []
+    assert DeviceToHost(Layout({}, ()), cpu, 1).run(np.zeros((0, 2), np.int64), {}) == []
     for threads, size in ((1, 64 << 20), (3, 160 << 10)):
         for array in arrays.values():
             array[...] = 0
-        assert DeviceToHost(layout, cpu, threads, size).run(arrays, tensors) == [wanted[i] for i in chosen]
+        copy = DeviceToHost(layout, cpu, threads, size)
+        target = np.array([byte_bounds(arrays[name]) for name in copy.targets], np.int64)
+        assert copy.run(target, tensors) == [wanted[i] for i in chosen]
     held = {name: tensor.clone() for name, tensor in tensors.items()}
     for piece in layout.pieces:
         tensors[piece.local].zero_()
@@ -126,6 +135,29 @@ def boxes_go_to_the_hosts_memory_and_back() -> None:
     assert not any(array.any() for array in arrays.values())
 
 
+def a_slot_goes_into_files_of_any_version_and_place() -> None:
+    """With the plan of the first version, into other files, from tensors that have moved; constants are added."""
+    layout, tensors, _ = some_layout()
+    pieces = [piece._replace(plus=float(i % 2 and piece.tensor[0] != "U")) for i, piece in enumerate(layout.pieces[::2])]
+    specs = tuple(layout.tensors[piece.tensor] for piece in pieces)
+    slot = AssignedSlot(0, tuple(piece.box for piece in pieces), specs, 1 << 20)
+    transport = FromGpu(torch.device("cpu"), 2, lambda: NotImplemented)
+    files, plans = lay_out(layout.tensors.values(), 8 << 10), set()
+    for _ in range(3):
+        tensors = {name: tensor.clone().copy_(torch.randint(0, 100, tensor.shape)) for name, tensor in tensors.items()}
+        with tempfile.TemporaryDirectory() as folder:
+            for file in files:
+                (Path(folder) / file.path).write_bytes(file.header + bytes(file.size - len(file.header)))
+            found = transport.deliver(resources_pb2.Version(folder=folder), slot, LiveItems(tensors, pieces))
+            with MappedFiles(Path(folder), files) as mapped:
+                for piece, spec, value in zip(pieces, specs, found, strict=True):
+                    part = np.array(mapped.arrays[spec.name][box_index(piece.box)])
+                    assert bits_of(read_piece(tensors, piece)) == part.tobytes(), piece
+                    assert value == digest(part, piece.box, spec.shape), piece
+        plans.add(id(transport._planned))
+    assert len(plans) == 1
+
+
 def main() -> None:
     np.seterr(over="ignore")
     random.seed(7)
@@ -135,6 +167,7 @@ def main() -> None:
         digests_are_those_of_the_host()
         digests_of_what_arrives_in_parts_are_the_same()
         boxes_go_to_the_hosts_memory_and_back()
+        a_slot_goes_into_files_of_any_version_and_place()
 
 
 if __name__ == "__main__":

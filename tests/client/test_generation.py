@@ -11,6 +11,7 @@ from resharder.client.errors import GenerationEnded, ResharderError, ServersNotA
 from resharder.client.operator.answers import FleetStatus, ServerStatus
 from resharder.client.operator.convert import answer
 from resharder.client.trainer.colocate import Generation, GenerationPart, SharedFleet
+from resharder.client.trainer.delivery import Wake
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.identity import RankIdentity
 from resharder.client.trainer.rendezvous import Ranks, meet
@@ -44,8 +45,8 @@ class Gpus:
         self._lock = threading.Lock()
         self._change(Power.ASLEEP_2)
 
-    def wake(self, fleet: str) -> None:
-        self._set_power(Power.AWAKE)
+    def wake(self, fleet: str, *, tag: str = "") -> None:
+        self._set_power(Power.WEIGHTS_AWAKE if tag else Power.AWAKE)
 
     def sleep(self, fleet: str, *, level: int) -> None:
         self._set_power(Power.ASLEEP_1 if level == 1 else Power.ASLEEP_2)
@@ -106,12 +107,16 @@ def generation(
     kind: type[Ranks] = Ranks,
     timeout: float = LONG,
     reach: Callable[[str], None] = lambda where: None,
+    direct: bool = False,
 ) -> Iterator[Generation]:
     """`reach` is told where the rank has got to, and may raise."""
 
-    def publish() -> Handle:
+    def publish(wake: Wake | None) -> Handle:
         reach("publish")
         version = resources_pb2.Version(name="models/policy/versions/7", number=7, state=resources_pb2.Version.READY)
+        if wake is not None:
+            wake(Published(version))
+        reach("published")
         return Published(version)
 
     def set_aside() -> None:
@@ -126,6 +131,7 @@ def generation(
         timeout=timeout,
         set_aside=set_aside,
         bring_back=lambda: gpus.bring_back(rank),
+        direct=direct,
     )
     with part.held(publish, ()) as held:
         yield held
@@ -370,3 +376,65 @@ def test_ranks_that_do_not_come_are_named() -> None:
 def test_several_ranks_without_torch_distributed_are_refused() -> None:
     with pytest.raises(UsageError, match=r"torch\.distributed over all 2 ranks"):
         meet(RankIdentity("job", 0, 2), "policy")
+
+
+def test_on_the_direct_path_weights_wake_before_memory_goes_aside_and_the_rest_after() -> None:
+    gpus = Gpus()
+    with generation(gpus, direct=True):
+        gpus.log.append("body")
+    assert gpus.log == ["WEIGHTS_AWAKE", "aside", "AWAKE", "body", "ASLEEP_2", "back"]
+
+
+def test_weights_do_not_wake_before_every_rank_has_entered() -> None:
+    gpus, store = Gpus(2), HashStore()
+    entered: list[int] = []
+
+    def run(rank: int) -> None:
+        if rank == 1:
+            time.sleep(0.5)
+            assert gpus.log == [], "rank 1 still trains"
+            entered.append(rank)
+        with generation(gpus, rank=rank, store=store, direct=True):
+            pass
+
+    together(run, 2)
+    assert entered == [1]
+    assert gpus.violations == []
+    assert sorted(gpus.log[: gpus.log.index("AWAKE")]) == ["WEIGHTS_AWAKE", "aside", "aside"]
+
+
+@pytest.mark.parametrize(("where", "log"), [("publish", []), ("published", ["WEIGHTS_AWAKE", "ASLEEP_2", "back"])])
+def test_a_rank_that_fails_on_the_direct_path_puts_servers_to_sleep_if_their_weights_woke(where: str, log: list[str]) -> None:
+    gpus = Gpus()
+
+    def reach(here: str) -> None:
+        if here == where:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), generation(gpus, direct=True, reach=reach):
+        pass
+    assert gpus.log == log
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize("where", ["publish", "published", "aside", "body"])
+def test_ranks_that_fail_on_the_direct_path_leave_every_server_asleep(failing: int, where: str) -> None:
+    gpus, stores = Gpus(RANKS), tcp_stores(RANKS)
+
+    def run(rank: int) -> str:
+        def reach(here: str) -> None:
+            if (rank, here) == (failing, where):
+                raise ZeroDivisionError
+
+        try:
+            with generation(gpus, rank=rank, store=stores[rank], reach=reach, direct=True):
+                reach("body")
+        except (ZeroDivisionError, GenerationEnded) as error:
+            return type(error).__name__
+        return "well"
+
+    ends = together(run, RANKS)
+    assert ends[failing] == "ZeroDivisionError"
+    assert gpus.violations == []
+    assert gpus.here == [True] * RANKS
+    assert all(server.power == Power.ASLEEP_2 for server in gpus.running.values())

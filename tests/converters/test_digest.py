@@ -13,13 +13,8 @@ from resharder.converters.geometry.layout import Range, box_index, full_box
 from resharder.converters.storage import digest as digests
 from resharder.converters.storage.digest import MASK, copy_and_digest, digest, digest_torch
 
+from tests.support.digest_reference import DTYPES, fold, random_bits, reference, splitmix64
 from tests.support.shardings import sharding
-
-DTYPES = [np.uint8, np.uint16, np.uint32, np.uint64]
-
-
-def random_bits(shape: tuple[int, ...], dtype: type, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, np.iinfo(dtype).max, shape, dtype=dtype, endpoint=True)
 
 
 @given(st.data())
@@ -48,29 +43,6 @@ def test_every_implementation_gives_the_same_number(data: st.DataObject) -> None
     held = signed.clone()
     assert digest_torch(signed, box, shape) == expected
     assert torch.equal(signed, held)
-
-
-def reference(x: np.ndarray, box, shape: tuple[int, ...]) -> int:
-    """The definition, one element at a time."""
-    total = 0
-    for at in np.ndindex(x.shape):
-        place = [r.start + i * r.step for r, i in zip(box, at, strict=True)]
-        row = int(np.ravel_multi_index(place[:-1], shape[:-1])) if len(shape) > 1 else 0
-        a = splitmix64(row, 0x9E3779B97F4A7C15) | 1
-        b = splitmix64(place[-1], 0xD1B54A32D192ED03) % 2**21 | 1
-        total += fold(int(x[at])) * a * b
-    return total & MASK
-
-
-def splitmix64(index: int, seed: int) -> int:
-    x = ((index + 1) * 0x9E3779B97F4A7C15 + seed) & MASK
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
-    return x ^ x >> 31
-
-
-def fold(bits: int) -> int:
-    return bits ^ bits >> 32
 
 
 COLUMNS = 4096

@@ -34,6 +34,11 @@ def test_an_overlap_is_named_with_its_ranks() -> None:
         check_tiling(SPEC, [Held(0, 0, rows(0, 5), False), Held(1, 0, rows(4, 6), False)])
 
 
+def test_of_a_hole_and_an_overlap_the_hole_is_named() -> None:
+    with pytest.raises(LayoutError, match=r"element \[9, 0\] is held by no rank; so are 6 of its 60"):
+        check_tiling(SPEC, [Held(0, 0, rows(0, 5), False), Held(1, 0, rows(4, 5), False)])
+
+
 def test_a_hole_between_interleaved_rows_is_counted_exactly() -> None:
     with pytest.raises(LayoutError, match=r"element \[1, 0\] is held by no rank; so are 30 of its 60"):
         check_tiling(SPEC, [Held(0, 0, (Range(0, 5, 2), Range(0, 6)), False)])
@@ -85,6 +90,13 @@ def test_a_plan_with_a_missing_source_is_refused_by_name() -> None:
         plan({0: source}, {0: wanted})
 
 
+def test_a_tensor_that_no_source_has_is_refused_by_name() -> None:
+    source = Layout({"w": SPEC}, (Piece("w", full_box(SPEC.shape), "a", 0, (6, 1)),))
+    wanted = Layout({"v": SPEC._replace(name="v")}, (Piece("v", full_box(SPEC.shape), "b", 0, (6, 1)),))
+    with pytest.raises(LayoutError, match="v: expected by the targets, but no source has it"):
+        plan({0: source}, {0: wanted})
+
+
 def test_a_plan_between_different_dtypes_is_refused() -> None:
     source = Layout({"w": SPEC}, (Piece("w", full_box(SPEC.shape), "a", 0, (6, 1)),))
     wanted = Layout({"w": SPEC._replace(dtype="F32")}, (Piece("w", full_box(SPEC.shape), "b", 0, (6, 1)),))
@@ -101,6 +113,14 @@ def test_what_sources_hold_alike_is_sent_evenly() -> None:
     assert found.received.tolist() == [total, total]
     assert found.sent.sum() == 2 * total
     assert found.sent.max() < 1.02 * found.sent.mean()
+
+
+def test_evenly_means_bytes_not_elements() -> None:
+    wide, narrow = TensorSpec("wide", "F64", (100,)), [TensorSpec(f"narrow{i}", "U8", (400,)) for i in range(2)]
+    specs = {spec.name: spec for spec in (wide, *narrow)}
+    whole = Layout(specs, tuple(Piece(name, full_box(spec.shape), name, 0, (1,)) for name, spec in specs.items()))
+    found = plan({0: whole, 1: whole}, {"a": whole})
+    assert found.sent.tolist() == [800, 800]
 
 
 def replicated(tp: int, dp: int) -> dict[int, Layout]:
@@ -150,6 +170,15 @@ def test_servers_take_from_as_many_replicas_as_do_not_hold_them_up() -> None:
     found = plan_pieces(sources, targets, 1)
     assert found.parts == 4
     assert found.sent.max() <= 1.01 * found.received.max()
+
+
+@pytest.mark.parametrize(("small", "parts"), [(100, 2), (101, 1)])
+def test_one_replica_is_enough_if_it_sends_a_hundredth_more_than_the_busiest_target_receives(small: int, parts: int) -> None:
+    specs = {name: TensorSpec(name, "U8", (size,)) for name, size in (("large", 10_000), ("small", small))}
+    pieces = [Piece(name, full_box(spec.shape), name, 0, (1,)) for name, spec in specs.items()]
+    whole = Layout(specs, tuple(pieces))
+    workers = {piece.tensor: Layout({piece.tensor: specs[piece.tensor]}, (piece,)) for piece in pieces}
+    assert plan_pieces(pack({0: whole, 1: whole}), pack(workers), 0).parts == parts
 
 
 def test_a_plan_for_nobody_in_particular_takes_from_all_replicas() -> None:

@@ -3,6 +3,7 @@
 `fault`: {"rank": 1, "what": "sleep" | "die" | "change"} happens in that rank's next transfer. `reseed`: {"step": 13, "seed": 11}
 gives a step the weights of another. `hold`: {"rank": 1, "until": PATH, "change": false}: that rank's next delivery to the daemon
 begins when the file is there, with other weights by then if `change` says so. `withhold`: the next version is not offered.
+`generate`: a generation over the direct path, whose block ends when the file is there.
 """
 
 import os
@@ -60,6 +61,17 @@ def withhold(publisher: Any, chunks: Any, config: Any) -> dict[str, Any]:
     return {}
 
 
+def generate(publisher: Any, chunks: Any, config: Any, step: int, until: str) -> dict[str, Any]:
+    trainer.fill_from_hf(chunks, config, trainer.random_weights(config, step))
+    held = [parameter.detach().clone() for chunk in chunks for parameter in chunk.parameters()]
+    with publisher.generation(step, offload=True, direct=True, timeout=120) as generation:
+        while not Path(until).exists():
+            time.sleep(0.05)
+    dist.barrier()  # every rank has found the server asleep
+    kept = all(map(torch.equal, held, (parameter for chunk in chunks for parameter in chunk.parameters())))
+    return {"version": generation.version, "kept": kept}
+
+
 def deliver(self: SharedMemory, *arguments: Any) -> list[int]:
     if _held:
         _held.pop()()
@@ -91,5 +103,5 @@ if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     Transfer.run = run  # type: ignore[method-assign]
     SharedMemory.deliver = deliver  # type: ignore[method-assign]
-    trainer.ACTIONS |= {"fault": fault, "reseed": reseed, "hold": hold, "withhold": withhold}
+    trainer.ACTIONS |= {"fault": fault, "reseed": reseed, "hold": hold, "withhold": withhold, "generate": generate}
     trainer.main()

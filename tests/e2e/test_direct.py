@@ -52,9 +52,10 @@ class System:
     def serves(self, version: int) -> None:
         wait_serving(self.daemon, version)
         assert self.server.generate(PROMPT, 12).version == str(version)
+        assert self.server.request("GET", "/weight_info").json() == {"weight_version": str(version)}
 
     def fingerprints(self) -> list[dict[str, int]]:
-        """Of every tensor that each worker reads when it runs."""
+        """Return the fingerprints of every tensor that each worker reads."""
         said = self.server.request("POST", "/collective_rpc", {"method": "resharder_fingerprint"}).json()["results"]
         assert all(one["ok"] for one in said), said
         return [one["tensors"] for one in said]
@@ -306,13 +307,35 @@ def test_ranks_of_the_same_host_share_their_memory_where_it_is_asked_for(system:
     assert system.fingerprints() == held
 
 
+def test_a_generation_installs_from_the_ranks_memory_while_the_kv_cache_sleeps(system: System) -> None:
+    with Operator(system.daemon.endpoint) as operator:
+        operator.sleep("policy", level=2)
+        wait_until(lambda: servers(system.daemon)[0].power == resources_pb2.ASLEEP_2, "the server sleeps")
+        version = max(system.steps) + 1
+        for step in (40, 41):
+            go, system.steps[version] = system.folder / f"go-{step}", step
+            asked = system.trainer.requests.send(do="generate", step=step, until=str(go))
+            system.serves(version)
+            assert system.sent(version), system.transfers()
+            assert [worker.path for worker in servers(system.daemon)[0].workers] == ["peer-memory", "peer-memory"]
+            held = system.fingerprints()
+            go.touch()
+            assert system.trainer.requests.reply(asked) == {"version": version, "kept": True}
+            assert servers(system.daemon)[0].power == resources_pb2.ASLEEP_2
+            version += 1
+        operator.wake("policy")
+        system.serves(version - 1)
+        assert system.fingerprints() == held, "installed from the store"
+    assert system.sent(system.publish(42)), system.transfers()
+
+
 def test_a_rank_killed_while_its_memory_is_read_leaves_what_the_store_has(system: System) -> None:
     system.trainer.ask(do="fault", rank=1, what="die")
-    system.trainer.tell(do="publish", step=38)
+    system.trainer.tell(do="publish", step=48)
     version = max(system.steps) + 1
-    system.steps[version] = 38
+    system.steps[version] = 48
     system.serves(version)
     assert not system.sent(version)
     system.trainer.kill()
     system.start_trainer()
-    assert system.sent(system.publish(39)), system.transfers()
+    assert system.sent(system.publish(49)), system.transfers()

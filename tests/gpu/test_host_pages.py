@@ -1,6 +1,7 @@
 """Boxes go from the host's pages, registered with CUDA, to a GPU and back, and the digests are those of the host."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,7 +12,9 @@ from resharder.client.gpu.host_to_device import HostToDevice
 from resharder.client.gpu.pinned_pages import register
 from resharder.client.transport.base import AssignedSlot
 from resharder.client.transport.gpu_buffers import FromGpu
+from resharder.client.transport.live_items import LiveItems
 from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, box_index
+from resharder.converters.models.tensor_io import read_piece
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import MappedFiles, lay_out
 from resharder.v1 import resources_pb2
@@ -58,7 +61,7 @@ def check(folder: Path, layout: Layout, tensors: dict[str, torch.Tensor], digest
     arrays = stored(folder)
     for piece, found in zip(layout.pieces, digests, strict=True):
         part = np.array(arrays[piece.tensor][box_index(piece.box)])
-        assert bits(tensors[piece.local]) == part.tobytes(), piece.tensor
+        assert bits(read_piece(tensors, piece)) == part.tobytes(), piece.tensor
         assert found == digest(part, piece.box, SPECS[piece.tensor].shape), piece.tensor
 
 
@@ -101,6 +104,7 @@ def test_boxes_of_read_only_pages_reach_the_gpu_and_have_the_digests_of_the_host
 
 def test_a_rank_on_a_gpu_writes_its_boxes_and_nothing_else_into_the_versions_files(folder: Path) -> None:
     layout, tensors = on_device()
+    layout = replace(layout, pieces=tuple(p._replace(plus=float(p.tensor == "experts")) for p in layout.pieces))
     slot = AssignedSlot(
         0, tuple(piece.box for piece in layout.pieces), tuple(SPECS[piece.tensor] for piece in layout.pieces), 1 << 20
     )
@@ -110,9 +114,7 @@ def test_a_rank_on_a_gpu_writes_its_boxes_and_nothing_else_into_the_versions_fil
         before = stored(folder)
         for tensor in tensors.values():
             tensor.copy_(torch.randint(0, 100, tensor.shape, device="cuda").to(tensor.dtype))
-        found = transport.deliver(
-            resources_pb2.Version(folder=str(folder)), slot, [(i, tensors[p.local]) for i, p in enumerate(layout.pieces)]
-        )
+        found = transport.deliver(resources_pb2.Version(folder=str(folder)), slot, LiveItems(tensors, layout.pieces))
         check(folder, layout, tensors, found)
         after = stored(folder)
         for piece in layout.pieces:

@@ -16,23 +16,16 @@ from resharder.client.trainer.publisher import Publisher
 from resharder.v1 import resources_pb2
 
 from tests.support.daemon import Daemon
+from tests.support.gpu_server import KV_CACHE_BYTES, PROMPTS, SHAPES, SLEEP_MODE, answers, fingerprints, free_bytes, spoken
 from tests.support.observing import servers, wait_serving, wait_until
 from tests.support.tiny_hf import save_tokenizer, tiny_config
-from tests.support.vllm_server import Answer, ServerFailed, VllmServer
+from tests.support.vllm_server import ServerFailed, VllmServer
 from tests.support.weights import random_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
-PROMPTS = ([5, 17, 42, 7, 300, 11], [800, 2, 9])
-KV_CACHE_BYTES = 1 << 30
 AWAKE, ASLEEP_1, ASLEEP_2 = resources_pb2.AWAKE, resources_pb2.ASLEEP_1, resources_pb2.ASLEEP_2
 LIVE = (resources_pb2.Server.SERVING, resources_pb2.Server.ASLEEP)
-WIDE = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    # The vocabulary is no multiple of 64: vLLM pads it, and no version has those rows.
-    "dense": ("qwen3", WIDE | {"intermediate_size": 6144, "num_hidden_layers": 8, "vocab_size": 40001}),
-    "moe": ("qwen3_moe", WIDE | {"moe_intermediate_size": 768, "num_experts": 32, "num_hidden_layers": 4}),
-}
 
 
 @dataclass
@@ -78,7 +71,6 @@ class Site:
         return time.monotonic() - began
 
 
-SLEEP_MODE = ["--enable-sleep-mode"]
 PLUGINS = "resharder"
 
 
@@ -94,28 +86,6 @@ def site(folder: Path, family: str, changes: dict[str, Any]) -> Iterator[Site]:
         )
         operator = stack.enter_context(Operator(daemon.endpoint))
         yield Site(daemon, publisher, operator, config, folder)
-
-
-def free_bytes() -> int:
-    """Of the whole GPU, whichever process holds the rest."""
-    return torch.cuda.mem_get_info()[0]
-
-
-def answers(server: VllmServer) -> list[Answer]:
-    return [server.generate(prompt, 12) for prompt in PROMPTS]
-
-
-def spoken(given: list[Answer]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-    return [(answer.token_ids, answer.logprobs) for answer in given]
-
-
-def fingerprints(server: VllmServer) -> dict[str, int]:
-    """Of every tensor that the model reads."""
-    response = server.request("POST", "/collective_rpc", {"method": "resharder_fingerprint"})
-    (answer,) = response.json()["results"]
-    assert answer["ok"], answer["error"]
-    tensors: dict[str, int] = answer["tensors"]
-    return tensors
 
 
 def assert_serves_nothing(server: VllmServer) -> None:

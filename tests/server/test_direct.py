@@ -73,8 +73,8 @@ class Site:
             for rank in range(2):
                 self.direct.links.declare(self.worker(server, rank), "memory", half(rank))
 
-    def offer(self, number: int = 1, wait: float = 100.0) -> list["Rank"]:
-        return [Rank(self, rank, number, wait) for rank in range(self.ranks)]
+    def offer(self, number: int = 1, wait: float = 100.0, servers_sleep: bool = False) -> list["Rank"]:
+        return [Rank(self, rank, number, wait, servers_sleep) for rank in range(self.ranks)]
 
     def begin(self, act: Callable[..., object], *arguments: object) -> "Future[object]":
         return self.pool.submit(settled, act, *arguments)
@@ -93,9 +93,11 @@ class Site:
 
 
 class Rank:
-    def __init__(self, site: Site, rank: int, number: int, wait: float) -> None:
+    def __init__(self, site: Site, rank: int, number: int, wait: float, servers_sleep: bool = False) -> None:
         self.site, self.rank, self.member = site, rank, site.rank(rank)
-        self.offer = site.direct.offers.offer(self.member, "memory", "policy", number, site.ranks, wait)
+        self.offer = site.direct.offers.offer(
+            self.member, "memory", "policy", number, site.ranks, wait, servers_sleep=servers_sleep
+        )
 
     def task(self, state: str = "READY") -> Task | None:
         """The next one; None where the offer is over."""
@@ -286,6 +288,21 @@ def test_an_offer_ends_when_nobody_needs_it_and_when_its_time_is_over(site: Site
     assert [rank.task() for rank in ranks] == [None, None]
     with pytest.raises(FailedPrecondition, match="its offer is over"):
         settled(site.direct.links.join, site.worker("left", 0), "memory", "policy", 2, "i-2")
+
+
+def test_an_offer_to_servers_that_sleep_lasts_until_one_is_awaited_or_its_time_is_over(site: Site) -> None:
+    site.declare("left")
+    site.wanting.clear()
+    ranks = site.offer(1, wait=30.0, servers_sleep=True)
+    ranks[0].look("READY")
+    site.wanting.add("left")
+    ranks[0].look("READY")
+    site.wanting.clear()
+    assert [rank.task() for rank in ranks] == [None, None]
+    ranks = site.offer(2, wait=30.0, servers_sleep=True)
+    ranks[0].look("READY")
+    site.now += 31.0
+    assert [rank.task() for rank in ranks] == [None, None]
 
 
 def test_memory_may_change_once_every_server_has_all_of_it_though_none_is_opened_yet(site: Site) -> None:

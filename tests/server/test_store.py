@@ -1,9 +1,11 @@
 """The store by itself: retention, holds, room, recycling, recovery."""
 
 import json
+import mmap
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +110,18 @@ def test_files_are_recycled_within_an_epoch(store: Store) -> None:
     assert len(set().union(*seen)) <= 3, "more files were made than are used in turn"
     with store.reader.open("policy", 8) as files:
         assert int(files.arrays["a"][0, 0]) == 8
+
+
+def test_files_that_a_reader_lets_go_of_soon_are_recycled(store: Store) -> None:
+    epoch, seen = claim(store), []
+    for step in range(8):
+        record = publish(store, epoch, step)
+        seen.append(inodes(store.folder.path(record)))
+        with (store.folder.path(record) / LAYOUTS[0].path).open("rb") as file:  # a worker that installs this version
+            held = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        threading.Timer(1.0, held.close).start()  # when the next one is READY and this one is retired
+        settle(store)
+    assert len(set().union(*seen)) <= 3, "more files were made than are used in turn"
 
 
 def test_files_of_another_size_are_not_recycled_when_a_job_is_back_with_other_shapes(root: Path) -> None:

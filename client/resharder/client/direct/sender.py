@@ -80,13 +80,21 @@ class Sender:
         failpoint("sender.declare")
         declare(self._channel, self._member(publisher), self._memory, self._layout)
 
-    def offer(self, publisher: str, version: str, wait_seconds: float) -> Offering:
+    def offer(self, publisher: str, version: str, wait_seconds: float, *, servers_sleep: bool = False) -> Offering:
         """Offer a version on a new thread. The tensors are read until the offer ends. There may be one offer at a time.
 
-        `wait_seconds` is the time for which the tensors stay unchanged after the version is READY, while servers are expected.
+        Args:
+            publisher: Name of the publisher.
+            version: Name of the version.
+            wait_seconds: Seconds for which the tensors stay unchanged after the version is READY, while servers are expected.
+            servers_sleep: Do not end the offer before a server is expected.
         """
         request = direct_pb2.OfferVersionRequest(
-            member=self._member(publisher), version=version, memory=self._memory, wait_seconds=wait_seconds
+            member=self._member(publisher),
+            version=version,
+            memory=self._memory,
+            wait_seconds=wait_seconds,
+            servers_sleep=servers_sleep,
         )
         return Offering(self, request)
 

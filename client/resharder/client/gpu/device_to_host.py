@@ -20,7 +20,6 @@ from resharder.converters.geometry.copy_table import copies_of
 from resharder.converters.geometry.layout import Layout, Piece
 from resharder.converters.geometry.piece_arrays import Ints, pack
 from resharder.converters.geometry.plan import plan_pieces
-from resharder.converters.storage.digest import Array
 
 Tensors = Mapping[str, torch.Tensor]
 BUFFER_BYTES = 64 << 20
@@ -31,7 +30,7 @@ _RUN = 2 << 20  # bytes that a thread copies at a time, which divides the work e
 
 class DeviceToHost:
     """Copy that is planned once for a layout and run for every version. Its buffers, pinned for GPU
-    tensors, exist as long as it does.
+    tensors, exist as long as it does. `targets` has the names of the HF tensors.
     """
 
     def __init__(self, layout: Layout, device: torch.device, threads: int, buffer_bytes: int = BUFFER_BYTES) -> None:
@@ -45,7 +44,7 @@ class DeviceToHost:
         """
         self._device, self._threads = device, threads
         copies = copies_of(plan_pieces(pack({0: layout}), pack({0: _whole(layout)})), [0], [0])
-        self._sources, self._targets = copies.source_locals, copies.target_locals
+        self._sources, self.targets = copies.source_locals, copies.target_locals
         self._fills, self._empties = through_buffers(schedule(copies, 0, 0).local, buffer_bytes, threads)
         self._rounds = int(self._fills.round.max(initial=-1)) + 1
         size = min(buffer_bytes, int((self._fills.target_at + self._fills.rows * self._fills.width).max(initial=0)))
@@ -53,14 +52,14 @@ class DeviceToHost:
             torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(min(_BUFFERS, self._rounds))
         ]
         self._copies, self._digester = WorkStream(device), CachedDigester(layout, device)
-        self._fill: tuple[Ints, Table] | None = None  # (addresses of the tensors, table made for them)
+        self._fill: tuple[list[int], Ints, Table] | None = None  # pointers, ranges and table of the local tensors
 
-    def run(self, arrays: Mapping[str, Array], tensors: Tensors) -> list[int]:
-        """Copy, after the current stream's pending work, and return when all boxes are in `arrays`.
+    def run(self, target: Ints, tensors: Tensors) -> list[int]:
+        """Copy, after the current stream's pending work, and return when all boxes are at `target`.
 
         Args:
-            arrays: Whole HF tensors in mapped pages, by name.
-            tensors: Local tensors by name.
+            target: (tensors, 2): first and end address of each whole HF tensor of `targets`, in mapped pages.
+            tensors: Local tensors by name, of the layout's shapes and strides.
 
         Returns:
             Digests of the boxes as the device has them, in the order of the layout's pieces.
@@ -68,15 +67,16 @@ class DeviceToHost:
         Raises:
             KeyError, ValueError: Tensors differ from the layout.
         """
-        source = addresses_of(self._sources, tensors, range(len(self._sources)))
-        ends = [(arrays[n].ctypes.data, arrays[n].ctypes.data + arrays[n].nbytes) for n in self._targets]
-        target = np.array(ends, np.int64).reshape(-1, 2)
-        for moves in (self._fills, self._empties):
-            check_fit(moves, self._sources, source, self._targets, target)
-        begins = np.append(source[:, 0], 0), np.append(target[:, 0], 0)
-        if self._fill is None or not np.array_equal(self._fill[0], source):
-            self._fill = source, Table(self._fills, *begins, self._device)
-        fill, empty, digester = self._fill[1], Table(self._empties, *begins, torch.device("cpu")), self._digester.at(tensors)
+        pointers = [tensors[name].data_ptr() for name in self._sources]
+        if self._fill is None or self._fill[0] != pointers:
+            source = addresses_of(self._sources, tensors, range(len(self._sources)))
+            check_fit(self._fills, self._sources, source, self.targets, target)
+            begins = np.append(source[:, 0], 0), np.append(target[:, 0], 0)
+            self._fill = pointers, source, Table(self._fills, *begins, self._device)
+        _, source, fill = self._fill
+        check_fit(self._empties, self._sources, source, self.targets, target)
+        empty = Table(self._empties, np.append(source[:, 0], 0), np.append(target[:, 0], 0), torch.device("cpu"))
+        digester = self._digester.at(tensors)
         self._copies.begin()
         with ThreadPoolExecutor(self._threads, "resharder-to-host") as pool, short_switch_interval():
             try:

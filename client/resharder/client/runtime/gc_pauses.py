@@ -26,15 +26,15 @@ def collect_and_freeze() -> None:
 
 
 @contextmanager
-def gc_paused() -> Iterator[None]:
+def gc_paused(*, collect: bool = True) -> Iterator[None]:
     """Disable collections inside the block, and freeze the objects that it leaves.
 
     Objects created inside are freed by reference count alone. Their cycles remain until the next `collect_and_freeze`, which runs
-    here once a million objects were added since the last one.
+    here once a million objects were added since the last one, unless `collect` is False.
     """
     global _made
     was_enabled = gc.isenabled()
-    if _made > _MORE:  # rarely: counting stops all threads for a tenth of a second
+    if collect and _made > _MORE:  # rarely: counting stops all threads for a tenth of a second
         _made = gc.get_freeze_count() - _frozen
         if _made > _MORE:
             collect_and_freeze()

@@ -6,6 +6,11 @@
 
 Two rules separate the memory of ranks and servers. Only rank 0 wakes servers, after every rank has moved its memory aside. A
 rank restores its memory only after it has found all servers asleep at a time when rank 0 no longer wakes them.
+
+On the direct path, the servers' weights (but no KV cache) wake beside the ranks' memory, from which they are installed:
+
+    every rank has entered, READY -> rank 0 orders WEIGHTS_AWAKE -> weights installed from the ranks' memory -> memory moved
+    aside -> as above
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +24,7 @@ from resharder.client.operator import Operator
 from resharder.client.operator.answers import FleetStatus, ServerStatus
 from resharder.client.operator.states import ServerPower, ServerState, TargetKind
 from resharder.client.rpc.channel import Backoff
+from resharder.client.trainer.delivery import Wake
 from resharder.client.trainer.handle import Handle
 
 if TYPE_CHECKING:
@@ -56,6 +62,10 @@ class SharedFleet:
     def wake(self) -> None:
         """Order all servers of the fleet to wake."""
         self._operator.wake(self.name)
+
+    def wake_weights(self) -> None:
+        """Order all servers of the fleet to wake their weights, without their KV cache."""
+        self._operator.wake(self.name, tag="weights")
 
     def sleep(self, level: int) -> None:
         """Order all servers of the fleet to sleep, at level 1 or 2."""
@@ -97,6 +107,7 @@ class GenerationPart:
         timeout: Bound in seconds on each wait, except that for other ranks' bodies.
         set_aside: Moves this rank's memory to the host.
         bring_back: Restores it.
+        direct: Wake the servers' weights before memory is set aside.
     """
 
     def __init__(
@@ -108,19 +119,24 @@ class GenerationPart:
         timeout: float,
         set_aside: Callable[[], None],
         bring_back: Callable[[], None],
+        direct: bool = False,
     ) -> None:
         self._ranks, self._fleet = ranks, fleet
         self._level, self._timeout = level, timeout
+        self._direct, self._woken = direct, False
         self._set_aside, self._bring_back = set_aside, bring_back
 
     @contextmanager
-    def held(self, publish: Callable[[], Handle | None], keep: Iterable[Callable[[], Restore]]) -> Iterator[Generation]:
+    def held(
+        self, publish: Callable[[Wake | None], Handle | None], keep: Iterable[Callable[[], Restore]]
+    ) -> Iterator[Generation]:
         """Hold the generation while the block runs.
 
         Errors are raised inside, so that the other ranks are informed.
 
         Args:
-            publish: Returns the version that servers should serve; None for any version.
+            publish: Returns the version that servers should serve; None for any version. Its argument, on the direct path, wakes
+                the servers' weights once this rank has delivered the version.
             keep: Functions that save state and return its restoration, which always runs.
         """
         with ExitStack() as kept:
@@ -129,9 +145,14 @@ class GenerationPart:
             try:
                 if self._level not in ASLEEP:
                     raise UsageError(f"expected sleep level 1 or 2, got {self._level}")
-                version = self._ready(publish())
+                if self._direct:
+                    self._ranks.say("entered")
+                version = self._ready(publish(self._wake_weights if self._direct else None))
             except BaseException:
-                self._fail()
+                if self._woken:
+                    self._leave(failed=True)
+                else:
+                    self._fail()
                 raise
             try:
                 yield self._come(version)
@@ -145,6 +166,15 @@ class GenerationPart:
             return 0
         self._wait(partial(ready, handle), f"{handle.name} to be READY", lambda: f"found {handle.progress()}")
         return handle.version
+
+    def _wake_weights(self, handle: Handle) -> None:
+        """Order the servers' weights awake once all ranks have entered and the version is READY. A no-op except on rank 0."""
+        if not self._ranks.first:
+            return
+        self._wait(lambda: self._ranks.all_said("entered"), "every rank to join this generation", self._ranks.absent)
+        self._ready(handle)
+        self._woken = True
+        self._fleet.wake_weights()
 
     def _come(self, version: int) -> Generation:
         self._set_aside()

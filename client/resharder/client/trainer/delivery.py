@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 _RESTARTS = 3
 
+Wake = Callable[[Handle], None]
+"""Called with a version that this rank has delivered, while its memory is still offered: wakes the servers that take it."""
+
 
 class Delivery:
     """Deliveries of the attached tensors.
@@ -57,6 +60,11 @@ class Delivery:
         self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
         self._staging_timeout, self._direct_wait = staging_timeout, direct_wait
 
+    @property
+    def offers(self) -> bool:
+        """Whether versions are offered on the direct path."""
+        return self._sender is not None
+
     def declare(self) -> None:
         """Declare the memory of a new registration for the direct path, if there is one."""
         if self._sender is not None:
@@ -73,7 +81,9 @@ class Delivery:
             self._sender.close()
         self._sender = None
 
-    def deliver(self, step: int, read: "Read", timings: tracing.Timings, *, direct: bool, once: bool) -> Handle:
+    def deliver(
+        self, step: int, read: "Read", timings: tracing.Timings, *, direct: bool, once: bool, wake: Wake | None = None
+    ) -> Handle:
         """Deliver this rank's part of a version.
 
         Args:
@@ -82,17 +92,22 @@ class Delivery:
             timings: Durations of phases are appended to it.
             direct: Offer the version on the direct path.
             once: Whether `read` can be called only once, so that the delivery cannot start over.
+            wake: Wakes servers that sleep until the version is READY; None if they are awake.
 
         Raises as `Publisher.publish`; the version is then aborted.
         """
         restarts = 0 if once else _RESTARTS
         while True:
             slot, positions, version = self._begin(step, timings, direct)
+            handle: Handle | None = None
             try:
-                with self._offered(version, direct):
-                    return self._send(slot, positions, version, read, timings)
+                with self._offered(version, direct, servers_sleep=wake is not None):
+                    handle = self._send(slot, positions, version, read, timings)
+                    if wake is not None:
+                        wake(handle)
+                    return handle
             except NotFound:
-                if not restarts:
+                if not restarts or handle is not None:
                     raise
             restarts -= 1
             timings.clear()
@@ -135,12 +150,13 @@ class Delivery:
                     raise
 
     @contextmanager
-    def _offered(self, version: resources_pb2.Version, direct: bool) -> Iterator[None]:
+    def _offered(self, version: resources_pb2.Version, direct: bool, *, servers_sleep: bool) -> Iterator[None]:
         """Offer the rank's memory to servers during the block, and afterwards until no server is expected to read it."""
         if not direct or self._sender is None or version.state == State.ABORTED:
             yield
             return
-        offering = self._sender.offer(self._session.registration.name, version.name, self._direct_wait)
+        name = self._session.registration.name
+        offering = self._sender.offer(name, version.name, self._direct_wait, servers_sleep=servers_sleep)
         try:
             yield
             offering.wait(self._staging_timeout + self._direct_wait)

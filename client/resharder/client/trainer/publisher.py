@@ -17,7 +17,7 @@ from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel, bound
 from resharder.client.trainer.backpressure import Backpressure
 from resharder.client.trainer.colocate import Generation, GenerationPart, SharedFleet
-from resharder.client.trainer.delivery import Delivery
+from resharder.client.trainer.delivery import Delivery, Wake
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.identity import RankIdentity
 from resharder.client.trainer.model_checks import compare_replicas, refuse_stale
@@ -223,20 +223,23 @@ class Publisher:
         fleet: str = "",
         level: int = 2,
         offload: bool = False,
+        direct: bool = False,
         timeout: float | None = 600.0,
         publish: bool = True,
     ) -> Iterator[Generation]:
         """Lend the GPUs to the servers that share them while the block runs. Every rank must enter and leave.
 
         At entry: `publish(step)`, unless it is published; models in eval mode; with `offload`, parameters, gradients and
-        buffers in host memory; every live server of `fleet` awake, with this version or a newer one. At exit, however the block
-        ends: servers asleep at `level`, memory restored, and every module's train mode and all RNG states as before.
+        buffers in host memory; every live server of `fleet` awake, with this version or a newer one. With `direct`, the servers'
+        weights wake first and are installed from the ranks' memory, before it is offloaded. At exit, however the block ends:
+        servers asleep at `level`, memory restored, and every module's train mode and all RNG states as before.
 
         Args:
             step: Label of the version.
             fleet: Name of the fleet; by default the model's.
             level: Sleep level of the servers, 1 or 2.
             offload: Free the model's GPU memory.
+            direct: Install over the direct path. The GPUs need memory for the servers' weights beside the trainer's.
             timeout: Bound in seconds on each wait, except that for other ranks to leave; None is no bound.
             publish: False publishes nothing.
 
@@ -247,7 +250,7 @@ class Publisher:
             WaitTimeout: Servers lag; the message names them.
             GenerationEnded: Another rank has failed.
             ServersNotAsleep: At exit; memory stays aside until `bring_back`.
-            UsageError: Another generation is in progress.
+            UsageError: Another generation is in progress, or `direct` without a publisher that offers its memory.
             ResharderError: As in `publish`.
         """
         from resharder.client.trainer.offload import roots_of, set_aside
@@ -259,11 +262,13 @@ class Publisher:
         model = self._model
         roots = roots_of(model) if model is not None else []
 
-        def wanted() -> Handle | None:
+        def wanted(wake: Wake | None) -> Handle | None:
             with self._alone():
+                if direct and not (publish and self._delivery.offers):
+                    raise UsageError("expected an attached model, publish=True and connect(direct_wait=…) for direct=True")
                 if offload and model is None:
                     raise UsageError("expected an attached model to offload: call attach, or offload your own tensors")
-                return self._published(step) if publish else self._session.newest
+                return self._published(step, wake) if publish else self._session.newest
 
         def aside() -> None:
             self.release()
@@ -278,6 +283,7 @@ class Publisher:
                     timeout=bound(timeout),
                     set_aside=aside,
                     bring_back=self.bring_back,
+                    direct=direct,
                 )
                 with part.held(wanted, (keep_rng, partial(eval_mode, roots))) as generation:
                     self._backpressure.clear()
@@ -332,14 +338,15 @@ class Publisher:
                 )
             yield
 
-    def _published(self, step: int) -> Handle:
-        """Return the newest version if it is that of `step`, else publish."""
+    def _published(self, step: int, wake: Wake | None) -> Handle:
+        """Return the newest version if it is that of `step`, else publish. `wake` as in `Delivery.deliver`."""
         newest = self._session.newest
         if newest is not None and newest.step == step and newest.is_coming():
             return newest
         if self._live is None:
             raise UsageError(f"expected publish_tensors({step}, …) before generation({step}), or an attached model")
-        return self.publish(step)
+        refuse_stale(self._chunks, sync=False)
+        return self._publish(step, self._live.items, direct=True, wake=wake)
 
     def _sender(self, layout: "Layout", tensors: "Mapping[str, torch.Tensor]") -> "Sender | None":
         if self._direct_wait <= 0:
@@ -367,11 +374,11 @@ class Publisher:
         if wait:
             self._session.assignment()
 
-    def _publish(self, step: int, read: "Read", *, once: bool = False, direct: bool = False) -> Handle:
+    def _publish(self, step: int, read: "Read", *, once: bool = False, direct: bool = False, wake: Wake | None = None) -> Handle:
         timings: tracing.Timings = []
         self._session.start_publish(step)
         self._backpressure.wait(timings)
-        handle = self._delivery.deliver(step, read, timings, direct=direct, once=once)
+        handle = self._delivery.deliver(step, read, timings, direct=direct, once=once, wake=wake)
         self._session.published(handle)
         self._backpressure.add(handle)
         return handle

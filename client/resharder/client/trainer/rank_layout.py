@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from resharder.client.errors import UsageError
 from resharder.client.transport.base import HostArray
+from resharder.client.transport.live_items import LiveItems
 from resharder.converters.geometry.layout import (
     PUBLISHABLE,
     Box,
     Layout,
+    Piece,
     Range,
     TensorSpec,
     box_shape,
@@ -162,33 +164,43 @@ class LiveTensors:
     """A model's own tensors, read in place at each publish."""
 
     def __init__(self, layout: Layout, tensors: "Mapping[str, torch.Tensor]"):
-        self._pieces, self._tensors = layout.pieces, tensors
+        self._layout, self._tensors = layout, tensors
         self._known = {name: _memory_form(tensor) for name, tensor in tensors.items()}
+        self._positions: list[int] = []
+        self._pieces: list[Piece] = []  # those at `_positions`
 
     @property
     def device(self) -> "torch.device | None":
         """Device of all tensors; None if there are several devices or no tensors."""
-        devices = {tensor.device for tensor in self._tensors.values()}
-        return devices.pop() if len(devices) == 1 else None
+        return LiveItems(self._tensors, ()).device
 
-    def items(self, positions: Iterable[int]) -> list["Item"]:
+    def items(self, positions: Iterable[int]) -> LiveItems:
         """Return the tensors of the boxes at these positions, numbered in order.
 
         Raises UsageError if a tensor has changed its shape, strides or dtype since the model was attached.
         """
-        from resharder.converters.models.tensor_io import read_piece
-
         for name, tensor in self._tensors.items():
-            if _memory_form(tensor) != self._known[name]:
+            if (found := _memory_form(tensor)) != (known := self._known[name]):
                 raise UsageError(
-                    f"{name}: expected {self._known[name]} as when the model was attached, found {_memory_form(tensor)}: "
+                    f"{name}: expected {_form_text(known)} as when the model was attached, found {_form_text(found)}: "
                     "attach again"
                 )
-        return [(number, read_piece(self._tensors, self._pieces[position])) for number, position in enumerate(positions)]
+        if (positions := list(positions)) != self._positions:
+            self._positions, self._pieces = positions, [self._layout.pieces[position] for position in positions]
+        return LiveItems(self._tensors, self._pieces)
 
 
-def _memory_form(tensor: "torch.Tensor") -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
+_Form = tuple["torch.dtype", tuple[int, ...], tuple[int, ...]]
+"""Dtype, shape and strides."""
+
+
+def _memory_form(tensor: "torch.Tensor") -> "_Form":
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _form_text(form: "_Form") -> str:
+    dtype, shape, strides = form
+    return f"{dtype} {list(shape)} with strides {list(strides)}"
 
 
 def assigned_items(rank_layout: RankLayout, positions: Iterable[int], items: "Iterable[TensorItem]") -> "Iterator[Item]":

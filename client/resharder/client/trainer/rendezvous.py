@@ -10,7 +10,7 @@ from resharder.client.errors import UsageError
 from resharder.client.trainer.identity import RankIdentity
 from torch._C._distributed_c10d import HashStore, Store
 
-_WORDS = ("aside", "settled", "left", "failed", "ended")
+_WORDS = ("entered", "aside", "settled", "left", "failed", "ended")
 _meetings: Counter[str] = Counter()  # numbers, so that a key of the store has one meaning for the life of the process
 
 

@@ -54,6 +54,15 @@ def box_shape(box: Box) -> tuple[int, ...]:
     return tuple(r.count for r in box)
 
 
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a contiguous array of a shape."""
+    strides, step = list[int](), 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
 def box_index(box: Box) -> tuple[slice, ...]:
     """Return the index that selects a box from its tensor, in numpy and in torch."""
     return tuple(r.as_slice() for r in box)

@@ -8,9 +8,9 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from numpy.lib.array_utils import byte_bounds
-from resharder.converters.geometry.layout import ITEM_SIZES, Layout, Piece, TensorSpec, full_box
+from resharder.converters.geometry.layout import ITEM_SIZES, Layout, Piece, TensorSpec, contiguous_strides, full_box
 from resharder.converters.json_input import is_count, is_text, parse_json
 from resharder.converters.storage.pages import Span, forget_pages, small_pages
 
@@ -43,6 +43,11 @@ class FileLayout:
     header: bytes  # all bytes before the first tensor
     size: int  # bytes of the whole file
     tensors: tuple[Placed, ...]
+
+    @cached_property
+    def by_name(self) -> dict[str, Placed]:
+        """Place of each tensor by its name."""
+        return {placed.spec.name: placed for placed in self.tensors}
 
 
 def lay_out(specs: Iterable[TensorSpec], max_file_bytes: int = 4 << 30) -> tuple[FileLayout, ...]:
@@ -187,6 +192,31 @@ def parse_header(path: str, header: bytes, size: int) -> FileLayout:
     return FileLayout(path, header, size, tuple(sorted(placed, key=lambda p: p.offset)))
 
 
+class MappedArrays(Mapping[str, Array]):
+    """Tensors of mapped files as arrays of unsigned integers, each made when requested: a version may have many thousands."""
+
+    def __init__(self, files: tuple[FileLayout, ...], content: list[Array]) -> None:
+        self._files, self._content = files, content
+
+    def __getitem__(self, name: str) -> Array:
+        for file, raw in zip(self._files, self._content, strict=True):
+            if placed := file.by_name.get(name):
+                spec, offset = placed
+                return raw[offset : offset + spec.size].view(BITS[ITEM_SIZES[spec.dtype]]).reshape(spec.shape)
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        for file in self._files:
+            yield from file.by_name
+
+    def __len__(self) -> int:
+        return sum(len(file.tensors) for file in self._files)
+
+    def clear(self) -> None:
+        """Release the content. The mapping is empty afterwards."""
+        self._files, self._content = (), []
+
+
 class MappedFiles:
     """Tensors of a folder of laid-out files, mapped as arrays of unsigned integers in the tensors' shapes.
 
@@ -195,11 +225,10 @@ class MappedFiles:
 
     def __init__(self, folder: Path, files: Iterable[FileLayout], *, writable: bool = False) -> None:
         self._maps: list[tuple[mmap.mmap, Span]] = []
+        self._folder, self._files = folder, tuple(files)
         self.small_pages = False  # whether any file has small pages
-        self.places: dict[str, tuple[Path, int]] = {}  # file of each tensor, and offset in it
-        self.arrays: dict[str, Array] = {}
-        self.specs: dict[str, TensorSpec] = {}
-        for file in files:
+        content: list[Array] = []
+        for file in self._files:
             descriptor = os.open(folder / file.path, os.O_RDWR if writable else os.O_RDONLY)
             try:
                 size = os.fstat(descriptor).st_size
@@ -210,11 +239,25 @@ class MappedFiles:
                 mapped = mmap.mmap(descriptor, file.size, access=access)
             finally:
                 os.close(descriptor)
-            raw = np.frombuffer(mapped, dtype=np.uint8)
-            self._maps.append((mapped, byte_bounds(raw)))
-            for spec, offset in file.tensors:
-                self.specs[spec.name], self.places[spec.name] = spec, (folder / file.path, offset)
-                self.arrays[spec.name] = raw[offset : offset + spec.size].view(BITS[ITEM_SIZES[spec.dtype]]).reshape(spec.shape)
+            content.append(np.frombuffer(mapped, dtype=np.uint8))
+            self._maps.append((mapped, byte_bounds(content[-1])))
+        self.arrays = MappedArrays(self._files, content)
+
+    @property
+    def begins(self) -> list[int]:
+        """Address of the first byte of each file, in the order of the files."""
+        return [begin for _, (begin, _) in self._maps]
+
+    @cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Spec of each tensor by its name."""
+        return {name: placed.spec for file in self._files for name, placed in file.by_name.items()}
+
+    @cached_property
+    def places(self) -> dict[str, tuple[Path, int]]:
+        """File of each tensor, and offset in it, by the tensor's name."""
+        paths = [(self._folder / file.path, file) for file in self._files]
+        return {name: (path, placed.offset) for path, file in paths for name, placed in file.by_name.items()}
 
     def close(self) -> None:
         """Unmap the files. Raises BufferError if an array of them is still referenced."""
@@ -235,9 +278,5 @@ def folder_layout(specs: Mapping[str, TensorSpec]) -> Layout:
     """Return the layout of a folder with these tensors, each whole; its local tensors are the HF tensors."""
     pieces = []
     for spec in specs.values():
-        strides, step = [], 1
-        for n in reversed(spec.shape):
-            strides.append(step)
-            step *= n
-        pieces.append(Piece(spec.name, full_box(spec.shape), spec.name, 0, tuple(reversed(strides))))
+        pieces.append(Piece(spec.name, full_box(spec.shape), spec.name, 0, contiguous_strides(spec.shape)))
     return Layout(dict(specs), tuple(pieces))

@@ -21,7 +21,17 @@ class Offers:
         self._exchange, self._memories, self._awaiting, self._offered = exchange, memories, awaiting, offered
         self._withheld: dict[str, int] = {}  # the newest version of each model that no rank offers
 
-    def offer(self, member: Member, memory: str, model: str, number: int, world_size: int, wait_seconds: float) -> Offer:
+    def offer(
+        self,
+        member: Member,
+        memory: str,
+        model: str,
+        number: int,
+        world_size: int,
+        wait_seconds: float,
+        *,
+        servers_sleep: bool = False,
+    ) -> Offer:
         """Add one rank's offer. The first offer of a later version ends the earlier one.
 
         Args:
@@ -31,6 +41,7 @@ class Offers:
             number: Number of the version.
             world_size: Ranks of the publisher.
             wait_seconds: Seconds after READY for which the rank keeps its memory unchanged.
+            servers_sleep: The offer lasts until a server is awaited, because servers still sleep when the version is READY.
 
         Raises:
             FailedPrecondition: MEMORY_UNKNOWN; NOT_OFFERED after the offer of a later version.
@@ -46,6 +57,7 @@ class Offers:
             if offer.number > number or offer.ended:
                 raise FailedPrecondition("NOT_OFFERED", f"version {number} of {model}: its offer is over")
             offer.wait_seconds = min(offer.wait_seconds, wait_seconds)
+            offer.servers_sleep |= servers_sleep
             offer.ranks[member.rank] = (member, memory, deque())
             if offer.complete:
                 self._offered.add(model, number)
@@ -126,7 +138,10 @@ class Offers:
             exchange.end_late(offer)
             if state == "READY" and offer.ready_at is None:
                 offer.ready_at = now
-            needed = any(not exchange.is_refused(server, offer.number) for server in awaiting - offer.served)
+            offer.servers_sleep &= not awaiting
+            needed = offer.servers_sleep or any(
+                not exchange.is_refused(server, offer.number) for server in awaiting - offer.served
+            )
             if not offer.ended and self._is_over(offer, state, now, needed):
                 offer.end()
                 exchange.changed.notify()

@@ -115,6 +115,7 @@ class Offer:
     served: set[str] = field(default_factory=set)  # servers that have installed it
     ended: bool = False
     look_at: float = 0.0  # time of the next check whether it is over
+    servers_sleep: bool = False  # it does not end before a server was awaited
 
     @property
     def complete(self) -> bool:

@@ -48,7 +48,9 @@ class DirectService:
             raise InvalidArgument("RESOURCE_NAME", f"expected a version of {publisher.name}, got {record.name}")
         wait = seconds(request.wait_seconds)
         failpoint("direct.offer")
-        offer = self._direct.offers.offer(member, request.memory, model, number, publisher.world_size, wait)
+        offer = self._direct.offers.offer(
+            member, request.memory, model, number, publisher.world_size, wait, servers_sleep=request.servers_sleep
+        )
         try:
             for task in self._direct.offers.tasks(
                 offer, member.rank, lambda: self._intake.store.catalogue.get(model, number).state

@@ -21,7 +21,7 @@ class Catalogue:
         self.changed = Condition()
         self._folder, self._models = root / "models", models
         self._subscribers: list[Callable[[VersionRecord], None]] = []
-        self._closed = False
+        self.closed = False
 
     # Queries
 
@@ -97,11 +97,11 @@ class Catalogue:
     def wait(self) -> None:
         """Block until a change, with the lock released. Callers must hold it. Raises Unavailable (DRAINING) after `close`."""
         self.changed.wait()
-        if self._closed:
+        if self.closed:
             raise Unavailable("DRAINING", "the daemon is shutting down and accepts no new versions")
 
     def close(self) -> None:
         """Let current and later calls of `wait` raise."""
         with self.changed:
-            self._closed = True
+            self.closed = True
             self.changed.notify_all()

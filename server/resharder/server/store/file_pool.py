@@ -5,6 +5,7 @@
 
 import os
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from resharder.server.store.capacity import Capacity
 from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.model_state import Reservation, StoredModel
 
+_ATTEMPTS, _PAUSE = 20, 0.25  # checks whether a retired version's files are unused, and seconds between them
 _log = structlog.get_logger("resharder.store")
 
 
@@ -27,7 +29,7 @@ class FilePool:
 
     def __init__(self, catalogue: Catalogue, capacity: Capacity) -> None:
         self._changed, self._capacity = catalogue.changed, capacity
-        self._serial = 0
+        self._catalogue, self._serial = catalogue, 0
 
     def drop(self, model: StoredModel) -> None:
         """Cancel the model's reservation and discard its sets."""
@@ -112,11 +114,17 @@ class FilePool:
             self._changed.notify_all()
 
     def _recycle(self, model: StoredModel, reservation: Reservation, path: Path) -> None:
-        """Return the files to the pool if no process can still read or write them, else discard them."""
+        """Return the files to the pool once no process can read or write them, or discard them after a few seconds.
+
+        A worker unmaps a version after it has installed the next one. Without the wait, most sets would be laid out anew, which
+        takes as much of the memory's bandwidth as a version's delivery at the same time.
+        """
         try:
             with touching(path, "cleaning"):
                 failpoint("pool.recycle")
-                safe = _cleaned(path, reservation.layouts)
+                safe = _keeps_only(path, reservation.layouts) and self._released(model, reservation, path)
+                for layout in reservation.layouts if safe else ():
+                    _write_header(path / layout.path, layout.header)
         except OSError as error:
             safe = False
             _log.error("recycling_failed", model=model.name, error=str(error))
@@ -126,6 +134,16 @@ class FilePool:
                 self.discard(model, path, reservation.size)
                 self.top_up(model)
             self._changed.notify_all()
+
+    def _released(self, model: StoredModel, reservation: Reservation, path: Path) -> bool:
+        """Wait until no process has the files open or mapped. False after a few seconds, or without further need of them."""
+        for _ in range(_ATTEMPTS):
+            if all(unused_elsewhere(path / layout.path) for layout in reservation.layouts):
+                return True
+            if self._catalogue.closed or model.reservation is not reservation:
+                return False
+            time.sleep(_PAUSE)
+        return False
 
     def _put_back(self, model: StoredModel, reservation: Reservation, path: Path) -> bool:
         back = self._next_path(model, reservation)
@@ -139,20 +157,17 @@ class FilePool:
         return True
 
 
-def _cleaned(path: Path, layouts: tuple[FileLayout, ...]) -> bool:
-    """Reduce a version's folder to these files, and return whether a later version can reuse them."""
+def _keeps_only(path: Path, layouts: tuple[FileLayout, ...]) -> bool:
+    """Reduce a version's folder to these files, and return whether it has them, in these sizes.
+
+    A job that returns to its epoch may have other shapes.
+    """
     kept = {layout.path: layout for layout in layouts}
     for file in path.iterdir():
         if file.name not in kept:
             file.unlink()
     sizes = {file.name: file.stat().st_size for file in path.iterdir()}
-    # A job that returns to its epoch may have other shapes.
-    same = all(sizes.get(name) == layout.size for name, layout in kept.items())
-    if not same or not all(unused_elsewhere(path / name) for name in kept):
-        return False
-    for name, layout in kept.items():
-        _write_header(path / name, layout.header)
-    return True
+    return all(sizes.get(name) == layout.size for name, layout in kept.items())
 
 
 def _write_header(path: Path, header: bytes) -> None:

@@ -4,7 +4,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from resharder.converters.geometry.layout import Box, Piece, Range, StridedView, full_box
+from resharder.converters.geometry.layout import Box, Piece, Range, StridedView, contiguous_strides, full_box
 
 MAX_PARTS = 4096  # a copy that needs more boxes is treated as a permutation
 
@@ -39,7 +39,7 @@ def boxes_of_view(shape: tuple[int, ...], source: StridedView, offset: int, stri
     """
     if prod(source.shape) == 0:
         return []
-    whole = _contiguous(shape)
+    whole = contiguous_strides(shape)
     start, rest = [], source.offset
     for stride in whole:
         start.append(rest // stride)
@@ -106,11 +106,3 @@ def _parts(axes: list[list[_Axis]], start: list[int], shape: tuple[int, ...], of
         box = tuple(Range(s, a.length, a.step if a.length > 1 else 1) for s, a in zip(first, inner, strict=True))
         parts.append(ViewPart(box, to, tuple(a.stride for a in inner)))
     return parts
-
-
-def _contiguous(shape: tuple[int, ...]) -> list[int]:
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n
-    return strides[::-1]

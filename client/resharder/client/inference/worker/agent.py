@@ -194,7 +194,9 @@ class Agent:
     def _stage(self, models: Models, staged: StagedInstall, manifest: VersionManifest | None) -> None:
         started = time.perf_counter()
         try:
-            with timed(staged.timings, "stage"), gc_paused(), short_switch_interval():
+            # A version ahead of READY is awaited; what it leaves is collected when it is compared with the store.
+            collects = gc_paused(collect=not staged.fallback)
+            with timed(staged.timings, "stage"), collects, short_switch_interval():
                 source = self.staging.stage(models, staged, self._memory, manifest)
         except (ResharderError, ConversionError, InstallError, OSError, ValueError) as error:
             with self.staging.lock:
@@ -250,8 +252,9 @@ class Agent:
 
     def _compare(self, early: EarlyVersion, install_id: str) -> None:
         """Compare an early version with the store's, once it is READY."""
-        with short_switch_interval():
-            found = compare_with_store(self.channel, early, lambda: self._applied == install_id)
+        with short_switch_interval(), gc_paused():
+            stored = self.staging.prepare_fallback
+            found = compare_with_store(self.channel, early, stored, lambda: self._applied == install_id)
         if found is None:
             return
         manifest, difference = found
@@ -264,9 +267,6 @@ class Agent:
                 self.version = 0
             else:
                 self.fingerprint = manifest.fingerprint
-            fallback = self.staging.take_fallback()
-        if fallback is not None:
-            fallback.close()
         self.reporter.correct(install_id, self.fingerprint, difference)
 
     def _install(self, models: Models, staged: StagedInstall, source: VersionSource) -> None:

@@ -7,7 +7,6 @@ the version is READY, those digests are compared with the store's, without a rea
 import logging
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,7 +24,7 @@ from resharder.client.inference.worker.memory import live_now, read_all
 from resharder.client.inference.worker.model_part import ModelPart, Models
 from resharder.client.rpc.channel import Channel
 from resharder.client.tracing import Timings, timed
-from resharder.client.versions.remote import VersionManifest, expected_digests, get_manifest
+from resharder.client.versions.remote import VersionManifest, get_manifest
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Box, Layout, Piece, TensorSpec
 from resharder.converters.geometry.piece_arrays import pack
@@ -284,13 +283,17 @@ def _check_unchanged(prepared: Tensors, found: Tensors) -> None:
 
 
 def compare_with_store(
-    channel: Channel, early: EarlyVersion, is_current: Callable[[], bool]
+    channel: Channel,
+    early: EarlyVersion,
+    stored: Callable[[VersionManifest], Mapping[tuple[str, Box], int]],
+    is_current: Callable[[], bool],
 ) -> tuple[VersionManifest, str] | None:
     """Wait until an early version is READY and compare its digests with the store's.
 
     Args:
         channel: Channel to the daemon.
         early: The version that the worker received.
+        stored: Returns the store's digests of the boxes that the worker needs. Raises ResharderError.
         is_current: Returns whether the worker still has the version. The wait for a version that is
             ABORTED ends when the daemon replaces it.
 
@@ -300,7 +303,7 @@ def compare_with_store(
     while is_current():
         try:
             manifest = get_manifest(channel, early.version)
-            return manifest, _difference_to_store(channel, manifest, early)
+            return manifest, _difference(early, stored(manifest))
         except ResharderError as error:
             if not isinstance(error, NotFound):  # not READY yet
                 logger.warning("cannot compare %s with the store, retrying: %s", early.version, error)
@@ -308,11 +311,7 @@ def compare_with_store(
     return None
 
 
-def _difference_to_store(channel: Channel, manifest: VersionManifest, early: EarlyVersion) -> str:
-    needs: dict[str, dict[Box, None]] = defaultdict(dict)
-    for piece in early.pieces:
-        needs[piece.tensor][piece.box] = None
-    stored = expected_digests(channel, manifest, {name: tuple(boxes) for name, boxes in needs.items()})
+def _difference(early: EarlyVersion, stored: Mapping[tuple[str, Box], int]) -> str:
     pairs = zip(early.pieces, early.digests, strict=True)
     wrong = [piece.tensor for piece, digest in pairs if stored[piece.tensor, piece.box] != digest]
     return f"expected the digests of the store, {_differ(wrong)}" if wrong else ""

@@ -84,16 +84,17 @@ class ModelPart:
             raise InstallError(f"cannot record the loader of the {self.name}: {recording.impure['']}")
         self.recording = recording
 
-    def share(self, shared: frozenset[str]) -> None:
-        """Set the shared modules. vLLM shares them after it has loaded a drafter."""
+    def share(self, shared: frozenset[str]) -> bool:
+        """Set the shared modules, and return whether they differ. vLLM shares them after it has loaded a drafter."""
         if shared == self.shared:
-            return
+            return False
         self.shared = shared
         if self.recording is not None:
             self.recording = self.recording.without(shared)
         if self.recording is not None and self.evidence is not None:
             self.evidence = self.evidence.without(shared, self.recording)
             self.route = decide(self.recording, self.evidence)
+        return True
 
     def decide_route(self, model: torch.nn.Module, source: VersionSource) -> None:
         """Decide the route of later versions, after `source` went through `load_weights`.
@@ -151,16 +152,17 @@ class ModelParts:
         Returns:
             The manifest if it was needed, else `None`.
         """
-        manifest = None
+        manifest, changed = None, not self.needed_bytes
         for name, model in models.items():
             part = self.part(name)
-            part.share(shared_modules(models, name))
+            changed |= part.share(shared_modules(models, name))
             if part.recording is None:
                 manifest = manifest or get_manifest()
                 with self._host.calling(), self._host.recordable(model):
                     recording = recorder.record(model, manifest.specs, self._host.original_loader)
                 part.record(recording, manifest)
-        self.count_needed_bytes()
+        if manifest is not None or changed:
+            self.count_needed_bytes()
         return manifest
 
     def count_needed_bytes(self) -> None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,7 +69,7 @@ class VersionSource:
         self._registered: Registered | None = None
 
     @property
-    def arrays(self) -> dict[str, Array]:
+    def arrays(self) -> Mapping[str, Array]:
         """The HF tensors as arrays of unsigned integers, by name."""
         return self._files.arrays
 

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,8 @@ from resharder.client.inference.worker.model_part import ModelParts, Models
 from resharder.client.inference.worker.source import Stager, VersionManifest, VersionSource, get_manifest
 from resharder.client.rpc.channel import Channel
 from resharder.client.tracing import Timings
+from resharder.client.versions.remote import expected_digests
+from resharder.converters.geometry.layout import Box
 from resharder.v1 import resources_pb2
 
 logger = logging.getLogger("vllm.resharder.worker")
@@ -54,7 +57,8 @@ class Staging:
         self.current: StagedInstall | None = None
         """The install that is staged or being staged."""
         self._previous: StagedInstall | None = None
-        self._fallback: VersionSource | None = None  # while the store does not have the installed version
+        self._fallback: VersionSource | None = None  # a READY version, for an install ahead of READY or its failure
+        self._preparing = threading.Lock()  # the next fallback is being staged
 
     def open(self, access: resources_pb2.StoreAccess) -> Stager:
         """Choose the transport to the store; later calls return the same stager."""
@@ -90,15 +94,39 @@ class Staging:
 
     def finish(self, staged: StagedInstall) -> None:
         """Drop an install that was applied or failed; keep its fallback while its version is not READY."""
+        if staged.early is not None and staged.source is not None:
+            self._keep(staged.source)
+            staged.source = None
         with self.lock:
-            if staged.early is not None:
-                self._fallback, staged.source = staged.source, None
             self.drop()
 
-    def take_fallback(self) -> VersionSource | None:
-        """Hand the fallback to the caller, who closes it. Callers must hold `lock`."""
-        found, self._fallback = self._fallback, None
-        return found
+    def prepare_fallback(self, manifest: VersionManifest) -> Mapping[tuple[str, Box], int]:
+        """Stage a version that was installed ahead and is READY now, as the fallback of the next install ahead of READY.
+
+        Only from mapped files: a mirror has one version at a time.
+
+        Returns:
+            The store's digest of each needed box, by HF tensor and box.
+
+        Raises:
+            ResharderError: The version's digests cannot be fetched.
+        """
+        assert self.stager is not None
+        source = None
+        with self._preparing:
+            try:
+                source = self.stager.stage(manifest, self._parts.needs()) if self.stager.shared else None
+            except (OSError, ValueError) as error:  # as when the version is retired meanwhile
+                logger.info("%s is not prepared as the version to fall back on: %s", manifest.name, error)
+            self._keep(source)
+        return source.expected if source else expected_digests(self._channel, manifest, self._parts.needs())
+
+    def _keep(self, source: VersionSource | None) -> None:
+        """Replace the fallback, and close the former one."""
+        with self.lock:
+            former, self._fallback = self._fallback, source
+        if former is not None and former is not source:
+            former.close()
 
     def stage(
         self, models: Models, staged: StagedInstall, memory: OpenMemory | None, manifest: VersionManifest | None
@@ -115,7 +143,9 @@ class Staging:
             ResharderError: The version cannot be fetched.
             InstallError: The version does not fit the worker, or it is not READY and cannot arrive on the direct path.
         """
-        source = self._fallback_of(staged.version) or self._fetch(models, staged, memory, manifest)
+        if staged.fallback:
+            self._join_early(models, staged, memory)
+        source = self._fallback_of(staged.fallback or staged.version) or self._fetch(models, staged, memory, manifest)
         self._register(models, staged, source)
         return source
 
@@ -126,10 +156,7 @@ class Staging:
         manifest = manifest or get_manifest(self._channel, staged.fallback or staged.version)
         self._parts.check(manifest)
         needed = self._parts.needs()
-        if staged.fallback:
-            self._join_early(models, staged, memory)
-            return self.stager.stage(manifest, needed)
-        if memory is None or not self._receiver.join(memory, models, staged.version, staged.install):
+        if staged.fallback or memory is None or not self._receiver.join(memory, models, staged.version, staged.install):
             return self.stager.stage(manifest, needed)
         staged.direct = memory
         source = self.stager.stage(manifest, needed, frozenset(memory.layout.tensors) - self._parts.loaded)
@@ -146,8 +173,8 @@ class Staging:
 
     def _fallback_of(self, version: str) -> VersionSource | None:
         """Return the fallback if it is `version`; close any other."""
-        with self.lock:
-            found = self.take_fallback()
+        with self._preparing, self.lock:
+            found, self._fallback = self._fallback, None
         if found is not None and found.manifest.name != version:
             found.close()
             return None

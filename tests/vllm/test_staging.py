@@ -1,0 +1,159 @@
+"""The READY version that a worker keeps for an install ahead of READY: staged beforehand, and used for nothing else."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from resharder.client.inference.worker import staging as module
+from resharder.client.inference.worker.errors import InstallError
+from resharder.client.inference.worker.staging import StagedInstall, Staging
+
+NEEDS: dict[str, Any] = {"w": ()}
+
+
+class Source:
+    """A staged version."""
+
+    def __init__(self, number: int) -> None:
+        self.manifest = manifest(number)
+        self.expected: dict[Any, int] = {("w", ()): number}
+        self.closed = False
+
+    def close(self) -> None:
+        assert not self.closed
+        self.closed = True
+
+
+class Stager:
+    """Stages versions at once, and counts."""
+
+    def __init__(self, shared: bool) -> None:
+        self.shared, self.staged, self.gone = shared, list[Source](), set[int]()
+
+    def stage(self, manifest: Any, needs: Any, without: frozenset[str] = frozenset()) -> Source:
+        if manifest.number in self.gone:
+            raise FileNotFoundError(manifest.name)
+        self.staged.append(Source(manifest.number))
+        return self.staged[-1]
+
+    @property
+    def open(self) -> list[int]:
+        return [source.manifest.number for source in self.staged if not source.closed]
+
+
+class Receiver:
+    """A link to the ranks, which offer everything."""
+
+    offered = True
+
+    def join(self, memory: Any, models: Any, version: str, install: str) -> bool:
+        return self.offered
+
+    def expect_early(self, memory: Any, version: str) -> str:
+        return f"early {version}"
+
+
+def manifest(number: int) -> Any:
+    return SimpleNamespace(name=f"v/{number}", number=number)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The manifests that were fetched."""
+    names: list[str] = []
+
+    def get(channel: Any, version: str) -> Any:
+        names.append(version)
+        return manifest(int(version.rpartition("/")[2]))
+
+    monkeypatch.setattr(module, "get_manifest", get)
+    monkeypatch.setattr(module, "expected_digests", lambda channel, manifest, needs: {("w", ()): manifest.number})
+    return names
+
+
+class Worker:
+    """A worker's staging, and what it applies."""
+
+    def __init__(self, *, shared: bool = True) -> None:
+        self.stager, self.receiver = Stager(shared), Receiver()
+        host: Any = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+        parts: Any = SimpleNamespace(by_name={}, needs=lambda: NEEDS, loaded=frozenset(), check=lambda manifest: None)
+        unused: Any = None
+        receiver: Any = self.receiver
+        self.staging = Staging(host, unused, unused, parts, receiver)
+        self.staging.stager = self.stager  # type: ignore[assignment]
+        self._installs = 0
+
+    def stage(self, version: int, fallback: int = 0) -> StagedInstall:
+        self._installs += 1
+        staged = self.staging.begin(f"i-{self._installs}", f"v/{version}", f"v/{fallback}" if fallback else "")
+        assert staged is not None
+        memory: Any = SimpleNamespace()
+        staged.source = self.staging.stage({}, staged, memory if fallback else None, None)
+        return staged
+
+    def install(self, version: int, fallback: int = 0) -> None:
+        self.staging.finish(self.stage(version, fallback))
+
+
+def test_each_version_served_ahead_is_the_fallback_of_the_next_without_being_staged_again(asked: list[str]) -> None:
+    worker = Worker()
+    worker.install(2, fallback=1)
+    assert asked == ["v/1"], "the first fallback is staged when it is needed"
+    assert worker.staging.prepare_fallback(manifest(2)) == {("w", ()): 2}
+    assert worker.stager.open == [2]
+    for version in (3, 4):
+        staged = worker.stage(version, fallback=version - 1)
+        assert staged.early == f"early v/{version}"
+        assert staged.source is worker.stager.staged[-1]
+        worker.staging.finish(staged)
+        worker.staging.prepare_fallback(manifest(version))
+        assert worker.stager.open == [version]
+    assert asked == ["v/1"]
+
+
+def test_a_version_that_was_served_ahead_and_differs_comes_from_the_fallback(asked: list[str]) -> None:
+    worker = Worker()
+    worker.install(2, fallback=1)
+    worker.staging.prepare_fallback(manifest(2))
+    assert worker.stage(2).source is worker.stager.staged[-1]
+    assert asked == ["v/1"]
+
+
+def test_a_prepared_version_is_closed_when_another_is_installed(asked: list[str]) -> None:
+    worker = Worker()
+    worker.install(2, fallback=1)
+    worker.staging.prepare_fallback(manifest(2))
+    worker.stage(7)
+    assert worker.stager.open == [7]
+    assert asked == ["v/1", "v/7"]
+
+
+def test_a_version_whose_ranks_cannot_be_reached_leaves_the_fallback(asked: list[str]) -> None:
+    worker = Worker()
+    worker.install(2, fallback=1)
+    worker.staging.prepare_fallback(manifest(2))
+    worker.receiver.offered = False
+    with pytest.raises(InstallError, match="no link to its ranks"):
+        worker.stage(3, fallback=2)
+    worker.receiver.offered = True
+    assert worker.stage(3, fallback=2).source is worker.stager.staged[-1]
+    assert asked == ["v/1"]
+
+
+def test_a_mirror_prepares_no_fallback_because_it_has_one_version_at_a_time(asked: list[str]) -> None:
+    worker = Worker(shared=False)
+    worker.install(2, fallback=1)
+    assert worker.stager.open == [1]
+    assert worker.staging.prepare_fallback(manifest(2)) == {("w", ()): 2}
+    assert worker.stager.open == []
+    worker.install(3, fallback=2)
+    assert asked == ["v/1", "v/2"]
+
+
+def test_a_version_that_is_retired_meanwhile_is_compared_all_the_same(asked: list[str]) -> None:
+    worker = Worker()
+    worker.install(2, fallback=1)
+    worker.stager.gone = {2}
+    assert worker.staging.prepare_fallback(manifest(2)) == {("w", ()): 2}
+    assert worker.stager.open == []
