@@ -39,6 +39,12 @@ class FakeOperator(operator_pb2_grpc.OperatorServiceServicer):
     def ListVersions(self, request: operator_pb2.ListVersionsRequest, context: grpc.ServicerContext) -> Message:
         return operator_pb2.ListVersionsResponse(versions=self.versions)
 
+    def GetVersion(self, request: operator_pb2.GetVersionRequest, context: grpc.ServicerContext) -> Message:
+        found = {version.name: version for version in self.versions}
+        if request.version not in found:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no version {request.version}")
+        return found[request.version]
+
     def ListServers(self, request: operator_pb2.ListServersRequest, context: grpc.ServicerContext) -> Message:
         return operator_pb2.ListServersResponse(servers=[s for s in self.servers if request.fleet in ("", s.fleet)])
 

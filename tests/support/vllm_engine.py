@@ -65,6 +65,10 @@ class Engine:
         """(token, logprob) of a greedy continuation."""
         return self._ask("logprobs", prompt, tokens)
 
+    def weight_versions(self, prompt: list[int], tokens: int) -> list[tuple[str, int, int]]:
+        """vLLM's own (version, first token, end) of a greedy continuation."""
+        return self._ask("weight_versions", prompt, tokens)
+
     def sleep(self, level: int) -> None:
         self._ask("sleep", level)
 
@@ -136,6 +140,7 @@ def _serve(pipe: Connection, environment: dict[str, str], options: dict[str, Any
     acts: dict[str, Callable[..., Any]] = {
         "rpc": lambda method, args: engine.collective_rpc(method, args=args),
         "logprobs": lambda prompt, tokens: _logprobs(engine, prompt, tokens),
+        "weight_versions": lambda prompt, tokens: _weight_versions(engine, prompt, tokens),
         "core": lambda method, args: getattr(engine.llm_engine.engine_core.engine_core, method)(*args),
         "sleep": engine.sleep,
         "wake": engine.wake_up,
@@ -163,3 +168,11 @@ def _logprobs(engine: Any, prompt: list[int], tokens: int) -> list[tuple[int, fl
     (output,) = engine.generate({"prompt_token_ids": prompt}, settings, use_tqdm=False)
     answer = output.outputs[0]
     return [(token, found[token].logprob) for token, found in zip(answer.token_ids, answer.logprobs, strict=True)]
+
+
+def _weight_versions(engine: Any, prompt: list[int], tokens: int) -> list[tuple[str, int, int]]:
+    from vllm import SamplingParams
+
+    settings = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    (output,) = engine.generate({"prompt_token_ids": prompt}, settings, use_tqdm=False)
+    return [(span.version, span.start, span.end) for span in output.outputs[0].weight_versions]

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -139,6 +139,10 @@ class VllmServer:
 
     def wait_health(self, status: int, timeout: float) -> None:
         """Until /health answers with this status. Raises ServerFailed."""
+        self.wait_answer(lambda answer: answer.status == status, f"say {status}", timeout)
+
+    def wait_answer(self, holds: Callable[[Response], bool], what: str, timeout: float) -> None:
+        """Until the answer of /health fulfils a condition, which `what` describes. Raises ServerFailed."""
         began = time.monotonic()
         last = "no answer"
         while time.monotonic() - began < timeout:
@@ -146,12 +150,12 @@ class VllmServer:
                 raise ServerFailed(f"the server ended with {self._process().returncode} before it was ready:\n{self.log_tail()}")
             with contextlib.suppress(OSError, http.client.HTTPException):
                 answer = self.request("GET", "/health", timeout=5)
-                if answer.status == status:
+                if holds(answer):
                     self.ready_seconds = time.monotonic() - began
                     return
                 last = f"{answer.status} {answer.body[:200]!r}"
             time.sleep(0.1)
-        raise ServerFailed(f"/health did not say {status} within {timeout:.0f} s (last: {last}):\n{self.log_tail()}")
+        raise ServerFailed(f"/health did not {what} within {timeout:.0f} s (last: {last}):\n{self.log_tail()}")
 
     @property
     def alive(self) -> bool:

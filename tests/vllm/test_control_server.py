@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,8 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 @pytest.fixture(scope="module")
 def double(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployment(tmp_path_factory.mktemp("double"), "--data-parallel-size", "2") as deployed:
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    with deployment(tmp_path_factory.mktemp("double"), "--data-parallel-size", "2", environment=environment) as deployed:
         yield deployed
 
 
@@ -142,6 +144,8 @@ def test_two_api_servers_share_one_server_and_both_gates_follow(double: Deployme
     wait_until(all_of_it, f"both answer with version {reached}")
     assert len({answer.token_ids for answer in answers}) == 1
     wait_until(lambda: metrics(double.server)['resharder_vllm_gate_position{position="open"}'] == 2, "both gates are open")
+    infos = [double.server.request("GET", "/weight_info") for _ in range(8)] if find_spec("vllm.entrypoints.rl") else []
+    assert [one.json() for one in infos] == [{"weight_version": str(reached)}] * len(infos), "of both engines, at both servers"
     counted = metrics(double.server)
     assert counted["resharder_vllm_served_version"] == reached
     assert counted["resharder_vllm_pause_seconds_count"] >= 1

@@ -62,6 +62,19 @@ def test_the_engine_core_obeys_the_newest_term_on_a_living_lease_alone(engine: E
     assert len(engine.logprobs([5, 17, 42], 4)) == 4
 
 
+def test_no_other_caller_ends_the_pause_of_an_order(engine: Engine) -> None:
+    """A side that does not lead has no record of the order; its `/resume` reaches the engine core."""
+    term = ask(engine, 10, "collective_rpc", "resharder_describe", None, [], None, left=None) and 10
+    ask(engine, term, "pause_scheduler", "keep", False)
+    engine.core("resharder_resume")
+    assert engine.core("is_scheduler_paused") is True
+    ask(engine, term, "resume_scheduler")
+    assert engine.core("is_scheduler_paused") is False
+    engine.core("pause_scheduler", "keep", False)
+    engine.core("resharder_resume")
+    assert engine.core("is_scheduler_paused") is False, "its own pause it ends"
+
+
 def test_calls_without_a_token_pass(engine: Engine) -> None:
     engine.core("pause_scheduler", "keep", False)
     engine.core("resume_scheduler")

@@ -24,6 +24,7 @@ from tests.support.weights import Reference, random_weights
 pytestmark = pytest.mark.compat
 RAW_MODE = Path(__file__).parents[1] / "support" / "raw_mode"
 SIDES = {"ApiServer_0", "ApiServer_1"}
+NATIVE = find_spec("vllm.entrypoints.rl") is not None  # vLLM stamps tokens with its own weight version
 _NEAR = 3e-2 if torch.cuda.is_available() else 1e-3  # of log-probabilities; TensorFloat-32 rounds to 2^-11
 
 
@@ -70,7 +71,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder = tmp_path_factory.mktemp("sides")
     deaf = folder / "deaf"
     path = os.pathsep.join([str(RAW_MODE), os.environ.get("PYTHONPATH", "")])
-    environment = {"VLLM_PLUGINS": "resharder,deaf_side", "DEAF_SIDE": str(deaf), "PYTHONPATH": path}
+    environment = {"VLLM_PLUGINS": "resharder,deaf_side", "DEAF_SIDE": str(deaf), "PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1"}
     options = ["--api-server-count", "2", "--middleware", "resharder_deaf_side.NamesItsSide", "--trust-request-chat-template"]
     if find_spec("vllm.entrypoints.launchers"):  # later than 0.28: token-in-token-out is off by default
         options.append("--enable-scale-out")
@@ -114,6 +115,10 @@ def test_an_api_server_that_was_told_of_no_version_names_the_one_that_made_its_t
         for path, body in [("/v1/chat/completions", chat), ("/inference/v1/generate", token_in_token_out())]:
             for answer in at_each_side(lambda path=path, body=body: scene.server.request("POST", path, body)):
                 assert (answer.status, answer.version) == (200, str(reached)), (path, answer.headers, answer.body)
+                if NATIVE and "generate" in path:
+                    assert answer.json()["choices"][0]["weight_versions"] == [{"version": str(reached), "start": 0, "end": 8}]
+        for answer in at_each_side(lambda: scene.server.request("GET", "/weight_info")) if NATIVE else ():
+            assert (answer.version, answer.json()) == (str(reached), {"weight_version": str(reached)}), answer.headers
         for answer in at_each_side(lambda: scene.server.request("GET", "/v1/models")):
             assert answer.version == str(reached), answer.headers
         for answer in at_each_side(lambda: scene.server.request("POST", "/v1/completions", completion(PROMPT, 8, stream=True))):
@@ -123,19 +128,21 @@ def test_an_api_server_that_was_told_of_no_version_names_the_one_that_made_its_t
         scene.attend()
 
 
-def token_in_token_out() -> dict[str, Any]:
-    return {"model": "m", "token_ids": PROMPT, "sampling_params": {"max_tokens": 8, "temperature": 0.0}}
+def token_in_token_out(tokens: int = 8) -> dict[str, Any]:
+    settings = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "logprobs": 1}
+    return {"model": "m", "token_ids": PROMPT, "sampling_params": settings}
 
 
 def test_answers_over_an_install_name_the_versions_of_their_tokens_in_order(scene: Scene) -> None:
     with Operator(scene.deployed.daemon.endpoint) as operator:
         operator.set_fleet("policy", pause_mode=RequestHandling.KEEP)
     before = scene.miss()
-    asked = [completion(PROMPT, 1500, stream=stream) for stream in (False, True)] * 2
+    asked = [("/v1/completions", completion(PROMPT, 1500, stream=stream)) for stream in (False, True)] * 2
+    asked += [("/inference/v1/generate", token_in_token_out(1500))] * 2 * NATIVE
     answers: list[Response] = []
     threads = [
-        threading.Thread(target=lambda body=body: answers.append(scene.server.request("POST", "/v1/completions", body)))
-        for body in asked
+        threading.Thread(target=lambda path=path, body=body: answers.append(scene.server.request("POST", path, body)))
+        for path, body in asked
     ]
     for thread in threads:
         thread.start()
@@ -165,6 +172,17 @@ def labelled(answer: Response) -> list[tuple[int, float, tuple[int, ...]]]:
     found = []
     for part in events(answer) if answer.version == "streamed" else [answer.json() | {"resharder_versions": answer.version}]:
         for choice in part["choices"]:
+            if choice.get("weight_versions"):
+                return labelled_by_vllm(choice, answer.version)
             for token, logprob in zip(choice["token_ids"] or [], choice["logprobs"]["token_logprobs"], strict=True):
                 found.append((token, logprob, tuple(map(int, part["resharder_versions"].split(",")))))
     return found
+
+
+def labelled_by_vllm(choice: dict[str, Any], header: str | None) -> list[tuple[int, float, tuple[int, ...]]]:
+    """The same of vLLM's own spans: they leave no token out, and name the header's versions in its order."""
+    spans = choice["weight_versions"]
+    assert ",".join(span["version"] for span in spans) == header
+    versions = [(int(span["version"]),) for span in spans for _ in range(span["start"], span["end"])]
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    return list(zip(choice["token_ids"], logprobs, versions, strict=True))

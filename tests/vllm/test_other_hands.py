@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.support.weights import random_weights
 
 PLUGINS = Path(__file__).parents[1] / "support" / "raw_mode"
 PROMPT = [5, 17, 42, 7, 300, 11]
+needs_native_versions = pytest.mark.skipif(not find_spec("vllm.entrypoints.rl"), reason="this vLLM stamps no tokens")
 NORM = "model.layers.0.input_layernorm.weight"
 
 
@@ -56,6 +58,17 @@ class Deployment:
     def verify(self) -> list[resources_pb2.Verification]:
         with Operator(self.daemon.endpoint) as operator:
             return operator.verify(servers(self.daemon)[0].name, timeout=60)
+
+    def vllms_own(self) -> tuple[str, dict[str, str]]:
+        """vLLM's weight version, which is that of the header, and its checksum of each parameter of each worker."""
+        info = self.server.request("GET", "/weight_info")
+        assert info.json() == {"weight_version": info.version}, info.headers
+        checked = self.server.request("POST", "/weight_checker", {"action": "checksum"})
+        return info.json()["weight_version"], checked.json()["checksums"]
+
+    def mismatches(self, baseline: dict[str, str]) -> list[str]:
+        answer = self.server.request("POST", "/weight_checker", {"action": "compare", "baseline": baseline})
+        return answer.json()["mismatches"]
 
 
 @contextmanager
@@ -165,6 +178,39 @@ def test_packed_weights_are_no_difference_and_not_said_to_be_covered(packed: Dep
         found = packed.verify()
         no_difference(found, packed.version)
         assert all(0 < one.covered_bytes < one.total_bytes for one in found)
+
+
+@needs_native_versions
+@pytest.mark.parametrize("scene", ["single", "double"])
+def test_vllms_own_version_and_checksums_agree_over_updates_rollbacks_and_sleep(
+    scene: str, request: pytest.FixtureRequest
+) -> None:
+    deployed: Deployment = request.getfixturevalue(scene)
+    deployed.serve()
+    first, second = deployed.version, deployed.version + 1
+    reported, before = deployed.vllms_own()
+    assert reported == str(first)
+    assert {name.split(":")[3] for name in before} == ({"tp0"} if scene == "single" else {"tp0", "tp1"})
+    assert not deployed.mismatches(before)
+    deployed.serve()
+    reported, after = deployed.vllms_own()
+    assert reported == str(second)
+    assert sorted(after) == sorted(before) == deployed.mismatches(before), "the versions differ in every parameter"
+    with Operator(deployed.daemon.endpoint) as operator:
+        operator.rollback("policy", first)
+        wait_serving(deployed.daemon, first)
+        assert deployed.vllms_own() == (str(first), before)
+        operator.sleep("policy", level=2)
+        operator.wait_power("policy", ServerPower.ASLEEP_2, timeout=60)
+        operator.wake("policy")
+        wait_serving(deployed.daemon, first)
+        assert deployed.vllms_own() == (str(first), before)
+    deployed.change(NORM)
+    assert [name.rpartition(":")[2] for name in deployed.mismatches(before)] == [NORM], "the other hand's change alone"
+    assert any(one.different for one in deployed.verify())
+    wait_serving(deployed.daemon, first)
+    assert deployed.vllms_own() == (str(first), before)
+    deployed.serve()
 
 
 def test_resume_hammered_during_installs_at_tp_2_ends_no_pause(double: Deployment) -> None:

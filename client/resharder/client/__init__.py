@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         LayoutRejected,
         MessageTooLarge,
         NotFound,
+        NotServed,
         OutOfRoom,
         Refused,
         ReplicasDiffer,
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
     )
     from resharder.client.inference.vllm.attach import (
         attach,
+    )
+    from resharder.client.integrations.vllm import (
+        ResharderTrainerInitInfo,
+        ShardSource,
     )
     from resharder.client.operator import (
         Operator,
@@ -117,11 +122,12 @@ __version__: str
 _HOMES = {
     "errors": (
         "AccessDenied Conflict ConversionError CorruptData DaemonUnreachable GenerationEnded LayoutError "
-        "LayoutRejected MessageTooLarge NotFound OutOfRoom Refused ReplicasDiffer ResharderError "
+        "LayoutRejected MessageTooLarge NotFound NotServed OutOfRoom Refused ReplicasDiffer ResharderError "
         "ServersNotAsleep StaleEpoch StaleParameters StoreFailed UnknownTensor UnsupportedModel UsageError VersionAborted "
         "WaitTimeout"
     ),
     "inference.vllm.attach": "attach",
+    "integrations.vllm": "ResharderTrainerInitInfo ShardSource",
     "operator": "Operator",
     "operator.answers": (
         "ArchivedVersion CollectedVersions DaemonEvent DaemonStatus ExportedVersion FleetStatus InstallStatus "
@@ -170,6 +176,7 @@ __all__ = [
     "MovePhase",
     "MoveStatus",
     "NotFound",
+    "NotServed",
     "Operator",
     "OutOfRoom",
     "PhaseTiming",
@@ -182,10 +189,12 @@ __all__ = [
     "ReplicasDiffer",
     "RequestHandling",
     "ResharderError",
+    "ResharderTrainerInitInfo",
     "ServerPower",
     "ServerState",
     "ServerStatus",
     "ServersNotAsleep",
+    "ShardSource",
     "SlotState",
     "SlotStatus",
     "StaleEpoch",

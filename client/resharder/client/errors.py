@@ -18,6 +18,7 @@ ResharderError
 ├── StaleParameters       this rank's parameters are older than those of other ranks
 ├── ServersNotAsleep      a generation has ended, and servers may still occupy the GPUs: parameters were not brought back
 ├── GenerationEnded       another rank has left the generation with an error
+├── NotServed             a version is published, and a server does not serve it
 └── ConversionError       a model, layout or checkpoint that cannot be converted; also a ValueError
     ├── LayoutError       a layout with a hole or an overlap, or a tensor whose shape or dtype does not fit
     ├── ReplicasDiffer    ranks with different values of the same elements
@@ -50,6 +51,7 @@ __all__ = [
     "LayoutRejected",
     "MessageTooLarge",
     "NotFound",
+    "NotServed",
     "OutOfRoom",
     "Refused",
     "ReplicasDiffer",
@@ -170,6 +172,12 @@ class GenerationEnded(ResharderError):
     """Another rank has left the generation with an error."""
 
     reason = "GENERATION_ENDED"
+
+
+class NotServed(ResharderError):
+    """A version is published, and a server does not serve it: refused, failed, or not in time."""
+
+    reason = "NOT_SERVED"
 
 
 TOO_FAST = "TOO_FAST"

@@ -43,6 +43,8 @@ class PluginSettings:
     """Whether versions may arrive on the direct path."""
     verify_seconds: float = 600.0
     """Interval between verifications of memory; 0 verifies on request only."""
+    update_seconds: float = 240.0
+    """Time for which `finish_weight_update` of vLLM's API waits for a version to be served."""
     address: str = ""
     """Address at which others reach the server, as host or host:port; empty selects the host's routable address."""
 
@@ -68,6 +70,7 @@ class PluginSettings:
             staging_dir=_folder(given, "RESHARDER_STAGING_DIR", cls.staging_dir),
             direct=_one_of(given, "RESHARDER_DIRECT", ("on", "off")) == "on",
             verify_seconds=_seconds(given, "RESHARDER_VERIFY_SECONDS", cls.verify_seconds),
+            update_seconds=_seconds(given, "RESHARDER_UPDATE_SECONDS", cls.update_seconds),
             address=_address(given),
         )
 

@@ -24,7 +24,7 @@ The gate takes no orders over HTTP. Everything except `ServerLease.renew` runs o
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -288,17 +288,18 @@ class GateMiddleware:
         app: The application behind the gate.
         gate: The gate.
         installed: Returns the version that the engine has installed now; 0 for none.
+        passing: Further paths that are not gated; read at each request.
     """
 
-    def __init__(self, app: App, gate: Gate, installed: Callable[[], int]) -> None:
-        self._app, self._gate, self._installed = app, gate, installed
+    def __init__(self, app: App, gate: Gate, installed: Callable[[], int], passing: Collection[str] = ()) -> None:
+        self._app, self._gate, self._installed, self._passing = app, gate, installed, passing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        ungated = path in UNGATED or scope.get("method") == "OPTIONS"
+        ungated = path in UNGATED or path in self._passing or scope.get("method") == "OPTIONS"
         if ungated or path in HEALTH:
             refusal = None if ungated else self._gate.check_health()
             counted: AbstractContextManager[None] = nullcontext()

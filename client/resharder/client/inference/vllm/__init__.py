@@ -1,4 +1,4 @@
-"""The vLLM plugin. A no-op without `RESHARDER_ENDPOINT` in the environment.
+"""The vLLM plugin. Without `RESHARDER_ENDPOINT` in the environment it changes nothing in vLLM.
 
 Importing this module imports neither vLLM nor gRPC and opens no channel, because vLLM forks workers from
 processes that imported it.
@@ -19,10 +19,15 @@ TESTED = (OLDEST, (0, 28), (0, 32))
 def register() -> None:
     """Register the plugin: the entry point `vllm.general_plugins`, which vLLM calls at least once in every process of a server.
 
+    Without RESHARDER_ENDPOINT, only the weight transfer backend is registered, which refuses a server without the variable.
+
     Raises:
         UsageError: vLLM is too old, a variable is invalid, or requests would bypass the gate. The
             exception ends the server's start.
     """
+    from resharder.client.inference.vllm.weight_transfer import register_backend
+
+    has_backend = register_backend()
     if not os.environ.get("RESHARDER_ENDPOINT"):
         return
     os.environ.setdefault("RESHARDER_SERVER_ID", uuid.uuid4().hex)  # inherited by all processes of the server
@@ -40,7 +45,15 @@ def register() -> None:
         os.environ[_WARNED] = __version__
         logging.getLogger("vllm.resharder").warning(warning)
     version_page.provide(PluginSettings.from_environment().server)
-    from resharder.client.inference.vllm import boot_loader, engine_core, refusals, sleep, worker_rpc
+    from resharder.client.inference.vllm import (
+        boot_loader,
+        engine_core,
+        native_updates,
+        refusals,
+        sleep,
+        weight_version,
+        worker_rpc,
+    )
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -55,6 +68,9 @@ def register() -> None:
     worker_rpc.watch_workers(sleep.watch_sleep)
     sleep.let_stay_paused()
     engine_core.fence_engine_core()
+    weight_version.watch_weight_version()
+    if has_backend:
+        native_updates.watch_updates()
 
 
 def endpoint_plugin() -> Any:

@@ -10,6 +10,7 @@ The endpoint plugin does the same for an API server, and adds the gate to its ro
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,12 +21,14 @@ from resharder.client.inference.control.gate import Gate
 from resharder.client.inference.control.labels import Answer, answering
 from resharder.client.inference.control.lease import ControlIdentity, LeaseThread
 from resharder.client.inference.control.orders import ControlOrder, Outcome
+from resharder.client.inference.control.weight_update import WeightUpdates
 from resharder.client.inference.power import PowerState
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import page
-from resharder.client.inference.vllm import outputs, refusals
+from resharder.client.inference.vllm import native_updates, outputs, refusals
 from resharder.client.inference.vllm.engine_core import engines_are_here, guard, passes_kv
 from resharder.client.inference.vllm.sleep import cannot_sleep
+from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
 
 logger = logging.getLogger("vllm.resharder.attach")
@@ -132,12 +135,21 @@ async def attach(
         cannot_sleep(config),
     )
     gate.observe_empty(thread.report_now)
+    if native_updates.is_selected(config):
+        native_updates.take_over(engine, _updates(gate, settings, lambda: thread.model))
     try:
         await control.refresh_power()
     except Exception as error:  # LEAD queries the workers again
         logger.warning("cannot determine yet whether the engine sleeps: %s", error)
     thread.start()
     return AttachedEngine(gate, thread)
+
+
+def _updates(gate: Gate, settings: PluginSettings, model: Callable[[], str]) -> WeightUpdates:
+    def connect() -> Operator:
+        return Operator(settings.endpoint)
+
+    return WeightUpdates(gate, settings.server, model, connect, timeout=settings.update_seconds)
 
 
 def refuse_unsupported(config: Any) -> None:

@@ -14,6 +14,7 @@ from resharder.client.inference.address import server_address
 from resharder.client.inference.control.gate import Gate, GateMiddleware
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.version_page import page
+from resharder.client.inference.vllm import native_updates
 from resharder.client.inference.vllm.attach import AttachedEngine, attach
 from resharder.client.inference.vllm.route_rules import RouteRulesMiddleware
 
@@ -30,6 +31,7 @@ class EndpointPlugin:
     def __init__(self) -> None:
         self._settings: PluginSettings | None = None
         self._gate: Gate | None = None
+        self._passing: set[str] = set()  # routes that neither the gate nor the rules stop
         self.handle: AttachedEngine | None = None
 
     def attach_router(self, app: Any) -> None:
@@ -42,8 +44,8 @@ class EndpointPlugin:
             return
         self._settings = PluginSettings.from_environment()
         self._gate = Gate(prefer=self._settings.prefer, hold_seconds=self._settings.hold_seconds)
-        app.add_middleware(GateMiddleware, gate=self._gate, installed=lambda: page().version)
-        app.add_middleware(RouteRulesMiddleware)
+        app.add_middleware(GateMiddleware, gate=self._gate, installed=lambda: page().version, passing=self._passing)
+        app.add_middleware(RouteRulesMiddleware, passing=self._passing)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Attach the engine to the daemon.
@@ -56,6 +58,8 @@ class EndpointPlugin:
             return
         if engine_client is None:
             raise UsageError("expected an API server with an engine behind it, got none: leave the plugin out of VLLM_PLUGINS")
+        if native_updates.is_selected(engine_client.vllm_config):
+            self._passing |= native_updates.ROUTES
         self.handle = await attach(engine_client, settings, gate=self._gate, address=_address(args, settings))
         atexit.register(self.handle.leave)  # vLLM has no shutdown hook
 

@@ -1,17 +1,24 @@
 """The fence in vLLM's engine core (`control/fence.py`), and queries about engine cores; read against 0.26, 0.28 and 0.32."""
 
 import functools
+import logging
 from typing import Any
 
 from resharder.client.errors import UsageError
 from resharder.client.inference.control.fence import FENCED, Fence, accepted, claim_in_effect
+from resharder.client.inference.power import STAY_PAUSED
+
+_RESUME = "resharder_resume"  # name of the engine core's method for resumptions without a token
+_PAUSED = "_resharder_paused"  # attribute of an engine core that an order has paused
+logger = logging.getLogger("vllm.resharder.engine_core")
 
 
 def fence_engine_core() -> None:
-    """Add `resharder_fenced` to the engine core."""
+    """Add `resharder_fenced` and `resharder_resume` to the engine core."""
     from vllm.v1.engine.core import EngineCore
 
     setattr(EngineCore, FENCED, resharder_fenced)
+    setattr(EngineCore, _RESUME, resharder_resume)
 
 
 def resharder_fenced(self: Any, token: list[Any], method: str, args: list[Any]) -> Any:
@@ -23,7 +30,25 @@ def resharder_fenced(self: Any, token: list[Any], method: str, args: list[Any]) 
     refusal = fence.refuse(token)
     if method == "resume_scheduler":
         refusal = _agreed(self, refusal)
-    return fence.refused(refusal) if refusal else getattr(self, method)(*args)
+    if refusal:
+        return fence.refused(refusal)
+    if method == "pause_scheduler" or (method == "wake_up" and STAY_PAUSED in (args[0] or ())):
+        setattr(self, _PAUSED, True)
+    elif method == "resume_scheduler":
+        setattr(self, _PAUSED, False)
+    return getattr(self, method)(*args)
+
+
+def resharder_resume(self: Any) -> None:
+    """Resume the scheduler for a caller without a token, unless an order has paused it: a method of the engine core.
+
+    The caller's API server may not be the leading one, and then has no record of the order.
+    """
+    paused = "an order has paused the engine" if getattr(self, _PAUSED, False) else ""
+    if refusal := _agreed(self, paused):
+        logger.warning("ignoring resume_generation by another caller: %s", refusal)
+    else:
+        self.resume_scheduler()
 
 
 def _agreed(core: Any, refusal: str) -> str:
@@ -42,7 +67,7 @@ def _agreed(core: Any, refusal: str) -> str:
 
 
 def guard(client: Any) -> None:
-    """Route calls of an engine core's client within `acting` through the engine core's fence.
+    """Route calls of an engine core's client within `acting` through the engine core's fence, and others' resumptions too.
 
     `_call_utility_async` sends every call to one engine core (`v1/engine/core_client.py`; 0.26, 0.28 and 0.32).
 
@@ -61,7 +86,7 @@ def guard(client: Any) -> None:
     async def guarded(method: str, *args: Any, **to: Any) -> Any:
         claim = claim_in_effect()
         if claim is None:
-            return await plain(method, *args, **to)
+            return await plain(_RESUME if method == "resume_scheduler" else method, *args, **to)
         return accepted(await plain(FENCED, claim.token(), method, list(args), **to))
 
     guarded.resharder = True  # type: ignore[attr-defined]

@@ -1,0 +1,195 @@
+"""vLLM's weight transfer backend `resharder`: registration, errors at the start, and the trainer's half against a real daemon."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm.entrypoints.rl", reason="this vLLM has no factory for trainers")
+
+from resharder.client import NotServed, Operator, ResharderTrainerInitInfo, ShardSource, UsageError
+from resharder.client.inference.vllm import register
+from resharder.client.inference.vllm.native_updates import ROUTES, is_selected
+from resharder.client.inference.vllm.route_rules import RULES
+from resharder.client.integrations.vllm import ResharderTrainerEngine
+from resharder.client.integrations.weight_sources import DividedStream, owned_names
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer import ModuleSource, ParamMeta, WeightSource, WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from tests.support.daemon import Daemon
+from tests.support.tiny_hf import load_checkpoint, load_model, save_checkpoint, tiny_config
+
+
+class Client:
+    """A server's side of the API, which notes the calls; `refusal` is raised by `finish_weight_update`."""
+
+    def __init__(self, refusal: Exception | None = None) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.refusal = refusal
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.calls.append(("init", init_info))
+
+    def start_weight_update(self) -> None:
+        self.calls.append(("start",))
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.calls.append(("update", update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.calls.append(("finish", weight_version))
+        if self.refusal is not None:
+            raise self.refusal
+
+
+class Stream(WeightSource):
+    """A source of its own, as an export from Megatron is; `passes` counts how often it is iterated to the end."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors, self.passes = tensors, 0
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.tensors.items()
+        self.passes += 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("model"), tiny_config("qwen3_tied", num_hidden_layers=2), seed=3)
+
+
+def start(daemon: Daemon, folder: Path, source: Any, client: Client, name: str, **fields: Any) -> ResharderTrainerEngine:
+    info = ResharderTrainerInitInfo(rank=0, model=name, endpoint=daemon.endpoint, tokenizer=folder, **fields)
+    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+
+
+def exported(daemon: Daemon, model: str, number: int, target: Path) -> dict[str, torch.Tensor]:
+    with Operator(daemon.endpoint) as operator:
+        operator.export(number, target, model=model)
+    return load_checkpoint(target)
+
+
+def test_the_plugin_registers_both_halves_with_and_without_a_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RESHARDER_ENDPOINT", raising=False)
+    register()
+    register()
+    assert WeightTransferTrainerFactory._registry["resharder"]() is ResharderTrainerEngine
+    config = SimpleNamespace(parallel_config=None, model_config=None)
+    with pytest.raises(UsageError, match=r"backend resharder cannot start: expected the daemon's endpoint .* got none"):
+        WeightTransferEngineFactory.create_engine(WeightTransferConfig(backend="resharder"), config, "cpu", None)
+    monkeypatch.setenv("RESHARDER_ENDPOINT", "127.0.0.1:7677")
+    monkeypatch.setenv("RESHARDER_SERVER_ID", "a")
+    engine = WeightTransferEngineFactory.create_engine(WeightTransferConfig(backend="resharder"), config, "cpu", None)
+    with pytest.raises(UsageError, match="without a control side: name resharder in VLLM_PLUGINS"):
+        engine.init_transfer_engine(engine.parse_init_info({"model": "policy"}))
+    engine.shutdown()
+
+
+def test_only_the_backends_own_configuration_selects_it() -> None:
+    assert is_selected(SimpleNamespace(weight_transfer_config=WeightTransferConfig(backend="resharder")))
+    for other in (None, WeightTransferConfig(backend="nccl")):
+        assert not is_selected(SimpleNamespace(weight_transfer_config=other))
+    assert not is_selected(SimpleNamespace())
+    assert {("POST", route) for route in ROUTES} - RULES.keys() == {("POST", "/get_world_size")}, "which is a GET"
+
+
+def test_a_modules_weights_become_versions_under_their_names_on_disk(daemon: Daemon, folder: Path, tmp_path: Path) -> None:
+    model, client = load_model(folder), Client()
+    engine = start(daemon, folder, ModuleSource(model), client, "module")
+    assert client.calls == [("init", {"model": "module"})]
+    engine.send_weights()
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    engine.send_weights()
+    with Operator(daemon.endpoint) as operator:
+        prints = [operator.version(number, model="module").fingerprint for number in (1, 2)]
+    rounds = [
+        [("start",), ("update", {"version": number, "fingerprint": found}), ("finish", str(number))]
+        for number, found in enumerate(prints, 1)
+    ]
+    assert client.calls[1:] == [call for calls in rounds for call in calls]
+    first, second = (exported(daemon, "module", number, tmp_path / str(number)) for number in (1, 2))
+    disk = load_checkpoint(folder)
+    assert first.keys() == second.keys() == disk.keys()
+    assert all(torch.equal(first[name], disk[name]) for name in disk)
+    changed = [name for name in disk if not torch.equal(first[name], second[name])]
+    assert changed == ["model.norm.weight"]
+    engine.shutdown()
+
+
+def test_a_stream_of_whole_tensors_is_published_as_it_comes(daemon: Daemon, folder: Path, tmp_path: Path) -> None:
+    disk = load_checkpoint(folder)
+    config = load_model(folder).config
+    engine = start(daemon, folder, Stream(disk), Client(), "stream", config=config)
+    engine.send_weights(step=40)
+    assert engine.handle is not None
+    assert engine.handle.step == 40
+    found = exported(daemon, "stream", 1, tmp_path / "out")
+    assert found.keys() == disk.keys()
+    assert all(torch.equal(found[name], disk[name]) for name in disk)
+    engine.shutdown()
+
+
+def test_what_a_server_answers_is_in_the_error_that_the_trainer_gets(daemon: Daemon, folder: Path) -> None:
+    refusal = RuntimeError("500 Server Error")
+    refusal.response = SimpleNamespace(json=lambda: {"error": {"message": "fleet policy is pinned to version 1"}})
+    engine = start(daemon, folder, ModuleSource(load_model(folder)), Client(refusal), "refused")
+    expected = "expected models/refused/versions/1 to be served, got fleet policy is pinned to version 1"
+    with pytest.raises(NotServed, match=expected):
+        engine.send_weights()
+    engine.client.refusal = ConnectionError("nobody answers")
+    with pytest.raises(NotServed, match="versions/2 to be served, got ConnectionError: nobody answers"):
+        engine.send_weights()
+    engine.client.refusal = None
+    engine.send_weights()
+    assert engine.handle is not None
+    assert engine.handle.version == 3
+    engine.shutdown()
+
+
+def test_wrong_arguments_are_one_error_before_anything_is_published(
+    daemon: Daemon, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RESHARDER_MODEL", raising=False)
+    client = Client()
+    with pytest.raises(UsageError, match="expected a WeightSource as source, got none"):
+        start(daemon, folder, None, client, "wrong")
+    with pytest.raises(UsageError, match="expected the model's name in ResharderTrainerInitInfo"):
+        start(daemon, folder, Stream({}), client, "")
+    with pytest.raises(UsageError, match="expected the model's Hugging Face config"):
+        start(daemon, folder, Stream({}), client, "wrong")
+    with pytest.raises(UsageError, match="expected the model's Hugging Face config"):
+        start(daemon, folder, ShardSource([torch.nn.Linear(2, 2)]), client, "wrong")
+    assert client.calls == []
+
+
+def test_every_tensor_is_published_by_one_of_the_ranks_that_hold_it() -> None:
+    names = [f"layers.{number}" for number in range(7)]
+    everywhere = [owned_names(names, [None, None, None], rank) for rank in range(3)]
+    assert sorted(name for owned in everywhere for name in owned) == names
+    assert {len(owned) for owned in everywhere} == {2, 3}
+    pipeline = [names[:3], names[3:], names[3:]]
+    divided = [owned_names(names, pipeline, rank) for rank in range(3)]
+    assert divided[0] == set(names[:3])
+    assert divided[1] | divided[2] == set(names[3:])
+    assert not divided[1] & divided[2]
+    with pytest.raises(UsageError, match=r"layers.3: expected at least one of 2 ranks to hold it"):
+        owned_names(names, [names[:3], names[4:]], 0)
+
+
+def test_a_stream_that_was_left_early_is_iterated_to_its_end_for_the_other_ranks() -> None:
+    source = Stream({"a": torch.ones(1), "b": torch.ones(2), "c": torch.ones(3)})
+    stream = DividedStream(source, {"a", "b"})
+    taken = iter(stream)
+    assert next(taken)[0] == "a"
+    stream.drain()
+    assert source.passes == 1
+    with pytest.raises(UsageError, match="a: expected a tensor, since this rank holds it"):
+        list(DividedStream([("a", None)], {"a"}))
