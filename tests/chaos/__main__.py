@@ -15,8 +15,9 @@ from pathlib import Path
 
 from tests.chaos.history import read
 from tests.chaos.model import check
+from tests.chaos.run import EXPECTED
 from tests.chaos.schedule import SERVERS, draw
-from tests.chaos.storm import EXPECTED, Result, Storms
+from tests.chaos.storm import Result, Storms
 
 
 def main() -> int:

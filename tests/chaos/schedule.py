@@ -16,7 +16,7 @@ STOP = 1.6 * LEASE
 """Seconds for which a process is stopped: past its lease."""
 SERVERS = ("left", "right")
 LINKS = (*SERVERS, "trainer", "operator")
-_PARTS = ("api", "engine", "worker", "all")
+_PARTS = ("api", "engine", "worker", "api", "engine", "worker", "all")
 _REACHED_AT_START = ("serve.listen", "start.read", "pool.write", "reserve.write", "server.claim", "server.attach")
 Given = dict[str, Any]
 Draw = Callable[[random.Random], tuple[str, Given]]
@@ -187,7 +187,7 @@ def _silent(chance: random.Random) -> tuple[str, Given]:
 
 
 FAULTS: dict[Draw, int] = {
-    _daemon_kill: 6, _daemon_stop: 3, _rank_kill: 3, _rank_stop: 2, _server_kill: 1, _server_stop: 4, _cut: 5, _slow: 3,
+    _daemon_kill: 6, _daemon_stop: 3, _rank_kill: 3, _rank_stop: 2, _server_kill: 3, _server_stop: 4, _cut: 5, _slow: 3,
     _silent: 4,
 }  # fmt: skip
 """Weight of each fault."""

@@ -24,7 +24,7 @@ from tests.chaos.proxy import Proxies
 from tests.chaos.schedule import LEASE, LINKS
 from tests.support.daemon import Daemon
 from tests.support.tiny_hf import save_tokenizer, tiny_config
-from tests.support.vllm_server import VllmServer
+from tests.support.vllm_server import Response, VllmServer
 
 MARK = "RESHARDER_CHAOS_RUN"
 """Variable in the environment of every process of a run."""
@@ -33,6 +33,11 @@ RANKS = 2
 KEPT = 4
 BOOT = 900.0
 """Seconds in which a server boots: 25 on two idle cores, up to 300 where others share them."""
+_RESTING = (
+    b"not serving: an operator put the server to sleep",
+    b"not serving: an operator put it to sleep",
+    b"not serving: drained for maintenance",
+)
 _PLUGINS = Path(__file__).parents[1] / "support" / "raw_mode"
 _ARGUMENTS = {"left": ["--tensor-parallel-size", "2"], "right": ["--api-server-count", "2"]}
 
@@ -128,7 +133,7 @@ class KeptServer:
         self.starts += 1
         self.server.log = self.folder / f"{self.name}-{self.starts}.log"
         self.server.start()
-        self.server.wait_ready()
+        self.server.wait_answer(booted, "say that the server has booted", BOOT)
         return {"seconds": round(self.server.ready_seconds, 1)}
 
     def ended(self) -> int | None:
@@ -153,6 +158,11 @@ class KeptServer:
                 if titles[part] in " ".join(process.cmdline()):
                     found.append(process)
         return found or ([main] if part == "api" else self.part("engine"))
+
+
+def booted(answer: Response) -> bool:
+    """Return whether /health answers as that of a server which serves, or which an operator put to sleep or drained meanwhile."""
+    return answer.status == 200 or (answer.status == 503 and any(reason in answer.body for reason in _RESTING))
 
 
 class System:

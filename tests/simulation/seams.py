@@ -193,7 +193,7 @@ def _thread_calls(schedule: Schedule, process: Callable[[], Process]) -> Iterato
     yield from ((module, "threading", threading) for module in (shared, upload, uploads, change_signal))
     yield catalogue, "Condition", lock
     yield from ((module, "ThreadPoolExecutor", executor) for module in (model_state, file_pool, digests, verification))
-    yield upload, "time", SimpleNamespace(monotonic=schedule.monotonic, sleep=sleep)
+    yield from ((module, "time", SimpleNamespace(monotonic=schedule.monotonic, sleep=sleep)) for module in (upload, file_pool))
 
 
 def _other_calls(log: Log, file_bytes: int) -> Iterator[tuple[Any, str, Any]]:

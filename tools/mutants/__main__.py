@@ -4,30 +4,37 @@
 
 The edits are those of `edits.py`: names, numbers, dimensions, transposes and flags changed, rules dropped or exchanged, guards
 negated. Each is run in a fork that reads the edited source instead of the file, by the tests that run its lines, the fastest
-first; no file is ever changed. `equivalent.toml` lists the edits that change nothing, with the reason. The exit code is 1 where
+first; no file is ever changed. An edit of a function that did not run yet gets a fork that has collected the tests, in which
+its code replaces the function's. `equivalent.toml` lists the edits that change nothing, with the reason. The exit code is 1 where
 an edit survives that is not listed, or a listed one is killed or does not exist.
 """
 
 import argparse
 import importlib.abc
 import importlib.util
+import json
 import os
 import re
+import resource
 import signal
 import sys
+import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
 from tools.mutants.coverage import ROOT, Covered, Selection, Suite, coverage, run_pytest, tests_of
-from tools.mutants.edits import Mutant, mutants
+from tools.mutants.edits import Mutant, file_name, mutants
+from tools.mutants.forks import Forks
 
 EQUIVALENT = Path(__file__).parent / "equivalent.toml"
-LIMIT = 300  # seconds for one edit
+LIMIT = 600  # seconds for one edit
+MEMORY = 4 << 30  # bytes for one edit, beside those of the process that it is forked from
 KILLED, SURVIVED = "killed", "survived"
 
 
@@ -61,22 +68,41 @@ SUITES = (
         "geometry",
         (),
         (f"{CONVERTERS}/geometry/*.py",),
-        tuple(f"tests/converters/test_{name}.py" for name in ("chunking", "layout", "plan", "runs", "chunks", "direct_messages")),
-        ("tests/server/test_intake.py",),
+        tuple(
+            f"tests/converters/test_{name}.py"
+            for name in ("layout", "plan", "senders", "copy_table", "piece_arrays", "runs", "chunking")
+        ),
+        (),
+        "",
+    ),
+    Suite(
+        "digests",
+        ("numba",),
+        (f"{CONVERTERS}/storage/digest.py", f"{CONVERTERS}/storage/digest_1.py", f"{SERVER}/store/digests.py"),
+        ("tests/converters/test_digest_kernels.py", "tests/converters/test_digest.py"),
+        ("tests/server/test_digesting.py",),
+        "",
+        r"module|_compiled|_sum_loop|_copy_loop",
+    ),
+    Suite(
+        "decisions",
+        (),
+        tuple(f"{SERVER}/fleets/{name}.py" for name in ("decisions", "goals", "pause_admission", "pins")),
+        tuple(f"tests/server/test_{name}.py" for name in ("decisions", "goals", "pause_admission", "fleet_pins")),
+        (),
         "",
     ),
     Suite(
         "fleets",
         (),
         (
-            *(
-                f"{SERVER}/fleets/{name}.py"
-                for name in ("decisions", "goals", "changes", "canary_checks", "pause_admission", "pins")
-            ),
+            *(f"{SERVER}/fleets/{name}.py" for name in ("changes", "canary_checks")),
             f"{SERVER}/fleets/reconciler/step.py",
             f"{SERVER}/state/*.py",
         ),
-        tuple(f"tests/server/test_{name}.py" for name in ("fleet_reconciler", "pause_admission", "terms", "lingering")),
+        tuple(
+            f"tests/server/test_{name}.py" for name in ("fleet_reconciler", "terms", "lingering", "states", "decisions", "goals")
+        ),
         tuple(f"tests/server/test_{name}.py" for name in ("operations", "explain", "checks", "serve_ahead", "server_service")),
         "",
     ),
@@ -101,8 +127,41 @@ class _Edited(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self._mutant.source, str(self._mutant.file), "exec"), vars(module))
 
 
+def prepare(mutant: Mutant, suite: Suite, covered: Sequence[Covered], *, imported: bool) -> list[str]:
+    """Prepare a fork for an edit: bound its time and memory, silence it, and leave out compiled code of the unedited source.
+
+    Args:
+        mutant: The edit.
+        suite: Its suite.
+        covered: The suite's tests.
+        imported: Whether the fork has the module in memory, and only its functions change.
+
+    Returns:
+        Node ids of the tests of the edit.
+    """
+    seconds = {test.node: test.seconds for test in covered}
+    nodes = tests_of(mutant, suite, covered, imported=imported)
+    signal.alarm(LIMIT)
+    most = 10 + int(2 * sum(seconds[node] for node in nodes))  # of a processor: on a busy machine, tests wait for theirs
+    resource.setrlimit(resource.RLIMIT_CPU, (most, most))
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    if suite.compiled and (not imported or re.fullmatch(suite.compiled, mutant.within)):
+        os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="numba-", dir=suite_folder())
+        importlib.import_module("numba").config.reload_config()
+    return nodes
+
+
+def suite_folder() -> str:
+    """Return the folder for temporary files of all edits, which goes with the process that tries them."""
+    return os.environ["MUTANTS_FOLDER"]
+
+
 def start(mutant: Mutant, suite: Suite, covered: Sequence[Covered]) -> int:
-    """Run the tests on an edit, in a fork that ends with 0 where all pass.
+    """Run the tests on an edit, in a fork that imports the edited source and ends with 0 where all pass.
 
     Args:
         mutant: The edit.
@@ -115,12 +174,8 @@ def start(mutant: Mutant, suite: Suite, covered: Sequence[Covered]) -> int:
     child = os.fork()
     if child:
         return child
-    signal.alarm(LIMIT)
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
+    nodes = prepare(mutant, suite, covered, imported=False)
     sys.meta_path.insert(0, _Edited(mutant))
-    nodes = tests_of(mutant, suite, covered)
     for quick in (True, False):
         wanted = [node for node in nodes if (node.partition("::")[0] in suite.quick) == quick]
         files = sorted({node.partition("::")[0] for node in wanted})
@@ -129,23 +184,52 @@ def start(mutant: Mutant, suite: Suite, covered: Sequence[Covered]) -> int:
     os._exit(0)
 
 
-def outcomes(
-    wanted: Sequence[Mutant], suite: Suite, covered: Sequence[Covered], jobs: int
-) -> Iterator[tuple[Mutant, str, float]]:
+def each_of(wanted: Sequence[Mutant], begin: Callable[[Mutant], int], jobs: int) -> Iterator[tuple[Mutant, int, float]]:
     """Try edits, several at a time.
 
     Returns:
-        Each edit with its outcome and its seconds, as they end. An edit that runs into the limit is killed.
+        Each edit with the status of its process and its seconds, as they end. An edit that runs into a limit is killed.
     """
     running: dict[int, tuple[Mutant, float]] = {}
     waiting = list(reversed(wanted))
     while waiting or running:
         while waiting and len(running) < jobs:
             mutant = waiting.pop()
-            running[start(mutant, suite, covered)] = mutant, time.perf_counter()
+            running[begin(mutant)] = mutant, time.perf_counter()
         process, status = os.wait()
         mutant, began = running.pop(process)
-        yield mutant, KILLED if status else SURVIVED, time.perf_counter() - began
+        yield mutant, status, time.perf_counter() - began
+
+
+def outcomes(
+    wanted: Sequence[Mutant], suite: Suite, covered: Sequence[Covered], jobs: int
+) -> Iterator[tuple[Mutant, int, float]]:
+    """Try edits: first those of functions, in forks of a process that has collected the tests; then those that need an import.
+
+    Returns:
+        Each edit with the status of its process and its seconds, as they end.
+    """
+    inlet, outlet = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(inlet)
+
+        def tests(mutant: Mutant) -> list[str]:
+            return prepare(mutant, suite, covered, imported=True)
+
+        files = sorted({test.node.partition("::")[0] for test in covered})
+        forks = Forks(wanted, {str(file) for file in suite.sources()}, tests, partial(each_of, jobs=jobs), outlet)
+        os._exit(run_pytest(files, suite.select, forks))
+    os.close(outlet)
+    tried = set()
+    with open(inlet) as lines:
+        for line in lines:
+            number, status, seconds = json.loads(line)
+            tried.add(number)
+            yield wanted[number], status, seconds
+    os.waitpid(child, 0)
+    others = [mutant for number, mutant in enumerate(wanted) if number not in tried]
+    yield from each_of(others, lambda mutant: start(mutant, suite, covered), jobs)
 
 
 def listed() -> dict[str, str]:
@@ -178,20 +262,21 @@ def run(suite: Suite, asked: argparse.Namespace) -> int:
         The exit status.
     """
     chosen = {*asked.file, *(f"{name}.py" for name in asked.family)}
-    files = [file for file in suite.sources() if not chosen or file.name in chosen]
+    files = [file for file in suite.sources() if not chosen or not chosen.isdisjoint((file.name, file_name(file)))]
     every = [mutant for file in files for mutant in mutants(file)]
     found = [mutant for mutant in every if re.search(asked.match, mutant.name)]
     if asked.list or not found:
         print(*(mutant.name for mutant in found), sep="\n", flush=True)
         return 0
     names, wrong, count = {mutant.name for mutant in every}, 0, Counter[str]()
-    equivalent = {name for name in listed() if name.partition(":")[0] in {file.name for file in files}}
+    equivalent = {name for name in listed() if name.partition(":")[0] in map(file_name, files)}
     for name in sorted(equivalent - names):
         wrong += 1
         print(f"listed as equivalent, but there is no such edit: {name}")
     covered = coverage(suite)
     print(f"{suite.name}: {len(found)} edits, {len(covered)} tests", flush=True)
-    for mutant, outcome, seconds in outcomes(found, suite, covered, asked.jobs):
+    for mutant, status, seconds in outcomes(found, suite, covered, asked.jobs):
+        outcome = KILLED if status else SURVIVED
         expected = SURVIVED if mutant.name in equivalent else KILLED
         count["equivalent" if outcome == expected == SURVIVED else outcome] += 1
         if outcome != expected:
@@ -204,7 +289,13 @@ def run(suite: Suite, asked: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", action="append", default=[], metavar="NAME", help="edits of this family's module alone")
-    parser.add_argument("--file", action="append", default=[], metavar="NAME", help="edits of this file alone")
+    parser.add_argument(
+        "--file",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="edits of this file alone, such as plan.py or geometry/layout.py",
+    )
     parser.add_argument("--match", default="", metavar="REGEX", help="edits whose names match alone")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="edits tried at a time")
     parser.add_argument("--list", action="store_true", help="name the edits and run nothing")
@@ -214,7 +305,10 @@ def main() -> int:
     for suite in SUITES:  # each in a process of its own: Megatron and vLLM never share one
         child = os.fork()
         if not child:
-            os._exit(run(suite, asked))
+            with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+                os.environ["MUTANTS_FOLDER"] = folder
+                status = run(suite, asked)
+            os._exit(status)
         status |= os.waitpid(child, 0)[1]
     return int(status != 0)
 

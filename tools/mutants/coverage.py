@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import Phase, settings
 
 from tools.mutants.edits import Mutant
 
@@ -23,7 +24,9 @@ ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".pytest_cache/mutants"
 OPTIONS = ("-q", "-x", "-W", "ignore", "--import-mode=importlib")
 PLUGINS = ("cacheprovider", "unraisableexception", "threadexception", "faulthandler")  # disabled, because they take half a second
-PRELOADED = re.compile(r"(transformers|hypothesis|megatron|safetensors|tokenizers|numpy|torch\.(distributed|testing))(\.|$)")
+PRELOADED = re.compile(
+    r"(grpc|google|starlette|uvicorn|numba|transformers|hypothesis|megatron|safetensors|tokenizers|numpy|torch\.(distributed|testing))(\.|$)"
+)
 
 
 class Suite(NamedTuple):
@@ -36,6 +39,8 @@ class Suite(NamedTuple):
     tests: tuple[str, ...]
     select: str = "not wrong_line"
     """pytest's `-k`: a table with another mistake beside says nothing."""
+    compiled: str = ""
+    """Pattern of functions that numba compiles: its cache does not see an edit of them."""
 
     def sources(self) -> list[Path]:
         """Return the files to edit."""
@@ -50,13 +55,14 @@ class Covered(NamedTuple):
     lines: dict[str, set[int]]
 
 
-def tests_of(mutant: Mutant, suite: Suite, covered: Sequence[Covered]) -> list[str]:
+def tests_of(mutant: Mutant, suite: Suite, covered: Sequence[Covered], *, imported: bool) -> list[str]:
     """Choose the tests of a mutant.
 
     Args:
         mutant: An edit.
         suite: Its suite.
         covered: All tests.
+        imported: Whether the edit is one of a function, which did not run at import.
 
     Returns:
         Node ids of the tests that run the lines of the edit; for lines that run at import, of the quick tests and of all that run
@@ -64,7 +70,8 @@ def tests_of(mutant: Mutant, suite: Suite, covered: Sequence[Covered]) -> list[s
     """
     file, own = str(mutant.file), f"test_{mutant.file.stem}.py"
     found = [test for test in covered if not test.lines.get(file, set()).isdisjoint(mutant.lines)]
-    found = found or [test for test in covered if file in test.lines or test.node.startswith(suite.quick)]
+    if not found and not imported:
+        found = [test for test in covered if file in test.lines or test.node.startswith(suite.quick)]
     return [test.node for test in sorted(found, key=lambda test: (own not in test.node, test.seconds))]
 
 
@@ -72,7 +79,7 @@ def coverage(suite: Suite) -> list[Covered]:
     """Run all tests without an edit, in a fork, and import what they import of others' modules.
 
     Args:
-        suite: The suite. The result is kept until a source or a test changes.
+        suite: The suite. Results are kept for a file of tests until that file, a source or a shared part of the tests changes.
 
     Returns:
         Every test.
@@ -80,34 +87,41 @@ def coverage(suite: Suite) -> list[Covered]:
     Raises:
         RuntimeError: A test fails without an edit.
     """
-    files, tests = suite.sources(), [*suite.quick, *suite.tests]
-    sources = sorted([*files, *(ROOT / "tests").rglob("*.py"), *Path(__file__).parent.glob("*.py")])
-    key = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-    kept = CACHE / f"{suite.name}.json"
+    sources, kept = suite.sources(), CACHE / f"{suite.name}.json"
+    shared = [*sources, *(ROOT / "tests/support").rglob("*.py"), ROOT / "tests/conftest.py", Path(__file__)]
+    common = b"".join(path.read_bytes() for path in sorted(shared))
+    keys = {file: hashlib.sha256(common + (ROOT / file).read_bytes()).hexdigest() for file in (*suite.quick, *suite.tests)}
+    known: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     for module in suite.preload:
         importlib.import_module(module)
-    if not kept.exists() or json.loads(kept.read_text())["key"] != key:
+    changed = [file for file, key in keys.items() if known.get(file, {}).get("key") != key]
+    if changed:
         kept.parent.mkdir(parents=True, exist_ok=True)
         child = os.fork()
         if not child:
-            recorder = _Recorder({str(file) for file in files})
-            failed = run_pytest(tests, suite.select, recorder)
-            found = [
-                (node, seconds, {file: sorted(some) for file, some in lines.items()}) for node, seconds, lines in recorder.found
-            ]
+            recorder = _Recorder({str(file) for file in sources})
+            failed = run_pytest(changed, suite.select, recorder)
             modules = [name for name in sys.modules if PRELOADED.match(name)]
-            kept.write_text(json.dumps({"key": key, "tests": found, "modules": modules}))
+            known |= {file: {"key": keys[file], "tests": [], "modules": modules} for file in changed}
+            for node, seconds, lines in recorder.found:
+                ran = {file: sorted(some) for file, some in lines.items()}
+                known[node.partition("::")[0]]["tests"].append((node, seconds, ran))
+            if not failed:
+                kept.write_text(json.dumps(known))
             os._exit(failed)
         if os.waitpid(child, 0)[1]:
-            kept.unlink(missing_ok=True)
             raise RuntimeError(f"{suite.name}: the tests fail without an edit")
-    result = json.loads(kept.read_text())
-    for module in result["modules"]:
+        known = json.loads(kept.read_text())
+    for module in dict.fromkeys(name for file in keys for name in known[file]["modules"]):
         with contextlib.suppress(Exception):
             importlib.import_module(module)
     gc.collect()
     gc.freeze()
-    return [Covered(node, seconds, {file: set(some) for file, some in lines.items()}) for node, seconds, lines in result["tests"]]
+    return [
+        Covered(node, seconds, {file: set(some) for file, some in lines.items()})
+        for file in keys
+        for node, seconds, lines in known[file]["tests"]
+    ]
 
 
 def run_pytest(tests: Sequence[str], select: str, *plugins: object) -> int:
@@ -125,7 +139,17 @@ def run_pytest(tests: Sequence[str], select: str, *plugins: object) -> int:
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         left_out = [option for plugin in PLUGINS for option in ("-p", f"no:{plugin}")]
         arguments = [*OPTIONS, *left_out, "-k", select, f"--rootdir={ROOT}", f"--basetemp={folder}/tests", *tests]
-        return int(pytest.main(arguments, plugins=list(plugins)))
+        return int(pytest.main(arguments, plugins=[_Unshrunk(), *plugins]))
+
+
+class _Unshrunk:
+    """Plugin of pytest with which Hypothesis draws the same examples each time, at most 40, and ends at the first that fails."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> None:
+        phases = (Phase.explicit, Phase.generate)
+        settings.register_profile("mutants", settings(), max_examples=40, phases=phases, derandomize=True, database=None)
+        settings.load_profile("mutants")
 
 
 class Selection:

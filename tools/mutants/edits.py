@@ -81,7 +81,7 @@ class Mutant(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.file.name}: {self.within}: {self.edit}"
+        return f"{file_name(self.file)}: {self.within}: {self.edit}"
 
 
 class _Edit(NamedTuple):
@@ -90,6 +90,11 @@ class _Edit(NamedTuple):
     start: int
     end: int
     new: str
+
+
+def file_name(file: Path) -> str:
+    """Return the name of a file with that of its folder."""
+    return f"{file.parent.name}/{file.name}"
 
 
 def mutants(file: Path) -> Iterator[Mutant]:
@@ -149,7 +154,7 @@ class _Finder:
                 return
             case ast.Call(func=ast.Name(id="TypeVar")):
                 return
-            case ast.Subscript(value=ast.Name(id="dict" | "list" | "tuple" | "frozenset" | "Mapping" | "Callable")):
+            case ast.Subscript(value=ast.Name(id="Literal" | "dict" | "list" | "tuple" | "frozenset" | "Mapping" | "Callable")):
                 return
             case ast.JoinedStr():  # Python 3.11 gives no positions inside
                 yield from ((within, edit) for edit in self._string(node))
