@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check lint docs types proto proto-check unit test-compat bench fuzz simulate sabotage failpoints chaos mutants docs-metrics docs-picture clean
+.PHONY: setup demo test check lint docs types proto proto-check unit test-compat bench fuzz simulate sabotage failpoints chaos soak mutants docs-metrics docs-picture chart clean
 
 setup: $(VENV)/.ready
 
@@ -51,7 +51,7 @@ types: setup
 
 # Three files at a time, for two processors: much of it is waiting. Where servers take all processors by themselves, one.
 unit: setup
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder tests/converters tests/client tests/deploy tests/server tests/simulation tests/vllm $(PYTEST)
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder tests/converters tests/client tests/deploy tests/server tests/simulation tests/soak tests/vllm $(PYTEST)
 	$(BIN)/pytest tests/e2e tests/gpu tests/failpoints tests/chaos $(PYTEST)
 
 # Generated with an old grpcio-tools on purpose: its output runs on protobuf 5.29, 6 and 7.
@@ -113,12 +113,20 @@ failpoints: setup
 chaos: setup
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),30) --seed $(or $(SEED),1) --storm $(or $(STORM),60)
 
+# Versions at the pace of an RL run, and how memory, descriptors, files and journals grow: MINUTES=45, EVERY=3, SERVER=left.
+soak: setup
+	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),45) --every $(or $(EVERY),3) --server $(or $(SERVER),left)
+
 # Generated: what the daemon and the plugin count, and a picture of the status page (needs Debian's Chromium).
 docs-metrics: setup
 	$(BIN)/python -m tools.metrics_page
 
 docs-picture: setup
 	$(BIN)/python -m tools.screenshot
+
+# Generated: docs/images/served.svg, from benchmarks/results.
+chart: setup
+	$(BIN)/python -m benchmarks.chart
 
 clean:
 	rm -rf $(VENV) .venv-proto $(COMPAT)
