@@ -75,6 +75,29 @@ def test_no_other_caller_ends_the_pause_of_an_order(engine: Engine) -> None:
     assert engine.core("is_scheduler_paused") is False, "its own pause it ends"
 
 
+def test_no_other_caller_ends_the_pause_of_an_order_by_a_wake_up(engine: Engine) -> None:
+    """vLLM's own `wake_up` resumes the scheduler, also of an engine that is awake."""
+    for tags in ([], [["scheduling"]]):
+        ask(engine, 20, "pause_scheduler", "keep", False)
+        engine.core("wake_up", *tags)
+        assert engine.core("is_scheduler_paused") is True, tags
+        ask(engine, 20, "resume_scheduler")
+        assert engine.core("is_scheduler_paused") is False
+    engine.core("pause_scheduler", "keep", False)
+    engine.core("wake_up")
+    assert engine.core("is_scheduler_paused") is False, "its own pause it ends"
+
+
+def test_a_wake_up_by_another_caller_resumes_what_an_order_put_to_sleep(engine: Engine) -> None:
+    ask(engine, 30, "pause_scheduler", "keep", False)
+    ask(engine, 30, "sleep", 1, "keep")
+    engine.core("wake_up")
+    assert engine.core("is_scheduler_paused") is False
+    engine.core("pause_scheduler", "keep", False)
+    engine.core("resharder_resume")
+    assert engine.core("is_scheduler_paused") is False, "no order's pause is left behind"
+
+
 def test_calls_without_a_token_pass(engine: Engine) -> None:
     engine.core("pause_scheduler", "keep", False)
     engine.core("resume_scheduler")

@@ -34,7 +34,7 @@ def resharder_fenced(self: Any, token: list[Any], method: str, args: list[Any]) 
         return fence.refused(refusal)
     if method == "pause_scheduler" or (method == "wake_up" and STAY_PAUSED in (args[0] or ())):
         setattr(self, _PAUSED, True)
-    elif method == "resume_scheduler":
+    elif method in ("resume_scheduler", "sleep"):  # vLLM's `wake_up` ends the pause of a sleep
         setattr(self, _PAUSED, False)
     return getattr(self, method)(*args)
 
@@ -44,11 +44,16 @@ def resharder_resume(self: Any) -> None:
 
     The caller's API server may not be the leading one, and then has no record of the order.
     """
-    paused = "an order has paused the engine" if getattr(self, _PAUSED, False) else ""
+    paused = "an order has paused the engine" if paused_by_order(self) else ""
     if refusal := _agreed(self, paused):
         logger.warning("ignoring resume_generation by another caller: %s", refusal)
     else:
         self.resume_scheduler()
+
+
+def paused_by_order(core: Any) -> bool:
+    """Return whether an order has paused the engine core, and none has resumed it or put it to sleep since."""
+    return getattr(core, _PAUSED, False)
 
 
 def _agreed(core: Any, refusal: str) -> str:

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from resharder.client.inference.power import STAY_PAUSED
+from resharder.client.inference.vllm.engine_core import paused_by_order
 from resharder.client.inference.vllm.worker_rpc import agent_of
 from resharder.converters.units import size_text
 
 logger = logging.getLogger("vllm.resharder.power")
 
 _LEAST_RELEASED = 1 << 20  # smaller differences are noise
+_SCHEDULING = "scheduling"  # vLLM's tag for the scheduler alone
 NOTHING_GAINED = "Memory usage increased after sleeping"
 
 
@@ -29,11 +31,11 @@ def cannot_sleep(vllm_config: Any) -> str:
 
 
 def let_stay_paused() -> None:
-    """Make the engine core accept `STAY_PAUSED` among the tags to wake.
+    """Make the engine core accept `STAY_PAUSED` among the tags to wake, and keep the pause of an order through any wake-up.
 
-    vLLM's own `wake_up` resumes the scheduler when the last tag wakes (`v1/engine/core.py`; 0.26, 0.28 and
-    0.32), and a pause after it may be one step late. A core without this change logs "Tag … is not in
-    sleeping tags" and wakes nothing.
+    vLLM's own `wake_up` resumes the scheduler when the last tag wakes, also if none sleeps
+    (`v1/engine/core.py`; 0.26, 0.28 and 0.32), and a pause after it may be one step late. A core without
+    this change logs "Tag … is not in sleeping tags" and wakes nothing.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -41,9 +43,11 @@ def let_stay_paused() -> None:
 
     @functools.wraps(plain)
     def wake_up(self: Any, tags: list[str] | None = None) -> Any:
-        if STAY_PAUSED not in (tags or ()):
+        if STAY_PAUSED not in (tags or ()) and not paused_by_order(self):
             return plain(self, tags)
-        self.model_executor.wake_up([tag for tag in tags or () if tag != STAY_PAUSED])
+        named = None if tags is None else [tag for tag in tags if tag not in (STAY_PAUSED, _SCHEDULING)]
+        if named is None or named:
+            self.model_executor.wake_up(named)
         return not self.model_executor.is_sleeping
 
     EngineCore.wake_up = wake_up
