@@ -393,6 +393,37 @@ def test_a_process_that_another_replaced_is_not_heard_again() -> None:
     assert hear(server, 0, WorkerState.APPLIED, 2, "life-1") == server
 
 
+def test_a_late_report_of_a_servers_former_life_does_not_take_the_place_of_a_worker_that_has_booted_since() -> None:
+    server, _ = step(serving(1), Detached("a"), 1, SETTINGS)
+    server, _ = step(server, Claimed(boot=True), 1, SETTINGS)
+    for rank in range(2):
+        server = hear(server, rank, WorkerState.BOOTED, 1, "", process=f"q{rank}")
+    assert hear(server, 1, WorkerState.BOOTED, 1, "") == server
+
+
+def test_a_boot_claim_that_arrives_twice_does_not_lock_out_the_workers_of_that_boot() -> None:
+    server, _ = step(serving(1), Detached("a"), 1, SETTINGS)
+    server, _ = step(server, Claimed(boot=True), 1, SETTINGS)
+    for rank in range(2):
+        server = hear(server, rank, WorkerState.BOOTED, 1, "")
+    assert {worker.process for worker in server.workers.values()} == {"p0", "p1"}
+
+
+def test_a_worker_whose_place_a_late_report_took_returns_with_its_report_on_the_next_install() -> None:
+    server = hear(serving(1), 1, WorkerState.BOOTED, 2, "", process="late")
+    server, _ = step(server, VersionsChanged(versions(1, 2)), 1, SETTINGS)
+    assert server.install is not None
+    assert (server.opened, server.install.id, server.gone) == (0, "life-1", {"p1"})
+    server = hear(server, 1, WorkerState.STAGED, 2, "life-1")
+    assert (server.workers[1].process, server.gone) == ("p1", {"late"})
+    assert server.install is not None
+    assert (server.install.state, server.install.id, server.failures) == (InstallState.STAGING, "life-2", {})
+    for state in (WorkerState.STAGED, WorkerState.APPLIED):
+        for rank in range(2):
+            server = hear(server, rank, state, 2, "life-2")
+    assert step(server, Reported("a", "life-2", OrderKind.APPLY), 2, SETTINGS)[0].opened == 2
+
+
 def test_a_worker_that_fails_after_the_commit_closes_the_gate() -> None:
     server = committed()
     worker = Worker(0, WorkerState.FAILED, 2, "life-1", "its memory is gone", "p0")

@@ -109,6 +109,18 @@ def test_workers_that_end_later_do_not_bring_a_server_back(tmp_path: Path) -> No
     site.report_worker("one")
 
 
+def test_workers_that_end_later_do_not_take_the_place_of_those_of_the_next_boot(tmp_path: Path) -> None:
+    site = Site(tmp_path, strict=False)
+    attachment = site.attach("a")
+    site.report_worker("one")
+    attachment.report(Reported("a", leaving=True))
+    site.claim()
+    site.report_worker("two")
+    site.report_worker("one")
+    (view,) = site.fleets.roster.servers()
+    assert view.server.workers[0].process == "two"
+
+
 def test_a_server_that_comes_back_within_its_lease_stays(site: Site) -> None:
     attachment = site.attach("a")
     attachment.report(Reported("a", leaving=True))

@@ -26,7 +26,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=inf, help="end each simulation after these seconds of processors")
     parser.add_argument("--seed", type=int, default=1, help="first seed; the next schedules have the next seeds")
     parser.add_argument("--only", choices=sorted(SIMULATIONS), action="append", help="simulation to run; may be repeated")
-    parser.add_argument("--replay", type=int, metavar="SEED", help="run the schedule of one seed and print its steps")
+    parser.add_argument(
+        "--replay", type=int, nargs="+", metavar="SEED", help="run the schedules of these seeds and print their steps"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args()
     names = options.only or sorted(SIMULATIONS)
@@ -34,7 +36,7 @@ def main() -> int:
     if options.jobs == 1:
         pin_process()
     if options.replay is not None:
-        return max((_replay(name, options.replay) for name in names), default=0)
+        return max((_replay(name, seed) for name in names for seed in options.replay), default=0)
     seeds = range(options.seed, options.seed + options.schedules)
     return max((_run(name, seeds, options.jobs, options.seconds) for name in names), default=0)
 

@@ -13,7 +13,7 @@ from resharder.server.fleets.steering import Steering
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, Unavailable
 from resharder.server.state.fleet import FleetStrategyKind
-from resharder.server.state.server import Server, Worker, WorkerState
+from resharder.server.state.server import Server, Worker, WorkerState, processes
 from resharder.server.state.server_events import Attached, Claimed, Detached, Reported, WorkerReported
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -112,9 +112,9 @@ class Sessions:
         if id not in found.members:
             self._steering.store(replace(found, members=found.members | {id}))
         if known is None:
-            life = f"{self._life}-{secrets.token_hex(2)}"
-            roster.put_server(Server(id, model, fleet, life, roster.clock(), self._seen.ready(model), term=self._term))
-            self._left.pop(id, None)
+            life, left = f"{self._life}-{secrets.token_hex(2)}", self._left.pop(id, frozenset())
+            ready = self._seen.ready(model)
+            roster.put_server(Server(id, model, fleet, life, roster.clock(), ready, gone=left, term=self._term))
         else:
             self._steering.see_versions(id)
         self._steering.steer(fleet)
@@ -208,7 +208,7 @@ class Sessions:
         Callers hold the roster's lock. Raises OSError.
         """
         self._note("server", f"servers/{server.id}", "left", "its API servers have ended", fleet=server.fleet)
-        self._left[server.id] = frozenset(worker.process for worker in server.workers.values())
+        self._left[server.id] = processes(server)
         self.forget(server)
         self._steering.steer(server.fleet)
         self._roster.changed.notify()

@@ -205,7 +205,7 @@ class Server:
     world_size: int = 0
     controls: tuple[Control, ...] = ()  # the first one leads
     workers: Mapping[int, Worker] = field(default_factory=dict)
-    gone: frozenset[str] = frozenset()  # processes that others have replaced
+    gone: frozenset[str] = frozenset()  # processes that others have replaced, or will
     confirmed: int = 0  # last version that every worker verified
     opened: int = 0  # version on which control sides were ordered to open; 0: closed
     opened_by: str = ""  # id of that order: the install's, or a new one
@@ -312,6 +312,11 @@ class Server:
         """Return whether a control side is busy with an order that is not the current one."""
         current = {self.install.id} if self.install is not None and self.install.active else set()
         return bool(control.busy) and control.busy not in current | ({self.change.id} if self.change else set())
+
+
+def processes(server: Server) -> frozenset[str]:
+    """Return the nonces of the processes of all workers that have reported."""
+    return frozenset(worker.process for worker in server.workers.values())
 
 
 def in_use(server: Server, now: float, settings: Settings) -> frozenset[int]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from resharder.server.fleets.reconciler.gate import close_gate, closed_because, hold_order, resume_order, went_half_way
 from resharder.server.fleets.reconciler.installs import all_ranks, end_install, fail, note_failure
 from resharder.server.fleets.reconciler.power import power_changed, power_order
-from resharder.server.state.server import Control, InstallState, OrderKind, Power, Server, Settings
+from resharder.server.state.server import Control, InstallState, OrderKind, Power, Server, Settings, processes
 from resharder.server.state.server_events import Attached, Claimed, Order, Reported
 
 
@@ -27,7 +27,7 @@ def claimed(server: Server, event: Claimed, now: float) -> Server:
         renews=event.renews,
         ready=server.ready,
         boot_version=server.boots,
-        gone=server.gone,
+        gone=server.gone | processes(server),
         installs=server.installs,
         goal=server.goal,
         changes=server.changes,

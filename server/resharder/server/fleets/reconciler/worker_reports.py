@@ -8,7 +8,7 @@ from resharder.server.state.server import Install, InstallState, Server, Setting
 
 def worker_reported(server: Server, report: Worker, now: float, settings: Settings) -> Server:
     """Apply a worker's report. Reports of replaced processes and of ranks beyond the world size are ignored."""
-    if report.process in server.gone or (server.world_size and report.rank >= server.world_size):
+    if _is_replaced(server, report) or (server.world_size and report.rank >= server.world_size):
         return server
     if not server.attached:
         server = replace(server, seen=now, lost_at=None)
@@ -17,6 +17,17 @@ def worker_reported(server: Server, report: Worker, now: float, settings: Settin
     if kept is None or kept.process != report.process:
         return server
     return _keep_worker(server, replace(kept, verification=report.verification, released_bytes=report.released_bytes))
+
+
+def _is_replaced(server: Server, report: Worker) -> bool:
+    """Return whether another process has taken the rank of the report's process.
+
+    A report that arrives late can make a dead process the successor of the living one. The living one returns with its report
+    on the current install, whose id only the processes of the running engine have.
+    """
+    install = server.install
+    ordered = install is not None and install.active and report.install == install.id
+    return report.process in server.gone and report.rank in server.workers and not ordered
 
 
 def _altered(server: Server, known: Worker, report: Worker) -> Server:
@@ -32,10 +43,10 @@ def _worker_taken(server: Server, report: Worker, now: float, settings: Settings
     report = _judged(server, report)
     known = server.workers.get(report.rank)
     if known is None:
-        return _keep_worker(server, _holding(report))
+        return _keep_worker(replace(server, gone=server.gone - {report.process}), _holding(report))
     if known.process != report.process:
         altered = {rank: found for rank, found in server.altered.items() if rank != report.rank}
-        gone, torn = server.gone | {known.process}, server.torn - {report.rank}
+        gone, torn = (server.gone | {known.process}) - {report.process}, server.torn - {report.rank}
         server = replace(server, gone=gone, torn=torn, altered=altered, failures={})
         if server.install is not None and server.install.active:
             server = end_install(server, server.install, f"worker {report.rank} was replaced by another process", now)
