@@ -529,6 +529,24 @@ def test_a_rank_without_boxes_does_not_run_ahead(site: Site) -> None:
     site.settle()
 
 
+def test_a_restarted_rank_without_boxes_begins_no_version_of_a_step_that_the_others_have_passed(site: Site) -> None:
+    publishers, steps = site.intake.publishers, site.intake.steps
+    name = publishers.create("policy", "job", 2, {"config.json": b"{}"}).name
+    for rank, boxes in enumerate([[(0, full_box(SPECS[0].shape), False)], []]):
+        publishers.register(name, rank, f"rank {rank}", SPECS, pack(iter(boxes)), f"process {rank}")
+    settled(steps.create, name, 0, 2)
+    site.intake.uploads.seal("policy", 1, 1, 0, [0], mapped=True)
+    site.settle()
+    site.now += 1
+    publishers.register(name, 1, "rank 1", SPECS, pack(iter([])), "another process")
+    back = steps.create(name, 1, 0)
+    next(back)
+    assert not site.open(), "it waits until the other rank calls, or is replaced"
+    site.now += 1
+    publishers.get(name, 0)
+    assert "rank 0 has started step 2" in refused(lambda: next(back), "VERSION_ABORTED")
+
+
 def test_a_rank_that_has_not_registered_with_this_daemon_is_told_so(site: Site) -> None:
     publishers = site.intake.publishers
     name = publishers.create("policy", "job", 2, {"config.json": b"{}"}).name

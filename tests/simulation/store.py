@@ -278,7 +278,9 @@ class _Site:
 
     def _is_at_rest(self) -> bool:
         daemon = self.daemon
-        return daemon.is_up and not any(t.process is daemon.process and t.name != "leases" for t in self.schedule.tasks)
+        if not daemon.is_up or daemon.intake.uploads.any():  # a rank that was restarted alone may have begun a step again
+            return False
+        return not any(t.process is daemon.process and t.name != "leases" for t in self.schedule.tasks)
 
     def _stop_and_restart(self) -> None:
         """Stop the daemon and start it again: it has the same versions, and whole ones."""

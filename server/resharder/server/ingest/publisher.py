@@ -186,12 +186,15 @@ class PublisherRecord:
                 return f"rank {rank} has started step {started} without its part of step {step}"
         return ""
 
-    def is_due(self, step: int) -> bool:
-        """Return whether a rank that sends boxes has started `step` or a later one.
+    def is_due(self, rank: int, step: int) -> bool:
+        """Return whether `rank` may begin the version of `step`.
 
-        Until then a rank without boxes waits: it would run ahead, and later steps would get lower numbers than earlier ones.
+        It sends boxes, or a rank that does has started this step or a later one. Until then a rank without boxes waits: it
+        would run ahead, and later steps would get lower numbers than earlier ones. Ranks that are silent since a process was
+        replaced do not count, as in `overtaken`.
         """
-        return any(self.started.get(rank, -1) >= step for rank in self.senders())
+        senders = self.senders()
+        return rank in senders or any(self.started.get(each, -1) >= step and self.seen[each] > self.replaced for each in senders)
 
     def senders(self) -> list[int]:
         """Return the ranks that send boxes."""

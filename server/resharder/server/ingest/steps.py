@@ -62,7 +62,7 @@ class Steps:
                         if upload := self._uploads.find(known.model, known.number):
                             upload.begun[rank] = publisher.processes.get(rank, "")
                         return known
-                    if publisher.is_due(step):
+                    if publisher.is_due(rank, step):
                         self._check_may_open(publisher, rank, step)
                         self._creating.add(key)
                         break
