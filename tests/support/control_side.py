@@ -22,7 +22,7 @@ class FakeEngine:
     def __init__(self, gate: Gate) -> None:
         self.gate, self.lease = gate, gate.lease
         self.engine_core: Core | None = None
-        self.slumber, self.dropped = SleepState(), False
+        self.slumber, self.dropped, self.version = SleepState(), False, 1
         self.calls: list[Any] = []
         self.positions: dict[str, Position] = {}
         self.answers: dict[str, Sequence[Any]] = {}
@@ -70,7 +70,10 @@ class FakeEngine:
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Sequence[Any]:
         if method == "resharder_describe":
             asleep = sorted(self.slumber.tags)
-            return [{"ok": True, "power": self.slumber.power, "asleep": asleep, "dropped": self.dropped}, *self.others]
+            return [
+                {"ok": True, "version": self.version, "power": self.slumber.power, "asleep": asleep, "dropped": self.dropped},
+                *self.others,
+            ]
         self._note(method, *args)
         self.dropped = self.dropped and method != "resharder_apply"
         return self.answers.get(method, FINE)

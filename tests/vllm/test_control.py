@@ -33,6 +33,18 @@ def test_who_leads_learns_from_the_workers_how_awake_they_are_and_has_the_daemon
     assert side.told == [side.control.state.power] == [PowerState.ASLEEP_1]
 
 
+@pytest.mark.parametrize("found", [2, 0])
+def test_a_side_that_takes_the_lead_holds_its_gate_if_the_engine_has_another_version_than_it_is_open_on(found: int) -> None:
+    side = serving(1)
+    side.do(LEAD)
+    assert side.gate.position is Position.OPEN
+    side.engine.version = found
+    side.do(LEAD)
+    assert (side.gate.position, side.gate.serving) == (Position.HELD, 0)
+    side.do(resume(2))
+    assert side.gate.open_on == 2
+
+
 def test_the_boot_version_opens_the_gate_without_touching_an_engine_that_runs() -> None:
     side = Side()
     assert side.do(resume(1, "boot")) == Outcome(Kind.RESUME, "boot")

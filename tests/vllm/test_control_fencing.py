@@ -28,6 +28,7 @@ class Core:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.fence = Fence(clock)
         self.paused, self.slumber, self.done = False, SleepState(), list[str]()
+        self.version = 1
 
     def handle(self, method: str, args: Sequence[Any]) -> Any:
         if method == FENCED:
@@ -70,7 +71,8 @@ class Core:
     def collective_rpc(self, method: str, args: Sequence[Any]) -> list[dict[str, Any]]:
         if method in METHODS:
             self.done.append(method)
-        return [{"ok": True, "power": self.slumber.power, "asleep": sorted(self.slumber.tags), "dropped": False}]
+        power, asleep = self.slumber.power, sorted(self.slumber.tags)
+        return [{"ok": True, "version": self.version, "power": power, "asleep": asleep, "dropped": False}]
 
 
 async def alone(act: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -361,6 +363,7 @@ def test_the_next_leader_resumes_the_engine_though_its_gate_was_open_already() -
         old, new = server.side(), server.side()
         await old.serve(1)
         await old.do(Kind.APPLY, 2)
+        server.core.version = 2
         await new.do(Kind.RESUME, 2)
         assert (new.gate.position, server.core.paused) == (Position.OPEN, True)
         await new.do(Kind.LEAD, term=NEXT_TERM)

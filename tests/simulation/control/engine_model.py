@@ -260,7 +260,7 @@ class EngineCore:
 
     def _answer(self, worker: WorkerModel, error: str = "") -> dict[str, Any]:
         power, asleep = self.slumber.power, sorted(self.slumber.tags)
-        about = {"power": int(power), "asleep": asleep, "dropped": worker.dropped}
+        about = {"version": worker.holds, "power": int(power), "asleep": asleep, "dropped": worker.dropped}
         return {"ok": not error, "rank": worker.rank, "error": error, **about}
 
     # Installs

@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from resharder.client.inference.control.engine_calls import WorkersFailed, call_workers, effective_mode, pause
 from resharder.client.inference.control.fence import Fenced, OrderClaim, acting
 from resharder.client.inference.control.gate import Gate, Position
 from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome, State, Step, decide
@@ -28,10 +29,6 @@ from resharder.client.tracing import Timings, timed
 from resharder.converters.failpoints import failpoint
 
 logger = logging.getLogger("vllm.resharder.control")  # vLLM shows only loggers below its own name
-
-
-class WorkersFailed(Exception):
-    """A call to the workers failed. The message has the error of each worker."""
 
 
 class OrderExecutor:
@@ -139,13 +136,7 @@ class OrderExecutor:
     async def _take(self, step: Step, order: ControlOrder) -> Outcome | None:
         match step:
             case Step.LEAD:
-                failpoint("control.lead")
-                # If another side led in between, it may have resumed the engine: this side's pause no longer counts.
-                consecutive = self.state.led is not None and order.term == self.state.led + 1
-                self.state = replace(self.state, led=order.term, paused_at=self.state.paused_at if consecutive else None)
-                self._update_power(
-                    await call_workers(self._engine, "resharder_describe")
-                )  # this call carries the term to the engine's fence
+                await self._lead(order)
                 return None
             case Step.STAGE:
                 base = [self._version_name(order.ahead_of)] if order.ahead_of else []
@@ -169,6 +160,22 @@ class OrderExecutor:
                 self._reattach(f"the lease expired before {order.kind.name}")
                 return None
         return self._record(Outcome(order.kind, order.install))
+
+    async def _lead(self, order: ControlOrder) -> None:
+        """Lead from now on. Hold an open gate if the workers have another version than the one that it is open on.
+
+        A side whose stream was cut may have missed the orders of an install that a former leader applied.
+        """
+        failpoint("control.lead")
+        # If another side led in between, it may have resumed the engine: this side's pause no longer counts.
+        consecutive = self.state.led is not None and order.term == self.state.led + 1
+        try:
+            answers = await call_workers(self._engine, "resharder_describe")  # carries the term to the engine's fence
+        finally:
+            self.state = replace(self.state, led=order.term, paused_at=self.state.paused_at if consecutive else None)
+        if self._gate.open_on is not None and {answer["version"] for answer in answers} != {self._gate.open_on}:
+            self._gate.hold("the engine has another version, which is not confirmed yet")
+        self._update_power(answers)
 
     async def _apply(self, order: ControlOrder) -> Outcome | None:
         self._gate.hold(f"version {order.version} is being installed")
@@ -351,47 +358,3 @@ class OrderExecutor:
 
     def _paused(self) -> float:
         return 0.0 if self.state.paused_at is None else self._clock() - self.state.paused_at
-
-
-async def effective_mode(engine: Engine, mode: Mode) -> Mode:
-    """Return the mode in which to pause an engine: `keep` instead of `wait` if it is paused already.
-
-    In mode `wait`, vLLM also runs requests that an earlier pause froze. That pause may be of a former
-    leader or of an order that failed, and the weights may be torn or the caches stale.
-    """
-    return "keep" if mode == "wait" and await engine.is_paused() else mode
-
-
-async def call_workers(engine: Engine, method: str, *args: Any) -> Sequence[Any]:
-    """Call `method` in the workers and return their answers.
-
-    With data parallelism only the first engine's workers answer; each worker also reports to the daemon itself.
-
-    Raises:
-        WorkersFailed: A worker answered with an error.
-    """
-    answers = await engine.collective_rpc(method, args=args)
-    if problems := [problem for answer in answers if (problem := _problem(method, answer))]:
-        raise WorkersFailed("; ".join(problems))
-    return answers
-
-
-async def pause(engine: Engine, mode: Mode) -> None:
-    """Pause the engine: on return no step is in progress and none begins. Caches are unchanged.
-
-    vLLM's `AsyncLLM.pause_generation` (`v1/engine/async_llm.py`; 0.26, 0.28 and 0.32) calls the engine
-    core, which answers when it is idle, and then sleeps for 20 ms so that the last tokens leave before
-    it returns, which is "not required for correctness". Without the sleep, these tokens still leave
-    before later ones. This function therefore calls the engine core directly, if the engine has one.
-    """
-    pause_core = getattr(getattr(engine, "engine_core", None), "pause_scheduler_async", None)
-    if pause_core is None:
-        await engine.pause_generation(mode=mode, clear_cache=False)
-    else:
-        await pause_core(mode=mode, clear_cache=False)
-
-
-def _problem(method: str, answer: Any) -> str:
-    if not isinstance(answer, dict) or "ok" not in answer:
-        return f"{method}: expected a worker's answer with `ok`, got {answer!r}"
-    return "" if answer["ok"] else f"worker {answer.get('rank', '?')}: {answer.get('error') or 'no reason given'}"

@@ -2,7 +2,8 @@
 
     order    precondition                              effect
     LEAD     none                                      this side leads; every worker reports its version to the daemon and its
-                                                       power state to this side; the engine's fence receives the term
+                                                       power state to this side; the engine's fence receives the term. A gate
+                                                       that is open on another version than the workers' is held
     STAGE    leads, install not staged before          `resharder_stage` in every worker, which returns at once; gate unchanged
     UNSTAGE  leads                                     `resharder_unstage` in every worker
     APPLY    leads, lease alive, weights awake,        hold the gate, pause, `resharder_apply`, reset caches; stays paused.
