@@ -16,7 +16,7 @@ import structlog
 from pydantic import TypeAdapter
 from resharder.converters.failpoints import failpoint
 from resharder.converters.json_input import parse_json
-from resharder.server.infra.filesystem import make_folder, sync, touching, write_file
+from resharder.server.infra.filesystem import make_folder, matching, sync, touching, write_file
 from resharder.server.state.fleet import Fleet
 
 _DIGITS = 12  # of a number of starts
@@ -34,13 +34,13 @@ class FleetFiles:
         self._folder = make_folder(folder)
 
     def load(self, now: float) -> dict[str, Fleet]:
-        """Return all fleets by name. An unreadable file is logged and skipped.
+        """Return all fleets by name. An unreadable file is logged and skipped. Raises MediumRefused.
 
         Args:
             now: Reading of the monotonic clock.
         """
         found = {}
-        for path in sorted(self._folder.glob("*.json")):
+        for path in matching(self._folder, "*.json"):
             try:
                 fleet = restored(path.read_bytes(), now)
                 if f"{fleet.name}.json" != path.name:

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import fcntl
+import fnmatch
 import os
 import signal
 from collections.abc import Iterator
@@ -96,6 +97,19 @@ def make_durable_folder(path: Path) -> Path:
     make_folder(path)
     sync(path.parent)
     return path
+
+
+def matching(folder: Path, pattern: str) -> list[Path]:
+    """Return the paths in a folder whose names match a shell pattern, sorted; none in a folder that is missing.
+
+    Raises MediumRefused for a folder that cannot be listed, which `Path.glob` takes for an empty one.
+    """
+    with touching(folder, "listing"):
+        try:
+            names = os.listdir(folder)
+        except FileNotFoundError:
+            return []
+    return sorted(folder / name for name in fnmatch.filter(names, pattern))
 
 
 def is_gone(path: Path) -> bool:

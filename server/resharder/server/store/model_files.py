@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from resharder.server.infra.filesystem import make_durable_folder, make_folder, move, sync, touching, write_file
+from resharder.server.infra.filesystem import make_durable_folder, make_folder, matching, move, sync, touching, write_file
 
 
 def folders(model: Path) -> list[Path]:
-    """Return all folders of small files, the valid one last."""
-    return sorted((model / "files").glob("[0-9]*.[0-9]*"), key=_numbers)
+    """Return all folders of small files, the valid one last. Raises MediumRefused."""
+    return sorted(matching(model / "files", "[0-9]*.[0-9]*"), key=_numbers)
 
 
 def write(model: Path, epoch: int, files: Mapping[str, bytes]) -> Path:
@@ -46,7 +46,7 @@ def drop_unfinished(model: Path) -> None:
     """Remove unfinished folders, and older ones that an earlier daemon left behind. Raises MediumRefused."""
     for older in folders(model)[:-1]:
         shutil.rmtree(older, ignore_errors=True)
-    for part in (model / "files").glob("*.part"):
+    for part in matching(model / "files", "*.part"):
         with touching(part, "removing"):
             shutil.rmtree(part)
 

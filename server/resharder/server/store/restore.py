@@ -7,7 +7,7 @@ from pathlib import Path
 
 import structlog
 from resharder.converters.failpoints import failpoint
-from resharder.server.infra.filesystem import make_durable_folder, sync
+from resharder.server.infra.filesystem import make_durable_folder, matching, sync
 from resharder.server.state.version import READY, RETIRED
 from resharder.server.store import manifest, model_files
 from resharder.server.store.history import read_history
@@ -59,7 +59,7 @@ def _restore_model(folder: Path) -> StoredModel:
         if renamed.exists():
             sync(renamed)
     _read_claim(model)
-    for version in sorted((folder / "versions").glob("[0-9]*")):
+    for version in matching(folder / "versions", "[0-9]*"):
         try:
             redigest(version)
             record = manifest.read(version).record
