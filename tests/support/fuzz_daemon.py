@@ -103,8 +103,7 @@ class World:
 
     def _job(self, model: str) -> Job:
         self._jobs += 1
-        name = f"job-{xxhash.xxh64_hexdigest(str(self._jobs).encode())}"  # that no changed name becomes by chance
-        job = Job(self.door, SPECS, HELD, model=model, job=name)  # type: ignore[arg-type]
+        job = Job(self.door, SPECS, HELD, model=model, job=_unguessed("job", self._jobs))  # type: ignore[arg-type]
         job.create()
         return job
 
@@ -113,7 +112,12 @@ class World:
         for model in MODELS:
             if model in self._followers:
                 self._followers[model].__exit__(None, None, None)
-            self._followers[model] = Follower(self.door, model, self._jobs)
+            try:
+                self._followers[model] = Follower(self.door, f"server-{model}", model, self._jobs)
+            except Refused as refused:  # once it had left, a request with a changed name claimed its id for another fleet
+                if "follows" not in refused.details():
+                    raise
+                self._followers[model] = Follower(self.door, _unguessed("server", self._jobs), model, self._jobs)
 
     def close(self) -> None:
         for follower in self._followers.values():
@@ -235,6 +239,11 @@ class World:
         ]
 
 
+def _unguessed(kind: str, number: int) -> str:
+    """Return a name that no changed name becomes by chance."""
+    return f"{kind}-{xxhash.xxh64_hexdigest(str(number).encode())}"
+
+
 def _hashes(folder: Path) -> dict[str, int]:
     return {path.name: xxhash.xxh3_64_intdigest(path.read_bytes()) for path in sorted(folder.iterdir())}
 
@@ -242,9 +251,9 @@ def _hashes(folder: Path) -> dict[str, int]:
 class Follower(SimulatedServer):
     """Of a model; `life` makes its process another one."""
 
-    def __init__(self, door: Door, model: str, life: int) -> None:
+    def __init__(self, door: Door, id: str, model: str, life: int) -> None:
         self.process = f"process-{model}-{life}"
-        super().__init__(SimpleNamespace(channel=door), f"server-{model}", model=model)  # type: ignore[arg-type]
+        super().__init__(SimpleNamespace(channel=door), id, model=model)  # type: ignore[arg-type]
 
     def _attach(self) -> None:
         former = self.__dict__.get("_reports")
