@@ -82,6 +82,14 @@ def test_a_hostile_header_is_refused(attack: str) -> None:
         parse_header("model.safetensors", ATTACKS[attack], 1000)
 
 
+def test_a_tensor_that_is_in_two_files_is_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        content = header({"w": {"dtype": "U8", "shape": [], "data_offsets": [0, 1]}})
+        (tmp_path / f"{name}.safetensors").write_bytes(content + b"\0")
+    with pytest.raises(ValueError, match=r"expected w in one file, found it in a\.safetensors and b\.safetensors"):
+        read_layout(tmp_path)
+
+
 def test_a_header_longer_than_its_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
     with pytest.raises(ValueError, match="length of its header"):

@@ -57,6 +57,22 @@ def test_a_line_that_was_cut_short_is_dropped_and_costs_no_other(tmp_path: Path)
     assert [event.what for event in Events(tmp_path).last(10)] == ["claimed", "lost"]
 
 
+@pytest.mark.parametrize("damaged", [0, 1, 7, (1 << 63) - 1])
+def test_a_line_with_another_id_hides_no_other_event(tmp_path: Path, damaged: int) -> None:
+    first = Events(tmp_path)
+    for what in ("claimed", "serving", "lost"):
+        first.add("server", "servers/a", what)
+    first.close()
+    file = tmp_path / "events.jsonl"
+    file.write_bytes(file.read_bytes().replace(b'"id": 2', b'"id": %d' % damaged))
+    second = Events(tmp_path)
+    added = second.add("server", "servers/a", "left")
+    listed = second.last(10)
+    assert {event.what for event in listed} >= {"claimed", "lost", "left"}
+    assert (ids(listed), listed[-1]) == (sorted(ids(listed)), added)
+    assert event_to_proto(added).id == added.id
+
+
 def test_a_subject_is_the_resource_itself_or_what_is_under_it(tmp_path: Path) -> None:
     events = Events(tmp_path)
     for subject in ("models/a", "models/a/versions/1", "models/ab/versions/1", "servers/a", "fleets/a"):

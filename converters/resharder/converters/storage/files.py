@@ -8,7 +8,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -99,8 +99,9 @@ def index_json(files: Iterable[FileLayout]) -> bytes:
 
 
 def read_layout(folder: Path) -> tuple[FileLayout, ...]:
-    """Return the layout of all safetensors files of a folder, from their headers. Raises ValueError
-    for an invalid file.
+    """Return the layout of all safetensors files of a folder, from their headers.
+
+    Raises ValueError for an invalid file, and for a tensor name that is in two files.
     """
     return _read_layouts(sorted(folder.glob("*.safetensors")))
 
@@ -121,15 +122,7 @@ def read_checkpoint_layout(folder: Path) -> tuple[FileLayout, ...]:
     missing = [path.name for path in paths if not path.is_file()]
     if missing or not paths:
         raise ValueError(f"{folder}: expected safetensors files, found none named {', '.join(missing[:4]) or '*.safetensors'}")
-    files = _read_layouts(paths)
-    homes: dict[str, str] = {}
-    for file in files:
-        for placed in file.tensors:
-            if homes.setdefault(placed.spec.name, file.path) != file.path:
-                raise ValueError(
-                    f"{folder}: expected {placed.spec.name} in one file, found it in {homes[placed.spec.name]} and {file.path}"
-                )
-    return files
+    return _read_layouts(paths)
 
 
 def _indexed_files(index: Path) -> list[str]:
@@ -145,8 +138,14 @@ def _indexed_files(index: Path) -> list[str]:
     return sorted(names)
 
 
-def _read_layouts(paths: Iterable[Path]) -> tuple[FileLayout, ...]:
-    return tuple(parse_header(path.name, _read_header(path), path.stat().st_size) for path in paths)
+def _read_layouts(paths: Sequence[Path]) -> tuple[FileLayout, ...]:
+    files = tuple(parse_header(path.name, _read_header(path), path.stat().st_size) for path in paths)
+    homes: dict[str, str] = {}
+    for path, file in zip(paths, files, strict=True):
+        for name in file.by_name:
+            if (home := homes.setdefault(name, file.path)) != file.path:
+                raise ValueError(f"{path.parent}: expected {name} in one file, found it in {home} and {file.path}")
+    return files
 
 
 def _read_header(path: Path) -> bytes:

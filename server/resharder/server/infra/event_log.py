@@ -33,6 +33,7 @@ Kind = Literal["daemon", "publisher", "version", "server", "fleet", "move", "ope
 
 _LONGEST = 2000  # characters of a reason or a detail
 _LAST = 100
+_WIDEST = 1 << 62
 _LOOK = 1.0  # seconds between checks that a following caller is still connected
 _log = structlog.get_logger("resharder.events")
 
@@ -56,6 +57,8 @@ class Event:
             raise TypeError(f"expected the fields of an event, got a {type(content).__name__}")
         event = cls(**content)
         check_fields(event)
+        if not 0 < event.id < _WIDEST:  # ids of new events follow, and have to fit the protocol's
+            raise ValueError(f"expected an id of 1 or more, and of at most 62 bits, got {event.id}")
         if not isinstance(event.details, dict) or not all(is_text(text) for pair in event.details.items() for text in pair):
             raise TypeError(f"expected details as strings by name, got {str(event.details)[:40]}")
         return event
@@ -79,7 +82,8 @@ class Events:
         self._closed = False
         self._journal = JournalFile(root / "events.jsonl", max_late=limit, max_lines=limit)
         files = (self._journal.older, self._journal.path)
-        known = [event for path in files for event in read_records(path, Event.of)]
+        # Sorted, since queries end at the first event with a lower id, which a damaged line may have anywhere.
+        known = sorted((event for path in files for event in read_records(path, Event.of)), key=lambda event: event.id)
         self._events = deque(known, maxlen=limit)
         self._id = max((event.id for event in known), default=0)
         self._journal.open()
