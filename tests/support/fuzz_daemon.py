@@ -103,7 +103,7 @@ class World:
 
     def _job(self, model: str) -> Job:
         self._jobs += 1
-        job = Job(self.door, SPECS, HELD, model=model, job=_unguessed("job", self._jobs))  # type: ignore[arg-type]
+        job = Job(self.door, SPECS, HELD, model=model, job=_unguessed("job", str(self._jobs)))  # type: ignore[arg-type]
         job.create()
         return job
 
@@ -117,7 +117,7 @@ class World:
             except Refused as refused:  # once it had left, a request with a changed name claimed its id for another fleet
                 if "follows" not in refused.details():
                     raise
-                self._followers[model] = Follower(self.door, _unguessed("server", self._jobs), model, self._jobs)
+                self._followers[model] = Follower(self.door, _unguessed("server", f"{model} {self._jobs}"), model, self._jobs)
 
     def close(self) -> None:
         for follower in self._followers.values():
@@ -239,9 +239,9 @@ class World:
         ]
 
 
-def _unguessed(kind: str, number: int) -> str:
+def _unguessed(kind: str, of: str) -> str:
     """Return a name that no changed name becomes by chance."""
-    return f"{kind}-{xxhash.xxh64_hexdigest(str(number).encode())}"
+    return f"{kind}-{xxhash.xxh64_hexdigest(of.encode())}"
 
 
 def _hashes(folder: Path) -> dict[str, int]:
