@@ -14,13 +14,14 @@ import pytest
 from resharder.client.errors import CorruptData
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.worker.fetch import fetch
-from resharder.client.inference.worker.source import Mirror, Stager
+from resharder.client.inference.worker.source import DESCRIPTORS, Mirror, Stager
 from resharder.client.rpc.channel import Channel
 from resharder.client.versions import range_reads
 from resharder.client.versions.range_plan import plan_ranges
 from resharder.client.versions.range_reads import RangeReader, RangesUnavailable
 from resharder.client.versions.remote import VersionManifest, boxes_request, get_manifest
 from resharder.converters.geometry.layout import Box, Range, TensorSpec, full_box
+from resharder.converters.storage.files import MappedFiles
 from resharder.converters.wire.ranges import CHECKSUM, PIECE_BYTES
 from resharder.server.data.connection import DataReads
 from resharder.server.data.port import DataPort
@@ -82,7 +83,9 @@ def all_boxes(manifest: VersionManifest) -> list[tuple[str, Box]]:
 def read(channel: Channel, manifest: VersionManifest, descriptors: list[int]) -> None:
     plan = plan_ranges(manifest.files, all_boxes(manifest))
     arrived: list[int] = []
-    RangeReader(channel, manifest, descriptors, 2).read(plan.ranges, arrived.append)
+    files = [replace(file, path=str(fd)) for file, fd in zip(manifest.files, descriptors, strict=True)]
+    mapped = MappedFiles(DESCRIPTORS, files, writable=True)
+    RangeReader(channel, manifest, mapped.contents, 2).read(plan.ranges, arrived.append)
     assert sorted(arrived) == list(range(len(plan.ranges)))
 
 

@@ -1,11 +1,10 @@
-"""Reads of HTTP ranges from the daemon's data port into files, over several connections.
+"""Reads of HTTP ranges from the daemon's data port into mapped files, over several connections.
 
-The daemon sends the bytes by `sendfile`, and they go through one small buffer into the file, so that they are checked while they
-are in the core's cache and no page of the file has to be mapped for them.
+The daemon sends the bytes by `sendfile`, and the kernel copies them to their place. They are checked in blocks while they are in
+the core's cache. The pages of a range are mapped by one call before, because a fault for each costs more than the copy.
 """
 
 import http.client
-import os
 import socket
 import threading
 from collections import deque
@@ -14,12 +13,15 @@ from contextlib import contextmanager
 from http import HTTPStatus
 
 import xxhash
+from numpy.lib.array_utils import byte_bounds
 from resharder.client.errors import CorruptData, ResharderError
 from resharder.client.rpc.channel import Backoff, Channel
 from resharder.client.rpc.tls import Tls
 from resharder.client.transport.shared_memory import copy_threads
 from resharder.client.versions.range_plan import FileRange
 from resharder.client.versions.remote import VersionManifest
+from resharder.converters.storage.files import Array
+from resharder.converters.storage.pages import map_pages
 from resharder.converters.wire.ranges import CHECKSUM, is_piece, path_of
 
 _BLOCK_BYTES = 1 << 20
@@ -52,17 +54,17 @@ class RangeReader:
     Args:
         channel: Channel to the daemon, for its address and TLS settings.
         manifest: The version's manifest.
-        descriptors: Descriptors of the files that are written, in the manifest's order.
+        contents: Bytes of the mapped files that are written, in the manifest's order.
         connections: Upper bound on connections; 0: one for each available core, at most four.
 
     Raises:
         RangesUnavailable: The daemon has no data port.
     """
 
-    def __init__(self, channel: Channel, manifest: VersionManifest, descriptors: Sequence[int], connections: int = 0) -> None:
+    def __init__(self, channel: Channel, manifest: VersionManifest, contents: Sequence[Array], connections: int = 0) -> None:
         self._host, self._port = data_address(manifest, channel.endpoint)
         self._manifest, self._tls = manifest, channel.tls
-        self._descriptors, self._connections = descriptors, connections or copy_threads()
+        self._contents, self._connections = contents, connections or copy_threads()
 
     def read(self, ranges: Sequence[FileRange], arrived: Callable[[int], None]) -> None:
         """Write the ranges to the files. `arrived` is called on the connections' threads with the position of each.
@@ -99,7 +101,7 @@ class RangeReader:
 
     @contextmanager
     def _opened(self) -> Iterator["_Connection"]:
-        connection = _Connection(self._host, self._port, self._tls, self._manifest, self._descriptors)
+        connection = _Connection(self._host, self._port, self._tls, self._manifest, self._contents)
         try:
             yield connection
         finally:
@@ -109,11 +111,10 @@ class RangeReader:
 class _Connection:
     """One connection to the data port, opened when needed and again after a cut."""
 
-    def __init__(self, host: str, port: int, tls: Tls | None, manifest: VersionManifest, descriptors: Sequence[int]) -> None:
+    def __init__(self, host: str, port: int, tls: Tls | None, manifest: VersionManifest, contents: Sequence[Array]) -> None:
         self._host, self._port, self._tls = host, port, tls
-        self._manifest, self._descriptors = manifest, descriptors
+        self._manifest, self._contents = manifest, contents
         self._http: http.client.HTTPConnection | None = None
-        self._block = memoryview(bytearray(_BLOCK_BYTES))
 
     def close(self) -> None:
         """Close the connection, if it is open."""
@@ -144,14 +145,15 @@ class _Connection:
         """Request a range, write its blocks, and yield the size of each. Raises OSError, HTTPException, _Cut, CorruptData."""
         response = self._request(part)
         state, at, piece = xxhash.xxh3_64(), part.start, response.getheader(CHECKSUM, "")
-        file = self._manifest.files[part.file]
+        file, target = self._manifest.files[part.file], self._contents[part.file]
+        map_pages(byte_bounds(target[part.start : part.end]), write=True)
         while at < part.end:
-            size = response.readinto(self._block[: part.end - at])
+            block = target[at : min(part.end, at + _BLOCK_BYTES)].data
+            size = response.readinto(block)
             if not size:
                 raise _Cut(f"expected {part.end - part.start} bytes, the connection ended after {at - part.start}")
             if piece:
-                state.update(self._block[:size])
-            _write(self._descriptors[part.file], self._block[:size], at)
+                state.update(block[:size])
             at += size
             yield size
         response.read()  # the end of the response, so that the connection can be used again
@@ -194,9 +196,3 @@ def _connect(host: str, port: int, tls: Tls | None) -> http.client.HTTPConnectio
     opened.settimeout(_SILENT_SECONDS)
     connection.sock = opened
     return connection
-
-
-def _write(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from numpy.lib.array_utils import byte_bounds
 from resharder.client.errors import ResharderError
 from resharder.client.inference.settings import GRPC, HTTP
 from resharder.client.inference.worker.source import DESCRIPTORS
@@ -25,9 +24,8 @@ from resharder.client.versions.range_reads import RangeReader, RangesUnavailable
 from resharder.client.versions.remote import VersionManifest, download, get_manifest
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Box, box_index
-from resharder.converters.storage.digest import digest
+from resharder.converters.storage.digest import Array, digest
 from resharder.converters.storage.files import MappedFiles
-from resharder.converters.storage.pages import map_pages
 from resharder.converters.wire.boxes import box_from_proto
 from resharder.v1 import server_pb2
 
@@ -59,17 +57,17 @@ def fetch(channel: Channel, descriptors: list[str], request: server_pb2.BoxesReq
     manifest = get_manifest(channel, request.version)
     files = (replace(file, path=descriptor) for file, descriptor in zip(manifest.files, descriptors, strict=True))
     failpoint("worker.fetch.write")
-    arrays = MappedFiles(DESCRIPTORS, files, writable=True).arrays  # stay mapped until this process ends
+    mapped = MappedFiles(DESCRIPTORS, files, writable=True)  # until this process ends
+    arrays = mapped.arrays
     boxes = [(request.tensors[entry.tensor], box_from_proto(entry.box)) for entry in request.boxes]
     digests: dict[int, int] = {}
 
     def arrived(position: int) -> None:
         name, box = boxes[position]
         array = arrays[name][box_index(box)] if box else arrays[name]
-        map_pages(byte_bounds(array))
         digests[position] = digest(array, box, manifest.specs[name].shape)
 
-    reason = _by_ranges(channel, manifest, [int(name) for name in descriptors], boxes, arrived) if transport == HTTP else ""
+    reason = _by_ranges(channel, manifest, mapped.contents, boxes, arrived) if transport == HTTP else ""
     left = [position for position in range(len(boxes)) if position not in digests]
     for position, box, array in download(channel, manifest, [boxes[position] for position in left]):
         arrays[boxes[left[position]][0]][box_index(box)] = array
@@ -82,7 +80,7 @@ def fetch(channel: Channel, descriptors: list[str], request: server_pb2.BoxesReq
 def _by_ranges(
     channel: Channel,
     manifest: VersionManifest,
-    descriptors: Sequence[int],
+    contents: Sequence[Array],
     boxes: Sequence[tuple[str, Box]],
     arrived: Callable[[int], None],
 ) -> str:
@@ -92,7 +90,7 @@ def _by_ranges(
     """
     plan = plan_ranges(manifest.files, boxes)
     try:
-        RangeReader(channel, manifest, descriptors).read(plan.ranges, _Arrivals(plan, arrived))
+        RangeReader(channel, manifest, contents).read(plan.ranges, _Arrivals(plan, arrived))
     except RangesUnavailable as error:
         return str(error)
     return ""
