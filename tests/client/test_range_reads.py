@@ -16,6 +16,7 @@ from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.worker.fetch import fetch
 from resharder.client.inference.worker.source import DESCRIPTORS, Mirror, Stager
 from resharder.client.rpc.channel import Channel
+from resharder.client.tools import doctor
 from resharder.client.versions import range_reads
 from resharder.client.versions.range_plan import plan_ranges
 from resharder.client.versions.range_reads import RangeReader, RangesUnavailable
@@ -161,6 +162,12 @@ def test_the_helper_takes_the_stream_where_the_data_port_refuses(
         found = fetch(channel, [str(d) for d in descriptors], boxes_request(other, all_boxes(other)), "http")
         assert (found.transport, found.digests) == ("grpc", list(other.digests.values()))
         assert "answered 412: the version's fingerprint is" in found.reason
+
+
+def test_doctor_measures_the_data_port_of_a_daemon_on_another_host(daemon: Daemon) -> None:
+    check = doctor.data_port(daemon.endpoint)
+    assert check.verdict == "ok"
+    assert check.found.endswith("GB/s from the daemon's host, 36.0 MiB")
 
 
 def ask(address: str, path: str, **headers: str) -> tuple[int, bytes, http.client.HTTPResponse]:
