@@ -16,6 +16,7 @@ from resharder.converters.geometry.layout import Box, Layout, Piece, Range, Tens
 from resharder.converters.geometry.tiling import Held, check_tiling
 from resharder.converters.models.tensor_io import read_piece
 from resharder.converters.quantization.cast import QuantisedTensors, quantise_whole
+from resharder.converters.quantization.checkpoint import expected_tensors
 from resharder.converters.quantization.scheme import Scheme, check_family, scheme_of
 from resharder.converters.storage.digest import MASK, digest
 from resharder.server.ingest.maxima import RankBlocks, VersionMaxima, plan_shared, read_shared
@@ -23,6 +24,7 @@ from resharder.v1 import publisher_pb2
 
 from tests.support.fp8_reference import FP8, cast
 from tests.support.tiny_hf import tiny_config
+from tools.formats_table import PAGE, page
 
 NAME, SCALES = "a.weight", "a.weight_scale_inv"
 
@@ -176,6 +178,22 @@ def test_a_dictionary_of_released_checkpoints_is_accepted_and_written_back() -> 
 def test_any_other_format_is_refused_with_the_accepted_one_and_what_came(config: Any) -> None:
     with pytest.raises(UnsupportedModel, match=r"quantization_config: expected .* got "):
         scheme_of(config)
+
+
+def test_every_matrix_in_fp8_is_expected_with_its_scales() -> None:
+    config, scheme = tiny_config("qwen3"), Scheme()
+    shapes = expected_shapes(config)
+    found = [TensorSpec(name, "F8_E4M3" if scheme.converts(name, shape) else "BF16", shape) for name, shape in shapes.items()]
+    expected = expected_tensors(config | {"quantization_config": scheme.config(shapes)}, found)
+    assert shapes.items() <= expected.items()
+    assert expected["model.layers.0.mlp.down_proj.weight_scale_inv"] == (1, 2)
+    assert len(expected) - len(shapes) == sum(scheme.converts(*each) for each in shapes.items())
+    with pytest.raises(UnsupportedModel, match="quantization_config: expected"):
+        expected_tensors(config | {"quantization_config": {"quant_method": "awq"}}, found)
+
+
+def test_the_page_has_the_families_as_the_code_has_them() -> None:
+    assert PAGE.read_text() == page(), "run `python -m tools.formats_table`"
 
 
 def test_a_module_that_the_caller_names_stays_unconverted() -> None:

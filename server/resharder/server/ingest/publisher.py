@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import LayoutError, UnsupportedModel
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec
 from resharder.converters.geometry.piece_arrays import join_boxes
 from resharder.converters.geometry.senders import senders
 from resharder.converters.geometry.tiling import Held, check_tiling
+from resharder.converters.quantization.checkpoint import expected_tensors
 from resharder.converters.storage.files import INDEX_FILE
 from resharder.server.ingest.maxima import RankBlocks, SharedPlan, VersionMaxima, plan_shared
 from resharder.server.ingest.packed_boxes import PackedBoxes, Slot, cut_slot
@@ -244,7 +244,7 @@ class PublisherRecord:
         try:
             config = json.loads(self.files["config.json"])
             _check_counts(config)
-            expected = expected_shapes(config)
+            expected = expected_tensors(config, self.specs)
         except (KeyError, UnsupportedModel):
             return  # no config, or no table for its architecture: the ranks' names are accepted
         except (ValueError, TypeError, AttributeError) as error:
