@@ -13,8 +13,9 @@ from resharder.converters.architectures import ARCHITECTURES
 from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import UnsupportedModel
 from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, box_index, full_box
+from resharder.converters.geometry.plan import plan
 from resharder.converters.geometry.tiling import Held, check_tiling
-from resharder.converters.models.tensor_io import read_piece
+from resharder.converters.models.tensor_io import read_piece, view_of
 from resharder.converters.quantization.cast import QuantisedTensors, quantise_whole
 from resharder.converters.quantization.checkpoint import expected_tensors
 from resharder.converters.quantization.scheme import Scheme, check_family, scheme_of
@@ -126,6 +127,22 @@ def test_a_rank_that_has_whole_blocks_waits_for_no_other() -> None:
     halves = [[((Range(0, 128), Range(0, 256)), False)], [((Range(128, 128), Range(0, 256)), False)]]
     ranks = quantised(random_matrix((256, 256), 1), halves)
     assert all(not made.plan.contributed.blocks and not made.plan.received.blocks for made in ranks)
+
+
+def test_a_plan_moves_cast_tensors_into_a_worker_with_another_division() -> None:
+    """As the direct path does, of which these tensors are the sources."""
+    whole = random_matrix((300, 200), 1)
+    quarters = [[((Range(r, 150), Range(c, 100)), False)] for r in (0, 150) for c in (0, 100)]
+    ranks = quantised(whole, quarters)
+    want = dict(zip((NAME, SCALES), quantise_whole(NAME, whole, Scheme()), strict=True))
+    specs = {name: made for rank in ranks for name, made in rank.plan.layout.tensors.items()}
+    memory = {name: torch.zeros_like(tensor) for name, tensor in want.items()}
+    pieces = tuple(Piece(name, full_box(spec.shape), name, 0, memory[name].stride()) for name, spec in specs.items())
+    layouts = {rank: made.plan.layout for rank, made in enumerate(ranks)}
+    for copy in plan(layouts, {0: Layout(specs, pieces)}).copies():
+        source = view_of(ranks[copy.source].tensors[copy.source_local], copy.source_view)
+        view_of(memory[copy.target_local], copy.target_view).copy_(source)
+    assert all(np.array_equal(bits(memory[name]), bits(tensor)) for name, tensor in want.items())
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from resharder.converters.errors import UnsupportedModel
-from resharder.converters.geometry.layout import Box, Layout, Range, TensorSpec, box_shape, full_box
-from resharder.converters.models.tensor_io import read_piece
+from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, box_shape, full_box
+from resharder.converters.models.tensor_io import TORCH_DTYPES, read_piece
 from resharder.converters.quantization.blocks import Region, Run, runs_of
 from resharder.converters.quantization.layout import SCALES, WEIGHTS, CastPiece, Matrix, QuantisedLayout, quantised_layout
 from resharder.converters.quantization.scheme import BLOCK, FP8_MAX, Scheme
@@ -62,7 +62,7 @@ class QuantisedTensors:
         self._scales = torch.empty(self.plan.scales, dtype=torch.float32, device=self._device)
         self._maxima = torch.zeros(self.plan.maxima, dtype=torch.float32, device=self._device)
         kept = {piece.local for piece in self.plan.layout.pieces} - {WEIGHTS, SCALES}
-        made = {WEIGHTS: self._weights, SCALES: self._scales} if self.plan.matrices else {}
+        made = {name: flat for name, flat in ((WEIGHTS, self._weights), (SCALES, self._scales)) if flat.numel()}
         self.tensors: dict[str, torch.Tensor] = {name: tensor for name, tensor in tensors.items() if name in kept} | made
 
     def measure(self) -> Floats:
@@ -189,9 +189,6 @@ def quantise_whole(name: str, tensor: torch.Tensor, scheme: Scheme) -> tuple[tor
         tensor: Matrix in BF16, F16 or F32.
         scheme: Format to cast to.
     """
-    from resharder.converters.geometry.layout import Piece
-    from resharder.converters.models.tensor_io import TORCH_DTYPES
-
     dtype = next(key for key, value in TORCH_DTYPES.items() if value == tensor.dtype)
     spec, box = TensorSpec(name, dtype, tuple(tensor.shape)), full_box(tuple(tensor.shape))
     layout = Layout({name: spec}, (Piece(name, box, name, 0, tensor.stride()),))
