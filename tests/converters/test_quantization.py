@@ -22,6 +22,8 @@ from resharder.converters.quantization.scheme import Scheme, check_family, schem
 from resharder.converters.storage.digest import MASK, digest
 from resharder.server.ingest.maxima import RankBlocks, VersionMaxima, plan_shared, read_shared
 from resharder.v1 import publisher_pb2
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
 from tests.support.fp8_reference import FP8, cast
 from tests.support.tiny_hf import tiny_config
@@ -195,6 +197,18 @@ def test_a_dictionary_of_released_checkpoints_is_accepted_and_written_back() -> 
 def test_any_other_format_is_refused_with_the_accepted_one_and_what_came(config: Any) -> None:
     with pytest.raises(UnsupportedModel, match=r"quantization_config: expected .* got "):
         scheme_of(config)
+
+
+def test_vllm_reads_the_written_config_and_leaves_the_same_modules_unconverted() -> None:
+    written = Scheme().config(expected_shapes(tiny_config("qwen3_moe")))
+    read = Fp8Config.from_config(dict(written))
+    assert (read.is_checkpoint_fp8_serialized, read.weight_block_size, read.activation_scheme) == (True, [128, 128], "dynamic")
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    skipped = {name: is_layer_skipped(f"model.layers.3.{name}", read.ignored_layers, fused) for name in MODULES}
+    assert skipped == MODULES
+
+
+MODULES = {"self_attn.qkv_proj": False, "self_attn.o_proj": False, "mlp.experts": False, "mlp.gate": True}
 
 
 def test_every_matrix_in_fp8_is_expected_with_its_scales() -> None:
