@@ -26,29 +26,31 @@ _FLAGS = 1 | 2 | 8  # cudaHostRegister's Portable, Mapped and ReadOnly
 _SAME_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _GAP = 16 << 20  # gaps of at most so many bytes are registered as well: each call waits for all running kernels
 Result = TypeVar("Result")
+Busy = Callable[[], bool]
+"""Whether other threads of this process launch kernels that clients wait for."""
 
 
 class Registered:
     """Registered pages. `close` releases them and must precede unmapping."""
 
-    def __init__(self, spans: list[Span], device: torch.device, gently: bool) -> None:
-        self._spans, self._device, self._gently = spans, device, gently
+    def __init__(self, spans: list[Span], device: torch.device, busy: Busy) -> None:
+        self._spans, self._device, self._busy = spans, device, busy
 
     def close(self) -> None:
         """Release the pages and unmap them from this process's page tables."""
         if self._spans:
-            _beside(lambda: _let_go(self._spans, self._device, self._gently))
+            _beside(lambda: _let_go(self._spans, self._device, self._busy))
         self._spans = []
 
 
-def register(arrays: Iterable[Array], device: torch.device, *, gently: bool = False) -> Registered | None:
+def register(arrays: Iterable[Array], device: torch.device, busy: Busy = lambda: False) -> Registered | None:
     """Register the pages of arrays, which must be mapped already, for kernels that read.
 
     Args:
         arrays: Arrays whose pages are registered.
         device: GPU.
-        gently: Leave half of the time, here and in `close`, to other threads of this process, whose kernels wait while the
-            driver works.
+        busy: Whether to leave half of the time, here and in `close`, to other threads of this process, whose kernels wait
+            while the driver works. Asked before each call into the driver.
 
     Returns:
         The pages, or None if CUDA refuses. The log has the reason.
@@ -56,7 +58,7 @@ def register(arrays: Iterable[Array], device: torch.device, *, gently: bool = Fa
     if not _same_address(device):
         logger.info("%s cannot access host pages at their own addresses", device)
         return None
-    return _beside(lambda: _register(spans_of(arrays, _GAP), device, gently))
+    return _beside(lambda: _register(spans_of(arrays, _GAP), device, busy))
 
 
 def box_of(array: Array, box: Box) -> Array:
@@ -94,37 +96,39 @@ def _beside(work: Callable[[], Result]) -> Result:
         return thread.submit(work).result()
 
 
-def _register(spans: list[Span], device: torch.device, gently: bool) -> Registered | None:
+def _register(spans: list[Span], device: torch.device, busy: Busy) -> Registered | None:
     done: list[Span] = []
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
         for begin, end in spans:
-            with _pace(gently):
+            with paced(busy):
                 error = int(runtime.cudaHostRegister(begin, end - begin, _FLAGS))
             if error:
                 logger.info("CUDA refused to register %d bytes of host memory: error %d", end - begin, error)
-                _let_go(done, device, gently)
+                _let_go(done, device, busy)
                 return None
             done.append((begin, end))
-    return Registered(done, device, gently)
+    return Registered(done, device, busy)
 
 
-def _let_go(spans: list[Span], device: torch.device, gently: bool) -> None:
+def _let_go(spans: list[Span], device: torch.device, busy: Busy) -> None:
     """Release pages, and unmap them from this process's page tables bit by bit: at once, they would delay other unmaps."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
         for begin, end in spans:
-            with _pace(gently):
+            with paced(busy):
                 runtime.cudaHostUnregister(begin)
                 forget_pages((begin, end))
 
 
 @contextmanager
-def _pace(gently: bool) -> Iterator[None]:
+def paced(busy: Busy) -> Iterator[None]:
+    """Run the block, a call into the driver, in the background; if other threads are busy, sleep for as long as it took."""
+    slowly = busy()
     with DRIVER_LOCK.background():
         began = time.monotonic()
         yield
-    if gently:
+    if slowly:
         time.sleep(time.monotonic() - began)
 
 
