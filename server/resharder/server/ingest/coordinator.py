@@ -50,9 +50,9 @@ class Intake:
     ) -> None:
         self.store = store
         self._shared = IngestShared(store, clock)
-        self.uploads = Uploads(self._shared, threads, writer_patience)
+        self.uploads = Uploads(self._shared, writer_patience)
         self.publishers = Publishers(self._shared, self.uploads, lease_seconds)
-        self.steps = Steps(self._shared, self.publishers, self.uploads, chunk_bytes)
+        self.steps = Steps(self._shared, self.publishers, self.uploads, chunk_bytes, threads)
         self.waits = VersionWaits(self._shared, audience)
 
     def observe(self, observer: IngestObserver) -> None:
