@@ -103,8 +103,7 @@ class SharedMemory:
         for number, home in enumerate(homes):
             left[home.path] += len(cuts[number])
         if isinstance(items, LiveItems):  # file by file, so that each is released early
-            order = sorted(range(len(items)), key=lambda number: homes[number])
-            items = (items[number] for number in order)
+            items = map(items.__getitem__, sorted(range(len(items)), key=homes.__getitem__))
         for number, part, source in host_parts(items, slot.boxes, cuts):
             spec, box = slot.specs[number], cuts[number][part]
             if self._threads == 1 or source.nbytes < _SPLIT_BYTES:
