@@ -1,7 +1,7 @@
 """Copies from GPU tensors to host pages through pinned buffers: each thread has one, which a kernel fills and the thread empties.
 
-Threads take rounds, a buffer's bytes each, in order and without waiting for each other. Many threads are needed, since one copies
-some 5 GB/s of a link's 55, and large buffers, since threads share the interpreter's lock between copies.
+Threads take rounds, a buffer's bytes each, in order and without waiting for each other. Eight with 16 MiB each copied 30 GB/s,
+and 25 beside the daemon's digests; sixteen were no faster and left less to the digests (benchmarks/results/staged_gpu.md).
 
 A kernel could write to the pages directly if they were registered with CUDA for each version. But the verification of the
 version waits for registration and release, and so do other threads' kernels. 61 GB were READY after 7.3 s that way and after
@@ -26,7 +26,7 @@ from resharder.converters.geometry.piece_arrays import Ints, pack
 from resharder.converters.geometry.plan import plan_pieces
 
 Tensors = Mapping[str, torch.Tensor]
-BUFFER_BYTES = 32 << 20
+BUFFER_BYTES = 16 << 20
 _ALIGN = 16  # bytes: the widest words of the kernel
 
 

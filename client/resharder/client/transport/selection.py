@@ -50,5 +50,5 @@ class TransportSelector:
         if self._from_gpu is None:
             from resharder.client.transport.gpu_buffers import FromGpu
 
-            self._from_gpu = FromGpu(device, copy_threads(most=16), plain)
+            self._from_gpu = FromGpu(device, copy_threads(most=8), plain)
         return self._from_gpu

@@ -37,12 +37,12 @@ class ReleasedFiles:
 
 
 class EarlyDigests:
-    """Digests of closed files, taken one file after the other on a thread that runs while there are any. Thread-safe.
+    """Digests of closed files, taken on a thread that runs while there are any: of all that wait at a time. Thread-safe.
 
     Args:
         folder: Folder of the UPLOADING version.
         files: Its files.
-        threads: Threads that digest a file.
+        threads: Threads that digest.
     """
 
     def __init__(self, folder: Path, files: Sequence[FileLayout], threads: int) -> None:
@@ -88,11 +88,11 @@ class EarlyDigests:
 
     def _run(self) -> None:
         try:
-            while (file := self._next()) is not None:
-                found = _digests_of(self._folder, file, self._threads)
+            while files := self._next():
+                found = _digests_of(self._folder, files, self._threads)
                 with self._changed:
-                    if found is not None and not self._ended:
-                        self._found[file.path] = found
+                    if not self._ended:
+                        self._found |= found
         except BaseException as error:
             with self._changed:
                 self._waiting = []
@@ -100,29 +100,31 @@ class EarlyDigests:
             if not isinstance(error, (OSError, ValueError)):  # those of an aborted version, or its verification reports them
                 raise
 
-    def _next(self) -> FileLayout | None:
-        """Return the next file that could be leased. None ends the thread."""
+    def _next(self) -> list[FileLayout]:
+        """Return the waiting files that could be leased. An empty list ends the thread."""
         with self._changed:
-            while self._waiting:
-                file = self._waiting.pop(0)
+            waiting, self._waiting = self._waiting, []
+            files = []
+            for file in waiting:
                 lease = read_lease(self._folder / file.path)
                 if lease is not None:
                     self._leases[file.path] = lease
-                    return file
-            self._stopped()
-            return None
+                    files.append(file)
+            if not files:
+                self._stopped()
+            return files
 
     def _stopped(self) -> None:
         self._running = False
         self._changed.notify_all()
 
 
-def _digests_of(folder: Path, file: FileLayout, threads: int) -> dict[str, int] | None:
-    """Return the digest of each tensor of a file; None if its header was overwritten."""
-    if not has_header(folder, file):
-        return None
-    with MappedFiles(folder, [file]) as maps:
-        return digest_tensors(maps, threads)
+def _digests_of(folder: Path, files: Sequence[FileLayout], threads: int) -> dict[str, dict[str, int]]:
+    """Return the digest of each tensor of each file whose header was not overwritten, by file."""
+    files = [file for file in files if has_header(folder, file)]
+    with MappedFiles(folder, files) as maps:
+        found = digest_tensors(maps, threads)
+    return {file.path: {name: found[name] for name in file.by_name} for file in files}
 
 
 def has_header(folder: Path, file: FileLayout) -> bool:
