@@ -19,6 +19,8 @@ from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import MappedFiles, lay_out
 from resharder.v1 import resources_pb2
 
+from tests.support.released import Released
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 SPECS = {
@@ -114,7 +116,9 @@ def test_a_rank_on_a_gpu_writes_its_boxes_and_nothing_else_into_the_versions_fil
         before = stored(folder)
         for tensor in tensors.values():
             tensor.copy_(torch.randint(0, 100, tensor.shape, device="cuda").to(tensor.dtype))
-        found = transport.deliver(resources_pb2.Version(folder=str(folder)), slot, LiveItems(tensors, layout.pieces))
+        releases = Released()
+        found = transport.deliver(resources_pb2.Version(folder=str(folder)), slot, LiveItems(tensors, layout.pieces), releases)
+        assert releases.files == [file.path for file in lay_out(SPECS.values())]
         check(folder, layout, tensors, found)
         after = stored(folder)
         for piece in layout.pieces:

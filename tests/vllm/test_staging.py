@@ -80,7 +80,7 @@ class Worker:
         parts: Any = SimpleNamespace(by_name={}, needs=lambda: NEEDS, loaded=frozenset(), check=lambda manifest: None)
         unused: Any = None
         receiver: Any = self.receiver
-        self.staging = Staging(host, unused, unused, parts, receiver)
+        self.staging = Staging(host, unused, unused, parts, receiver, lambda: True)
         self.staging.stager = self.stager  # type: ignore[assignment]
         self._installs = 0
 

@@ -148,6 +148,22 @@ class MissingChunks(_message.Message):
     indices: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, indices: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class ReleaseFilesRequest(_message.Message):
+    __slots__ = ("version", "epoch", "rank", "files")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    epoch: int
+    rank: int
+    files: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReleaseFilesResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class SealSlotRequest(_message.Message):
     __slots__ = ("version", "epoch", "rank", "digests", "mapped", "timings")
     VERSION_FIELD_NUMBER: _ClassVar[int]

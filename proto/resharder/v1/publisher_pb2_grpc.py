@@ -76,6 +76,11 @@ class PublisherServiceStub(object):
                 request_serializer=resharder_dot_v1_dot_publisher__pb2.SlotRequest.SerializeToString,
                 response_deserializer=resharder_dot_v1_dot_publisher__pb2.MissingChunks.FromString,
                 _registered_method=True)
+        self.ReleaseFiles = channel.unary_unary(
+                '/resharder.v1.PublisherService/ReleaseFiles',
+                request_serializer=resharder_dot_v1_dot_publisher__pb2.ReleaseFilesRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_publisher__pb2.ReleaseFilesResponse.FromString,
+                _registered_method=True)
         self.SealSlot = channel.unary_unary(
                 '/resharder.v1.PublisherService/SealSlot',
                 request_serializer=resharder_dot_v1_dot_publisher__pb2.SealSlotRequest.SerializeToString,
@@ -159,6 +164,15 @@ class PublisherServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseFiles(self, request, context):
+        """Declares that the rank has closed files of the version's folder, into which it has written all of its boxes. The daemon digests
+        a file once all ranks that write into it have closed it, while they write the others. Changes nothing else: a rank that omits
+        the call, or is late with it, gets the same version later.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SealSlot(self, request, context):
         """Declares the rank's slot complete. `digests` has one entry per box of its assignment. If the version is READY already, the
         digests are compared: equal ones are OK, others fail with ALREADY_EXISTS.
@@ -223,6 +237,11 @@ def add_PublisherServiceServicer_to_server(servicer, server):
                     servicer.ListMissingChunks,
                     request_deserializer=resharder_dot_v1_dot_publisher__pb2.SlotRequest.FromString,
                     response_serializer=resharder_dot_v1_dot_publisher__pb2.MissingChunks.SerializeToString,
+            ),
+            'ReleaseFiles': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseFiles,
+                    request_deserializer=resharder_dot_v1_dot_publisher__pb2.ReleaseFilesRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_publisher__pb2.ReleaseFilesResponse.SerializeToString,
             ),
             'SealSlot': grpc.unary_unary_rpc_method_handler(
                     servicer.SealSlot,
@@ -457,6 +476,33 @@ class PublisherService(object):
             '/resharder.v1.PublisherService/ListMissingChunks',
             resharder_dot_v1_dot_publisher__pb2.SlotRequest.SerializeToString,
             resharder_dot_v1_dot_publisher__pb2.MissingChunks.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseFiles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.PublisherService/ReleaseFiles',
+            resharder_dot_v1_dot_publisher__pb2.ReleaseFilesRequest.SerializeToString,
+            resharder_dot_v1_dot_publisher__pb2.ReleaseFilesResponse.FromString,
             options,
             channel_credentials,
             insecure,

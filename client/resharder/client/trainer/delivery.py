@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from resharder.client import tracing
 from resharder.client.errors import TOO_MANY_UPLOADING, UNREGISTERED, NotFound, OutOfRoom, VersionAborted, WaitTimeout
 from resharder.client.rpc.channel import Backoff, Channel
+from resharder.client.trainer.file_releases import FileReleases
 from resharder.client.trainer.handle import Handle, State, delivered
 from resharder.client.trainer.session import PublisherSession
 from resharder.client.transport.base import AssignedSlot
@@ -197,7 +198,11 @@ class Delivery:
             transport = None if delivered(version, slot.rank) else self._transports.select(self._session.registration.store)
             with tracing.timed(timings, "deliver"):
                 items = read(positions)
-                digests = digests_of(slot, items) if transport is None else transport.deliver(version, slot, items)
+                if transport is None:
+                    digests = digests_of(slot, items)
+                else:
+                    with FileReleases(self._channel, version, slot.rank) as releases:
+                        digests = transport.deliver(version, slot, items, releases)
             request = publisher_pb2.SealSlotRequest(
                 version=version.name,
                 epoch=version.epoch,

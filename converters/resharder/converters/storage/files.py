@@ -50,15 +50,19 @@ class FileLayout:
         return {placed.spec.name: placed for placed in self.tensors}
 
 
-def lay_out(specs: Iterable[TensorSpec], max_file_bytes: int = 4 << 30) -> tuple[FileLayout, ...]:
+def lay_out(specs: Iterable[TensorSpec], max_file_bytes: int | None = None) -> tuple[FileLayout, ...]:
     """Return the files for some tensors, named as `save_pretrained` names them.
 
     Tensors of wide elements come first, so that all are aligned without holes.
 
     Args:
         specs: Tensors in any order; the result depends on their set only.
-        max_file_bytes: Bound on the tensors of a file. A larger tensor has a file of its own.
+        max_file_bytes: Bound on the tensors of a file. A larger tensor has a file of its own. By default a 32nd of all bytes,
+            but 256 MiB to 4 GiB: the smaller the files, the more of a version is digested before its last file is written.
     """
+    specs = list(specs)
+    if max_file_bytes is None:
+        max_file_bytes = min(max(sum(spec.size for spec in specs) // 32, 256 << 20), 4 << 30)
     groups: list[list[TensorSpec]] = [[]]
     room = max_file_bytes
     for spec in sorted(specs, key=lambda s: (-ITEM_SIZES[s.dtype], s.name)):
@@ -158,7 +162,7 @@ def _read_header(path: Path) -> bytes:
         return prefix + file.read(length)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def parse_header(path: str, header: bytes, size: int) -> FileLayout:
     """Return the layout described by a safetensors header.
 

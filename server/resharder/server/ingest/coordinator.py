@@ -52,10 +52,10 @@ class Intake:
     ) -> None:
         self.store = store
         self._shared = IngestShared(store, clock)
-        self.uploads = Uploads(self._shared, threads, writer_patience)
+        self.uploads = Uploads(self._shared, writer_patience)
         self.publishers = Publishers(self._shared, self.uploads, lease_seconds)
         self.exchange = MaximaExchange(self._shared, self.publishers)
-        self.steps = Steps(self._shared, self.publishers, self.uploads, chunk_bytes)
+        self.steps = Steps(self._shared, self.publishers, self.uploads, chunk_bytes, threads)
         self.waits = VersionWaits(self._shared, audience)
 
     def observe(self, observer: IngestObserver) -> None:

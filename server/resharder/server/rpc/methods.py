@@ -73,6 +73,7 @@ METHODS = (
     Method(_P, "ExchangeMaxima", _PUBLISHER, About.MODEL, Cost.WAIT, large=True),
     Method(_P, "UploadChunks", _PUBLISHER, About.MODEL, Cost.TRANSFER, large=True),
     Method(_P, "ListMissingChunks", _PUBLISHER, About.MODEL),
+    Method(_P, "ReleaseFiles", _PUBLISHER, About.MODEL),
     Method(_P, "SealSlot", _PUBLISHER, About.MODEL, large=True),
     Method(_P, "AbortVersion", _PUBLISHER, About.MODEL),
     Method(_P, "WaitVersion", _PUBLISHER, About.MODEL, Cost.WAIT),

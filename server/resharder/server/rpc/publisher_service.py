@@ -86,6 +86,12 @@ class PublisherService:
         model, number = parse_name(request.version, "versions")
         return publisher_pb2.MissingChunks(indices=self._intake.uploads.missing(model, number, request.epoch, request.rank))
 
+    def ReleaseFiles(self, request: publisher_pb2.ReleaseFilesRequest, call: Call) -> Message:
+        """Begin to digest files that all of their writers have closed."""
+        model, number = parse_name(request.version, "versions")
+        self._intake.uploads.release(model, number, request.epoch, request.rank, request.files)
+        return publisher_pb2.ReleaseFilesResponse()
+
     def SealSlot(self, request: publisher_pb2.SealSlotRequest, call: Call) -> Message:
         """Declare a slot complete. The last seal starts verification and commit, which this call does not wait for."""
         model, number = parse_name(request.version, "versions")

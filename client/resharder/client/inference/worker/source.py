@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from numpy.lib.array_utils import byte_bounds
 from resharder.client.errors import ResharderError
-from resharder.client.gpu.pinned_pages import Registered, box_of, register
+from resharder.client.gpu.pinned_pages import Busy, Registered, box_of, register
 from resharder.client.inference.settings import HTTP, PluginSettings
 from resharder.client.rpc.channel import Channel
 from resharder.client.transport.shared_memory import shares_memory
@@ -85,13 +85,19 @@ class VersionSource:
         for name in names:
             map_pages(byte_bounds(self.arrays[name]))
 
-    def register(self, boxes: Iterable[tuple[str, Box]], device: torch.device) -> bool:
+    def register(self, boxes: Iterable[tuple[str, Box]], device: torch.device, serves: Busy) -> bool:
         """Register the pages of these boxes with CUDA, so that kernels on `device` can read them.
+
+        Args:
+            boxes: HF tensors and boxes.
+            device: The GPU.
+            serves: Whether the server serves, here and while the pages are released. Half of the time is left to its kernels
+                then.
 
         Returns:
             Whether CUDA registered the pages.
         """
-        self._registered = register((box_of(self.arrays[name], box) for name, box in boxes), device, gently=True)
+        self._registered = register((box_of(self.arrays[name], box) for name, box in boxes), device, serves)
         return self._registered is not None
 
     def close(self) -> None:

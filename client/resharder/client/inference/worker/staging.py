@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -46,9 +46,27 @@ class StagedInstall:
 
 
 class Staging:
-    """The staging of one worker, at most one install at a time."""
+    """The staging of one worker, at most one install at a time.
 
-    def __init__(self, host: Host, channel: Channel, settings: PluginSettings, parts: ModelParts, receiver: Receiver) -> None:
+    Args:
+        host: The worker process.
+        channel: Channel to the daemon.
+        settings: The plugin's settings.
+        parts: The worker's models.
+        receiver: The worker's side of the direct path.
+        serves: Whether the server may serve requests now, so that staging must leave time to its kernels.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        channel: Channel,
+        settings: PluginSettings,
+        parts: ModelParts,
+        receiver: Receiver,
+        serves: Callable[[], bool],
+    ) -> None:
+        self._serves = serves
         self._host, self._channel, self._settings, self._parts, self._receiver = host, channel, settings, parts, receiver
         self.lock = threading.Lock()
         """Guards the state that the engine's thread and the staging thread share."""
@@ -193,7 +211,7 @@ class Staging:
         try:
             stream = torch.cuda.Stream(self._host.device)  # type: ignore[no-untyped-call]
             with torch.cuda.device(self._host.device), torch.cuda.stream(stream):
-                if source.register(boxed, self._host.device):
+                if source.register(boxed, self._host.device, self._serves):
                     made = {
                         name: self._parts.part(name).prepare(source, model, self._host.device) for name, model in models.items()
                     }
