@@ -81,14 +81,15 @@ def run_many(
     failures: int = 1,
     progress: Callable[[Totals], None] = lambda totals: None,
     busy: float = inf,
+    elapsed: float = inf,
 ) -> Totals:
-    """Run the schedules of all seeds on `jobs` processes, to the first `failures`, or for `busy` seconds of processors."""
+    """Run the schedules of all seeds on `jobs` processes, to the first `failures`, or for `busy` or `elapsed` seconds."""
     totals, began = Totals(), time.monotonic()
     for part in _parts(name, simulations, seeds, jobs, failures):
         totals.add(part)
         totals.seconds = time.monotonic() - began
         progress(totals)
-        if len(totals.failed) >= failures or totals.busy >= busy:
+        if len(totals.failed) >= failures or totals.busy >= busy or totals.seconds >= elapsed:
             break
     return totals
 
