@@ -4,8 +4,9 @@ python -m tools.fuzz_files [--inputs N] [--seconds S] [--only NAME] [--seed TEXT
 
 Exits with 1 after faults, and prints one of each kind.
 
-`tests/support/hostile_files.py` has the readers: configuration, the store's manifests and journals, fleets, checkpoints, chunk
-frames, messages of the direct path, pages in shared memory. Each input ends in success or in one documented error.
+`tests/support/hostile_targets.py` has the readers: configuration, the store's manifests and journals, fleets, checkpoints (those
+of Megatron as well), chunk frames, messages of the direct path, pages in shared memory, certificates, keys and tokens. Each
+input ends in success or in one documented error.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from math import inf
 
 import structlog
 
-from tests.support.hostile_files import TARGETS, bench, try_seed
+from tests.support.hostile_files import bench
+from tests.support.hostile_targets import TARGETS, try_seed
 
 
 def fuzz(name: str, inputs: int, seed: str, seconds: float) -> int:

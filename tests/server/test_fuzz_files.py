@@ -22,11 +22,12 @@ from resharder.server.store.store import Store
 
 from tests.support import store_versions
 from tests.support.fuzzing import damage
-from tests.support.hostile_files import TARGETS, Bench, bench, try_seed
+from tests.support.hostile_files import Bench, bench
+from tests.support.hostile_targets import TARGETS, try_seed
 from tests.support.in_process_daemon import inside
 from tests.support.store_versions import numbers
 
-INPUTS = {"configuration": 25, "store_folder": 60}
+INPUTS = {"configuration": 25, "store_folder": 60, "torch_dist": 60}
 ONE_END = ("configuration", "events", "store_folder")
 DEEP = b"[" * 100_000
 
