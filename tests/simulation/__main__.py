@@ -14,7 +14,7 @@ from collections.abc import Callable
 from math import inf
 
 from tests.simulation import SIMULATIONS
-from tests.simulation.driver import Totals, pin_process, run_many, run_one
+from tests.simulation.driver import Totals, run_many, run_one
 
 _EVERY = 5.0  # seconds between lines of progress
 
@@ -32,8 +32,6 @@ def main() -> int:
     options = parser.parse_args()
     names = options.only or sorted(SIMULATIONS)
     logging.disable(logging.CRITICAL)  # of the code under simulation
-    if options.jobs == 1:
-        pin_process()
     if options.replay is not None:
         return max((_replay(name, options.replay) for name in names), default=0)
     seeds = range(options.seed, options.seed + options.schedules)
