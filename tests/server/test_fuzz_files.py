@@ -167,3 +167,14 @@ def test_damaged_http_requests_get_a_status_or_no_answer_and_pages_stay_up(tmp_p
                 assert statuses <= STATUSES, f"{content!r} is answered {answer[:200]!r}"
         assert b" 200 " in exchange((host, int(port)), REQUESTS[3], 20.0)[:20]
     assert statuses >= {400, 404}, f"only {statuses}"
+
+
+@pytest.mark.parametrize(("name", "seed", "end"), [("version_manifest", "2-1/1283", "BadManifest")])
+def test_a_seed_that_once_failed_ends_as_documented(name: str, seed: str, end: str, place: Bench) -> None:
+    assert try_seed(name, seed, place) == end
+
+
+def test_an_index_with_a_name_longer_than_a_file_system_permits_is_refused(tmp_path: Path) -> None:
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"w": "x" * 300}}))
+    with pytest.raises(ValueError, match="expected plain file names, found 'xxx"):
+        read_checkpoint_layout(tmp_path)
