@@ -15,7 +15,6 @@ from random import Random
 from types import SimpleNamespace
 
 import numpy as np
-import numpy.typing as npt
 
 ROOT = "/simulated"
 FIRST_DESCRIPTOR = 1 << 20
@@ -64,7 +63,7 @@ class Change:
     things: frozenset[Thing]
 
 
-class MappedArray(npt.NDArray[np.uint8]):
+class MappedArray(np.ndarray):
     """Map of a file; `close` ends the mapping."""
 
     _end: tuple["Inode", str, bool] | None = None

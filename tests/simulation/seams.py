@@ -66,6 +66,8 @@ class _Entry:
     def is_symlink(self) -> bool:
         return False
 
+    is_junction = is_symlink  # `shutil` asks from Python 3.12 on
+
 
 class _Entries:
     def __init__(self, medium: Medium, folder: str) -> None:

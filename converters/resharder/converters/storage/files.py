@@ -144,7 +144,9 @@ def _indexed_files(index: Path) -> list[str]:
         raise ValueError(
             f"{index}: expected `weight_map` with the file of each tensor, found another content: {error!r}"
         ) from error
-    if strange := [name for name in names if not is_text(name) or "\0" in name or name != Path(name).name]:
+    if strange := [
+        name for name in names if not is_text(name) or "\0" in name or len(name.encode()) > 255 or name != Path(name).name
+    ]:
         raise ValueError(f"{index}: expected plain file names, found {str(strange[0])[:80]!r}")
     return sorted(names)
 
