@@ -154,7 +154,7 @@ class Feed:
             if array is None:
                 continue
             spec = self._source.specs[name]
-            tensor = tensor_of_bits(array, spec.dtype)
+            tensor = tensor_of_bits(self._source.copyable(array), spec.dtype)
             # The store's memory is read-only.
             yield name, tensor.clone() if name in impure or "" in impure else tensor
             self.digests[name] = {box: digest(array[box_index(box)], box, spec.shape) for box in needs[name]}
