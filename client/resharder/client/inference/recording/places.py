@@ -23,7 +23,7 @@ _OPAQUE = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "flashinfer", 
 Put = Callable[[Any], None]
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """A reference to a tensor. A tensor with several references has several places."""
 
     path: str
@@ -43,7 +43,7 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def places(model: torch.nn.Module) -> Iterator[Place]:
+def places(model: torch.nn.Module) -> Iterator[TensorPlace]:
     """Yield the places of parameters and buffers first, then those in other attributes of modules.
 
     Each object is searched once, on the shortest way from the first module that reaches it.
@@ -53,7 +53,8 @@ def places(model: torch.nn.Module) -> Iterator[Place]:
         for kind in (module._parameters, module._buffers):
             for name, tensor in kind.items():
                 if tensor is not None:
-                    yield Place(join(path, name), path, tensor, kind is module._parameters, True, partial(kind.__setitem__, name))
+                    setter = partial(kind.__setitem__, name)
+                    yield TensorPlace(join(path, name), path, tensor, kind is module._parameters, True, setter)
     seen = {id(module) for _, module in modules}
     for path, module in modules:
         attributes = [
@@ -63,7 +64,7 @@ def places(model: torch.nn.Module) -> Iterator[Place]:
         ]
         for where, value, put in _inside(attributes, seen):
             if isinstance(value, torch.Tensor):
-                yield Place(where, path, value, False, False, put)
+                yield TensorPlace(where, path, value, False, False, put)
 
 
 def sealed_modules(model: torch.nn.Module) -> frozenset[str]:
@@ -164,7 +165,7 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     return memory_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def put_back(model: torch.nn.Module, before: Iterable[Place]) -> dict[str, str]:
+def put_back(model: torch.nn.Module, before: Iterable[TensorPlace]) -> dict[str, str]:
     """Put the tensors from before a reload back where the reload left others, with the new values.
 
     Memory of parameters and buffers is put back, and on a GPU that of all tensors, because captured graphs read it.
@@ -202,7 +203,7 @@ def put_back(model: torch.nn.Module, before: Iterable[Place]) -> dict[str, str]:
     return {place.path: place.module for place in places(model) if memory_of(place.tensor) not in known}
 
 
-def _renewed(place: Place, old: torch.Tensor, in_use: bool) -> bool:
+def _renewed(place: TensorPlace, old: torch.Tensor, in_use: bool) -> bool:
     """Give a tensor from before a reload the new values, and return whether it has them.
 
     Memory that is in use, such as that of a parameter, is not written: the reload has, if it belongs to it.
