@@ -125,3 +125,25 @@ def test_a_rank_on_a_gpu_writes_its_boxes_and_nothing_else_into_the_versions_fil
             for arrays in (before, after):
                 arrays[piece.tensor][box_index(piece.box)] = 0
         assert all(np.array_equal(before[name], after[name]) for name in SPECS)
+
+
+def test_torch_copies_from_every_array_that_is_not_said_to_be_split_by_a_registration(tmp_path: Path) -> None:
+    """A copy that begins or ends in registered pages alone is refused: `CUDA error: invalid argument`."""
+    page = np.memmap(tmp_path / "pages", np.uint8, "w+", shape=(8 << 12,))
+    middle = page[2 << 12 : 5 << 12]
+    registered = register([middle], torch.device("cuda", 0))
+    assert registered is not None
+    try:
+        cases = {
+            "inside": (middle[100:-100], False),
+            "before": (page[: 2 << 12], False),
+            "begins before": (page[(2 << 12) - 100 : 3 << 12], True),
+            "ends after": (page[4 << 12 : (5 << 12) + 100], True),
+            "contains it": (page, True),
+        }
+        for name, (array, split) in cases.items():
+            assert registered.splits(array) == split, name
+            there = torch.from_numpy(np.array(array) if split else array).cuda()
+            assert np.array_equal(there.cpu().numpy(), array), name
+    finally:
+        registered.close()

@@ -8,6 +8,7 @@ import ctypes
 import logging
 import mmap
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -41,6 +42,18 @@ class Registered:
         """Release the pages, and unmap them from this process's page tables part by part: at once, they would delay others."""
         spans, self._spans = self._spans, []
         _call_driver(_let_go, spans, self._device, self._busy)
+
+    def splits(self, array: Array) -> bool:
+        """Return whether an array begins or ends outside of the one registration that has some of its pages.
+
+        Kernels read such an array, but CUDA refuses to copy from it: `invalid argument`.
+        """
+        low, high = byte_bounds(array)
+        at = bisect_right(self._spans, low, key=lambda span: span[0])
+        before = self._spans[at - 1] if at else (0, 0)
+        if low < before[1]:
+            return high > before[1]
+        return at < len(self._spans) and self._spans[at][0] < high
 
 
 def register(arrays: Iterable[Array], device: torch.device, busy: Busy = lambda: False) -> Registered | None:

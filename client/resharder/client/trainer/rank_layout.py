@@ -139,9 +139,7 @@ def dtype_name(name: str, dtype: "torch.dtype | str") -> str:
     """Return safetensors' name of a dtype. Raises UsageError, naming tensor `name`, for one that cannot be published."""
     found = dtype if isinstance(dtype, str) else _torch_names().get(dtype, "")
     if found not in PUBLISHABLE:
-        raise UsageError(
-            f"{name}: expected one of {', '.join(PUBLISHABLE)}, got {dtype}; quantised tensors are not supported yet"
-        )
+        raise UsageError(f"{name}: expected one of {', '.join(PUBLISHABLE)}, got {dtype}")
     return found
 
 

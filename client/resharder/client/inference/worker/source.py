@@ -100,6 +100,10 @@ class VersionSource:
         self._registered = register((box_of(self.arrays[name], box) for name, box in boxes), device, serves)
         return self._registered is not None
 
+    def copyable(self, array: Array) -> Array:
+        """Return an array in memory that CUDA copies from: itself, or a copy if only some of its pages are registered."""
+        return array.copy() if self._registered is not None and self._registered.splits(array) else array
+
     def close(self) -> None:
         """Unregister and unmap the pages. A reference to an array, e.g. in a traceback, delays the unmapping."""
         if self._registered is not None:
