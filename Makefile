@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check lint docs types proto proto-check unit test-compat bench fuzz simulate sabotage failpoints chaos soak mutants docs-metrics docs-picture chart clean
+.PHONY: setup demo test check lint docs types proto proto-check unit test-compat integrations bench fuzz simulate sabotage failpoints chaos soak mutants docs-metrics docs-picture chart clean
 
 setup: $(VENV)/.ready
 
@@ -81,6 +81,17 @@ $(COMPAT)/.ready: pyproject.toml Makefile
 test-compat: $(COMPAT)/.ready
 	$(COMPAT)/bin/pytest -m compat tests/vllm $(PYTEST)
 
+# Megatron-Bridge without its dependencies, which need CUDA: the tests load its module of callbacks.
+.venv-megatron-bridge/.ready: Makefile
+	$(PYTHON) -m venv .venv-megatron-bridge
+	.venv-megatron-bridge/bin/pip install -q --no-deps megatron-bridge==0.3.1
+	touch $@
+
+# Training frameworks, one venv each: 15 minutes, most of them pip's.
+integrations: setup .venv-megatron-bridge/.ready
+	RESHARDER_TEST_MEGATRON_BRIDGE="$$(ls -d $(CURDIR)/.venv-megatron-bridge/lib/python3*/site-packages)" \
+		$(BIN)/pytest -m integrations tests/client/test_megatron_bridge.py $(PYTEST)
+
 bench: setup
 	$(BIN)/python -m benchmarks.staged_path $(if $(JSON),--json $(JSON))
 
@@ -129,4 +140,4 @@ chart: setup
 	$(BIN)/python -m benchmarks.chart
 
 clean:
-	rm -rf $(VENV) .venv-proto $(COMPAT)
+	rm -rf $(VENV) .venv-proto $(COMPAT) .venv-megatron-bridge
