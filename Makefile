@@ -1,4 +1,4 @@
-# make demo: the main job from end to end. make test: every check. make check: the fast ones. All set everything up first, in .venv.
+# make demo: the main job from end to end. make example: an RL job. make test: every check. make check: the fast ones. All set everything up first, in .venv.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check lint docs types proto proto-check unit test-compat integrations bench fuzz simulate sabotage failpoints chaos soak mutants docs-metrics docs-picture chart clean
+.PHONY: setup demo example test check lint docs types proto proto-check unit test-compat integrations bench fuzz simulate sabotage failpoints chaos soak mutants docs-metrics docs-picture chart clean
 
 setup: $(VENV)/.ready
 
@@ -26,10 +26,14 @@ $(VENV)/.ready: pyproject.toml Makefile
 demo: setup
 	$(BIN)/python -m demo.main $(if $(JSON),--json $(JSON))
 
+# A whole RL job on CPUs: the reward has to rise. SEED=1, STEPS=30.
+example: setup
+	$(BIN)/python -m examples.grpo.main --seed $(or $(SEED),0) --steps $(or $(STEPS),30) $(if $(JSON),--json $(JSON))
+
 test: setup lint types proto-check docs unit
 
 # Tests without processes, engines or models, for every few edits: about a minute on two cores.
-PURE := $(addprefix tests/client/test_,$(addsuffix .py,channel cli_fleets cli_options console_docs direct_links direct_sent_digests driver_lock errors generation operator_verbs operator_waiting pages receiver to_host)) \
+PURE := $(addprefix tests/client/test_,$(addsuffix .py,channel cli_fleets cli_options console_docs direct_links direct_sent_digests driver_lock errors generation grpo_example operator_verbs operator_waiting pages receiver to_host)) \
         $(addprefix tests/converters/test_,$(addsuffix .py,architectures chunks digest direct_messages files layout megatron_tables plan runs tables)) \
         $(addprefix tests/deploy/test_,$(addsuffix .py,architecture containers grafana kubernetes prometheus prose systemd)) \
         $(addprefix tests/server/test_,$(addsuffix .py,checks digesting direct explain fleet_clocks fleet_moves fleet_reconciler install_timings newer_files older_files operations pause_admission security_rules serve_ahead server_service terms)) \
