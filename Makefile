@@ -91,10 +91,20 @@ test-compat: $(COMPAT)/.ready
 	.venv-megatron-bridge/bin/pip install -q --no-deps megatron-bridge==0.3.1
 	touch $@
 
+# verl without its own vLLM, which is older than those that the plugin supports.
+.venv-verl/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/pip install -q 'pip>=25.1'
+	.venv-verl/bin/pip install -q torch==2.13.0
+	.venv-verl/bin/pip install -q verl==0.9.1 megatron-core==0.16.1 fastapi uvicorn pyzmq msgspec cachetools
+	.venv-verl/bin/pip install -q -e '.[server,client]' pytest pytest-timeout hypothesis psutil
+	touch $@
+
 # Training frameworks, one venv each: 15 minutes, most of them pip's.
-integrations: setup .venv-megatron-bridge/.ready
+integrations: setup .venv-megatron-bridge/.ready .venv-verl/.ready
 	RESHARDER_TEST_MEGATRON_BRIDGE="$$(ls -d $(CURDIR)/.venv-megatron-bridge/lib/python3*/site-packages)" \
 		$(BIN)/pytest -m integrations tests/client/test_megatron_bridge.py $(PYTEST)
+	.venv-verl/bin/pytest -m integrations tests/integrations/test_verl*.py $(PYTEST)
 
 bench: setup
 	$(BIN)/python -m benchmarks.staged_path $(if $(JSON),--json $(JSON))
@@ -144,4 +154,4 @@ chart: setup
 	$(BIN)/python -m benchmarks.chart
 
 clean:
-	rm -rf $(VENV) .venv-proto $(COMPAT) .venv-megatron-bridge
+	rm -rf $(VENV) .venv-proto $(COMPAT) .venv-megatron-bridge .venv-verl
