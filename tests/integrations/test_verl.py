@@ -77,8 +77,11 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in [*self.actors.workers, *self.rollouts.workers]:
-            ray.kill(worker)
+        for workers in (self.actors, self.rollouts):
+            for worker in workers.workers:
+                ray.kill(worker)
+            for placement in workers.resource_pool.get_placement_groups():
+                ray.util.remove_placement_group(placement)
 
 
 def group(count: int, workers: RayClassWithInitArgs) -> RayWorkerGroup:
