@@ -5,7 +5,6 @@ groups and calls, with a tiny model, every tensor compared bit for bit.
 """
 
 import asyncio
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,15 +23,12 @@ from tests.integrations.ray_cluster import start
 from tests.integrations.verl_workers import Replica, RolloutWorker, TrainerWorker
 from tests.support.daemon import Daemon
 from tests.support.tiny_hf import save_checkpoint, tiny_config
-from tests.support.vllm_server import VllmServer
 
 pytestmark = pytest.mark.integrations
 
 TRAINERS, ROLLOUTS = 2, 6
 MODULE = "resharder.client.integrations.verl"
 ROOT = Path(__file__).parents[2]
-VLLM_PYTHON = str(ROOT / ".venv" / "bin" / "python")
-"""vLLM is in the environment of `make setup`: verl 0.9.1 needs an older transformers than vLLM 0.32."""
 
 
 @pytest.fixture(scope="module")
@@ -103,24 +99,9 @@ def test_every_rollout_receives_every_tensor_of_every_update(engine: str, daemon
         assert {len(version.slots) or TRAINERS for version in versions} == {TRAINERS}
 
 
-def test_workers_of_following_servers_copy_nothing_and_wait_until_they_serve(
-    daemon: Daemon, folder: Path, tmp_path: Path
-) -> None:
+def test_workers_of_following_servers_copy_nothing_and_fail_where_none_follows(daemon: Daemon, folder: Path) -> None:
     with Job("megatron", folder, model="followed", endpoint=daemon.endpoint, follow=True, timeout=5.0) as job:
         expected = "expected models/followed/versions/1 to be served in 5 s, it is by 0 of 0 servers"
         with pytest.raises(RayTaskError, match=expected):
             job.manager.update_weights()
-    shutil.copytree(folder, tmp_path / "config", ignore=shutil.ignore_patterns("*.safetensors"))
-    environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_MODEL": "followed", "VLLM_PLUGINS": "resharder"}
-    options = ["--load-format", "resharder"]
-    with (
-        VllmServer(tmp_path / "config", options, environment, python=VLLM_PYTHON) as server,
-        Job("megatron", folder, model="followed", endpoint=daemon.endpoint, follow=True) as job,
-    ):
-        before = server.generate([5, 17, 42], 4)
-        job.actors.scale(-1.0)
-        job.manager.update_weights(global_steps=1)
-        after = server.generate([5, 17, 42], 4)
-        assert (before.version, after.version) == ("1", "2")
-        assert before.token_ids != after.token_ids
         assert job.rollouts.count() == [0] * ROLLOUTS

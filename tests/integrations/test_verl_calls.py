@@ -1,6 +1,7 @@
-"""verl's checkpoint engine `resharder` without Ray: its calls from threads, the job's restart, and what goes wrong."""
+"""verl's checkpoint engine `resharder` without Ray: its calls from threads, a restart, errors, a server that follows."""
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,10 +18,14 @@ from verl.utils.import_utils import import_external_libs
 
 from tests.support.daemon import Daemon
 from tests.support.tiny_hf import load_checkpoint, save_checkpoint, tiny_config
+from tests.support.vllm_server import VllmServer
 
 pytestmark = pytest.mark.integrations
 
 Tensors = dict[str, torch.Tensor]
+
+VLLM_PYTHON = str(Path(__file__).parents[2] / ".venv" / "bin" / "python")
+"""vLLM is in the environment of `make setup`: verl 0.9.1 needs an older transformers than vLLM 0.32."""
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +107,25 @@ def test_what_is_missing_is_one_clear_error(daemon: Daemon, folder: Path, full: 
         engines.receive(1)
     with Operator(daemon.endpoint) as operator:
         assert "missing" not in {version.model for version in operator.versions()}
+
+
+def test_a_worker_of_a_following_server_copies_nothing_and_returns_when_it_serves(
+    daemon: Daemon, folder: Path, full: Tensors, tmp_path: Path
+) -> None:
+    def update(weights: Tensors, step: int) -> Tensors:
+        engines.round()
+        return together(
+            lambda: engines.send(0, weights, step), lambda: engines.send(1, weights, step), lambda: engines.receive(step)
+        )[-1]
+
+    engines = Engines(daemon, "followed", path=str(folder))
+    assert update(full, 1).keys() == full.keys()
+    shutil.copytree(folder, tmp_path / "config", ignore=shutil.ignore_patterns("*.safetensors"))
+    environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_MODEL": "followed", "VLLM_PLUGINS": "resharder"}
+    with VllmServer(tmp_path / "config", ["--load-format", "resharder"], environment, python=VLLM_PYTHON) as server:
+        before = server.generate([5, 17, 42], 4)
+        engines = Engines(daemon, "followed", path=str(folder), follow=True)
+        assert update({name: -tensor for name, tensor in full.items()}, 2) == {}
+        after = server.generate([5, 17, 42], 4)
+    assert (before.version, after.version) == ("1", "2")
+    assert before.token_ids != after.token_ids
