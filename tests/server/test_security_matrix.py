@@ -87,6 +87,7 @@ def publishing(job: Job, ready: Any, staging: Any, aborted: Any) -> Iterator[Cas
         "GetAssignment": publisher_pb2.GetAssignmentRequest(publisher=job.name),
         "RenewLease": publisher_pb2.RenewLeaseRequest(publisher=job.name),
         "CreateVersion": publisher_pb2.CreateVersionRequest(publisher=job.name, step=3),
+        "ExchangeMaxima": publisher_pb2.ExchangeMaximaRequest(version=staging.name, **slot),
         "UploadChunks": job.chunks(staging.number, 0, WEIGHTS, only=[0])[0],
         "ListMissingChunks": publisher_pb2.SlotRequest(version=staging.name, **slot),
         "SealSlot": publisher_pb2.SealSlotRequest(version=ready.name, digests=digests, **slot),

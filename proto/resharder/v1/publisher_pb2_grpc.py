@@ -61,6 +61,11 @@ class PublisherServiceStub(object):
                 request_serializer=resharder_dot_v1_dot_publisher__pb2.CreateVersionRequest.SerializeToString,
                 response_deserializer=resharder_dot_v1_dot_resources__pb2.Version.FromString,
                 _registered_method=True)
+        self.ExchangeMaxima = channel.unary_unary(
+                '/resharder.v1.PublisherService/ExchangeMaxima',
+                request_serializer=resharder_dot_v1_dot_publisher__pb2.ExchangeMaximaRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_publisher__pb2.Maxima.FromString,
+                _registered_method=True)
         self.UploadChunks = channel.stream_unary(
                 '/resharder.v1.PublisherService/UploadChunks',
                 request_serializer=resharder_dot_v1_dot_publisher__pb2.Chunk.SerializeToString,
@@ -131,6 +136,15 @@ class PublisherServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExchangeMaxima(self, request, context):
+        """Exchanges the largest absolute values of blocks that several ranks share, so that every rank casts them with one scale. Waits
+        until the ranks that contribute to the caller's blocks have called. A repeated call gets the same answer; other values fail
+        with ALREADY_EXISTS. Fails with FAILED_PRECONDITION (VERSION_ABORTED) once the version is aborted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def UploadChunks(self, request_iterator, context):
         """Receives chunks of a slot, in any order. A chunk may be repeated.
         """
@@ -194,6 +208,11 @@ def add_PublisherServiceServicer_to_server(servicer, server):
                     servicer.CreateVersion,
                     request_deserializer=resharder_dot_v1_dot_publisher__pb2.CreateVersionRequest.FromString,
                     response_serializer=resharder_dot_v1_dot_resources__pb2.Version.SerializeToString,
+            ),
+            'ExchangeMaxima': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExchangeMaxima,
+                    request_deserializer=resharder_dot_v1_dot_publisher__pb2.ExchangeMaximaRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_publisher__pb2.Maxima.SerializeToString,
             ),
             'UploadChunks': grpc.stream_unary_rpc_method_handler(
                     servicer.UploadChunks,
@@ -357,6 +376,33 @@ class PublisherService(object):
             '/resharder.v1.PublisherService/CreateVersion',
             resharder_dot_v1_dot_publisher__pb2.CreateVersionRequest.SerializeToString,
             resharder_dot_v1_dot_resources__pb2.Version.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExchangeMaxima(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.PublisherService/ExchangeMaxima',
+            resharder_dot_v1_dot_publisher__pb2.ExchangeMaximaRequest.SerializeToString,
+            resharder_dot_v1_dot_publisher__pb2.Maxima.FromString,
             options,
             channel_credentials,
             insecure,

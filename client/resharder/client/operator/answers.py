@@ -240,7 +240,9 @@ class WorkerStatus:
     needed_bytes: int
     """Bytes of HF tensors that the worker needs."""
     transport: str
-    """`shared-memory` or `grpc`."""
+    """`shared-memory`, `http` or `grpc`."""
+    transport_reason: str
+    """Reason for gRPC in place of HTTP; empty if there is none."""
     stage_seconds: float
     apply_seconds: float
     verified_tensors: int

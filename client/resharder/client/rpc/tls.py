@@ -83,12 +83,18 @@ class Tls:
         """Return the credentials of a channel. Raises OSError or ValueError for invalid files and
         for a key that does not match.
         """
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.load_verify_locations(self.ca)
+        self.context()  # whose errors name the cause
         if not self.certificate:
             return grpc.ssl_channel_credentials(Path(self.ca).read_bytes())
-        context.load_cert_chain(self.certificate, self.key, password="")  # never prompt on a terminal
         return grpc.ssl_channel_credentials(*(Path(file).read_bytes() for file in (self.ca, self.key, self.certificate)))
+
+    def context(self) -> ssl.SSLContext:
+        """Return the context of a connection. Raises OSError for invalid files and for a key that does not match."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(self.ca)
+        if self.certificate:
+            context.load_cert_chain(self.certificate, self.key, password="")  # never prompt on a terminal
+        return context
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Return the metadata of every call: the token, read anew from its file. Raises OSError if it cannot be read."""

@@ -183,7 +183,7 @@ def run_start(box: Box, spec: TensorSpec) -> int | None:
 
 @dataclass(frozen=True)
 class Layout:
-    """Local tensors of one process. `tensors` has the HF tensors of `pieces` by name."""
+    """Local tensors of one process. `tensors` has at least the HF tensors of `pieces` by name."""
 
     tensors: dict[str, TensorSpec]
     pieces: tuple[Piece, ...]

@@ -198,6 +198,11 @@ class MappedArrays(Mapping[str, Array]):
     def __init__(self, files: tuple[FileLayout, ...], content: list[Array]) -> None:
         self._files, self._content = files, content
 
+    @property
+    def contents(self) -> list[Array]:
+        """Bytes of each file."""
+        return list(self._content)
+
     def __getitem__(self, name: str) -> Array:
         for file, raw in zip(self._files, self._content, strict=True):
             if placed := file.by_name.get(name):
@@ -242,6 +247,11 @@ class MappedFiles:
             content.append(np.frombuffer(mapped, dtype=np.uint8))
             self._maps.append((mapped, byte_bounds(content[-1])))
         self.arrays = MappedArrays(self._files, content)
+
+    @property
+    def contents(self) -> list[Array]:
+        """Bytes of each file, in the order of the files. Like `arrays`, they must be released before `close`."""
+        return self.arrays.contents
 
     @property
     def begins(self) -> list[int]:

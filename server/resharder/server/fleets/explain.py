@@ -60,7 +60,14 @@ def explain(server: Server, now: float, settings: Settings) -> str:
         if server.left:
             return f"{_serving(server)}its API servers have ended; it is forgotten in {left:.0f} s, when its lease ends"
         return f"{_serving(server)}no control side is attached; its lease ends in {left:.0f} s"
-    return _serving(server) + _doing(server, now, settings)
+    return _serving(server) + _doing(server, now, settings) + _slow_reads(server)
+
+
+def _slow_reads(server: Server) -> str:
+    """Return why workers read versions by gRPC in place of HTTP; empty if none does."""
+    reasons = {worker.transport_reason: rank for rank, worker in sorted(server.workers.items(), reverse=True)}
+    reasons.pop("", None)
+    return "".join(f"; worker {rank} read its version by gRPC, not HTTP: {reason}" for reason, rank in list(reasons.items())[:1])
 
 
 def _serving(server: Server) -> str:

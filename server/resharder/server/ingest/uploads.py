@@ -63,7 +63,7 @@ class Uploads:
         if upload is None or upload.publisher.state == FENCED or upload.record.epoch != epoch:
             record = self._store.catalogue.get(model, number)
             self._shared.check_epoch(record, epoch)
-            raise _not_uploading(record)
+            raise not_uploading(record)
         return upload
 
     def land(self, model: str, header: ChunkHeader, data: memoryview) -> None:
@@ -239,7 +239,7 @@ class Uploads:
 def _compare(record: VersionRecord, rank: int, digests: Sequence[int]) -> VersionRecord:
     """Return a complete version if it has these digests of a rank's slot."""
     if record.state not in (READY, RETIRED) or not record.slots:
-        raise _not_uploading(record)
+        raise not_uploading(record)
     if dict(record.slots).get(rank) != hash_digests(digests):
         raise AlreadyExists(
             "SLOT_DIFFERS", f"{record.name} (step {record.step}) is {record.state} with other bytes of rank {rank}"
@@ -247,6 +247,7 @@ def _compare(record: VersionRecord, rank: int, digests: Sequence[int]) -> Versio
     return record
 
 
-def _not_uploading(record: VersionRecord) -> FailedPrecondition:
+def not_uploading(record: VersionRecord) -> FailedPrecondition:
+    """Return the error of a call for a version that is not UPLOADING, with the reason of its state."""
     why = f": {record.reason}" if record.reason else ""
     return FailedPrecondition(CLOSED[record.state], f"{record.name} is {record.state}{why}")

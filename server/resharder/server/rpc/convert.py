@@ -44,10 +44,11 @@ def store_access(folder: StoreFolder) -> resources_pb2.StoreAccess | None:
     return resources_pb2.StoreAccess(nonce_file=str(folder.nonce_file), nonce=folder.nonce) if folder.shared else None
 
 
-def manifest_to_proto(version: resources_pb2.Version, manifest: Manifest) -> server_pb2.Manifest:
+def manifest_to_proto(version: resources_pb2.Version, manifest: Manifest, data_address: str = "") -> server_pb2.Manifest:
     """Convert a manifest. Offsets are those of tensors in their files, in bytes."""
     return server_pb2.Manifest(
         version=version,
+        data_address=data_address,
         tensors=[
             server_pb2.ManifestTensor(spec=spec_to_proto(spec), file=file.path, offset=offset, digest=manifest.digests[spec.name])
             for file in manifest.files
@@ -86,6 +87,7 @@ def worker_from_proto(message: resources_pb2.Worker) -> Worker:
         boxed_bytes=message.boxed_bytes,
         verified_tensors=message.verified_tensors,
         transport=message.transport,
+        transport_reason=message.transport_reason[:500],
         stage_seconds=possible(message.stage_seconds),
         apply_seconds=possible(message.apply_seconds),
         memory=message.memory[:128],
@@ -127,6 +129,7 @@ def worker_to_proto(worker: Worker) -> resources_pb2.Worker:
         boxed_bytes=worker.boxed_bytes,
         verified_tensors=worker.verified_tensors,
         transport=worker.transport,
+        transport_reason=worker.transport_reason,
         path=worker.path,
         stage_seconds=worker.stage_seconds,
         apply_seconds=worker.apply_seconds,

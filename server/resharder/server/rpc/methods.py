@@ -70,6 +70,7 @@ METHODS = (
     Method(_P, "GetAssignment", _PUBLISHER, About.MODEL, Cost.WAIT),
     Method(_P, "RenewLease", _PUBLISHER, About.MODEL, Cost.RENEWAL),
     Method(_P, "CreateVersion", _PUBLISHER, About.MODEL, Cost.WAIT),
+    Method(_P, "ExchangeMaxima", _PUBLISHER, About.MODEL, Cost.WAIT, large=True),
     Method(_P, "UploadChunks", _PUBLISHER, About.MODEL, Cost.TRANSFER, large=True),
     Method(_P, "ListMissingChunks", _PUBLISHER, About.MODEL),
     Method(_P, "SealSlot", _PUBLISHER, About.MODEL, large=True),

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 from blake3 import blake3
 from google.protobuf.message import Message
 from resharder.converters.wire.boxes import spec_from_proto
 from resharder.converters.wire.chunk_frame import unframe
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.ingest.coordinator import Intake
+from resharder.server.ingest.maxima import RankBlocks, read_shared
 from resharder.server.ingest.packed_boxes import read_boxes
 from resharder.server.ingest.shared import parse_name
 from resharder.server.observability.tracing.ids import traceparent_of
@@ -39,10 +41,11 @@ class PublisherService:
         if len({spec.name for spec in specs}) < len(specs):
             raise InvalidArgument("TENSORS", "expected every tensor once")
         boxes, process = read_boxes(request.boxes, specs), request.process[:128]
+        shared = RankBlocks(read_shared(request.contributed, specs), read_shared(request.received, specs))
         request.ClearField("process")  # the same tensors and boxes are the same registration
         fingerprint = str(blake3(request.SerializeToString(deterministic=True)).hexdigest())
         return self._views.publisher(
-            self._intake.publishers.register(request.publisher, request.rank, fingerprint, specs, boxes, process)
+            self._intake.publishers.register(request.publisher, request.rank, fingerprint, specs, boxes, process, shared)
         )
 
     def GetAssignment(self, request: publisher_pb2.GetAssignmentRequest, call: Call) -> Waiting[Message]:
@@ -66,6 +69,13 @@ class PublisherService:
         if request.withheld:
             self._withhold(record.model, record.number)
         return self._views.version(record)
+
+    def ExchangeMaxima(self, request: publisher_pb2.ExchangeMaximaRequest, call: Call) -> Waiting[Message]:
+        """Return the maxima of blocks that a rank shares with others, once those have brought theirs."""
+        model, number = parse_name(request.version, "versions")
+        values, wait = np.array(request.maxima, np.float32), seconds(request.wait_seconds)
+        found = yield from self._intake.exchange.exchange(model, number, request.epoch, request.rank, values, wait)
+        return publisher_pb2.Maxima(maxima=found.tolist())
 
     def UploadChunks(self, call: Call) -> "ChunkStream":
         """Receive chunks, each of which renews its rank's lease."""

@@ -381,6 +381,7 @@ class Agent:
             error=error,
             needed_bytes=self.parts.needed_bytes,
             transport=self.staging.transport,
+            transport_reason=self.staging.transport_reason,
             path=done.path if done else "",
             stage_seconds=staged.seconds if staged else 0.0,
             apply_seconds=done.seconds if done else 0.0,

@@ -71,6 +71,11 @@ class Staging:
         """The transport to the store; empty before `open`."""
         return self.stager.transport if self.stager else ""
 
+    @property
+    def transport_reason(self) -> str:
+        """Reason for gRPC in place of HTTP; empty if there is none."""
+        return self.stager.transport_reason if self.stager else ""
+
     def begin(self, install_id: str, version: str, fallback: str) -> StagedInstall | None:
         """Replace what is staged; `None` if this install is staged already."""
         with self.lock:
