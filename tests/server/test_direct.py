@@ -346,6 +346,86 @@ def test_a_rank_that_goes_away_ends_its_groups_for_all(site: Site) -> None:
         settled(site.direct.keys.get, group, "never", 0.0)
 
 
+def test_an_offer_waits_for_workers_that_wait_for_its_transfer(site: Site) -> None:
+    site.declare("left")
+    ranks = site.offer(1, wait=30.0)
+    ranks[0].look("READY")
+    group = linked(site, "left", ranks)
+    site.now += 29.0
+    first = site.begin(site.direct.transfers.start, site.worker("left", 0), group, "i-1")
+    wait_until(lambda: site.direct.exchange.groups["left"].starting, "a worker is ready")
+    site.now += 2.0
+    ranks[0].look("READY")
+    settled(site.direct.transfers.start, site.worker("left", 1), group, "i-1")
+    first.result(LONG)
+    assert [rank.task() for rank in ranks] == [Task(Act.RUN, group)] * 2
+
+
+def test_an_offer_does_not_wait_for_workers_that_have_given_up(site: Site) -> None:
+    site.declare("left")
+    ranks = site.offer(1, wait=30.0)
+    ranks[0].look("READY")
+    group = linked(site, "left", ranks)
+    call = site.direct.transfers.start(site.worker("left", 0), group, "i-1")
+    next(call)
+    call.close()
+    site.now += 31.0
+    assert [rank.task() for rank in ranks] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        ("wait", "the publisher waits for 30 s after READY"),
+        ("unneeded", "no server waits for it"),
+        ("aborted", "version 1 is ABORTED"),
+        ("later", "version 2 is offered"),
+        ("gone", "rank 1 of models/policy/publishers/1 is gone"),
+    ],
+)
+def test_a_worker_that_comes_too_late_is_told_what_ended_the_offer(site: Site, end: str, why: str) -> None:
+    site.declare("left")
+    ranks = site.offer(1, wait=30.0)
+    ranks[0].look("READY")
+    if end == "wait":
+        site.now += 31.0
+    if end == "unneeded":
+        site.wanting.clear()
+    if end == "later":
+        site.offer(2)
+    elif end == "gone":
+        site.direct.offers.leave(ranks[1].offer, 1)
+    else:
+        assert ranks[0].task("ABORTED" if end == "aborted" else "READY") is None
+    with pytest.raises(FailedPrecondition, match=f"its offer is over: {why}"):
+        settled(site.direct.links.join, site.worker("left", 0), "memory", "policy", 1, "i-1")
+
+
+def test_an_offer_that_ends_before_a_transfer_begins_leaves_the_group_alone(site: Site) -> None:
+    site.declare("left")
+    ranks = site.offer(1, wait=30.0)
+    ranks[0].look("READY")
+    group = linked(site, "left", ranks)
+    site.now += 31.0
+    assert [rank.task() for rank in ranks] == [None, None]
+    for future in site.start("left", group):
+        with pytest.raises(FailedPrecondition, match="the publisher waits for 30 s after READY"):
+            future.result(LONG)
+    site.offer(2)
+    assert {future.result(LONG).group for future in site.join("left", 2, "i-2")} == {group}  # type: ignore[attr-defined]
+
+
+def test_workers_do_not_wait_for_one_that_takes_the_staged_path(site: Site) -> None:
+    site.declare("left")
+    group = linked(site, "left", site.offer(1))
+    first = site.begin(site.direct.transfers.start, site.worker("left", 0), group, "i-1")
+    wait_until(lambda: site.direct.exchange.groups["left"].starting, "a worker is ready")
+    with site.direct.exchange.lock, pytest.raises(FailedPrecondition):
+        site.direct.exchange.refuse("left", 1, "late", "not all ranks and workers joined in time")
+    with pytest.raises(FailedPrecondition, match="another worker takes that path"):
+        first.result(LONG)
+
+
 def test_a_member_that_fails_costs_its_server_this_version_alone(site: Site) -> None:
     site.declare("left")
     ranks = site.offer()

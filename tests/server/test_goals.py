@@ -267,11 +267,11 @@ def test_servers_boot_from_a_version_that_is_ready_and_not_refused(known: Fleet,
     assert boots(known, view([server("a")], ready)) == expected
 
 
-def test_servers_boot_from_nothing_that_is_only_ahead() -> None:
+def test_servers_boot_from_nothing_that_is_only_ahead_or_gone() -> None:
     known = moving(MOVING, serve_ahead=True)
     assert boots(known, view([server("a")], (1,), ahead={2})) == 1
     assert boots(known, view([server("a")], (), ahead={2})) == 0
-    assert boots(fleet(settled=5, target=FleetTarget(FleetTargetKind.NONE)), view([server("a")], ())) == 5
+    assert boots(fleet(settled=5, target=FleetTarget(FleetTargetKind.NONE)), view([server("a")], ())) == 0
 
 
 def staged(id: str) -> Server:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+from resharder.client.errors import ResharderError
 from resharder.client.inference.engine import Host
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.worker.direct_receiver import EarlyVersion, OpenMemory, Receiver
@@ -144,7 +145,11 @@ class Staging:
             InstallError: The version does not fit the worker, or it is not READY and cannot arrive on the direct path.
         """
         if staged.fallback:
-            self._join_early(models, staged, memory)
+            try:
+                self._join_early(models, staged, memory)
+            except (InstallError, ResharderError) as error:
+                manifest = self._ready_meanwhile(staged, error)
+                memory = None
         source = self._fallback_of(staged.fallback or staged.version) or self._fetch(models, staged, memory, manifest)
         self._register(models, staged, source)
         return source
@@ -168,8 +173,18 @@ class Staging:
         if memory is None or self._parts.loaded:
             raise InstallError(f"{version} is not READY, and this worker cannot receive all of it on the direct path")
         if not self._receiver.join(memory, models, version, staged.install):
-            raise InstallError(f"{version} is not READY, and this worker has no link to its ranks")
+            raise InstallError(f"{version} is not READY, and this worker has no link to its ranks: {self._receiver.problem}")
         staged.direct, staged.early = memory, self._receiver.expect_early(memory, version)
+
+    def _ready_meanwhile(self, staged: StagedInstall, error: Exception) -> VersionManifest:
+        """Return the manifest of an early version that is READY by now, as happens to small ones. Else raises `error`."""
+        try:
+            manifest = get_manifest(self._channel, staged.version)
+        except ResharderError:
+            raise error from None
+        logger.info("%s is READY, and installed from the store: %s", staged.version, error)
+        staged.fallback, staged.direct, staged.early = "", None, None
+        return manifest
 
     def _fallback_of(self, version: str) -> VersionSource | None:
         """Return the fallback if it is `version`; close any other."""
