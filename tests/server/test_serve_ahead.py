@@ -3,6 +3,8 @@
 The servers are those of tests/support/simulated_fleet.py.
 """
 
+from dataclasses import replace
+
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 from resharder.server.rpc.convert import fleet_to_proto
@@ -158,6 +160,21 @@ def test_another_setting_is_refused(unset: Site, setting: int) -> None:
     with pytest.raises(InvalidArgument, match="expected serve_ahead_setting of SERVE_AHEAD_AUTO, SERVE_AHEAD_ON") as refused:
         unset.set(serve_ahead_setting=setting)
     assert refused.value.reason == "SERVE_AHEAD"
+
+
+@pytest.mark.parametrize(("setting", "joins"), [(None, False), (True, True)])
+def test_a_server_that_cannot_map_the_store_serves_ahead_by_choice_alone(site: Site, setting: bool | None, joins: bool) -> None:
+    site.serve_ahead(setting)
+    worker = site.fleets.roster.server("a").workers[0]
+    plain = site.report
+    site.report = lambda plant, *said: plain(plant, *said) if plant.id != "a" else None  # type: ignore[method-assign]
+    site.fleets.sessions.report_worker("a", replace(worker, transport="grpc"))
+    site.versions.begin()
+    site.fleets.ticker.tick()
+    started = site.fleets.roster.server("a").install is not None
+    assert started == joins
+    reason = site.fleets.roster.servers()[0].reason
+    assert ("worker 0 would fetch a version to fall back on" in reason) != joins
 
 
 def test_a_server_that_has_to_wait_takes_the_newest_ready_version_meanwhile(unset: Site) -> None:

@@ -1,5 +1,6 @@
 """The READY version that a worker keeps for an install ahead of READY: staged beforehand, and used for nothing else."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +50,11 @@ class Receiver:
     offered = answers = True
     problem = "they are gone"
 
+    def __init__(self) -> None:
+        self.joined: Callable[[], None] = lambda: None
+
     def join(self, memory: Any, models: Any, version: str, install: str) -> bool:
+        self.joined()
         return self.offered
 
     def expect_early(self, memory: Any, version: str) -> str:
@@ -163,7 +168,15 @@ def test_a_version_that_is_ready_once_its_ranks_are_gone_comes_from_the_store_at
     staged = worker.stage(3, fallback=2)
     assert (staged.early, staged.direct, staged.fallback) == (None, None, "")
     assert worker.stager.open == [3]
-    assert asked == ["v/1", "v/3"]
+    assert asked == ["v/1", "v/2", "v/3"]
+
+
+def test_ranks_are_joined_once_the_fallback_is_there_because_they_do_not_wait_for_it(asked: Asked) -> None:
+    worker = Worker()
+    there: list[list[int]] = []
+    worker.receiver.joined = lambda: there.append(worker.stager.open)
+    worker.stage(2, fallback=1)
+    assert there == [[1]]
 
 
 def test_a_mirror_prepares_no_fallback_because_it_has_one_version_at_a_time(asked: list[str]) -> None:
