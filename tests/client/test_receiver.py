@@ -44,14 +44,13 @@ def test_a_link_outlives_an_offer_but_not_its_group(over: bool, monkeypatch: pyt
     refusal = Refused("its offer is over: the publisher waits for 4 s after READY")
     refusal.reason = "NOT_OFFERED"
 
-    def refuse() -> None:
-        raise grpc.RpcError
-
     with grpc.insecure_channel("127.0.0.1:1") as unused:
         channel: Any = SimpleNamespace(grpc=unused, error=lambda error: refusal)
         receiver = Receiver(channel, "left", 0, "process", torch.device("cpu"))
     link: Any = Link(over)
-    stub: Any = SimpleNamespace(StartTransfer=SimpleNamespace(future=lambda request, timeout: SimpleNamespace(result=refuse)))
+    stub: Any = SimpleNamespace(
+        StartTransfer=SimpleNamespace(future=lambda request, timeout: SimpleNamespace(exception=grpc.RpcError))
+    )
     receiver._link, receiver._stub = link, stub
     memory: Any = SimpleNamespace()
     assert not receiver.receive(memory, {}, "i-1", [])

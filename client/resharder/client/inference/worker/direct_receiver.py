@@ -246,9 +246,8 @@ class Receiver:
 
     def _wait(self, start: grpc.Future) -> None:
         """Wait for the daemon to start the transfer. Raises `ResharderError`."""
-        try:
-            start.result()
-        except grpc.RpcError as error:
+        error = start.exception()  # `result` would raise the call itself, which then refers to its own frames
+        if error is not None:
             raise self._channel.error(error) from error
 
     def _finished(self, link: TransferLink, seconds: float) -> None:
