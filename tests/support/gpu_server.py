@@ -17,9 +17,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 SLEEP_MODE = ["--enable-sleep-mode"]
 
 
-def free_bytes() -> int:
-    """Return the free bytes of the GPU, as the driver reports them for all processes."""
-    return torch.cuda.mem_get_info()[0]
+def free_bytes(device: int = 0) -> int:
+    """Return the free bytes of a GPU, as the driver reports them for all processes."""
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def answers(server: VllmServer) -> list[Answer]:
@@ -31,9 +31,13 @@ def spoken(given: list[Answer]) -> list[tuple[tuple[int, ...], tuple[float, ...]
 
 
 def fingerprints(server: VllmServer) -> dict[str, int]:
-    """Return the fingerprint of every tensor that the model reads."""
-    response = server.request("POST", "/collective_rpc", {"method": "resharder_fingerprint"})
-    (answer,) = response.json()["results"]
-    assert answer["ok"], answer["error"]
-    tensors: dict[str, int] = answer["tensors"]
+    """Return the fingerprint of every tensor that the model reads, of a server with one worker."""
+    (tensors,) = worker_fingerprints(server)
     return tensors
+
+
+def worker_fingerprints(server: VllmServer) -> list[dict[str, int]]:
+    """Return the fingerprints of every tensor that each worker's model reads."""
+    results = server.request("POST", "/collective_rpc", {"method": "resharder_fingerprint"}).json()["results"]
+    assert all(answer["ok"] for answer in results), results
+    return [answer["tensors"] for answer in results]
