@@ -73,6 +73,22 @@ def test_before_a_sleep_garbage_is_collected_only_if_there_is_much_of_it(monkeyp
         assert (seen() is None) == gone
 
 
+def test_what_was_in_use_during_an_install_goes_too_though_it_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the engine's objects of requests, which are frozen with all others and refer to memory that is not counted."""
+    monkeypatch.setattr(gc_pauses, "_OFTEN", 10)
+    collect_and_freeze()
+    seen = []
+    for _ in range(25):
+        in_use = Thing(circular=True)
+        seen.append(weakref.ref(in_use))
+        with gc_paused():
+            pass
+        del in_use
+    alive = [one() is not None for one in seen]
+    assert not any(alive[:10])
+    assert sum(alive) <= 11
+
+
 def test_objects_are_not_counted_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes all threads' time."""
     collect_and_freeze()

@@ -208,6 +208,16 @@ def explain_fleet(fleet: Fleet, view: View) -> str:
     return f"at its target version{skipped}{refused}"
 
 
+def explain_serve_ahead(fleet: Fleet) -> str:
+    """Return the rule by which a fleet serves versions ahead of READY, or does not."""
+    if fleet.serve_ahead is not None:
+        return "set by an operator"
+    if fleet.max_skew:
+        return f"default of a fleet with a skew bound of {fleet.max_skew}"
+    bound = " without a skew bound" if fleet.serves_ahead else ""
+    return f"default of a fleet that moves {fleet.strategy.kind.name}{bound}"
+
+
 def _explain_move(move: Move, view: View) -> str:
     there = sum(server.serving == move.to for server in view.servers.values())
     ahead = " ahead of READY" if move.to in view.ahead else ""

@@ -2,6 +2,8 @@
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.converters.wire.boxes import spec_to_proto
+from resharder.server.fleets.commands import SERVE_AHEAD
+from resharder.server.fleets.explain import explain_serve_ahead
 from resharder.server.fleets.roster import FleetView, ServerView
 from resharder.server.state.errors import InvalidArgument, listed
 from resharder.server.state.fleet import FleetStrategy, Move
@@ -249,7 +251,9 @@ def fleet_to_proto(view: FleetView) -> resources_pb2.Fleet:
         ),
         strategy=_strategy_to_proto(fleet.strategy),
         max_skew=fleet.max_skew,
-        serve_ahead=fleet.serve_ahead,
+        serve_ahead=fleet.serves_ahead,
+        serve_ahead_setting=resources_pb2.ServeAhead.Name(next(n for n, on in SERVE_AHEAD.items() if on is fleet.serve_ahead)),
+        serve_ahead_reason=explain_serve_ahead(fleet),
         settled_version=fleet.settled,
         refused=[resources_pb2.Refusal(version=version, reason=why) for version, why in sorted(fleet.refused.items())],
         power=power_to_proto(fleet.power),

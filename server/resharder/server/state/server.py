@@ -109,6 +109,7 @@ class Ahead:
 
     fingerprint: str
     staging: bool  # the version is UPLOADING, and the fleet serves ahead
+    remote: bool = True  # also to servers that fetch from the store, which fetch the version to fall back on each time
 
 
 @dataclass(frozen=True)

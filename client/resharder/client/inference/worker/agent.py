@@ -276,9 +276,9 @@ class Agent:
         if staged.direct is not None and staged.direct is self._memory:
             arrived = self._receiver.receive(staged.direct, models, staged.install, staged.timings)
         if not arrived and staged.early is not None:
-            raise InstallError(f"the direct transfer failed, and {staged.early.version} is not READY")
+            raise InstallError(f"the direct transfer failed, and {staged.early.version} was not READY: {self._receiver.problem}")
         if not arrived and not source.whole:
-            raise InstallError("the direct transfer failed, and this worker has not staged its boxes")
+            raise InstallError(f"the direct transfer failed, and this worker has not staged its boxes: {self._receiver.problem}")
         for name, model in models.items():
             part = self.parts.part(name)
             route = part.route or first_route(part.known, model, part.shared)

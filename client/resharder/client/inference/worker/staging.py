@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from resharder.client.errors import ResharderError
 from resharder.client.inference.engine import Host
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.worker.direct_receiver import EarlyVersion, OpenMemory, Receiver
@@ -166,9 +167,9 @@ class Staging:
             ResharderError: The version cannot be fetched.
             InstallError: The version does not fit the worker, or it is not READY and cannot arrive on the direct path.
         """
-        if staged.fallback:
-            self._join_early(models, staged, memory)
         source = self._fallback_of(staged.fallback or staged.version) or self._fetch(models, staged, memory, manifest)
+        if staged.fallback:  # after the fallback is there: the ranks wait from READY on, and for so long only
+            source = self._join_early(models, staged, memory, source)
         self._register(models, staged, source)
         return source
 
@@ -186,13 +187,40 @@ class Staging:
         self._receiver.expect(memory, source.expected)
         return source
 
-    def _join_early(self, models: Models, staged: StagedInstall, memory: OpenMemory | None) -> None:
+    def _join_early(
+        self, models: Models, staged: StagedInstall, memory: OpenMemory | None, fallback: VersionSource
+    ) -> VersionSource:
+        """Join the transfer of an early version; if its ranks are gone and it is READY by now, stage it from the store.
+
+        Returns:
+            The fallback, or the version's source.
+
+        Raises:
+            ResharderError: The version is not READY, and the ranks' digests cannot be fetched. The fallback is kept.
+            InstallError: The version is not READY, and cannot arrive on the direct path. The fallback is kept.
+        """
+        try:
+            staged.early = self._early(models, staged, memory)
+            staged.direct = memory
+            return fallback
+        except (InstallError, ResharderError) as error:
+            try:
+                manifest = get_manifest(self._channel, staged.version)
+            except ResharderError:
+                self._keep(fallback)
+                raise error from None
+            logger.info("%s is READY, and installed from the store: %s", staged.version, error)
+        fallback.close()
+        staged.fallback = ""
+        return self._fetch(models, staged, None, manifest)
+
+    def _early(self, models: Models, staged: StagedInstall, memory: OpenMemory | None) -> EarlyVersion:
         version = staged.version
         if memory is None or self._parts.loaded:
             raise InstallError(f"{version} is not READY, and this worker cannot receive all of it on the direct path")
         if not self._receiver.join(memory, models, version, staged.install):
-            raise InstallError(f"{version} is not READY, and this worker has no link to its ranks")
-        staged.direct, staged.early = memory, self._receiver.expect_early(memory, version)
+            raise InstallError(f"{version} is not READY, and this worker has no link to its ranks: {self._receiver.problem}")
+        return self._receiver.expect_early(memory, version)
 
     def _fallback_of(self, version: str) -> VersionSource | None:
         """Return the fallback if it is `version`; close any other."""
