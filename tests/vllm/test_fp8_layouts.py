@@ -4,9 +4,9 @@ import pytest
 from resharder.client.errors import UsageError
 from resharder.client.inference.vllm.blueprint import ServerSizes, worker_recording
 from resharder.client.tools.check import check, parallel
-from resharder.converters.architectures.fp8_blocks import block_specs
 from resharder.converters.errors import UnsupportedModel
 from resharder.converters.models.tensor_io import DTYPES
+from resharder.converters.quantization.checkpoint import block_specs
 
 from tests.support.fp8_checkpoint import BLOCK, SHAPES, fp8_config, fp8_weights
 

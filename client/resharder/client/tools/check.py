@@ -18,12 +18,12 @@ from resharder.client.errors import UsageError
 from resharder.client.tools.traffic import Traffic
 from resharder.converters.architectures import architecture_of
 from resharder.converters.architectures.checkpoint import expected_shapes
-from resharder.converters.architectures.fp8_blocks import block_specs, without_quantization
 from resharder.converters.errors import ConversionError, LayoutError, UnsupportedModel
 from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, full_box
 from resharder.converters.geometry.piece_arrays import Ints, Pieces, pack
 from resharder.converters.geometry.plan import Plan, plan_pieces
 from resharder.converters.json_input import parse_json
+from resharder.converters.quantization.checkpoint import block_specs, without_quantization
 
 if TYPE_CHECKING:
     from resharder.client.inference.vllm.blueprint import ServerSizes
