@@ -12,18 +12,17 @@ from typing import Any
 
 import pytest
 
-from tests.support import fakepg
-from tests.support.megatron_models import build_model, fill_from_hf
+from tests.support.fp8_ranks import Ranks
 
 # isort: split
 import torch
 from resharder.client.errors import Conflict, ConversionError, UsageError, VersionAborted
-from resharder.client.trainer.connect import DeclaredTensor, Publisher, connect
+from resharder.client.trainer.connect import DeclaredTensor, connect
 from resharder.client.trainer.quantised import QuantisedModel
 from resharder.converters.quantization.cast import QuantisedTensors
 from transformers import AutoConfig
 
-from tests.client.models import equal, exported, together
+from tests.client.models import equal, exported
 from tests.support.daemon import Daemon
 from tests.support.fp8_reference import FP8, cast
 from tests.support.tiny_hf import tiny_config
@@ -45,40 +44,6 @@ CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {  # sizes w
 def daemon() -> Iterator[Daemon]:
     with Daemon() as running:
         yield running
-
-
-class Ranks:
-    """Publishers of all ranks of a layout, as threads, with their models."""
-
-    def __init__(
-        self, daemon: Daemon, model: str, config: dict[str, Any], world: int, layout: dict[str, Any], **options: Any
-    ) -> None:
-        self.config, self.chunks, self.publishers = config, list[Any](), list[Publisher]()
-        for rank in range(world):
-            fakepg.enter(rank, world)
-            self.chunks.append(build_model(config, **layout, dtype=torch.bfloat16))
-            self.publishers.append(connect(daemon.endpoint, model=model, job=model, rank=rank, world_size=world, **options))
-            self.publishers[-1].attach(self.chunks[-1], config, wait=False)
-        self.world, self._layout = world, layout
-
-    def fill(self, weights: dict[str, torch.Tensor]) -> None:
-        for rank, chunks in enumerate(self.chunks):
-            fakepg.enter(rank, self.world)
-            build_model(self.config, **self._layout, dtype=torch.bfloat16)  # sets up the rank's groups
-            fill_from_hf(chunks, self.config, weights)
-
-    def publish(self, step: int) -> int:
-        handles = together(lambda rank: self.publishers[rank].publish(step), self.world)
-        handles[0].wait_ready(60)
-        return int(handles[0].version)
-
-    def __enter__(self) -> "Ranks":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        fakepg.leave()
-        for publisher in self.publishers:
-            publisher.close()
 
 
 def weights_of(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:

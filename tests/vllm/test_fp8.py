@@ -1,20 +1,25 @@
 """Installs of FP8 blocks into real vLLM engines: every reachable tensor and every answer is that of a fresh engine.
 
-Kernels are those of `raw_mode/resharder_reference_fp8.py`, so that the engines run on any CPU.
+Kernels are those of `raw_mode/resharder_reference_fp8.py`, so that the engines run on any CPU. Dense and MLA versions are
+checkpoints that are quantised already; those of the mixture of experts come from BF16 weights that two Megatron ranks cast.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import vllm
 from packaging.version import Version
 from resharder.client.inference.power import KV_CACHE, WEIGHTS
 
 from tests.support.daemon import Daemon
-from tests.support.fp8_checkpoint import save_fp8
+from tests.support.fp8_checkpoint import fp8_config, save_fp8
+from tests.support.tiny_hf import save_tokenizer
 from tests.support.vllm_engine import Engine
 from tests.support.vllm_models import publish
+from tests.support.weights import random_weights
 
 pytestmark = [
     pytest.mark.compat,  # run against the oldest vLLM as well
@@ -48,13 +53,33 @@ def state(engine: Engine) -> State:
 def running(request: pytest.FixtureRequest, daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     family = request.param
     folder = tmp_path_factory.mktemp(family)
-    a, b = save_fp8(folder / "a", family, 1), save_fp8(folder / "b", family, 2)
-    versions = publish(daemon, family, a, b)
+    if family == "qwen3_moe":
+        (a, b), versions = from_ranks(daemon, family, folder)
+    else:
+        a, b = save_fp8(folder / "a", family, 1), save_fp8(folder / "b", family, 2)
+        versions = publish(daemon, family, a, b)
     environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_MODEL": family, "VLLM_PLUGINS": PLUGINS}
     with Engine(b, environment=environment, dtype="bfloat16") as fresh:
         state_b = state(fresh)
     with Engine(a, environment=environment, dtype="bfloat16") as engine:
         yield Running(family, engine, *versions, state(engine), state_b)
+
+
+def from_ranks(daemon: Daemon, family: str, folder: Path) -> tuple[list[Path], list[str]]:
+    """Publish A and B from Megatron ranks with TP 2 and EP 2, which cast BF16 weights, and export them."""
+    from tests.client.models import exported
+    from tests.support.fp8_ranks import Ranks  # needs megatron-core
+
+    config = fp8_config(family)
+    quantization, folders, versions = config.pop("quantization_config"), list[Path](), list[str]()
+    with Ranks(daemon, family, config, 2, {"tp": 2, "ep": 2}, quantization_config=quantization) as ranks:
+        for step, name in enumerate("ab", 1):
+            ranks.fill(random_weights(config, step, torch.bfloat16))
+            versions.append(f"models/{family}/versions/{ranks.publish(step)}")
+            folders.append(folder / name)
+            exported(daemon.endpoint, versions[-1], folders[-1])
+            save_tokenizer(folders[-1], config["vocab_size"])
+    return folders, versions
 
 
 def install(running: Running, version: str, install_id: str) -> None:
