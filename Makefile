@@ -1,4 +1,4 @@
-# make demo: the main job from end to end. make test: every check. make check: the fast ones. All set everything up first, in .venv.
+# make demo: the main job from end to end. make example: an RL job. make test: every check. make check: the fast ones. All set everything up first, in .venv.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check lint docs types proto proto-check unit test-compat bench fuzz simulate sabotage failpoints chaos soak mutants docs-metrics docs-picture chart clean
+.PHONY: setup demo example test check lint docs types proto proto-check unit test-compat integrations bench fuzz simulate sabotage failpoints chaos soak mutants docs-metrics docs-picture chart clean
 
 setup: $(VENV)/.ready
 
@@ -26,14 +26,18 @@ $(VENV)/.ready: pyproject.toml Makefile
 demo: setup
 	$(BIN)/python -m demo.main $(if $(JSON),--json $(JSON))
 
+# A whole RL job on CPUs: the reward has to rise. SEED=1, STEPS=30.
+example: setup
+	$(BIN)/python -m examples.grpo.main --seed $(or $(SEED),0) --steps $(or $(STEPS),30) $(if $(JSON),--json $(JSON))
+
 test: setup lint types proto-check docs unit
 
 # Tests without processes, engines or models, for every few edits: about a minute on two cores.
-PURE := $(addprefix tests/client/test_,$(addsuffix .py,channel cli_fleets cli_options console_docs direct_links direct_sent_digests driver_lock errors generation operator_verbs operator_waiting pages receiver to_host)) \
+PURE := $(addprefix tests/client/test_,$(addsuffix .py,channel cli_fleets cli_options console_docs direct_links direct_sent_digests driver_lock errors generation grpo_example operator_verbs operator_waiting pages pinned_pages range_plan receiver to_host)) \
         $(addprefix tests/converters/test_,$(addsuffix .py,architectures chunks digest direct_messages files layout megatron_tables plan runs tables)) \
         $(addprefix tests/deploy/test_,$(addsuffix .py,architecture containers grafana kubernetes prometheus prose systemd)) \
-        $(addprefix tests/server/test_,$(addsuffix .py,checks digesting direct explain fleet_clocks fleet_moves fleet_reconciler install_timings newer_files older_files operations pause_admission security_rules serve_ahead server_service terms)) \
-        $(addprefix tests/vllm/test_,$(addsuffix .py,gate gc_pauses labels pieces prepared settings verify))
+        $(addprefix tests/server/test_,$(addsuffix .py,checks digesting direct direct_offers explain fleet_clocks fleet_moves fleet_reconciler install_timings maxima newer_files older_files operations pause_admission security_rules serve_ahead server_service terms)) \
+        $(addprefix tests/vllm/test_,$(addsuffix .py,gate gc_pauses labels pieces places prepared quantised settings verify))
 check: setup lint types
 	$(BIN)/pytest -q -n 2 --dist loadfile $(PURE) $(PYTEST)
 
@@ -80,6 +84,27 @@ $(COMPAT)/.ready: pyproject.toml Makefile
 
 test-compat: $(COMPAT)/.ready
 	$(COMPAT)/bin/pytest -m compat tests/vllm $(PYTEST)
+
+# Megatron-Bridge without its dependencies, which need CUDA: the tests load its module of callbacks.
+.venv-megatron-bridge/.ready: Makefile
+	$(PYTHON) -m venv .venv-megatron-bridge
+	.venv-megatron-bridge/bin/pip install -q --no-deps megatron-bridge==0.3.1
+	touch $@
+
+# verl without its own vLLM, which is older than those that the plugin supports.
+.venv-verl/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/pip install -q 'pip>=25.1'
+	.venv-verl/bin/pip install -q torch==2.13.0
+	.venv-verl/bin/pip install -q verl==0.9.1 megatron-core==0.16.1 fastapi uvicorn pyzmq msgspec cachetools
+	.venv-verl/bin/pip install -q -e '.[server,client]' pytest pytest-timeout hypothesis psutil
+	touch $@
+
+# Training frameworks, one venv each: 15 minutes, most of them pip's.
+integrations: setup .venv-megatron-bridge/.ready .venv-verl/.ready
+	RESHARDER_TEST_MEGATRON_BRIDGE="$$(ls -d $(CURDIR)/.venv-megatron-bridge/lib/python3*/site-packages)" \
+		$(BIN)/pytest -m integrations tests/client/test_megatron_bridge.py $(PYTEST)
+	.venv-verl/bin/pytest -m integrations tests/integrations/test_verl*.py $(PYTEST)
 
 bench: setup
 	$(BIN)/python -m benchmarks.staged_path $(if $(JSON),--json $(JSON))
@@ -129,4 +154,4 @@ chart: setup
 	$(BIN)/python -m benchmarks.chart
 
 clean:
-	rm -rf $(VENV) .venv-proto $(COMPAT)
+	rm -rf $(VENV) .venv-proto $(COMPAT) .venv-megatron-bridge .venv-verl

@@ -23,7 +23,7 @@ class Row:
 def show(rows: Sequence[Row]) -> None:
     table = Table("work", "ours", "peer", "limit", "peer / ours", "limit / ours")
     for row in rows:
-        times = ("-" if t is None else f"{t:.3f} s" for t in (row.ours, row.peer, row.limit))
+        times = ("-" if t is None else f"{t:.3f} {row.unit}" for t in (row.ours, row.peer, row.limit))
         ratios = ("-" if t is None else f"{t / row.ours:.2f}" for t in (row.peer, row.limit))
         table.add_row(row.work, *times, *ratios)
     Console(width=150).print(table)

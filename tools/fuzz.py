@@ -1,6 +1,6 @@
 """Send a daemon in this process invalid requests of every method, among valid ones.
 
-python -m tools.fuzz [--inputs N] [--seed TEXT]     # exits with 1 at the first violation, and prints it
+python -m tools.fuzz [--inputs N] [--seconds S] [--seed TEXT]     # exits with 1 at the first violation, and prints it
 
 A request is generated from its message's descriptor, or is a valid one that was changed, and has names of existing resources.
 Frames of the data stream are damaged in each possible way. After every 500 requests, the files of READY versions, the log, the
@@ -11,6 +11,7 @@ import argparse
 import faulthandler
 import tempfile
 import time
+from math import inf
 from pathlib import Path
 from random import Random
 
@@ -25,12 +26,14 @@ _SAY = 15.0  # seconds
 _LONGEST = 300.0  # seconds of a batch, after which the stacks of calls that do not end are printed
 
 
-def fuzz(inputs: int, seed: str) -> None:
-    """Run batches of requests. Raises AssertionError, with the batch in its notes."""
+def fuzz(inputs: int, seed: str, seconds: float) -> None:
+    """Run batches of requests, none of which begins after the time. Raises AssertionError, with the batch in its notes."""
     with tempfile.TemporaryDirectory(prefix="resharder-fuzz-", dir="/dev/shm") as folder, fuzzed(Path(folder)) as world:
         began = said = time.monotonic()
         warm = 0
         for batch in range(-(-inputs // BATCH)):
+            if time.monotonic() - began > seconds:
+                break
             random = Random(f"{seed}/{batch}")
             faulthandler.dump_traceback_later(_LONGEST, exit=True)
             try:
@@ -64,9 +67,10 @@ def line(world: World, seconds: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=1_000_000)
+    parser.add_argument("--seconds", type=float, default=inf, help="begin no batch after this time")
     parser.add_argument("--seed", default="0")
     arguments = parser.parse_args()
-    fuzz(arguments.inputs, arguments.seed)
+    fuzz(arguments.inputs, arguments.seed, arguments.seconds)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """Read damaged and made-up files and messages with the code of the daemon, the clients and the plugin.
 
-python -m tools.fuzz_files [--inputs N] [--only NAME] [--seed TEXT]     # exits with 1 after faults, and prints one of each kind
+python -m tools.fuzz_files [--inputs N] [--seconds S] [--only NAME] [--seed TEXT]
 
-`tests/support/hostile_files.py` has the readers: configuration, the store's manifests and journals, fleets, checkpoints, chunk
-frames, messages of the direct path, pages in shared memory. Each input ends in success or in one documented error.
+Exits with 1 after faults, and prints one of each kind.
+
+`tests/support/hostile_targets.py` has the readers: configuration, the store's manifests and journals, fleets, checkpoints (those
+of Megatron as well), chunk frames, messages of the direct path, pages in shared memory, certificates, keys and tokens. Each
+input ends in success or in one documented error.
 """
 
 import argparse
@@ -12,17 +15,21 @@ import sys
 import time
 import traceback
 from collections import Counter
+from math import inf
 
 import structlog
 
-from tests.support.hostile_files import TARGETS, bench, try_seed
+from tests.support.hostile_files import bench
+from tests.support.hostile_targets import TARGETS, try_seed
 
 
-def fuzz(name: str, inputs: int, seed: str) -> int:
-    """Run the inputs of a reader, print counts, and return the number of kinds of faults."""
+def fuzz(name: str, inputs: int, seed: str, seconds: float) -> int:
+    """Run the inputs of a reader, none of which begins after the time, print counts, and return the number of kinds of faults."""
     outcomes, faults, began = Counter[str](), Counter[str](), time.monotonic()
     with bench() as made:
         for number in range(inputs):
+            if time.monotonic() - began > seconds:
+                break
             try:
                 outcomes[try_seed(name, f"{seed}/{number}", made)] += 1
             except Exception as error:
@@ -32,7 +39,10 @@ def fuzz(name: str, inputs: int, seed: str) -> int:
                 if faults[kind] == 1:
                     print("".join(traceback.format_exception(error))[-3000:], flush=True)
     ends = ", ".join(f"{end} {count}" for end, count in outcomes.most_common())
-    print(f"{name}: {inputs} inputs in {time.monotonic() - began:.0f} s: {ends or 'none ends well'}", flush=True)
+    print(
+        f"{name}: {(outcomes + faults).total()} inputs in {time.monotonic() - began:.0f} s: {ends or 'none ends well'}",
+        flush=True,
+    )
     for kind, count in faults.most_common():
         print(f"{name}: FAULT {count} times: {kind}", flush=True)
     return len(faults)
@@ -41,6 +51,7 @@ def fuzz(name: str, inputs: int, seed: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=10_000, help="inputs of each reader")
+    parser.add_argument("--seconds", type=float, default=inf, help="time of all readers; each has an equal part")
     parser.add_argument("--only", choices=sorted(TARGETS), action="append", help="reader; may be repeated")
     parser.add_argument("--seed", default="0")
     parser.add_argument("--replay", metavar="SEED", help="run one input of the readers")
@@ -52,7 +63,7 @@ def main() -> int:
         with bench() as made:
             print(*(f"{name}: {try_seed(name, options.replay, made)}" for name in names), sep="\n")
         return 0
-    return int(sum(fuzz(name, options.inputs, options.seed) for name in names) > 0)
+    return int(sum(fuzz(name, options.inputs, options.seed, options.seconds / len(names)) for name in names) > 0)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ ENV PATH=/opt/resharder/bin:$PATH \
     NUMBA_CACHE_DIR=/tmp/numba \
     PYTHONUNBUFFERED=1
 USER 10001:10001
-EXPOSE 7677 7678
+EXPOSE 7677 7678 7679
 # It drains on SIGTERM: give it drain_seconds and a little more before SIGKILL.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["resharderd"]

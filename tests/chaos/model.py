@@ -78,7 +78,9 @@ def not_ready(events: Sequence[Event]) -> Iterator[Violation]:
     """A version that is served becomes READY, unless the fleet may serve ahead of READY."""
     never = {event["number"] for event in of(events, "version")} - {number for number, _ in _published(events)}
     never -= {event["number"] for event in of(events, "version") if event["state"] in ("READY", "RETIRED")}
-    ahead = min((event["t"] for event in of(events, "begin") if event["name"] == "ahead" and event["given"]["on"]), default=1e9)
+    ordered = (event["t"] for event in of(events, "begin") if event["name"] == "ahead" and event["given"]["on"] is not False)
+    by_rule = (event["before"] for event in of(events, "fleet") if event.get("ahead"))
+    ahead = min([*ordered, *by_rule], default=1e9)
     for event in of(events, "answer"):
         for version in event["versions"]:
             if version.isdigit() and int(version) in never and event["t"] < ahead:
@@ -187,40 +189,46 @@ class Order:
     Attributes:
         to: The version; 0 for any.
         newest: The newest version that existed when the call ended; later ones are not affected.
+        ready: The newest READY version when the call began, for an order that moves servers from later ones alone.
     """
 
     begin: float
     end: float
     to: int
     newest: int
+    ready: int = 0
 
     def allows(self, before: int, now: int, since: float, until: float) -> bool:
-        return self.begin <= until and since <= self.end and self.to in (0, now) and before <= self.newest
+        return self.begin <= until and since <= self.end and self.to in (0, now) and self.ready < before <= self.newest
 
 
 _TRANSIENT = 60.0  # seconds in which servers follow an order that does not name a version
 
 
 def _orders(events: Sequence[Event]) -> list[Order]:
-    found, open_, newest = list[Order](), dict[int, Event](), 0
+    found, open_, newest, ready = list[Order](), dict[int, tuple[Event, int]](), 0, 0
     for event in events:
         if event["kind"] == "version":
             newest = max(newest, event["number"])
+            ready = max(ready, event["number"] if event["state"] == "READY" else 0)
         if event["kind"] == "begin":
-            open_[event["id"]] = event
+            open_[event["id"]] = event, ready
         if event["kind"] == "end" and (begun := open_.pop(event["id"], None)):
-            found += _order(begun, event["t"], event["result"].get("wanted", 0), newest)
+            found += _order(*begun, event["t"], event["result"].get("wanted", 0), newest)
     for begun in open_.values():
-        found += _order(begun, float("inf"), 0, newest)
+        found += _order(*begun, float("inf"), 0, newest)
     return found
 
 
-def _order(begun: Event, end: float, wanted: int, newest: int) -> list[Order]:
-    name, at = begun["name"], begun["t"]
+def _order(begun: Event, ready: int, end: float, wanted: int, newest: int) -> list[Order]:
+    name, at, given = begun["name"], begun["t"], begun["given"]
     if name in ("target", "rollback", "pin"):
         return [Order(at, float("inf"), wanted, int(1e9) if name != "rollback" else newest + 1)]
     if name in ("latest", "back"):
         return [Order(at, end + _TRANSIENT, 0, newest + 1)]
+    ready_only = given.get("on", True) is False or given.get("kind", "ALL_AT_ONCE") != "ALL_AT_ONCE" or given.get("bound")
+    if name in ("ahead", "strategy", "skew") and ready_only:
+        return [Order(at, end + _TRANSIENT, 0, newest + 1, ready)]
     return []
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from resharder.client.errors import ResharderError
 from resharder.client.operator.answers import FleetStatus, UpdateStrategy, VersionTarget
-from resharder.client.operator.states import RequestHandling, StrategyKind, TargetKind, VersionState
+from resharder.client.operator.states import RequestHandling, ServeAhead, StrategyKind, TargetKind, VersionState
 
 from demo.jobs import JobFailed
 from tests.chaos.history import History
@@ -95,8 +95,9 @@ class Operations:
     def _skew(self, bound: int) -> FleetStatus:
         return self._system.operator.set_fleet(FLEET, max_skew=bound)
 
-    def _ahead(self, on: bool) -> FleetStatus:
-        return self._system.operator.set_fleet(FLEET, serve_ahead=on)
+    def _ahead(self, on: bool | None) -> FleetStatus:
+        """Set whether the fleet serves ahead of READY; None: the default."""
+        return self._system.operator.set_fleet(FLEET, serve_ahead=ServeAhead.AUTO if on is None else on)
 
     def _pause_mode(self, mode: str) -> FleetStatus:
         return self._system.operator.set_fleet(FLEET, pause_mode=RequestHandling(mode))

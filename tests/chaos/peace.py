@@ -12,6 +12,7 @@ from resharder.client.operator.states import (
     MovePhase,
     PublisherState,
     RequestHandling,
+    ServeAhead,
     ServerPower,
     ServerState,
     StrategyKind,
@@ -81,7 +82,9 @@ class Peace:
         """With plain settings, a new version is READY and served by every server, and each gives answers of it."""
         operator = self._system.operator
         plain = {"target": VersionTarget(TargetKind.LATEST), "strategy": UpdateStrategy(StrategyKind.ALL_AT_ONCE)}
-        operator.set_fleet(FLEET, **plain, max_skew=0, serve_ahead=False, pause_mode=RequestHandling.KEEP, accept_refused=True)
+        operator.set_fleet(
+            FLEET, **plain, max_skew=0, serve_ahead=ServeAhead.AUTO, pause_mode=RequestHandling.KEEP, accept_refused=True
+        )
         operator.wake(FLEET)
         operator.resume(FLEET)
         outcomes = list[str]()

@@ -98,7 +98,7 @@ def _skew(chance: random.Random) -> tuple[str, Given]:
 
 
 def _ahead(chance: random.Random) -> tuple[str, Given]:
-    return "ahead", {"on": chance.random() < 0.6}
+    return "ahead", {"on": chance.choice((None, None, True, False))}
 
 
 def _sleep(chance: random.Random) -> tuple[str, Given]:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from tests.chaos.model import Event, check
 
 DOCUMENTED = {"UNREACHABLE", "VERSION_ABORTED"}
@@ -27,6 +29,9 @@ class Book:
 
     def version(self, number: int, state: str, step: int = 0) -> None:
         self.add("version", number=number, state=state, step=step or number, epoch=1)
+
+    def fleet(self, ahead: bool) -> None:
+        self.add("fleet", strategy="ALL_AT_ONCE", refused=[], move=None, ahead=ahead, before=self.now - 0.4)
 
     def begin(self, name: str, **given: Any) -> int:
         self._ids += 1
@@ -108,6 +113,24 @@ def test_a_served_version_that_was_never_ready_is_found() -> None:
     ahead.end(ahead.begin("ahead", on=True), "ahead")
     ahead.events += [{**event, "t": event["t"] + 100} for event in book.events[3:]]
     assert ahead.rules() == []
+    by_default = published(1)
+    by_default.fleet(ahead=True)
+    by_default.events += [{**event, "t": event["t"] + 100} for event in book.events[3:]]
+    assert by_default.rules() == []
+
+
+@pytest.mark.parametrize("setting", [{"kind": "ROLLING"}, {"bound": 2}, {"on": False}])
+def test_a_server_goes_back_from_a_version_that_is_not_ready_when_its_fleet_may_not_serve_it(setting: dict[str, object]) -> None:
+    name = {"kind": "strategy", "bound": "skew", "on": "ahead"}[next(iter(setting))]
+    for state, expected in (("UPLOADING", []), ("READY", ["served back"])):
+        book = published(1)
+        book.fleet(ahead=True)
+        book.version(2, state)
+        book.answer("2")
+        book.end(book.begin(name, **setting), name)
+        book.answer("1")
+        book.version(2, "READY")
+        assert book.rules() == expected, state
 
 
 def test_a_lost_version_is_found() -> None:

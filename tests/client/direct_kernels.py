@@ -21,6 +21,8 @@ from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import BITS, MappedFiles, lay_out
 from resharder.v1 import resources_pb2
 
+from tests.support.released import Released
+
 SHAPES = {
     "F64": [(6, 10), (3, 2, 8), ()],
     "F32": [(9, 40), (3, 5, 16), (7,), ()],
@@ -116,13 +118,15 @@ def boxes_go_to_the_hosts_memory_and_back() -> None:
     layout = Layout(layout.tensors, tuple(layout.pieces[i] for i in chosen))
     arrays = {name: np.zeros(spec.shape, BITS[ITEM_SIZES[spec.dtype]]) for name, spec in layout.tensors.items()}
     cpu = torch.device("cpu")
-    assert DeviceToHost(Layout({}, ()), cpu, 1).run(np.zeros((0, 2), np.int64), {}) == []
+    assert DeviceToHost(Layout({}, ()), cpu, 1, {}).run(np.zeros((0, 2), np.int64), {}) == []
     for threads, size in ((1, 64 << 20), (3, 160 << 10)):
         for array in arrays.values():
             array[...] = 0
-        copy = DeviceToHost(layout, cpu, threads, size)
+        groups, complete = {name: i % 5 for i, name in enumerate(arrays)}, list[int]()
+        copy = DeviceToHost(layout, cpu, threads, groups, size)
         target = np.array([byte_bounds(arrays[name]) for name in copy.targets], np.int64)
-        assert copy.run(target, tensors) == [wanted[i] for i in chosen]
+        assert copy.run(target, tensors, complete.append) == [wanted[i] for i in chosen]
+        assert complete == list(range(1 + max(groups[name] for name in copy.targets)))
     held = {name: tensor.clone() for name, tensor in tensors.items()}
     for piece in layout.pieces:
         tensors[piece.local].zero_()
@@ -148,7 +152,9 @@ def a_slot_goes_into_files_of_any_version_and_place() -> None:
         with tempfile.TemporaryDirectory() as folder:
             for file in files:
                 (Path(folder) / file.path).write_bytes(file.header + bytes(file.size - len(file.header)))
-            found = transport.deliver(resources_pb2.Version(folder=folder), slot, LiveItems(tensors, pieces))
+            releases = Released()
+            found = transport.deliver(resources_pb2.Version(folder=folder), slot, LiveItems(tensors, pieces), releases)
+            assert releases.files == [file.path for file in files if file.by_name.keys() & {spec.name for spec in specs}]
             with MappedFiles(Path(folder), files) as mapped:
                 for piece, spec, value in zip(pieces, specs, found, strict=True):
                     part = np.array(mapped.arrays[spec.name][box_index(piece.box)])

@@ -61,13 +61,28 @@ def go_on(endpoint: str, source: Path, config: Config, published: dict[str, Any]
     return {"difference": float(worst), "proven": proven, "boxes": boxes}
 
 
+def cast(endpoint: str, source: Path, config: Config, layout: dict[str, Any], options: dict[str, Any]) -> None:
+    """Publish one model as it is and cast to FP8. Its weights change as soon as the cast version is published."""
+    chunks = build_model(config, **layout, dtype=torch.bfloat16)
+    fill_from_hf(chunks, config, load_checkpoint(source))
+    for name, given in ((source.name, {}), (f"{source.name}-fp8", options)):
+        with resharder.connect(endpoint, model=name, **given) as publisher:
+            publisher.attach(chunks, config, tokenizer=source)
+            for step in (1, 2):
+                handle = publisher.publish(step)
+                for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+                    parameter.data.mul_(1 + step)
+                handle.wait_ready(120)
+            fill_from_hf(chunks, config, load_checkpoint(source))
+
+
 def main(endpoint: str, folder: Path) -> None:
     dist.init_process_group("gloo")
     found = {}
     for act, cases in json.loads((folder / "cases.json").read_text()).items():
         for model, case in cases.items():
             config = json.loads((folder / model / "config.json").read_text())
-            found[model] = {"publish": publish, "go_on": go_on}[act](endpoint, folder / model, config, **case)
+            found[model] = {"publish": publish, "go_on": go_on, "cast": cast}[act](endpoint, folder / model, config, **case)
     if dist.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -67,6 +67,9 @@ def test_export_writes_a_checkpoint_or_refuses_a_folder_in_use(daemon: Daemon, t
 def test_fetch_config_writes_what_vllm_serve_needs(daemon: Daemon, tmp_path: Path) -> None:
     assert answer("fetch-config", tmp_path / "config", "--endpoint", daemon.endpoint)["files"] == ["config.json"]
     assert json.loads((tmp_path / "config" / "config.json").read_text()) == CONFIG
+    assert answer("fetch-config", tmp_path / "config", "--endpoint", daemon.endpoint)["files"] == ["config.json"]
+    (tmp_path / "config" / "config.json").write_text("{}")
+    assert "not empty" in resharder("fetch-config", tmp_path / "config", "--endpoint", daemon.endpoint).err
 
 
 def test_doctor_finds_the_daemon_and_its_memory(daemon: Daemon) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from resharder.client.cli import completion, format
-from resharder.client.operator.answers import ServerStatus, VersionStatus
+from resharder.client.operator.answers import FleetStatus, ServerStatus, VersionStatus
 from resharder.client.operator.convert import answer as converted
 from resharder.v1 import operator_pb2, resources_pb2
 
@@ -124,6 +124,30 @@ def test_fleet_set_asks_for_what_is_given_alone(fake: FakeOperator) -> None:
     for flag, ahead in (("--serve-ahead", True), ("--no-serve-ahead", False)):
         resharder("fleet", "set", flag)
         assert (list(fake.asked[-1].update_mask.paths), fake.asked[-1].fleet.serve_ahead) == (["serve_ahead"], ahead)
+    resharder("fleet", "set", "--serve-ahead-auto")
+    asked = fake.asked[-1]
+    assert (list(asked.update_mask.paths), asked.fleet.serve_ahead_setting) == (
+        ["serve_ahead_setting"],
+        resources_pb2.SERVE_AHEAD_AUTO,
+    )
+    assert "expected one of --serve-ahead" in resharder("fleet", "set", "--serve-ahead-auto", "--no-serve-ahead").err
+
+
+@pytest.mark.parametrize(
+    ("ahead", "reason", "expected"),
+    [
+        (
+            True,
+            "default of a fleet that moves ALL_AT_ONCE without a skew bound",
+            "versions that are not READY yet, where it can (default",
+        ),
+        (False, "set by an operator", "READY versions only (set by an operator)"),
+        (False, "", "READY versions only"),
+    ],
+)
+def test_a_fleet_is_shown_with_the_rule_by_which_it_serves_ahead(ahead: bool, reason: str, expected: str) -> None:
+    fleet = converted(FleetStatus, resources_pb2.Fleet(name="policy", serve_ahead=ahead, serve_ahead_reason=reason))
+    assert format.serves(fleet).startswith(expected)
 
 
 def test_what_is_served_ahead_is_shown_as_such() -> None:

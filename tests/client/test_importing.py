@@ -20,7 +20,9 @@ from resharder.client.operator.states import VersionState
 from resharder.client.tools.import_checkpoint import import_checkpoint
 from resharder.client.trainer.connect import connect
 from resharder.converters.errors import ConversionError, LayoutError, UnknownTensor
+from resharder.converters.models.megatron.torch_dist import open_torch_dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
 
 from tests.client.models import equal, exported
 from tests.support.daemon import Daemon
@@ -189,6 +191,19 @@ def test_a_megatron_checkpoint_of_another_model_is_refused(daemon: Daemon, saved
     assert not (tmp_path / "done").exists()
     (cut / "latest_checkpointed_iteration.txt").write_text("6")
     refuse(UsageError, "iter_0000006 by .*, found no metadata.json", cut)
+
+
+@pytest.mark.parametrize("missing", ["offsets", "sizes"])
+def test_a_megatron_checkpoint_with_incomplete_chunks_is_refused(tmp_path: Path, missing: str) -> None:
+    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
+    entry = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([4]), [chunk])
+    delattr(chunk, missing)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({"weight": entry}, storage_data={})))
+    with (
+        pytest.raises(ConversionError, match="weight: expected a size, a dtype and chunks within the size"),
+        open_torch_dist(tmp_path, tiny_hf.tiny_config("llama")),
+    ):
+        pass
 
 
 def test_what_is_no_checkpoint_is_refused_by_what_was_expected(daemon: Daemon, tmp_path: Path) -> None:

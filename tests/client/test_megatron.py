@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.client.models import equal, exported
 from tests.client.ranks import torchrun
 from tests.support.daemon import Daemon
+from tests.support.fp8_reference import FP8, cast
 from tests.support.tiny_hf import load_checkpoint, save_checkpoint, tiny_config
 
 FAMILIES = {"tied-padded-pipeline": "qwen3_tied", "experts-bf16-ddp": "qwen3_moe", "dense": "qwen3_tied", "experts": "qwen3_moe"}
@@ -23,6 +24,9 @@ GONE_ON = {
     "dense": {"published": {"tp": 2, "pp": 2, "vocab_multiple": 128}, "filled": {"tp": 4}},
     "experts": {"published": {"tp": 2, "pp": 2}, "filled": {"tp": 2, "ep": 2}},
 }
+
+
+CAST = {"cast": ("qwen3_moe", {"moe_intermediate_size": 160}, {"tp": 4, "etp": 4})}  # every expert's blocks are of two ranks
 
 
 class World(NamedTuple):
@@ -40,7 +44,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         wrapped = model in PUBLISHED and PUBLISHED[model]["wrapped"]
         seed, dtype = 3 if model in PUBLISHED else 5, torch.bfloat16 if wrapped else torch.float32
         save_checkpoint(folder / model, tiny_config(family), seed=seed, dtype=dtype)
-    (folder / "cases.json").write_text(json.dumps({"publish": PUBLISHED, "go_on": GONE_ON}))
+    for model, (family, changes, _) in CAST.items():
+        save_checkpoint(folder / model, tiny_config(family, **changes), seed=7, dtype=torch.bfloat16)
+    options = {"quantization_config": FP8}
+    cases = {model: {"layout": layout, "options": options} for model, (_, _, layout) in CAST.items()}
+    (folder / "cases.json").write_text(json.dumps({"publish": PUBLISHED, "go_on": GONE_ON, "cast": cases}))
     with Daemon() as daemon:
         torchrun("tests.client.megatron_ranks", daemon.endpoint, folder)
         yield World(daemon.endpoint, folder, json.loads((folder / "found.json").read_text()))
@@ -54,6 +62,17 @@ def test_the_exported_checkpoint_is_the_source_bit_for_bit(world: World, model: 
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == tiny_config(FAMILIES[model])["vocab_size"]
     exported_model, reference = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "out", source))
     assert equal(exported_model.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("model", CAST)
+def test_ranks_that_cast_deliver_one_cast_of_the_whole_tensors(world: World, model: str, version: int, tmp_path: Path) -> None:
+    plain = exported(world.endpoint, f"models/{model}/versions/{version}", tmp_path / "plain")
+    found = exported(world.endpoint, f"models/{model}-fp8/versions/{version}", tmp_path / "cast")
+    config = json.loads((tmp_path / "cast" / "config.json").read_text())
+    assert equal(found, cast(plain, config))
+    assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in found.values()) > 20
+    assert FP8.items() <= config["quantization_config"].items()
 
 
 @pytest.mark.parametrize("model", GONE_ON)

@@ -40,6 +40,7 @@ from tests.client.models import CONFIG, connected, declared, equal, exported, pa
 from tests.client.proxy import Proxy
 from tests.support.daemon import Daemon
 from tests.support.observing import versions, wait_until
+from tests.support.released import Released
 
 Change = Callable[[dict[str, tuple[str, tuple[int, ...]]]], dict[str, tuple[str, tuple[int, ...]]]]
 
@@ -489,4 +490,4 @@ def test_files_that_a_restarted_daemon_has_removed_are_a_version_not_found(tmp_p
     version = resources_pb2.Version(name="models/policy/versions/1", folder=str(tmp_path / "gone"))
     slot = AssignedSlot(0, (full_box(spec.shape),), (spec,), 1 << 20)
     with pytest.raises(NotFound, match=r"expected its files in .*gone, found none"):
-        SharedMemory(1).deliver(version, slot, iter(()))
+        SharedMemory(1).deliver(version, slot, iter(()), Released())

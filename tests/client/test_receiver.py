@@ -1,9 +1,15 @@
-"""What a worker looks at once the last bytes are on their way: whether its model still reads what they go into."""
+"""A worker's side of a transfer by itself: the memory that it receives into, and the link after a refusal."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
 import pytest
 import torch
 from resharder.client.direct.base import DirectFailed
-from resharder.client.inference.worker.direct_receiver import _check_unchanged
+from resharder.client.errors import Refused
+from resharder.client.inference.worker import direct_receiver
+from resharder.client.inference.worker.direct_receiver import Receiver, _check_unchanged
 
 
 def test_tensors_that_a_model_reads_instead_of_those_prepared_are_noticed() -> None:
@@ -15,3 +21,38 @@ def test_tensors_that_a_model_reads_instead_of_those_prepared_are_noticed() -> N
         _check_unchanged(prepared, prepared | {"c": torch.zeros(4)})
     with pytest.raises(DirectFailed, match=r"expected the tensors from before the pause, 1 are others, e\.g\. b"):
         _check_unchanged(prepared, {"a": prepared["a"]})
+
+
+class Link:
+    """A link to ranks, whose group the daemon has ended or not."""
+
+    id = "g"
+
+    def __init__(self, over: bool) -> None:
+        self.over, self.closed = over, False
+
+    def prepare(self, sources: Any, targets: Any) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_link_outlives_an_offer_but_not_its_group(over: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(direct_receiver, "finish", lambda channel, member, group, error: told.append(error))
+    refusal = Refused("its offer is over: the publisher waits for 4 s after READY")
+    refusal.reason = "NOT_OFFERED"
+
+    with grpc.insecure_channel("127.0.0.1:1") as unused:
+        channel: Any = SimpleNamespace(grpc=unused, error=lambda error: refusal)
+        receiver = Receiver(channel, "left", 0, "process", torch.device("cpu"))
+    link: Any = Link(over)
+    stub: Any = SimpleNamespace(
+        StartTransfer=SimpleNamespace(future=lambda request, timeout: SimpleNamespace(exception=grpc.RpcError))
+    )
+    receiver._link, receiver._stub = link, stub
+    memory: Any = SimpleNamespace()
+    assert not receiver.receive(memory, {}, "i-1", [])
+    assert "waits for 4 s after READY" in receiver.problem
+    assert (link.closed, len(told)) == (over, int(over))

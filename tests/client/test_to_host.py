@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from resharder.client.gpu.device_to_host import through_buffers
+from resharder.client.gpu.device_to_host import Rounds, last_rounds, through_buffers
 from resharder.client.gpu.schedule import Moves
 from resharder.client.gpu.table import Table
 from resharder.client.gpu.tiles import TILE
@@ -23,7 +23,7 @@ def moves_of(rows: list[tuple[int, int, int, int]]) -> Moves:
     return Moves(*np.array(found, np.int64).reshape(-1, len(Moves._fields)).T)
 
 
-def moved(moves: Moves, buffer_bytes: int | None, shares: int) -> tuple[np.ndarray, int]:
+def moved(moves: Moves, buffer_bytes: int | None, groups: tuple[int, int] = (0, 0)) -> tuple[np.ndarray, int]:
     """What lies in the targets then, and in how many pieces it was written."""
     source = np.random.default_rng(1).integers(0, 256, SPACE, np.uint8)
     targets = np.zeros((2, SPACE), np.uint8)
@@ -31,7 +31,7 @@ def moved(moves: Moves, buffer_bytes: int | None, shares: int) -> tuple[np.ndarr
     if buffer_bytes is None:
         Table(moves, *begins, CPU).run(0)
         return targets, len(moves.rows)
-    fills, empties = through_buffers(moves, buffer_bytes, shares)
+    fills, empties = through_buffers(moves, buffer_bytes, np.array(groups))
     buffer = np.zeros(buffer_bytes + 64, np.uint8)
     at = -(-buffer.ctypes.data // 16) * 16
     fill, empty = Table(fills, *begins, CPU), Table(empties, *begins, CPU)
@@ -39,8 +39,7 @@ def moved(moves: Moves, buffer_bytes: int | None, shares: int) -> tuple[np.ndarr
         buffer[:] = 0
         fill.run(k, target_base=at)
         assert not buffer[at - buffer.ctypes.data + buffer_bytes :].any(), "written past the buffer"
-        for share in reversed(range(k * shares, (k + 1) * shares)):  # in any order
-            empty.run(share, source_base=at)
+        empty.run(k, source_base=at)
     return targets, len(empties.rows)
 
 
@@ -51,12 +50,14 @@ def moved(moves: Moves, buffer_bytes: int | None, shares: int) -> tuple[np.ndarr
         max_size=40,
     ),
     buffer_bytes=st.sampled_from((TILE, TILE + 16, 1 << 20)),
-    shares=st.integers(1, 5),
+    groups=st.sampled_from(((0, 0), (0, 1), (1, 0))),
 )
-def test_it_arrives_as_if_it_had_gone_straight(rows: list[tuple[int, int, int, int]], buffer_bytes: int, shares: int) -> None:
+def test_it_arrives_as_if_it_had_gone_straight(
+    rows: list[tuple[int, int, int, int]], buffer_bytes: int, groups: tuple[int, int]
+) -> None:
     moves = moves_of(rows)
-    straight, _ = moved(moves, None, 1)
-    through, _ = moved(moves, buffer_bytes, shares)
+    straight, _ = moved(moves, None)
+    through, _ = moved(moves, buffer_bytes, groups)
     assert np.array_equal(straight, through)
 
 
@@ -64,16 +65,43 @@ def test_it_arrives_as_if_it_had_gone_straight(rows: list[tuple[int, int, int, i
 def test_neighbours_are_written_in_one_piece(gap: int) -> None:
     tiles = [(i * 32 * 1024, 32, 1024, gap) for i in range(40)]
     even = Moves(*(column[::2] for column in moves_of([tile for tile in tiles for _ in range(2)])))  # one target
-    straight, _ = moved(even, None, 1)
-    through, written = moved(even, 2 << 20, 1)
+    straight, _ = moved(even, None)
+    through, written = moved(even, 2 << 20)
     assert np.array_equal(straight, through)
     assert written == 1
 
 
-def test_threads_have_about_as_much_to_do() -> None:
-    tiles = [(0, 1, TILE, 0)] * 1024
-    _, empties = through_buffers(moves_of(tiles), 512 * TILE, 8)
-    work = np.bincount(empties.round, empties.rows * empties.width)
-    assert len(work) == 2 * 8
-    assert work.min() >= 0.75 * work.mean()
-    assert work.max() <= 1.25 * work.mean()
+@given(sizes=st.lists(st.integers(1, 2 * TILE), min_size=1, max_size=40), order=st.permutations(range(4)))
+def test_groups_follow_each_other_and_each_is_complete_with_its_last_round(sizes: list[int], order: list[int]) -> None:
+    tiles = [(0, 1, min(size, TILE), 0) for size in sizes]
+    moves, groups = moves_of(tiles), np.array(order)
+    moves = moves._replace(target=np.arange(len(sizes)) % 4)
+    _, empties = through_buffers(moves, 2 * TILE, groups)
+    of_moves = groups[empties.target]
+    assert list(of_moves) == sorted(of_moves)
+    last = last_rounds(empties, groups)
+    assert last == sorted(last)
+    for group in range(4):
+        mine = empties.round[of_moves == group]
+        assert not len(mine) or last[group] == mine.max()
+
+
+@given(last=st.lists(st.integers(-1, 9), min_size=1, max_size=5).map(sorted), finishing=st.permutations(range(10)))
+def test_a_group_is_complete_once_all_rounds_up_to_its_last_one_are_finished(last: list[int], finishing: list[int]) -> None:
+    complete: list[int] = []
+    rounds = Rounds(10, last, complete.append)
+    assert [rounds.take() for _ in range(11)] == [*range(10), None]
+    finished: set[int] = set()
+    for number in finishing:
+        rounds.finish(number)
+        finished.add(number)
+        assert complete == [group for group in range(len(last)) if set(range(last[group] + 1)) <= finished or group in complete]
+        assert all(set(range(last[group] + 1)) <= finished for group in complete)
+    assert complete == list(range(len(last)))
+
+
+def test_no_thread_takes_another_round_after_one_has_failed() -> None:
+    rounds = Rounds(10, [9], lambda group: None)
+    assert rounds.take() == 0
+    rounds.stop()
+    assert rounds.take() is None

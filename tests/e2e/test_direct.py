@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from resharder.client.operator import Operator
+from resharder.client.operator.states import ServeAhead
 from resharder.v1 import resources_pb2
 
 from demo.trainer_job import TrainerJob
@@ -79,9 +80,9 @@ class System:
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        """The fleet serves ahead of READY meanwhile."""
+        """The fleet serves ahead of READY meanwhile, by default."""
         with Operator(self.daemon.endpoint) as operator:
-            operator.set_fleet("policy", serve_ahead=True)
+            assert operator.set_fleet("policy", serve_ahead=ServeAhead.AUTO).serve_ahead
             try:
                 yield
             finally:
@@ -138,6 +139,8 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
             built.steps[version] = 1
             server.wait_ready()
             built.serves(version)
+            with Operator(daemon.endpoint) as operator:
+                operator.set_fleet("policy", serve_ahead=False)  # where a test is about READY versions
             yield built
         finally:
             built.trainer.kill()

@@ -37,7 +37,7 @@ class Case:
 
 CASES = {
     # vLLM's CPU build cannot run MoE under data parallelism; a dense model at DP=2 is in tests/vllm/test_control_server.py
-    "MoE, TP=2, every box over gRPC, pause wait": Case(
+    "MoE, TP=2, boxes by HTTP ranges and gRPC, pause wait": Case(
         "qwen3_moe", (("tensor_parallel_size", 2),), shared_memory=False, pause_mode="wait"
     ),
     "dense, tied, bf16, fp8 per channel, compiled, pause abort": Case(
@@ -54,7 +54,7 @@ def test_an_updated_server_answers_exactly_as_a_fresh_one(name: str, tmp_path: P
     save_tokenizer(tmp_path, config["vocab_size"])
     (tmp_path / "config.json").write_text(json.dumps(config))
     with (
-        Daemon(shared_memory=case.shared_memory, pause_mode=case.pause_mode) as daemon,
+        Daemon(shared_memory=case.shared_memory, pause_mode=case.pause_mode, data_listen="127.0.0.1:0") as daemon,
         connect(daemon.endpoint, model="policy", job="j", rank=0, world_size=1, config=config, tokenizer=tmp_path) as publisher,
     ):
         publisher.publish_tensors(1, random_weights(config, 1, dtype).items()).wait_ready(60)
@@ -67,7 +67,7 @@ def test_an_updated_server_answers_exactly_as_a_fresh_one(name: str, tmp_path: P
             installed = wait_serving(daemon, 2)
             updated = answers(server)
         transports = {worker.transport for worker in installed.workers}
-        assert transports == {"shared-memory" if case.shared_memory else "grpc"}
+        assert transports == {"shared-memory" if case.shared_memory else "http"}
         assert {answer.version for answer in updated} == {"2"}
         exported = tmp_path / "exported"
         export(daemon, "models/policy/versions/2", exported)

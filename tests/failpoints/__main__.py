@@ -1,6 +1,7 @@
 """The matrix of failpoints: `python -m tests.failpoints [--only NAME] [--kind KIND] [--jobs N] [--sample N --seed SEED]`.
 
-Runs one cycle for each failpoint and kind, and fails if one does not come to peace or does not reach its failpoint.
+Runs one cycle for each failpoint and kind, and fails if one does not come to peace or does not reach its failpoint. With
+`--seconds`, no cycle begins later; the last line states with which `--skip` the rest is run.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from math import inf
 
 from tests.failpoints.cases import KINDS, Case, all_cases
 from tests.failpoints.checks import end
@@ -35,15 +37,24 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="cycles at a time")
     parser.add_argument("--sample", type=int, default=0, help="a number of cases, chosen by --seed; 0: all")
     parser.add_argument("--seed", default="0")
+    parser.add_argument("--seconds", type=float, default=inf, help="begin no cycle after this time")
+    parser.add_argument("--skip", type=int, default=0, help="leave out the first cases, which were run before")
     given = parser.parse_args()
     cases = [case for case in all_cases() if (not given.only or given.only in case.point) and given.kind in (None, case.kind)]
     if given.sample:
         cases = random.Random(given.seed).sample(cases, min(given.sample, len(cases)))
-    warm()
+    cases = cases[given.skip :]
     began, failed, counts = time.monotonic(), list[Report](), Counter[str]()
+    warm()
+
+    def run_in_time(case: Case) -> Report | None:
+        return run(case) if time.monotonic() - began < given.seconds else None
+
     with ThreadPoolExecutor(given.jobs) as pool:
-        for future in as_completed([pool.submit(run, case) for case in cases]):
+        for future in as_completed([pool.submit(run_in_time, case) for case in cases]):
             report = future.result()
+            if report is None:
+                continue
             case = report.case
             assert case is not None
             counts[case.place] += 1
@@ -51,9 +62,11 @@ def main() -> int:
             state = f"FAILED: {report.problem}" if report.problem else ", ".join([*report.deaths, *report.refusals])[:100]
             print(f"{case.point:24} {case.kind:7} {report.seconds:6.1f} s  {state}", flush=True)
     by_place = ", ".join(f"{place} {count}" for place, count in counts.items())
-    print(f"{len(cases)} cases ({by_place}) in {time.monotonic() - began:.0f} s, {len(failed)} failed")
     for report in failed:
         print(f"{report.case}: {report.problem}")
+    ran, seconds = counts.total(), time.monotonic() - began
+    rest = f"; run the rest with --skip {given.skip + ran}" if ran < len(cases) else ""
+    print(f"{ran} of {len(cases)} cases ({by_place}) in {seconds:.0f} s, {len(failed)} failed{rest}")
     return bool(failed)
 
 

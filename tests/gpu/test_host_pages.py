@@ -19,6 +19,8 @@ from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import MappedFiles, lay_out
 from resharder.v1 import resources_pb2
 
+from tests.support.released import Released
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 SPECS = {
@@ -114,10 +116,34 @@ def test_a_rank_on_a_gpu_writes_its_boxes_and_nothing_else_into_the_versions_fil
         before = stored(folder)
         for tensor in tensors.values():
             tensor.copy_(torch.randint(0, 100, tensor.shape, device="cuda").to(tensor.dtype))
-        found = transport.deliver(resources_pb2.Version(folder=str(folder)), slot, LiveItems(tensors, layout.pieces))
+        releases = Released()
+        found = transport.deliver(resources_pb2.Version(folder=str(folder)), slot, LiveItems(tensors, layout.pieces), releases)
+        assert releases.files == [file.path for file in lay_out(SPECS.values())]
         check(folder, layout, tensors, found)
         after = stored(folder)
         for piece in layout.pieces:
             for arrays in (before, after):
                 arrays[piece.tensor][box_index(piece.box)] = 0
         assert all(np.array_equal(before[name], after[name]) for name in SPECS)
+
+
+def test_torch_copies_from_every_array_that_is_not_said_to_be_split_by_a_registration(tmp_path: Path) -> None:
+    """A copy that begins or ends in registered pages alone is refused: `CUDA error: invalid argument`."""
+    page = np.memmap(tmp_path / "pages", np.uint8, "w+", shape=(8 << 12,))
+    middle = page[2 << 12 : 5 << 12]
+    registered = register([middle], torch.device("cuda", 0))
+    assert registered is not None
+    try:
+        cases = {
+            "inside": (middle[100:-100], False),
+            "before": (page[: 2 << 12], False),
+            "begins before": (page[(2 << 12) - 100 : 3 << 12], True),
+            "ends after": (page[4 << 12 : (5 << 12) + 100], True),
+            "contains it": (page, True),
+        }
+        for name, (array, split) in cases.items():
+            assert registered.splits(array) == split, name
+            there = torch.from_numpy(np.array(array) if split else array).cuda()
+            assert np.array_equal(there.cpu().numpy(), array), name
+    finally:
+        registered.close()

@@ -121,6 +121,7 @@ def test_a_server_that_slept_frees_its_memory_and_wakes_to_exactly_the_version_i
                 assert spoken(answers(server)) == before
                 assert (servers(here.daemon)[0].install.id == installed.install.id) == (power == ASLEEP_1)
 
+            print(*(line for line in server.log_text().splitlines() if "asleep at level" in line), sep="\n")
             here.set_power(ASLEEP_2)
             assert here.publish() == 3
             assert_serves_nothing(server)

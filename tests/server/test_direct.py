@@ -1,146 +1,23 @@
 """The direct path's coordinator by itself: who gets which link, whose turn it is, and what becomes of those that fail."""
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec, box_index
 from resharder.converters.geometry.piece_arrays import Pieces, pack
 from resharder.converters.storage.digest import digest
-from resharder.server.direct.coordinator import Direct
-from resharder.server.direct.exchange import Cause
-from resharder.server.direct.offered_versions import OfferedVersions
 from resharder.server.direct.state import Act, Member, Task
-from resharder.server.infra.change_signal import Pause
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 
+from tests.support.direct_site import LONG, Rank, Site, after_drops, half, linked
 from tests.support.observing import wait_until
 from tests.support.waits import settled
-
-PUBLISHER = "models/policy/publishers/1"
-LONG = 60.0
-
-
-def half(rank: int, of: int = 2, rows: int = 8) -> Pieces[int]:
-    """Some of the rows of the one tensor that there is."""
-    share = rows // of
-    piece = Piece("w", (Range(rank * share, share), Range(0, 4)), "w", 0, (4, 1))
-    return pack({rank: Layout({"w": TensorSpec("w", "BF16", (rows, 4))}, (piece,))})
-
-
-@dataclass
-class Site:
-    """`wanting`: servers that are to install whatever is READY."""
-
-    wanting: set[str] = field(default_factory=set)
-    known: dict[str, dict[int, str]] = field(default_factory=dict)
-    now: float = 0.0
-    ranks: int = 2  # two hold one replica
-    offered: OfferedVersions = field(default_factory=OfferedVersions)
-    causes: list[Cause | None] = field(default_factory=list)
-    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
-
-    def __post_init__(self) -> None:
-        self.direct = Direct(
-            self.awaiting, self.processes, offered=self.offered, observe=self.observe, seconds=10.0, clock=lambda: self.now
-        )
-
-    def observe(self, seconds: float, cause: Cause | None) -> None:
-        self.causes.append(cause)
-
-    def awaiting(self, model: str, number: int) -> frozenset[str]:
-        return frozenset(self.wanting)
-
-    def processes(self, server: str) -> dict[int, str]:
-        return self.known.get(server, {})
-
-    # Ranks and workers
-
-    def rank(self, rank: int) -> Member:
-        return Member(PUBLISHER, rank, f"rank-{rank}")
-
-    def worker(self, server: str, rank: int) -> Member:
-        return Member(f"servers/{server}", rank, f"{server}-{rank}")
-
-    def declare(self, *servers: str) -> None:
-        for rank in range(self.ranks):
-            self.direct.links.declare(self.rank(rank), "memory", half(rank % 2))
-        for server in servers:
-            self.known[server] = {rank: f"{server}-{rank}" for rank in range(2)}
-            self.wanting.add(server)
-            for rank in range(2):
-                self.direct.links.declare(self.worker(server, rank), "memory", half(rank))
-
-    def offer(self, number: int = 1, wait: float = 100.0, servers_sleep: bool = False) -> list["Rank"]:
-        return [Rank(self, rank, number, wait, servers_sleep) for rank in range(self.ranks)]
-
-    def begin(self, act: Callable[..., object], *arguments: object) -> "Future[object]":
-        return self.pool.submit(settled, act, *arguments)
-
-    def join(self, server: str, number: int = 1, install: str = "i-1") -> list["Future[object]"]:
-        return [
-            self.begin(self.direct.links.join, self.worker(server, rank), "memory", "policy", number, install)
-            for rank in range(2)
-        ]
-
-    def start(self, server: str, group: str, install: str = "i-1") -> list["Future[object]"]:
-        return [self.begin(self.direct.transfers.start, self.worker(server, rank), group, install) for rank in range(2)]
-
-    def finish(self, member: Member, group: str, error: str = "") -> None:
-        self.direct.transfers.finish(member, group, not error, error, 32)
-
-
-class Rank:
-    def __init__(self, site: Site, rank: int, number: int, wait: float, servers_sleep: bool = False) -> None:
-        self.site, self.rank, self.member = site, rank, site.rank(rank)
-        self.offer = site.direct.offers.offer(
-            self.member, "memory", "policy", number, site.ranks, wait, servers_sleep=servers_sleep
-        )
-
-    def task(self, state: str = "READY") -> Task | None:
-        """The next one; None where the offer is over."""
-        self.offer.look_at = 0.0  # the site's clock stands still
-        for item in self.site.direct.offers.tasks(self.offer, self.rank, lambda: state):
-            if not isinstance(item, Pause):
-                return item
-            item.signal.wait(item.seen, item.seconds)
-            self.offer.look_at = 0.0
-        return None
-
-    def look(self, state: str = "READY") -> None:
-        """Have the coordinator look whether the offer is over; no task is due."""
-        self.offer.look_at = 0.0
-        assert isinstance(next(self.site.direct.offers.tasks(self.offer, self.rank, lambda: state)), Pause)
 
 
 @pytest.fixture
 def site() -> Site:
     return Site()
-
-
-def linked(site: Site, server: str, ranks: list[Rank], number: int = 1, install: str = "i-1") -> str:
-    """The group's id, once everybody has the link. What a rank still has of the one before it is told to drop."""
-    links = [future.result(LONG) for future in site.join(server, number, install)]
-    tasks = [rank.task() for rank in ranks]
-    if tasks[0] and tasks[0].act is Act.DROP:
-        tasks = [rank.task() for rank in ranks]
-    assert [task.act for task in tasks if task] == [Act.LINK] * 2
-    (group,) = {link.group for link in links} | {task.group for task in tasks if task}  # type: ignore[attr-defined]
-    return str(group)
-
-
-def after_drops(ranks: list[Rank], dropped: str) -> list[Task]:
-    """The next task of each rank that does not have it drop this group."""
-    found = []
-    for rank in ranks:
-        task = rank.task()
-        while task == Task(Act.DROP, dropped):
-            task = rank.task()
-        assert task is not None
-        found.append(task)
-    return found
 
 
 def test_members_get_their_places_and_their_own_copies(site: Site) -> None:
@@ -273,62 +150,6 @@ def test_a_replica_that_is_gone_leaves_what_others_send_alone(site: Site) -> Non
     for member in (site.rank(0), site.rank(1), site.worker("left", 0), site.worker("left", 1)):
         site.finish(member, left)
     assert ranks[0].offer.served == {"left"}
-
-
-def test_an_offer_ends_when_nobody_needs_it_and_when_its_time_is_over(site: Site) -> None:
-    site.declare("left")
-    ranks = site.offer(1, wait=30.0)
-    ranks[0].look("READY")
-    site.wanting.clear()
-    assert [rank.task() for rank in ranks] == [None, None]
-    site.wanting.add("left")
-    ranks = site.offer(2, wait=30.0)
-    ranks[0].look("READY")
-    site.now += 31.0
-    assert [rank.task() for rank in ranks] == [None, None]
-    with pytest.raises(FailedPrecondition, match="its offer is over"):
-        settled(site.direct.links.join, site.worker("left", 0), "memory", "policy", 2, "i-2")
-
-
-def test_an_offer_to_servers_that_sleep_lasts_until_one_is_awaited_or_its_time_is_over(site: Site) -> None:
-    site.declare("left")
-    site.wanting.clear()
-    ranks = site.offer(1, wait=30.0, servers_sleep=True)
-    ranks[0].look("READY")
-    site.wanting.add("left")
-    ranks[0].look("READY")
-    site.wanting.clear()
-    assert [rank.task() for rank in ranks] == [None, None]
-    ranks = site.offer(2, wait=30.0, servers_sleep=True)
-    ranks[0].look("READY")
-    site.now += 31.0
-    assert [rank.task() for rank in ranks] == [None, None]
-
-
-def test_memory_may_change_once_every_server_has_all_of_it_though_none_is_opened_yet(site: Site) -> None:
-    site.declare("left", "right")
-    ranks = site.offer()
-    ended = [site.begin(rank.task) for rank in ranks]
-    for server in ("left", "right"):
-        assert not any(future.done() and future.result() is None for future in ended)
-        links = [future.result(LONG) for future in site.join(server)]
-        group = links[0].group  # type: ignore[attr-defined]
-        assert [future.result(LONG).act for future in ended] == [Act.LINK] * 2  # type: ignore[attr-defined]
-        [future.result(LONG) for future in site.start(server, group)]
-        assert [rank.task().act for rank in ranks] == [Act.RUN] * 2  # type: ignore[union-attr]
-        ended = [site.begin(rank.task) for rank in ranks]
-        for member in (*(rank.member for rank in ranks), *(site.worker(server, rank) for rank in range(2))):
-            site.finish(member, group)
-    assert [future.result(LONG) for future in ended] == [None] * 2
-    assert site.wanting == {"left", "right"}
-
-
-def test_an_aborted_version_is_offered_no_more_and_one_that_is_staging_is(site: Site) -> None:
-    site.declare("left")
-    ranks = site.offer()
-    site.now += 1000.0
-    ranks[0].look("UPLOADING")
-    assert ranks[0].task("ABORTED") is None
 
 
 def test_a_rank_that_goes_away_ends_its_groups_for_all(site: Site) -> None:

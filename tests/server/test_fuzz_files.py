@@ -22,11 +22,12 @@ from resharder.server.store.store import Store
 
 from tests.support import store_versions
 from tests.support.fuzzing import damage
-from tests.support.hostile_files import TARGETS, Bench, bench, try_seed
+from tests.support.hostile_files import Bench, bench
+from tests.support.hostile_targets import TARGETS, try_seed
 from tests.support.in_process_daemon import inside
 from tests.support.store_versions import numbers
 
-INPUTS = {"configuration": 25, "store_folder": 60}
+INPUTS = {"configuration": 25, "store_folder": 60, "torch_dist": 60}
 ONE_END = ("configuration", "events", "store_folder")
 DEEP = b"[" * 100_000
 
@@ -166,3 +167,14 @@ def test_damaged_http_requests_get_a_status_or_no_answer_and_pages_stay_up(tmp_p
                 assert statuses <= STATUSES, f"{content!r} is answered {answer[:200]!r}"
         assert b" 200 " in exchange((host, int(port)), REQUESTS[3], 20.0)[:20]
     assert statuses >= {400, 404}, f"only {statuses}"
+
+
+@pytest.mark.parametrize(("name", "seed", "end"), [("version_manifest", "2-1/1283", "BadManifest")])
+def test_a_seed_that_once_failed_ends_as_documented(name: str, seed: str, end: str, place: Bench) -> None:
+    assert try_seed(name, seed, place) == end
+
+
+def test_an_index_with_a_name_longer_than_a_file_system_permits_is_refused(tmp_path: Path) -> None:
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"w": "x" * 300}}))
+    with pytest.raises(ValueError, match="expected plain file names, found 'xxx"):
+        read_checkpoint_layout(tmp_path)

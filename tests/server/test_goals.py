@@ -267,11 +267,11 @@ def test_servers_boot_from_a_version_that_is_ready_and_not_refused(known: Fleet,
     assert boots(known, view([server("a")], ready)) == expected
 
 
-def test_servers_boot_from_nothing_that_is_only_ahead() -> None:
+def test_servers_boot_from_nothing_that_is_only_ahead_or_gone() -> None:
     known = moving(MOVING, serve_ahead=True)
     assert boots(known, view([server("a")], (1,), ahead={2})) == 1
     assert boots(known, view([server("a")], (), ahead={2})) == 0
-    assert boots(fleet(settled=5, target=FleetTarget(FleetTargetKind.NONE)), view([server("a")], ())) == 5
+    assert boots(fleet(settled=5, target=FleetTarget(FleetTargetKind.NONE)), view([server("a")], ())) == 0
 
 
 def staged(id: str) -> Server:
@@ -300,3 +300,25 @@ def test_servers_on_the_direct_path_pause_when_their_turn_is_near(known: Fleet, 
 def test_a_server_that_may_not_apply_yet_keeps_its_own_reason() -> None:
     found = goals(moving(STAGING, ATOMIC), view([staged(id) for id in "abc"]))
     assert {(goal.apply, goal.why) for goal in found.values()} == {(False, "all servers stage before any applies")}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, 4),
+        ({"refused": {4: "wrong"}}, 3),
+        ({"aside": {4, 3}}, 2),
+        ({"serving": 4}, 5),
+        ({"serving": 3, "refused": {4: "wrong"}}, 5),
+        ({"installs": 5}, 5),
+        ({"installs": 4}, 4),
+    ],
+)
+def test_a_server_that_waits_for_a_version_to_be_ready_gets_the_newest_ready_one_after_its_own(
+    given: dict[str, Any], expected: int
+) -> None:
+    one = server("a", given.get("serving", 1))
+    if number := given.get("installs"):
+        one = replace(one, install=install(number))
+    seen = replace(view([one], ready=(1, 2, 3, 4), ahead={5}), set_aside=given.get("aside", set()))
+    assert goals(moving(MOVING, to=5, refused=given.get("refused", {})), seen)["a"].version == expected

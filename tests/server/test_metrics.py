@@ -244,7 +244,7 @@ def test_an_install_is_counted_once_with_all_its_phases() -> None:
     assert story.value("install_phase_seconds_count", fleet="policy", phase="a name from elsewhere") is None
     assert story.value("install_pause_seconds_sum", fleet="policy") == 3.0
     assert story.value("installed_bytes_total", fleet="policy", transport="other") == 8000
-    assert story.outcomes() == {"committed": 1, "failed": None, "given_up": None}
+    assert story.outcomes() == {"committed": 1, "failed": 0, "given_up": 0}
 
 
 @pytest.mark.parametrize("half", ["staging", "applying"])
@@ -255,8 +255,8 @@ def test_only_an_install_that_had_begun_to_write_is_a_torn_one_avoided(half: str
         story.worker(WorkerState.STAGED, 2)
     kind = OrderKind.APPLY if half == "applying" else OrderKind.STAGE
     story.happens(Reported("control", install, kind, ok=False, error="no"))
-    assert story.outcomes() == {"committed": None, "failed": 1, "given_up": None}
-    assert story.value("torn_installs_avoided_total", fleet="policy") == (1 if half == "applying" else None)
+    assert story.outcomes() == {"committed": 0, "failed": 1, "given_up": 0}
+    assert story.value("torn_installs_avoided_total", fleet="policy") == int(half == "applying")
     assert story.server.opened == (0 if half == "applying" else 1)
 
 
@@ -266,8 +266,16 @@ def test_a_lease_that_ends_gives_its_install_up_and_says_nothing_about_the_versi
     story.now = 1000.0
     for _ in range(3):
         story.happens(Ticked())
-    assert story.outcomes() == {"committed": None, "failed": None, "given_up": 1}
+    assert story.outcomes() == {"committed": 0, "failed": 0, "given_up": 1}
     assert story.value("leases_lost_total", model="policy", holder="server") == 1
+
+
+def test_series_of_a_fleet_begin_at_zero_so_that_the_first_event_is_an_increase() -> None:
+    story = Story()
+    assert story.outcomes() == {"committed": 0, "failed": 0, "given_up": 0}
+    assert story.value("torn_installs_avoided_total", fleet="policy") == 0
+    assert [story.value("leases_lost_total", model="policy", holder=holder) for holder in ("rank", "server")] == [0, 0]
+    assert story.value("fallbacks_total", reason="offer_over") == 0
 
 
 def test_moves_that_end_are_counted_with_how_long_they_took() -> None:

@@ -22,6 +22,7 @@ from resharder.client import Operator, Tls
 from resharder.client.errors import AccessDenied, NotFound, ResharderError, UsageError, WaitTimeout
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.rpc.channel import Channel
+from resharder.client.rpc.secure_channel import SecureChannel
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2, server_pb2, server_pb2_grpc
 from safetensors.torch import load_file
@@ -118,6 +119,21 @@ def test_where_clients_have_no_certificates_tokens_say_who_they_are(authority: A
             (tmp_path / "token").write_text("a" * 32)
             with pytest.raises(NotFound, match="MODEL_UNKNOWN"):  # an operator is told so
                 operator.gc(keep=1, model="policy")
+
+
+@pytest.mark.parametrize("content", [b"", b"a\nb", b"a b", b"\xff", "ä".encode(), b"\0"])
+def test_a_file_without_a_token_is_refused_at_first_and_ignored_in_use(
+    authority: Authority, tmp_path: Path, content: bytes
+) -> None:
+    file = tmp_path / "token"
+    file.write_bytes(b"a" * 32)
+    tls = authority.tls(token_file=file)
+    with closing(SecureChannel("127.0.0.1:1", tls, [])) as channel:
+        sent = channel.metadata()
+        file.write_bytes(content)
+        assert channel.metadata() == sent == (("authorization", f"Bearer {'a' * 32}"),)
+    with pytest.raises(UsageError, match=f"expected a token of printable letters and digits in {file}"):
+        SecureChannel("127.0.0.1:1", tls, [])
 
 
 def test_new_certificates_of_a_new_authority_are_taken_by_daemon_and_clients_without_a_restart(

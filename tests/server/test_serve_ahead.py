@@ -3,11 +3,14 @@
 The servers are those of tests/support/simulated_fleet.py.
 """
 
+from dataclasses import replace
+
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
+from resharder.server.rpc.convert import fleet_to_proto
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.fleet import FleetStrategyKind, FleetTargetKind
-from resharder.server.state.server import OrderKind, Power, Worker
+from resharder.server.state.server import OrderKind, Power, Worker, WorkerState
 from resharder.server.state.server_events import Order
 from resharder.v1 import operator_pb2, resources_pb2
 
@@ -49,10 +52,144 @@ class Site(AheadSimulation):
     def installs(self) -> list[int]:
         return [view.server.installs for view in self.fleets.roster.servers()]
 
+    def set(self, **fields: object) -> None:
+        """An operator's update of the fleet."""
+        fleet = resources_pb2.Fleet(name=FLEET, **fields)  # type: ignore[arg-type]
+        self.operations.update(operator_pb2.UpdateFleetRequest(fleet=fleet, update_mask=FieldMask(paths=list(fields))))
+
+    def staged_only(self, name: str) -> None:
+        """From now on, a server's worker cannot take versions over the direct path."""
+        plain = self.report
+
+        def report(plant: ServerModel, state: WorkerState, version: int, install: str, error: str) -> None:
+            if plant.id != name:
+                return plain(plant, state, version, install, error)
+            fingerprint = plant.held_as if plant.holds else ""
+            worker = Worker(0, state, version, install, error, plant.nonce, fingerprint)
+            return self.fleets.sessions.report_worker(name, worker)
+
+        self.report = report  # type: ignore[method-assign]
+        self.tell(self.plants[name])
+
 
 @pytest.fixture
 def site() -> Site:
     return Site()
+
+
+@pytest.fixture
+def unset(site: Site) -> Site:
+    """The same servers, in a fleet with the default."""
+    site.serve_ahead(None)
+    return site
+
+
+def shown(site: Site) -> tuple[bool, int, str]:
+    message = fleet_to_proto(site.fleets.roster.fleet(FLEET))
+    return message.serve_ahead, message.serve_ahead_setting, message.serve_ahead_reason
+
+
+def strategy(kind: FleetStrategyKind) -> dict[str, object]:
+    return {"strategy": resources_pb2.UpdateStrategy(kind=int(kind))}  # type: ignore[arg-type]
+
+
+WITH_OTHERS: list[tuple[dict[str, object], str]] = [
+    (strategy(FleetStrategyKind.ROLLING), "default of a fleet that moves ROLLING"),
+    (strategy(FleetStrategyKind.CANARY), "default of a fleet that moves CANARY"),
+    (strategy(FleetStrategyKind.ATOMIC), "default of a fleet that moves ATOMIC"),
+    ({"max_skew": 2}, "default of a fleet with a skew bound of 2"),
+]
+"""Settings under which servers do not move each for itself."""
+
+
+def test_a_fleet_that_moves_all_at_once_serves_ahead_by_default(unset: Site) -> None:
+    unset.offer()
+    reason = "default of a fleet that moves ALL_AT_ONCE without a skew bound"
+    assert shown(unset) == (True, resources_pb2.SERVE_AHEAD_AUTO, reason)
+
+
+@pytest.mark.parametrize(("setting", "reason"), WITH_OTHERS)
+def test_any_other_fleet_does_not(unset: Site, setting: dict[str, object], reason: str) -> None:
+    unset.set(**setting)
+    number = unset.versions.begin()
+    for _ in range(5):
+        unset.settle()
+    assert unset.shows() == [1] * 3
+    assert shown(unset) == (False, resources_pb2.SERVE_AHEAD_AUTO, reason)
+    unset.versions.complete(number)
+    for _ in range(30):
+        unset.settle()
+    assert unset.shows() == [number] * 3, unset.reasons()
+
+
+@pytest.mark.parametrize("setting", [setting for setting, _ in WITH_OTHERS])
+def test_a_fleet_that_is_set_to_move_otherwise_goes_back_to_what_is_ready(unset: Site, setting: dict[str, object]) -> None:
+    number = unset.offer()
+    unset.set(**setting)
+    for _ in range(30):
+        unset.settle()
+    assert unset.shows() == [1] * 3, unset.reasons()
+    unset.versions.complete(number)
+    for _ in range(30):
+        unset.settle()
+    assert unset.shows() == [number] * 3, unset.reasons()
+
+
+def test_an_operators_choice_survives_other_settings_and_restarts(site: Site) -> None:
+    site.set(serve_ahead=False)
+    for setting, _ in WITH_OTHERS:
+        site.set(**setting)
+    site.set(**strategy(FleetStrategyKind.ALL_AT_ONCE), max_skew=0)
+    site.restart_daemon()
+    assert shown(site) == (False, resources_pb2.SERVE_AHEAD_OFF, "set by an operator")
+    site.set(serve_ahead_setting=resources_pb2.SERVE_AHEAD_ON)
+    site.restart_daemon()
+    assert shown(site) == (True, resources_pb2.SERVE_AHEAD_ON, "set by an operator")
+
+
+def test_the_files_of_fleets_with_the_default_are_those_of_earlier_releases(unset: Site) -> None:
+    assert b"serve_ahead" not in unset.files.written[FLEET]
+    unset.restart_daemon()
+    assert shown(unset)[1] == resources_pb2.SERVE_AHEAD_AUTO
+    unset.serve_ahead(False)
+    assert b'"serve_ahead": false' in unset.files.written[FLEET], "as earlier releases wrote it, which was a choice or not"
+
+
+@pytest.mark.parametrize("setting", [0, 9])
+def test_another_setting_is_refused(unset: Site, setting: int) -> None:
+    with pytest.raises(InvalidArgument, match="expected serve_ahead_setting of SERVE_AHEAD_AUTO, SERVE_AHEAD_ON") as refused:
+        unset.set(serve_ahead_setting=setting)
+    assert refused.value.reason == "SERVE_AHEAD"
+
+
+@pytest.mark.parametrize(("setting", "joins"), [(None, False), (True, True)])
+def test_a_server_that_cannot_map_the_store_serves_ahead_by_choice_alone(site: Site, setting: bool | None, joins: bool) -> None:
+    site.serve_ahead(setting)
+    worker = site.fleets.roster.server("a").workers[0]
+    plain = site.report
+    site.report = lambda plant, *said: plain(plant, *said) if plant.id != "a" else None  # type: ignore[method-assign]
+    site.fleets.sessions.report_worker("a", replace(worker, transport="grpc"))
+    site.versions.begin()
+    site.fleets.ticker.tick()
+    started = site.fleets.roster.server("a").install is not None
+    assert started == joins
+    reason = site.fleets.roster.servers()[0].reason
+    assert ("worker 0 would fetch a version to fall back on" in reason) != joins
+
+
+def test_a_server_that_has_to_wait_takes_the_newest_ready_version_meanwhile(unset: Site) -> None:
+    unset.staged_only("a")
+    number = unset.versions.begin()
+    unset.set_power(Power.ASLEEP_1, one=True)
+    unset.settle()
+    unset.versions.complete(number)
+    unset.versions.begin()
+    unset.settle()
+    unset.set_power(Power.AWAKE, one=True)
+    for _ in range(4):
+        unset.settle()
+    assert unset.shows() == [number, number + 1, number + 1], unset.reasons()
+    assert f"version {number + 1} to be READY: worker 0 cannot take all of it" in unset.fleets.roster.servers()[0].reason
 
 
 def test_what_was_served_ahead_is_not_installed_again_when_the_store_has_the_same(site: Site) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from math import inf
 
 from tests.simulation import SIMULATIONS
-from tests.simulation.driver import Totals, pin_process, run_many, run_one
+from tests.simulation.driver import Totals, run_many, run_one
 
 _EVERY = 5.0  # seconds between lines of progress
 
@@ -24,6 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser("python -m tests.simulation", description=__doc__)
     parser.add_argument("--schedules", type=int, default=20_000, help="schedules of each simulation")
     parser.add_argument("--seconds", type=float, default=inf, help="end each simulation after these seconds of processors")
+    parser.add_argument("--elapsed", type=float, default=inf, metavar="SECONDS", help="end each simulation after this time")
     parser.add_argument("--seed", type=int, default=1, help="first seed; the next schedules have the next seeds")
     parser.add_argument("--only", choices=sorted(SIMULATIONS), action="append", help="simulation to run; may be repeated")
     parser.add_argument(
@@ -33,16 +34,15 @@ def main() -> int:
     options = parser.parse_args()
     names = options.only or sorted(SIMULATIONS)
     logging.disable(logging.CRITICAL)  # of the code under simulation
-    if options.jobs == 1:
-        pin_process()
     if options.replay is not None:
         return max((_replay(name, seed) for name in names for seed in options.replay), default=0)
     seeds = range(options.seed, options.seed + options.schedules)
-    return max((_run(name, seeds, options.jobs, options.seconds) for name in names), default=0)
+    bounds = {"busy": options.seconds, "elapsed": options.elapsed}
+    return max((_run(name, seeds, options.jobs, bounds) for name in names), default=0)
 
 
-def _run(name: str, seeds: range, jobs: int, busy: float) -> int:
-    totals = run_many(name, SIMULATIONS, seeds, jobs, progress=_progress(name), busy=busy)
+def _run(name: str, seeds: range, jobs: int, bounds: dict[str, float]) -> int:
+    totals = run_many(name, SIMULATIONS, seeds, jobs, progress=_progress(name), **bounds)
     print(_line(name, totals))
     for event, count in sorted(totals.counts.items()):
         print(f"  {count:12,} {event}")

@@ -35,6 +35,7 @@ REASONS: dict[str, tuple[str, ...]] = {
     ),
     "UploadChunks": ("STALE_EPOCH", *_VERSION, *_CLOSED, *MEDIUM),
     "ListMissingChunks": ("STALE_EPOCH", *_VERSION, *_CLOSED),
+    "ReleaseFiles": ("STALE_EPOCH", *_VERSION),
     "SealSlot": ("STALE_EPOCH", "MISSING_CHUNKS", "SLOT_DIFFERS", *_VERSION, *_CLOSED),
     "WaitVersion": _VERSION,
     "AbortVersion": ("STALE_EPOCH", *_VERSION),

@@ -1,7 +1,6 @@
 """Runs of simulations over many seeds, on one or several processes."""
 
 import gc
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -37,12 +36,6 @@ class Totals:
 
 def ignore(step: str) -> None:
     """Trace of runs that print nothing."""
-
-
-def pin_process() -> None:
-    """Bind this process to one processor: its threads only ever run in turn, and hand over faster there."""
-    processors = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {processors[os.getpid() % len(processors)]})
 
 
 def collect_garbage() -> None:
@@ -81,14 +74,15 @@ def run_many(
     failures: int = 1,
     progress: Callable[[Totals], None] = lambda totals: None,
     busy: float = inf,
+    elapsed: float = inf,
 ) -> Totals:
-    """Run the schedules of all seeds on `jobs` processes, to the first `failures`, or for `busy` seconds of processors."""
+    """Run the schedules of all seeds on `jobs` processes, to the first `failures`, or for `busy` or `elapsed` seconds."""
     totals, began = Totals(), time.monotonic()
     for part in _parts(name, simulations, seeds, jobs, failures):
         totals.add(part)
         totals.seconds = time.monotonic() - began
         progress(totals)
-        if len(totals.failed) >= failures or totals.busy >= busy:
+        if len(totals.failed) >= failures or totals.busy >= busy or totals.seconds >= elapsed:
             break
     return totals
 
@@ -98,7 +92,7 @@ def _parts(name: str, simulations: Mapping[str, Simulation], seeds: range, jobs:
     if jobs == 1:
         yield from (run_seeds(name, simulations[name], batch, failures) for batch in batches)
         return
-    with ProcessPoolExecutor(jobs, get_context("fork"), pin_process) as pool:
+    with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
         tasks: list[Future[Totals]] = [pool.submit(run_seeds, name, simulations[name], batch, failures) for batch in batches]
         try:
             yield from (task.result() for task in as_completed(tasks))

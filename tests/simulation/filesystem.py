@@ -15,7 +15,6 @@ from random import Random
 from types import SimpleNamespace
 
 import numpy as np
-import numpy.typing as npt
 
 ROOT = "/simulated"
 FIRST_DESCRIPTOR = 1 << 20
@@ -48,6 +47,7 @@ class OpenFile:
     flags: int
     owner: str
     path: str
+    leased: bool = False  # until another process opens the file for writing, which waits for nothing here
 
     @property
     def writes(self) -> bool:
@@ -63,7 +63,7 @@ class Change:
     things: frozenset[Thing]
 
 
-class MappedArray(npt.NDArray[np.uint8]):
+class MappedArray(np.ndarray):
     """Map of a file; `close` ends the mapping."""
 
     _end: tuple["Inode", str, bool] | None = None
@@ -217,9 +217,15 @@ class SimulatedFiles:
             raise _error(errno.EISDIR, path)
         if flags & os.O_TRUNC:
             inode.data, inode.dirty = bytearray(), True
+        if flags & _WRITING:
+            self._break_leases(inode)
         self._next_descriptor += 1
         self.open_files[self._next_descriptor] = OpenFile(inode, flags, owner, path)
         return self._next_descriptor
+
+    def _break_leases(self, inode: Inode) -> None:
+        for each in self.open_files.values():
+            each.leased = each.leased and each.inode is not inode
 
     def close(self, descriptor: int) -> None:
         if self.open_files.pop(descriptor, None) is None:
@@ -252,6 +258,7 @@ class SimulatedFiles:
         array._end = inode, owner, writable
         inode.mapped.append(owner)
         if writable:
+            self._break_leases(inode)
             inode.mapped_for_writing.append(owner)
             inode.dirty = True
         else:

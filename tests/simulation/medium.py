@@ -213,9 +213,11 @@ class Medium:
         return self.files.map(file.inode, self._owner, writable)
 
     def lease(self, descriptor: int, exclusive: bool) -> None:
-        self._enter("lease", self.files.file(descriptor).path)
+        file = self.files.file(descriptor)
+        self._enter("lease", file.path)
         if not self.files.is_leasable(descriptor, exclusive):
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        file.leased = True
 
     def flock(self, descriptor: int) -> None:
         number = self.files.file(descriptor).inode.number

@@ -279,12 +279,30 @@ class Rank:
                                 yield NOW
                             array[box_index(box) if box else ...] = part(values, model, self.rank, position)
                             yield NOW
+                if self.random.random() < 0.8:
+                    maps.pop()
+                    mapped.close()
+                    yield from self._release(record, layout.path)
+                    if self.random.random() < 0.03:  # a fault: the rank writes into the file after all
+                        late = files.map(inode, owner, True)
+                        maps.append(late)
+                        yield NOW
+                        late[-1] ^= 1
         except FileNotFoundError:
             return False
         finally:
             for mapped in maps:
                 mapped.close()
         return True
+
+    def _release(self, record: VersionRecord, file: str) -> Steps:
+        """Report a file, which may take a while or fail: the rank goes on without an answer, as in the SDK."""
+        release = partial(_release, record=record, rank=self.rank, file=file)
+        yield from self.daemon.call("ReleaseFiles", release, self.random.choice((0.1, 2.0)))
+
+
+def _release(daemon: SimulatedDaemon, record: VersionRecord, rank: int, file: str) -> None:
+    daemon.intake.uploads.release(NAME, record.number, record.epoch, rank, [file])
 
 
 def _land(daemon: SimulatedDaemon, header: ChunkHeader, data: bytes) -> None:

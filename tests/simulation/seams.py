@@ -16,7 +16,7 @@ from typing import Any
 
 from resharder.converters.storage import files as storage_files
 from resharder.server.infra import change_signal
-from resharder.server.ingest import publishers, shared, steps, upload, uploads
+from resharder.server.ingest import publishers, released_files, shared, steps, upload, uploads
 from resharder.server.store import (
     catalogue,
     digests,
@@ -65,6 +65,8 @@ class _Entry:
 
     def is_symlink(self) -> bool:
         return False
+
+    is_junction = is_symlink  # `shutil` asks from Python 3.12 on
 
 
 class _Entries:
@@ -136,6 +138,10 @@ def _file_calls(medium: Medium) -> Iterator[tuple[Any, str, Any]]:
     def lease(descriptor: int, command: int, argument: int = 0) -> int:
         if command == fcntl.F_SETLEASE and argument != fcntl.F_UNLCK:
             medium.lease(descriptor, argument == fcntl.F_WRLCK)
+        elif command == fcntl.F_SETLEASE:
+            medium.files.file(descriptor).leased = False
+        elif command == fcntl.F_GETLEASE:
+            return fcntl.F_RDLCK if medium.files.file(descriptor).leased else fcntl.F_UNLCK
         return 0
 
     def mapped(descriptor: int, length: int, access: int = mmap.ACCESS_READ) -> Any:
@@ -176,7 +182,7 @@ def _file_calls(medium: Medium) -> Iterator[tuple[Any, str, Any]]:
 
 def _thread_calls(schedule: Schedule, process: Callable[[], Process]) -> Iterator[tuple[Any, str, Any]]:
     class Thread:
-        def __init__(self, target: Callable[..., Any], args: tuple[Any, ...], name: str) -> None:
+        def __init__(self, target: Callable[..., Any], name: str, args: tuple[Any, ...] = ()) -> None:
             self._target, self._arguments, self._name = target, args, name
 
         def start(self) -> None:
@@ -190,7 +196,7 @@ def _thread_calls(schedule: Schedule, process: Callable[[], Process]) -> Iterato
 
     lock = partial(SimulatedLock, schedule)
     threading = SimpleNamespace(Condition=lock, RLock=lock, Thread=Thread)
-    yield from ((module, "threading", threading) for module in (shared, upload, uploads, change_signal))
+    yield from ((module, "threading", threading) for module in (shared, released_files, upload, uploads, change_signal))
     yield catalogue, "Condition", lock
     yield from ((module, "ThreadPoolExecutor", executor) for module in (model_state, file_pool, digests, verification))
     yield from ((module, "time", SimpleNamespace(monotonic=schedule.monotonic, sleep=sleep)) for module in (upload, file_pool))

@@ -101,7 +101,7 @@ class Soak:
 
     def _round(self, number: int) -> None:
         if number % AHEAD == AHEAD - 1:
-            self._operate("ahead", on=number // AHEAD % 2 == 0)
+            self._operate("ahead", on=None if number // AHEAD % 2 else False)
         if number % COLLECT == COLLECT - 1:
             self._operate("gc", keep=2, pick=None)
         sleeps = number % SLEEP == SLEEP - 1

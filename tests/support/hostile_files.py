@@ -420,22 +420,3 @@ def shared_page(random: Random, bench: Bench) -> str:
         return ACCEPTED if readable else "unreadable"
     finally:
         page.close()
-
-
-TARGETS: dict[str, Callable[[Random, Bench], str]] = {
-    each.__name__: each
-    for each in (
-        configuration, store_folder, version_manifest, archive_marker, fleets, events, checkpoint, mapped_version, chunk_frame,
-        direct_message, shared_page,
-    )
-}  # fmt: skip
-"""Readers by name."""
-
-
-def try_seed(name: str, seed: str, bench: Bench) -> str:
-    """Run one input of a target. A fault names the seed in a note."""
-    try:
-        return TARGETS[name](Random(f"{name}/{seed}"), bench)
-    except BaseException as error:
-        error.add_note(f"repeat it with: python -m tools.fuzz_files --only {name} --replay {seed}")
-        raise

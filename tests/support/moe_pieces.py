@@ -24,5 +24,5 @@ def moe_pieces(device: str) -> tuple[dict[str, torch.Tensor], list[Piece], Any, 
             arrays[tensor] = np.asarray(values[expert, half].view(torch.uint16).numpy())
             specs[tensor] = TensorSpec(tensor, "BF16", (FFN, HIDDEN))
             expected[tensor, box] = digest(arrays[tensor], box, (FFN, HIDDEN))
-    source = SimpleNamespace(arrays=arrays, specs=specs, expected=expected)
+    source = SimpleNamespace(arrays=arrays, specs=specs, expected=expected, copyable=lambda array: array)
     return live, pieces, source, values.reshape(EXPERTS, 2 * FFN, HIDDEN)

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 from google.protobuf.field_mask_pb2 import FieldMask
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from resharder.server.fleets.attachments import Attachment
-from resharder.server.fleets.commands import Operations
+from resharder.server.fleets.commands import SERVE_AHEAD, Operations
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.state.errors import DaemonError
 from resharder.server.state.fleet import Fleet, FleetStrategyKind, FleetTargetKind, MoveState, PauseMode
@@ -105,12 +105,12 @@ class FleetSimulation(RuleBasedStateMachine):
         max_skew=st.sampled_from([0, 0, 1, 2]),
         at_a_time=st.integers(1, 2),
         approval=st.booleans(),
-        ahead=st.booleans(),
+        ahead=st.sampled_from([None, True, False]),
     )
-    def begin(self, kind: FleetStrategyKind, max_skew: int, at_a_time: int, approval: bool, ahead: bool) -> None:
+    def begin(self, kind: FleetStrategyKind, max_skew: int, at_a_time: int, approval: bool, ahead: bool | None) -> None:
         self.set_up(kind, max_skew, at_a_time, approval, ahead)
 
-    def set_up(self, kind: FleetStrategyKind, max_skew: int, at_a_time: int, approval: bool, ahead: bool) -> None:
+    def set_up(self, kind: FleetStrategyKind, max_skew: int, at_a_time: int, approval: bool, ahead: bool | None) -> None:
         self.versions.publish()
         strategy = resources_pb2.UpdateStrategy(kind=int(kind))  # type: ignore[arg-type]
         if kind in (FleetStrategyKind.ROLLING, FleetStrategyKind.CANARY):
@@ -276,7 +276,7 @@ class FleetSimulation(RuleBasedStateMachine):
         if order is None or order.kind not in (OrderKind.STAGE, OrderKind.RESUME):
             return
         fleet, version = self.fleet, order.version
-        ahead = fleet.serve_ahead and version in self.versions.staging
+        ahead = fleet.serves_ahead and version in self.versions.staging
         known = self.versions.ready if order.kind == OrderKind.STAGE else self.versions.ever
         assert version in known or ahead, f"{order.kind.name}: what is staged or served anew is READY or to be"
         if order.kind == OrderKind.RESUME:
@@ -364,10 +364,11 @@ class FleetSimulation(RuleBasedStateMachine):
         self.versions.abort(data.draw(st.sampled_from(sorted(self.versions.staging))))
         self.fleets.ticker.tick()
 
-    @rule(ahead=st.booleans())
-    def serve_ahead(self, ahead: bool) -> None:
-        fleet = resources_pb2.Fleet(name=FLEET, serve_ahead=ahead)
-        request = operator_pb2.UpdateFleetRequest(fleet=fleet, update_mask=FieldMask(paths=["serve_ahead"]))
+    @rule(ahead=st.sampled_from([None, True, False]))
+    def serve_ahead(self, ahead: bool | None) -> None:
+        setting = next(value for value, on in SERVE_AHEAD.items() if on is ahead)
+        fleet = resources_pb2.Fleet(name=FLEET, serve_ahead_setting=setting)  # type: ignore[arg-type]
+        request = operator_pb2.UpdateFleetRequest(fleet=fleet, update_mask=FieldMask(paths=["serve_ahead_setting"]))
         self.ask(lambda: self.operations.update(request))
 
     @rule()

@@ -9,7 +9,7 @@ from tests.support.vllm_engine import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT)
 
-import vllm.entrypoints.llm
-import vllm.model_executor.models.registry
-import vllm.v1.executor.uniproc_executor
-import vllm.v1.worker.cpu_worker  # noqa: F401
+import torch
+
+if torch.version.cuda is None:  # else it replaces torch.cuda's streams and events, which a GPU's worker needs
+    pass

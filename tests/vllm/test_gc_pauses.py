@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from resharder.client.runtime import gc_pauses
-from resharder.client.runtime.gc_pauses import collect_and_freeze, gc_paused
+from resharder.client.runtime.gc_pauses import collect_and_freeze, collect_before_sleep, gc_paused
 
 
 class Thing:
@@ -58,6 +58,35 @@ def test_garbage_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alive[-1]
     assert not alive[0]
     assert sum(alive) <= 4
+
+
+def test_before_a_sleep_garbage_is_collected_only_if_there_is_much_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection takes most of the time of a sleep."""
+    monkeypatch.setattr(gc_pauses, "_BEFORE_SLEEP", 5_000)
+    collect_and_freeze()
+    for more, gone in ((1000, False), (9000, True)):
+        with gc_paused():
+            garbage = [Thing(circular=True) for _ in range(more)]
+            seen = weakref.ref(garbage[0])
+            del garbage
+        collect_before_sleep()
+        assert (seen() is None) == gone
+
+
+def test_what_was_in_use_during_an_install_goes_too_though_it_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the engine's objects of requests, which are frozen with all others and refer to memory that is not counted."""
+    monkeypatch.setattr(gc_pauses, "_OFTEN", 10)
+    collect_and_freeze()
+    seen = []
+    for _ in range(25):
+        in_use = Thing(circular=True)
+        seen.append(weakref.ref(in_use))
+        with gc_paused():
+            pass
+        del in_use
+    alive = [one() is not None for one in seen]
+    assert not any(alive[:10])
+    assert sum(alive) <= 11
 
 
 def test_objects_are_not_counted_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

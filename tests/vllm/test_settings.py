@@ -46,7 +46,7 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
         ({"RESHARDER_HOLD_SECONDS": "inf"}, "expected seconds in RESHARDER_HOLD_SECONDS, got 'inf'"),
         ({"RESHARDER_BOOT_WAIT_SECONDS": "10min"}, "expected seconds of 0 to 3600 in RESHARDER_BOOT_WAIT_SECONDS, got '10min'"),
         ({"RESHARDER_BOOT_WAIT_SECONDS": "3601"}, "expected seconds of 0 to 3600 in RESHARDER_BOOT_WAIT_SECONDS, got '3601'"),
-        ({"RESHARDER_TRANSPORT": "rdma"}, "expected nothing or grpc in RESHARDER_TRANSPORT, got 'rdma'"),
+        ({"RESHARDER_TRANSPORT": "rdma"}, "expected nothing or http or grpc in RESHARDER_TRANSPORT, got 'rdma'"),
         ({"RESHARDER_STAGING_DIR": "/no/such"}, "expected a folder in RESHARDER_STAGING_DIR, got '/no/such'"),
         ({"RESHARDER_DIRECT": "yes"}, "expected on or off in RESHARDER_DIRECT, got 'yes'"),
         ({"RESHARDER_ADDRESS": "http://gpu-7"}, "expected a host or host:port in RESHARDER_ADDRESS, got 'http://gpu-7'"),

@@ -1,9 +1,12 @@
 """The READY version that a worker keeps for an install ahead of READY: staged beforehand, and used for nothing else."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from resharder.client.direct.base import DirectFailed
+from resharder.client.errors import NotFound
 from resharder.client.inference.worker import staging as module
 from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.staging import StagedInstall, Staging
@@ -44,12 +47,19 @@ class Stager:
 class Receiver:
     """A link to the ranks, which offer everything."""
 
-    offered = True
+    offered = answers = True
+    problem = "they are gone"
+
+    def __init__(self) -> None:
+        self.joined: Callable[[], None] = lambda: None
 
     def join(self, memory: Any, models: Any, version: str, install: str) -> bool:
+        self.joined()
         return self.offered
 
     def expect_early(self, memory: Any, version: str) -> str:
+        if not self.answers:
+            raise DirectFailed(self.problem)
         return f"early {version}"
 
 
@@ -57,12 +67,20 @@ def manifest(number: int) -> Any:
     return SimpleNamespace(name=f"v/{number}", number=number)
 
 
+class Asked(list[str]):
+    """The manifests that were fetched; those of `uploading` versions cannot be."""
+
+    uploading: set[str]
+
+
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The manifests that were fetched."""
-    names: list[str] = []
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    names = Asked()
+    names.uploading = set()
 
     def get(channel: Any, version: str) -> Any:
+        if version in names.uploading:
+            raise NotFound(f"{version} is not READY")
         names.append(version)
         return manifest(int(version.rpartition("/")[2]))
 
@@ -80,7 +98,7 @@ class Worker:
         parts: Any = SimpleNamespace(by_name={}, needs=lambda: NEEDS, loaded=frozenset(), check=lambda manifest: None)
         unused: Any = None
         receiver: Any = self.receiver
-        self.staging = Staging(host, unused, unused, parts, receiver)
+        self.staging = Staging(host, unused, unused, parts, receiver, lambda: True)
         self.staging.stager = self.stager  # type: ignore[assignment]
         self._installs = 0
 
@@ -129,16 +147,36 @@ def test_a_prepared_version_is_closed_when_another_is_installed(asked: list[str]
     assert asked == ["v/1", "v/7"]
 
 
-def test_a_version_whose_ranks_cannot_be_reached_leaves_the_fallback(asked: list[str]) -> None:
+def test_a_version_whose_ranks_cannot_be_reached_leaves_the_fallback(asked: Asked) -> None:
     worker = Worker()
+    asked.uploading.add("v/3")
     worker.install(2, fallback=1)
     worker.staging.prepare_fallback(manifest(2))
     worker.receiver.offered = False
-    with pytest.raises(InstallError, match="no link to its ranks"):
+    with pytest.raises(InstallError, match="no link to its ranks: they are gone"):
         worker.stage(3, fallback=2)
     worker.receiver.offered = True
     assert worker.stage(3, fallback=2).source is worker.stager.staged[-1]
     assert asked == ["v/1"]
+
+
+@pytest.mark.parametrize("at", ["join", "digests"])
+def test_a_version_that_is_ready_once_its_ranks_are_gone_comes_from_the_store_at_once(asked: Asked, at: str) -> None:
+    worker = Worker()
+    worker.install(2, fallback=1)
+    worker.receiver.offered, worker.receiver.answers = at != "join", at != "digests"
+    staged = worker.stage(3, fallback=2)
+    assert (staged.early, staged.direct, staged.fallback) == (None, None, "")
+    assert worker.stager.open == [3]
+    assert asked == ["v/1", "v/2", "v/3"]
+
+
+def test_ranks_are_joined_once_the_fallback_is_there_because_they_do_not_wait_for_it(asked: Asked) -> None:
+    worker = Worker()
+    there: list[list[int]] = []
+    worker.receiver.joined = lambda: there.append(worker.stager.open)
+    worker.stage(2, fallback=1)
+    assert there == [[1]]
 
 
 def test_a_mirror_prepares_no_fallback_because_it_has_one_version_at_a_time(asked: list[str]) -> None:

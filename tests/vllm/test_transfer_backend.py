@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer import ModuleSource, ParamMeta, WeightSour
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from tests.support.daemon import Daemon
+from tests.support.forked_ranks import forked
 from tests.support.tiny_hf import load_checkpoint, load_model, save_checkpoint, tiny_config
 
 
@@ -135,6 +136,17 @@ def test_a_stream_of_whole_tensors_is_published_as_it_comes(daemon: Daemon, fold
     assert found.keys() == disk.keys()
     assert all(torch.equal(found[name], disk[name]) for name in disk)
     engine.shutdown()
+
+
+def test_four_megatron_ranks_send_their_shards_and_ranks_of_a_pipeline_their_stages(
+    daemon: Daemon, folder: Path, tmp_path: Path
+) -> None:
+    forked("tests.vllm.transfer_ranks", daemon.endpoint, folder)
+    disk = load_checkpoint(folder)
+    for name in ("shards", "stages"):
+        found = exported(daemon, name, 2, tmp_path / name)
+        assert found.keys() == disk.keys()
+        assert all(torch.equal(found[key], disk[key]) for key in disk)
 
 
 def test_what_a_server_answers_is_in_the_error_that_the_trainer_gets(daemon: Daemon, folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Edit the family tables, geometry and fleets one place at a time and run the tests: an edit that none notices is a survivor.
 
-    python -m tools.mutants [--family gemma2] [--file table.py] [--jobs 2]
+    python -m tools.mutants [--family gemma2] [--file table.py] [--jobs 2] [--part 1/3] [--seconds 500]
 
 The edits are those of `edits.py`: names, numbers, dimensions, transposes and flags changed, rules dropped or exchanged, guards
 negated. Each is run in a fork that reads the edited source instead of the file, by the tests that run its lines, the fastest
@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
+from math import inf
 from pathlib import Path
 from types import ModuleType
 
@@ -184,8 +185,10 @@ def start(mutant: Mutant, suite: Suite, covered: Sequence[Covered]) -> int:
     os._exit(0)
 
 
-def each_of(wanted: Sequence[Mutant], begin: Callable[[Mutant], int], jobs: int) -> Iterator[tuple[Mutant, int, float]]:
-    """Try edits, several at a time.
+def each_of(
+    wanted: Sequence[Mutant], begin: Callable[[Mutant], int], jobs: int, until: float
+) -> Iterator[tuple[Mutant, int, float]]:
+    """Try edits, several at a time, none of which begins after `until` on the monotonic clock.
 
     Returns:
         Each edit with the status of its process and its seconds, as they end. An edit that runs into a limit is killed.
@@ -193,16 +196,20 @@ def each_of(wanted: Sequence[Mutant], begin: Callable[[Mutant], int], jobs: int)
     running: dict[int, tuple[Mutant, float]] = {}
     waiting = list(reversed(wanted))
     while waiting or running:
+        if time.monotonic() > until:
+            waiting.clear()
         while waiting and len(running) < jobs:
             mutant = waiting.pop()
             running[begin(mutant)] = mutant, time.perf_counter()
+        if not running:
+            return
         process, status = os.wait()
         mutant, began = running.pop(process)
         yield mutant, status, time.perf_counter() - began
 
 
 def outcomes(
-    wanted: Sequence[Mutant], suite: Suite, covered: Sequence[Covered], jobs: int
+    wanted: Sequence[Mutant], suite: Suite, covered: Sequence[Covered], jobs: int, until: float
 ) -> Iterator[tuple[Mutant, int, float]]:
     """Try edits: first those of functions, in forks of a process that has collected the tests; then those that need an import.
 
@@ -218,7 +225,7 @@ def outcomes(
             return prepare(mutant, suite, covered, imported=True)
 
         files = sorted({test.node.partition("::")[0] for test in covered})
-        forks = Forks(wanted, {str(file) for file in suite.sources()}, tests, partial(each_of, jobs=jobs), outlet)
+        forks = Forks(wanted, {str(file) for file in suite.sources()}, tests, partial(each_of, jobs=jobs, until=until), outlet)
         os._exit(run_pytest(files, suite.select, forks))
     os.close(outlet)
     tried = set()
@@ -229,7 +236,7 @@ def outcomes(
             yield wanted[number], status, seconds
     os.waitpid(child, 0)
     others = [mutant for number, mutant in enumerate(wanted) if number not in tried]
-    yield from each_of(others, lambda mutant: start(mutant, suite, covered), jobs)
+    yield from each_of(others, lambda mutant: start(mutant, suite, covered), jobs, until)
 
 
 def listed() -> dict[str, str]:
@@ -264,7 +271,8 @@ def run(suite: Suite, asked: argparse.Namespace) -> int:
     chosen = {*asked.file, *(f"{name}.py" for name in asked.family)}
     files = [file for file in suite.sources() if not chosen or not chosen.isdisjoint((file.name, file_name(file)))]
     every = [mutant for file in files for mutant in mutants(file)]
-    found = [mutant for mutant in every if re.search(asked.match, mutant.name)]
+    part, parts = asked.part
+    found = [mutant for mutant in every if re.search(asked.match, mutant.name)][part - 1 :: parts]
     if asked.list or not found:
         print(*(mutant.name for mutant in found), sep="\n", flush=True)
         return 0
@@ -273,17 +281,28 @@ def run(suite: Suite, asked: argparse.Namespace) -> int:
     for name in sorted(equivalent - names):
         wrong += 1
         print(f"listed as equivalent, but there is no such edit: {name}")
+    until = time.monotonic() + asked.seconds
     covered = coverage(suite)
     print(f"{suite.name}: {len(found)} edits, {len(covered)} tests", flush=True)
-    for mutant, status, seconds in outcomes(found, suite, covered, asked.jobs):
+    for mutant, status, seconds in outcomes(found, suite, covered, asked.jobs, until):
         outcome = KILLED if status else SURVIVED
         expected = SURVIVED if mutant.name in equivalent else KILLED
         count["equivalent" if outcome == expected == SURVIVED else outcome] += 1
         if outcome != expected:
             wrong += 1
             print(f"{outcome}: {mutant.name} (line {mutant.lines.start}, {seconds:.0f} s)", flush=True)
-    print(f"{suite.name}: " + ", ".join(f"{count[kind]} {kind}" for kind in (KILLED, "equivalent", SURVIVED)), flush=True)
+    rest = f", {len(found) - count.total()} not tried" if count.total() < len(found) else ""
+    counts = ", ".join(f"{count[kind]} {kind}" for kind in (KILLED, "equivalent", SURVIVED))
+    print(f"{suite.name}: {counts}{rest}", flush=True)
     return int(wrong > 0)
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """Return the two numbers of a part such as 1/3. Raises ValueError if there is no such part."""
+    part, parts = (int(number) for number in text.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError(f"expected a part such as 1/3, got {text}")
+    return part, parts
 
 
 def main() -> int:
@@ -298,6 +317,8 @@ def main() -> int:
     )
     parser.add_argument("--match", default="", metavar="REGEX", help="edits whose names match alone")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="edits tried at a time")
+    parser.add_argument("--seconds", type=float, default=inf, help="begin no edit of a suite after this time")
+    parser.add_argument("--part", type=part_of, default=(1, 1), metavar="I/N", help="of N parts of the edits, the Ith alone")
     parser.add_argument("--list", action="store_true", help="name the edits and run nothing")
     asked = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}

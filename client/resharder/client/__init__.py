@@ -78,6 +78,7 @@ if TYPE_CHECKING:
         MovePhase,
         PublisherState,
         RequestHandling,
+        ServeAhead,
         ServerPower,
         ServerState,
         SlotState,
@@ -135,7 +136,7 @@ _HOMES = {
         "UpdateStrategy VersionStatus VersionTarget WorkerProfile WorkerStatus"
     ),
     "operator.states": (
-        "InstallPhase MovePhase PublisherState RequestHandling ServerPower ServerState SlotState StrategyKind "
+        "InstallPhase MovePhase PublisherState RequestHandling ServeAhead ServerPower ServerState SlotState StrategyKind "
         "TargetKind VersionState WorkerReport"
     ),
     "operator.waiting": "FleetListener went_well",
@@ -190,6 +191,7 @@ __all__ = [
     "RequestHandling",
     "ResharderError",
     "ResharderTrainerInitInfo",
+    "ServeAhead",
     "ServerPower",
     "ServerState",
     "ServerStatus",

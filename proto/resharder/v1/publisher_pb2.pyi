@@ -17,18 +17,30 @@ class CreatePublisherRequest(_message.Message):
     def __init__(self, model: _Optional[_Union[_resources_pb2.Model, _Mapping]] = ..., job: _Optional[str] = ..., world_size: _Optional[int] = ...) -> None: ...
 
 class RegisterSlotRequest(_message.Message):
-    __slots__ = ("publisher", "rank", "tensors", "boxes", "process")
+    __slots__ = ("publisher", "rank", "tensors", "boxes", "process", "contributed", "received")
     PUBLISHER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     BOXES_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTED_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     publisher: str
     rank: int
     tensors: _containers.RepeatedCompositeFieldContainer[_resources_pb2.TensorSpec]
     boxes: _containers.RepeatedCompositeFieldContainer[_resources_pb2.TensorBox]
     process: str
-    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[_resources_pb2.TensorSpec, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_resources_pb2.TensorBox, _Mapping]]] = ..., process: _Optional[str] = ...) -> None: ...
+    contributed: _containers.RepeatedCompositeFieldContainer[SharedBlocks]
+    received: _containers.RepeatedCompositeFieldContainer[SharedBlocks]
+    def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[_resources_pb2.TensorSpec, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_resources_pb2.TensorBox, _Mapping]]] = ..., process: _Optional[str] = ..., contributed: _Optional[_Iterable[_Union[SharedBlocks, _Mapping]]] = ..., received: _Optional[_Iterable[_Union[SharedBlocks, _Mapping]]] = ...) -> None: ...
+
+class SharedBlocks(_message.Message):
+    __slots__ = ("tensor", "blocks")
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    tensor: int
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tensor: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetAssignmentRequest(_message.Message):
     __slots__ = ("publisher", "rank", "wait_seconds")
@@ -74,6 +86,26 @@ class CreateVersionRequest(_message.Message):
     set_aside: bool
     def __init__(self, publisher: _Optional[str] = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., withheld: bool = ..., after: _Optional[int] = ..., set_aside: bool = ...) -> None: ...
 
+class ExchangeMaximaRequest(_message.Message):
+    __slots__ = ("version", "epoch", "rank", "maxima", "wait_seconds")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    MAXIMA_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    epoch: int
+    rank: int
+    maxima: _containers.RepeatedScalarFieldContainer[float]
+    wait_seconds: float
+    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ..., maxima: _Optional[_Iterable[float]] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+
+class Maxima(_message.Message):
+    __slots__ = ("maxima",)
+    MAXIMA_FIELD_NUMBER: _ClassVar[int]
+    maxima: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, maxima: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class Chunk(_message.Message):
     __slots__ = ("version", "epoch", "rank", "index", "checksum", "data", "model")
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +147,22 @@ class MissingChunks(_message.Message):
     INDICES_FIELD_NUMBER: _ClassVar[int]
     indices: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, indices: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReleaseFilesRequest(_message.Message):
+    __slots__ = ("version", "epoch", "rank", "files")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    epoch: int
+    rank: int
+    files: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReleaseFilesResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class SealSlotRequest(_message.Message):
     __slots__ = ("version", "epoch", "rank", "digests", "mapped", "timings")

@@ -61,6 +61,11 @@ class PublisherServiceStub(object):
                 request_serializer=resharder_dot_v1_dot_publisher__pb2.CreateVersionRequest.SerializeToString,
                 response_deserializer=resharder_dot_v1_dot_resources__pb2.Version.FromString,
                 _registered_method=True)
+        self.ExchangeMaxima = channel.unary_unary(
+                '/resharder.v1.PublisherService/ExchangeMaxima',
+                request_serializer=resharder_dot_v1_dot_publisher__pb2.ExchangeMaximaRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_publisher__pb2.Maxima.FromString,
+                _registered_method=True)
         self.UploadChunks = channel.stream_unary(
                 '/resharder.v1.PublisherService/UploadChunks',
                 request_serializer=resharder_dot_v1_dot_publisher__pb2.Chunk.SerializeToString,
@@ -70,6 +75,11 @@ class PublisherServiceStub(object):
                 '/resharder.v1.PublisherService/ListMissingChunks',
                 request_serializer=resharder_dot_v1_dot_publisher__pb2.SlotRequest.SerializeToString,
                 response_deserializer=resharder_dot_v1_dot_publisher__pb2.MissingChunks.FromString,
+                _registered_method=True)
+        self.ReleaseFiles = channel.unary_unary(
+                '/resharder.v1.PublisherService/ReleaseFiles',
+                request_serializer=resharder_dot_v1_dot_publisher__pb2.ReleaseFilesRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_publisher__pb2.ReleaseFilesResponse.FromString,
                 _registered_method=True)
         self.SealSlot = channel.unary_unary(
                 '/resharder.v1.PublisherService/SealSlot',
@@ -131,6 +141,15 @@ class PublisherServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExchangeMaxima(self, request, context):
+        """Exchanges the largest absolute values of blocks that several ranks share, so that every rank casts them with one scale. Waits
+        until the ranks that contribute to the caller's blocks have called. A repeated call gets the same answer; other values fail
+        with ALREADY_EXISTS. Fails with FAILED_PRECONDITION (VERSION_ABORTED) once the version is aborted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def UploadChunks(self, request_iterator, context):
         """Receives chunks of a slot, in any order. A chunk may be repeated.
         """
@@ -140,6 +159,15 @@ class PublisherServiceServicer(object):
 
     def ListMissingChunks(self, request, context):
         """Returns the chunks of a slot that have not arrived.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseFiles(self, request, context):
+        """Declares that the rank has closed files of the version's folder, into which it has written all of its boxes. The daemon digests
+        a file once all ranks that write into it have closed it, while they write the others. Changes nothing else: a rank that omits
+        the call, or is late with it, gets the same version later.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -195,6 +223,11 @@ def add_PublisherServiceServicer_to_server(servicer, server):
                     request_deserializer=resharder_dot_v1_dot_publisher__pb2.CreateVersionRequest.FromString,
                     response_serializer=resharder_dot_v1_dot_resources__pb2.Version.SerializeToString,
             ),
+            'ExchangeMaxima': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExchangeMaxima,
+                    request_deserializer=resharder_dot_v1_dot_publisher__pb2.ExchangeMaximaRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_publisher__pb2.Maxima.SerializeToString,
+            ),
             'UploadChunks': grpc.stream_unary_rpc_method_handler(
                     servicer.UploadChunks,
                     request_deserializer=resharder_dot_v1_dot_publisher__pb2.Chunk.FromString,
@@ -204,6 +237,11 @@ def add_PublisherServiceServicer_to_server(servicer, server):
                     servicer.ListMissingChunks,
                     request_deserializer=resharder_dot_v1_dot_publisher__pb2.SlotRequest.FromString,
                     response_serializer=resharder_dot_v1_dot_publisher__pb2.MissingChunks.SerializeToString,
+            ),
+            'ReleaseFiles': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseFiles,
+                    request_deserializer=resharder_dot_v1_dot_publisher__pb2.ReleaseFilesRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_publisher__pb2.ReleaseFilesResponse.SerializeToString,
             ),
             'SealSlot': grpc.unary_unary_rpc_method_handler(
                     servicer.SealSlot,
@@ -368,6 +406,33 @@ class PublisherService(object):
             _registered_method=True)
 
     @staticmethod
+    def ExchangeMaxima(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.PublisherService/ExchangeMaxima',
+            resharder_dot_v1_dot_publisher__pb2.ExchangeMaximaRequest.SerializeToString,
+            resharder_dot_v1_dot_publisher__pb2.Maxima.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def UploadChunks(request_iterator,
             target,
             options=(),
@@ -411,6 +476,33 @@ class PublisherService(object):
             '/resharder.v1.PublisherService/ListMissingChunks',
             resharder_dot_v1_dot_publisher__pb2.SlotRequest.SerializeToString,
             resharder_dot_v1_dot_publisher__pb2.MissingChunks.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseFiles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.PublisherService/ReleaseFiles',
+            resharder_dot_v1_dot_publisher__pb2.ReleaseFilesRequest.SerializeToString,
+            resharder_dot_v1_dot_publisher__pb2.ReleaseFilesResponse.FromString,
             options,
             channel_credentials,
             insecure,

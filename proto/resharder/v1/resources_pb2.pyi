@@ -21,6 +21,13 @@ class Power(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WEIGHTS_AWAKE: _ClassVar[Power]
     ASLEEP_1: _ClassVar[Power]
     ASLEEP_2: _ClassVar[Power]
+
+class ServeAhead(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SERVE_AHEAD_UNSPECIFIED: _ClassVar[ServeAhead]
+    SERVE_AHEAD_AUTO: _ClassVar[ServeAhead]
+    SERVE_AHEAD_ON: _ClassVar[ServeAhead]
+    SERVE_AHEAD_OFF: _ClassVar[ServeAhead]
 PAUSE_MODE_UNSPECIFIED: PauseMode
 KEEP: PauseMode
 WAIT: PauseMode
@@ -30,6 +37,10 @@ AWAKE: Power
 WEIGHTS_AWAKE: Power
 ASLEEP_1: Power
 ASLEEP_2: Power
+SERVE_AHEAD_UNSPECIFIED: ServeAhead
+SERVE_AHEAD_AUTO: ServeAhead
+SERVE_AHEAD_ON: ServeAhead
+SERVE_AHEAD_OFF: ServeAhead
 
 class Box(_message.Message):
     __slots__ = ("start", "count", "step")
@@ -339,7 +350,7 @@ class Refusal(_message.Message):
     def __init__(self, version: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Fleet(_message.Message):
-    __slots__ = ("name", "model", "pause_mode", "wanted_version", "servers", "target", "strategy", "max_skew", "settled_version", "move", "refused", "power", "reason", "serve_ahead", "returning")
+    __slots__ = ("name", "model", "pause_mode", "wanted_version", "servers", "target", "strategy", "max_skew", "settled_version", "move", "refused", "power", "reason", "serve_ahead", "returning", "serve_ahead_setting", "serve_ahead_reason")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
@@ -355,6 +366,8 @@ class Fleet(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     SERVE_AHEAD_FIELD_NUMBER: _ClassVar[int]
     RETURNING_FIELD_NUMBER: _ClassVar[int]
+    SERVE_AHEAD_SETTING_FIELD_NUMBER: _ClassVar[int]
+    SERVE_AHEAD_REASON_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     pause_mode: PauseMode
@@ -370,10 +383,12 @@ class Fleet(_message.Message):
     reason: str
     serve_ahead: bool
     returning: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., wanted_version: _Optional[int] = ..., servers: _Optional[_Iterable[str]] = ..., target: _Optional[_Union[VersionTarget, _Mapping]] = ..., strategy: _Optional[_Union[UpdateStrategy, _Mapping]] = ..., max_skew: _Optional[int] = ..., settled_version: _Optional[int] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., power: _Optional[_Union[Power, str]] = ..., reason: _Optional[str] = ..., serve_ahead: bool = ..., returning: _Optional[_Iterable[str]] = ...) -> None: ...
+    serve_ahead_setting: ServeAhead
+    serve_ahead_reason: str
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., wanted_version: _Optional[int] = ..., servers: _Optional[_Iterable[str]] = ..., target: _Optional[_Union[VersionTarget, _Mapping]] = ..., strategy: _Optional[_Union[UpdateStrategy, _Mapping]] = ..., max_skew: _Optional[int] = ..., settled_version: _Optional[int] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., power: _Optional[_Union[Power, str]] = ..., reason: _Optional[str] = ..., serve_ahead: bool = ..., returning: _Optional[_Iterable[str]] = ..., serve_ahead_setting: _Optional[_Union[ServeAhead, str]] = ..., serve_ahead_reason: _Optional[str] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("rank", "state", "version", "install", "error", "needed_bytes", "transport", "stage_seconds", "apply_seconds", "verified_tensors", "process", "boxed_bytes", "fingerprint", "timings", "direct", "joined", "verification", "altered", "released_bytes", "memory", "path")
+    __slots__ = ("rank", "state", "version", "install", "error", "needed_bytes", "transport", "stage_seconds", "apply_seconds", "verified_tensors", "process", "boxed_bytes", "fingerprint", "timings", "direct", "joined", "verification", "altered", "released_bytes", "memory", "path", "transport_reason")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Worker.State]
@@ -409,6 +424,7 @@ class Worker(_message.Message):
     RELEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_REASON_FIELD_NUMBER: _ClassVar[int]
     rank: int
     state: Worker.State
     version: int
@@ -430,7 +446,8 @@ class Worker(_message.Message):
     released_bytes: int
     memory: str
     path: str
-    def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[Worker.State, str]] = ..., version: _Optional[int] = ..., install: _Optional[str] = ..., error: _Optional[str] = ..., needed_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., stage_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., verified_tensors: _Optional[int] = ..., process: _Optional[str] = ..., boxed_bytes: _Optional[int] = ..., fingerprint: _Optional[str] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., direct: bool = ..., joined: bool = ..., verification: _Optional[_Union[Verification, _Mapping]] = ..., altered: bool = ..., released_bytes: _Optional[int] = ..., memory: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+    transport_reason: str
+    def __init__(self, rank: _Optional[int] = ..., state: _Optional[_Union[Worker.State, str]] = ..., version: _Optional[int] = ..., install: _Optional[str] = ..., error: _Optional[str] = ..., needed_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., stage_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., verified_tensors: _Optional[int] = ..., process: _Optional[str] = ..., boxed_bytes: _Optional[int] = ..., fingerprint: _Optional[str] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., direct: bool = ..., joined: bool = ..., verification: _Optional[_Union[Verification, _Mapping]] = ..., altered: bool = ..., released_bytes: _Optional[int] = ..., memory: _Optional[str] = ..., path: _Optional[str] = ..., transport_reason: _Optional[str] = ...) -> None: ...
 
 class Verification(_message.Message):
     __slots__ = ("rank", "request", "time", "seconds", "version", "tensors", "covered_bytes", "total_bytes", "different_tensors", "different", "skipped")

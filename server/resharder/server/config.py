@@ -31,12 +31,13 @@ class Config(BaseSettings):
     caller_rate: float = Field(1000.0, ge=0, description="calls per second of one caller; 0: no bound")
     caller_calls: int = Field(1024, ge=1, description="open calls of one caller that wait or transfer data")
     web_listen: str = Field("127.0.0.1:7678", description="host:port of the status page, metrics and probes; empty: none")
+    data_listen: str = Field("", description="host:port at which readers on other hosts fetch versions by HTTP; empty: none")
     store: Path = Field(DEFAULT_STORE, description="folder of the versions, in shared memory or on disk")
     store_limit_bytes: int = Field(0, ge=0, description="bound on the bytes of versions; 0: 80 % of the free space")
     keep_count: int = Field(3, ge=1, description="READY versions kept of each model")
     keep_bytes: int = Field(0, ge=0, description="bytes of READY versions kept of each model; 0: no bound")
     shared_memory: bool = Field(
-        True, description="whether clients on this host may map the store; false: all data goes over gRPC"
+        True, description="whether clients on this host may map the store; false: all data goes over the network"
     )
     lease_seconds: float = Field(15.0, gt=0, description="duration of the leases of ranks and servers")
     forget_seconds: float = Field(86400.0, gt=0, description="time after which a LOST server is forgotten")
@@ -63,6 +64,13 @@ class Config(BaseSettings):
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
+    @field_validator("data_listen")
+    @classmethod
+    def _tcp(cls, listen: str) -> str:
+        if listen:
+            parse_listen(listen)
+        return listen
+
     @field_validator("listen", "web_listen")
     @classmethod
     def _parsed(cls, listen: str) -> str:
@@ -80,7 +88,7 @@ class Config(BaseSettings):
 
     @model_validator(mode="after")
     def _protected(self) -> Self:
-        open_ = [listen for listen in (self.listen, self.web_listen) if listen and not is_loopback(listen)]
+        open_ = [listen for listen in (self.listen, self.web_listen, self.data_listen) if listen and not is_loopback(listen)]
         if open_ and self.security is None and not self.insecure:
             raise ValueError(
                 f"expected a loopback address without security, got {open_[0]}: every client could change and read "

@@ -20,6 +20,8 @@ import typer
 from resharder.converters.failpoints import failpoint
 from resharder.server.archive.archive import Archive
 from resharder.server.config import Config, ConfigError, check_store, load, why_not_bound
+from resharder.server.data.connection import DataReads
+from resharder.server.data.port import DataPort
 from resharder.server.direct.coordinator import Direct
 from resharder.server.direct.offered_versions import OfferedVersions
 from resharder.server.fleets.canary_checks import Checks
@@ -29,7 +31,7 @@ from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.fleets.ports import FleetObserver
 from resharder.server.fleets.profiles import Profiles
 from resharder.server.fleets.verifications import Verifications
-from resharder.server.infra.addresses import is_loopback
+from resharder.server.infra.addresses import is_loopback, parse_listen, reachable_at
 from resharder.server.infra.descriptors import Descriptors
 from resharder.server.infra.event_log import Events
 from resharder.server.infra.filesystem import raise_malloc_thresholds
@@ -127,6 +129,7 @@ class Daemon:
             seconds=config.direct_seconds,
         )
         self.store.catalogue.subscribe(lambda record: self.direct.offers.version_changed(record.model))
+        self.data = self._data()
         self.server = self._server()
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="leases", daemon=True)
@@ -183,13 +186,16 @@ class Daemon:
                 self.intake, views, self.direct.offers.withhold
             ): publisher_pb2_grpc.add_PublisherServiceServicer_to_server,
             ServerService(
-                self.fleets, self.store, profiles, verifications, self.config.digest_threads
+                self.fleets, self.store, profiles, verifications, self.config.digest_threads, self._data_address()
             ): server_pb2_grpc.add_ServerServiceServicer_to_server,
             DirectService(self.direct, self.intake): direct_pb2_grpc.add_DirectServiceServicer_to_server,
             OperatorService(
                 views, operations, self.events, self.archive, profiles, verifications, daemon
             ): operator_pb2_grpc.add_OperatorServiceServicer_to_server,
         }
+
+    def _data_address(self) -> str:
+        return reachable_at(self.config.data_listen, self.data.port) if self.data is not None else ""
 
     def _shown(self) -> Shown:
         security = self.config.security
@@ -199,6 +205,18 @@ class Daemon:
         except (OSError, ValueError) as error:
             why = why_not_bound(self.config.web_listen) or (error.strerror if isinstance(error, OSError) else error)
             raise ConfigError(f"--web-listen: cannot listen on {self.config.web_listen}: {why}") from error
+
+    def _data(self) -> DataPort | None:
+        """Return the data port, or None without `data_listen`."""
+        listen, security = self.config.data_listen, self.config.security
+        if not listen:
+            return None
+        reads = DataReads(self.store.reader, self.access.reading, local_only=security is None and is_loopback(listen))
+        tls = web.tls_context(security, required=True) if security is not None else None
+        try:
+            return DataPort(*parse_listen(listen), reads, tls)
+        except OSError as error:
+            raise ConfigError(f"--data-listen: cannot listen on {listen}: {why_not_bound(listen) or error.strerror}") from error
 
     def _note_version(self, record: VersionRecord) -> None:
         self.events.add("version", record.name, record.state.lower(), record.reason, step=record.step, epoch=record.epoch)
@@ -215,7 +233,7 @@ class Daemon:
             say("no_security", listen=self.config.listen, allowed=f"everybody {whom}")
         self._ticker.start()
         self.shown.set_ready()
-        listens = {"listen": self.config.listen, "web": self.shown.listen}
+        listens = {"listen": self.config.listen, "web": self.shown.listen, "data": self._data_address()}
         _log.info("listening", **listens, store=str(self.config.store), limit=self.store.capacity.limit_bytes)
 
     def _tick(self) -> None:
@@ -237,6 +255,8 @@ class Daemon:
         self.fleets.close()
         self.events.close()
         self.server.stop(grace=2)
+        if self.data is not None:
+            self.data.close()
         if self.archive is not None:
             self.archive.close()
         self.tracing.close()
@@ -259,6 +279,7 @@ def run(
     config: Annotated[Path | None, typer.Option(help="YAML file; keys are these options", envvar="RESHARDERD_CONFIG")] = None,
     listen: Annotated[str | None, typer.Option(help="host:port")] = None,
     web_listen: Annotated[str | None, typer.Option(help="host:port of the status page, metrics and probes; empty: none")] = None,
+    data_listen: Annotated[str | None, typer.Option(help="host:port of versions by HTTP, for other hosts; empty: none")] = None,
     store: Annotated[Path | None, typer.Option(help="folder of the versions, in shared memory or on disk")] = None,
     store_limit_bytes: Annotated[
         int | None, typer.Option(help="bound on the bytes of versions; 0: 80 % of the free space")

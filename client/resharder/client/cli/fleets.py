@@ -15,7 +15,7 @@ from resharder.client.cli.watch_move import watch_move
 from resharder.client.errors import NotFound, UsageError
 from resharder.client.operator import Operator
 from resharder.client.operator.answers import FleetStatus
-from resharder.client.operator.states import MovePhase, RequestHandling, TargetKind
+from resharder.client.operator.states import MovePhase, RequestHandling, ServeAhead, TargetKind
 
 fleet = typer.Typer(no_args_is_help=True, help="Make, change and show a fleet.", rich_markup_mode=None)
 app.add_typer(fleet, name="fleet", rich_help_panel=Section.MOVE)
@@ -68,6 +68,9 @@ def set_(
         bool | None,
         typer.Option("--serve-ahead/--no-serve-ahead", help="Take versions that are not READY yet, over the direct path."),
     ] = None,
+    serve_ahead_auto: Annotated[
+        bool, typer.Option("--serve-ahead-auto", help="The default: with --all-at-once and without a skew bound.")
+    ] = False,
     accept_refused: AcceptRefused = False,
     endpoint: Endpoint = None,
     as_json: AsJson = False,
@@ -82,7 +85,10 @@ def set_(
     target = target_of(want or "latest", every) if want or every is not None else None
     strategy = strategy_of(StrategyOptions(all_at_once, rolling, canary, atomic, max_failures, hold, approve, check))
     mode = RequestHandling(pause_mode.value.upper()) if pause_mode else None
-    given = (target, strategy, mode, max_skew, serve_ahead)
+    if serve_ahead_auto and serve_ahead is not None:
+        raise UsageError("expected one of --serve-ahead, --no-serve-ahead and --serve-ahead-auto, got two")
+    ahead = ServeAhead.AUTO if serve_ahead_auto else serve_ahead
+    given = (target, strategy, mode, max_skew, ahead)
     if not model and not accept_refused and all(value is None for value in given):
         raise UsageError("expected something to set: see resharder fleet set --help")
     with Operator(endpoint) as operator:
@@ -93,7 +99,7 @@ def set_(
             strategy=strategy,
             pause_mode=mode,
             max_skew=max_skew,
-            serve_ahead=serve_ahead,
+            serve_ahead=ahead,
             model=model,
             accept_refused=accept_refused,
         )
@@ -231,7 +237,7 @@ def _facts(fleet: FleetStatus) -> list[tuple[str, str]]:
     facts += [("at", f"version {fleet.settled_version}" if fleet.settled_version else "no version yet")]
     facts += [("moves", format.strategy(fleet.strategy)), ("pause mode", fleet.pause_mode.lower())]
     facts += [("max skew", str(fleet.max_skew) if fleet.max_skew else "no bound")]
-    facts += [("serves", "versions that are not READY yet, where it can" if fleet.serve_ahead else "READY versions only")]
+    facts += [("serves", format.serves(fleet))]
     facts += [("power", fleet.power.value)]
     if move:
         facts += [(f"move {move.id}", f"{format.move(move)}, since {time_of(move.start_time)}; {move.reason}".rstrip("; "))]

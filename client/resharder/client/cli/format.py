@@ -135,6 +135,12 @@ def move(it: MoveStatus | None) -> str:
     return f"{number(it.from_version)} → {it.to_version} {it.state.value}" if it else "–"
 
 
+def serves(fleet: FleetStatus) -> str:
+    """Return the versions that a fleet's servers take, and the rule that decides it."""
+    what = "versions that are not READY yet, where it can" if fleet.serve_ahead else "READY versions only"
+    return f"{what} ({fleet.serve_ahead_reason})" if fleet.serve_ahead_reason else what
+
+
 def state(server: ServerStatus) -> str:
     """Return a server's state with its sleep level, requests in progress, or `ahead`."""
     name = server.state.value

@@ -115,6 +115,15 @@ class TransferLink:
         """
         return until_over(self._channel, self.id, self.seconds, self._transfer.group.abort)
 
+    @property
+    def over(self) -> bool:
+        """Whether the daemon has ended the group. An unreachable daemon has not."""
+        try:
+            DaemonStore(self._channel, self.id).check([_NEVER_SET])
+        except RuntimeError as error:
+            return isinstance(error.__cause__, ResharderError) and error.__cause__.reason == _OVER
+        return False
+
     def release(self) -> None:
         """Have workers unmap the memory of this process, which may then be freed. `prepare` shares it again."""
         self._transfer.release(_ASK)

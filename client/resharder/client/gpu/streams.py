@@ -43,11 +43,14 @@ class WorkStream:
             yield
             self._spans.append((before, self.mark()))
 
-    def mark(self) -> Mark:
-        """Record an event at the end of this stream's pending work."""
+    def mark(self, *, blocking: bool = False) -> Mark:
+        """Record an event at the end of this stream's pending work.
+
+        A thread that waits for a `blocking` event sleeps; otherwise it occupies its core.
+        """
         if self._stream is None:
             return None
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call,unused-ignore]
+        event: Any = torch.cuda.Event(enable_timing=True, blocking=blocking)  # type: ignore[no-untyped-call,unused-ignore]
         event.record(self._stream)
         return event
 

@@ -10,7 +10,7 @@ from typing import Self
 from resharder.client.errors import UsageError
 from resharder.client.rpc.tls import Tls
 
-GRPC = "grpc"
+GRPC, HTTP = "grpc", "http"
 FAULTS = ("skip", "misplace", "swap", "half-way")
 _LONGEST_BOOT_WAIT = 3600.0  # seconds; the daemon has the same bound
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -36,9 +36,9 @@ class PluginSettings:
     boot_wait_seconds: float = 600.0
     """Time for which a boot waits for the daemon and a READY version."""
     transport: str = ""
-    """`grpc` if the daemon's files must not be mapped, else empty."""
+    """`http` if the daemon's files must not be mapped, `grpc` if they must not be read by HTTP either, else empty."""
     staging_dir: str = "/dev/shm"
-    """Folder for slices that arrive over gRPC."""
+    """Folder for slices that arrive over the network."""
     direct: bool = True
     """Whether versions may arrive on the direct path."""
     verify_seconds: float = 600.0
@@ -66,7 +66,7 @@ class PluginSettings:
             prefer=_one_of(given, "RESHARDER_UNREACHABLE", ("require", "prefer")) == "prefer",
             hold_seconds=_seconds(given, "RESHARDER_HOLD_SECONDS", cls.hold_seconds),
             boot_wait_seconds=_seconds(given, "RESHARDER_BOOT_WAIT_SECONDS", cls.boot_wait_seconds, _LONGEST_BOOT_WAIT),
-            transport=_one_of(given, "RESHARDER_TRANSPORT", ("", GRPC)),
+            transport=_one_of(given, "RESHARDER_TRANSPORT", ("", HTTP, GRPC)),
             staging_dir=_folder(given, "RESHARDER_STAGING_DIR", cls.staging_dir),
             direct=_one_of(given, "RESHARDER_DIRECT", ("on", "off")) == "on",
             verify_seconds=_seconds(given, "RESHARDER_VERIFY_SECONDS", cls.verify_seconds),

@@ -14,6 +14,7 @@ from resharder.client.operator.states import (
     MovePhase,
     PublisherState,
     RequestHandling,
+    ServeAhead,
     ServerPower,
     ServerState,
     SlotState,
@@ -193,6 +194,10 @@ class FleetStatus:
     """Reason for the fleet's present state."""
     serve_ahead: bool
     """Whether servers take UPLOADING versions over the direct path."""
+    serve_ahead_setting: ServeAhead
+    """The setting that decides `serve_ahead`; UNSPECIFIED from a daemon without it."""
+    serve_ahead_reason: str
+    """The rule that decided `serve_ahead`."""
     returning: tuple[str, ...]
     """Servers of before the daemon's restart that it still awaits; waits for all servers include them."""
 
@@ -240,7 +245,9 @@ class WorkerStatus:
     needed_bytes: int
     """Bytes of HF tensors that the worker needs."""
     transport: str
-    """`shared-memory` or `grpc`."""
+    """`shared-memory`, `http` or `grpc`."""
+    transport_reason: str
+    """Reason for gRPC in place of HTTP; empty if there is none."""
     stage_seconds: float
     apply_seconds: float
     verified_tensors: int

@@ -1,16 +1,21 @@
 """Folders that are written whole or not at all, for `Operator.export` and `Operator.fetch_config`."""
 
+import fcntl
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
 from resharder.client.errors import CorruptData, UsageError
 from resharder.converters.failpoints import failpoint
 from resharder.v1 import operator_pb2
+
+_NEW = 10.0  # seconds in which a process has the lock of a folder that it made
 
 
 @contextmanager
@@ -24,12 +29,14 @@ def appearing(folder: Path) -> Iterator[Path]:
         raise UsageError(f"expected a new or an empty folder, {folder} is {'not empty' if folder.is_dir() else 'a file'}")
     if not folder.parent.is_dir():
         raise UsageError(f"expected a folder to write into, {folder.parent} does not exist")
+    _remove_abandoned(folder)
     try:
         beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     except OSError as error:
         raise UsageError(f"expected to write into {folder.parent}: {error.strerror}") from error
     try:
-        yield beside
+        with _locked(beside):
+            yield beside
         failpoint("export.rename")
         beside.chmod(0o755)
         beside.rename(folder)
@@ -37,6 +44,41 @@ def appearing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(beside, ignore_errors=True)
         raise
     _sync_folder(folder.parent)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a folder that is being written; yields whether no other process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        except OSError:  # held, or not supported by the file system
+            free = False
+        yield free
+    finally:
+        os.close(descriptor)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the folders beside `folder` that killed processes have left."""
+    made = re.compile(rf"\.{re.escape(folder.name)}\.[a-z0-9_]{{8}}")
+    with suppress(OSError):
+        for beside in folder.parent.iterdir():
+            old = made.fullmatch(beside.name) and time.time() - beside.stat().st_mtime > _NEW
+            if old and beside.is_dir() and not beside.is_symlink():
+                with _locked(beside) as free:
+                    if free:
+                        shutil.rmtree(beside, ignore_errors=True)
+
+
+def same_files(folder: Path, files: Mapping[str, bytes]) -> bool:
+    """Return whether a folder has exactly these files."""
+    try:
+        return {path.name: path.read_bytes() for path in folder.iterdir()} == dict(files)
+    except OSError:
+        return False
 
 
 def write_parts(folder: Path, parts: Iterator[operator_pb2.FilePart], progress: Callable[[int], None]) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from resharder.client.operator.answers import (
 from resharder.client.operator.connection import one_of, server_name
 from resharder.client.operator.convert import answer, keywords
 from resharder.client.operator.queries import RESTART, OperatorQueries
-from resharder.client.operator.states import RequestHandling, ServerPower, TargetKind
+from resharder.client.operator.states import RequestHandling, ServeAhead, ServerPower, TargetKind
 from resharder.v1 import operator_pb2, resources_pb2
 
 _POLL = 0.2
@@ -37,7 +37,7 @@ class FleetCommands(OperatorQueries):
         strategy: UpdateStrategy | None = None,
         pause_mode: RequestHandling | None = None,
         max_skew: int | None = None,
-        serve_ahead: bool | None = None,
+        serve_ahead: bool | ServeAhead | None = None,
         model: str = "",
         accept_refused: bool = False,
     ) -> FleetStatus:
@@ -50,7 +50,8 @@ class FleetCommands(OperatorQueries):
             strategy: Order in which an update reaches the servers.
             pause_mode: Treatment of requests in flight.
             max_skew: Bound on the difference between versions served at the same time; 0 is no bound.
-            serve_ahead: Whether servers take versions before READY, over the direct path.
+            serve_ahead: Whether servers take versions before READY, over the direct path; `ServeAhead.AUTO` returns to the
+                default, which is to take them in a fleet that moves all at once without a skew bound.
             accept_refused: Permit versions again that a failed move or a rollback has refused.
 
         Returns:
@@ -63,7 +64,8 @@ class FleetCommands(OperatorQueries):
             strategy=resources_pb2.UpdateStrategy(**keywords(strategy)) if strategy else None,
             pause_mode=pause_mode.value if pause_mode else None,
             max_skew=max_skew or 0,
-            serve_ahead=bool(serve_ahead),
+            serve_ahead=serve_ahead is True or serve_ahead == ServeAhead.ON,
+            serve_ahead_setting=serve_ahead.value if isinstance(serve_ahead, ServeAhead) else None,
         )
         request = operator_pb2.UpdateFleetRequest(fleet=fleet, accept_refused=accept_refused)
         given = {
@@ -71,7 +73,7 @@ class FleetCommands(OperatorQueries):
             "strategy": strategy,
             "pause_mode": pause_mode,
             "max_skew": max_skew,
-            "serve_ahead": serve_ahead,
+            "serve_ahead_setting" if serve_ahead == ServeAhead.AUTO else "serve_ahead": serve_ahead,
         }
         request.update_mask.paths.extend(field for field, value in given.items() if value is not None)
         return self._fleet(self._stub.UpdateFleet, request)

@@ -131,6 +131,16 @@ class RequestHandling(StrEnum):
     """Requests end with the tokens they have."""
 
 
+class ServeAhead(StrEnum):
+    """Setting of a fleet for versions that are not READY."""
+
+    UNSPECIFIED = "SERVE_AHEAD_UNSPECIFIED"
+    AUTO = "SERVE_AHEAD_AUTO"
+    """Servers of a fleet that moves all at once, without a skew bound, take them; others do not."""
+    ON = "SERVE_AHEAD_ON"
+    OFF = "SERVE_AHEAD_OFF"
+
+
 class TargetKind(StrEnum):
     """Kind of a version target."""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from resharder.client.operator.answers import ArchivedVersion, CollectedVersions, ExportedVersion, VersionStatus
 from resharder.client.operator.convert import answer
-from resharder.client.operator.export import appearing, plain_name, write_parts, write_synced
+from resharder.client.operator.export import appearing, plain_name, same_files, write_parts, write_synced
 from resharder.client.operator.queries import OperatorQueries
 from resharder.v1 import operator_pb2, server_pb2, server_pb2_grpc
 
@@ -50,22 +50,24 @@ class VersionCommands(OperatorQueries):
         """Write config.json and the tokenizer's files into a folder for `vllm serve`.
 
         Args:
-            folder: New or empty folder.
+            folder: New or empty folder, or one that has these files already.
             model: Name of the model; may be omitted if the daemon has one.
 
         Returns:
             The names of the files.
 
         Raises:
-            UsageError: The folder is not empty.
+            UsageError: The folder has other content.
             NotFound: No such model.
         """
         stub = server_pb2_grpc.ServerServiceStub(self._channel.grpc)
         found = self._call(stub.GetModel, server_pb2.GetModelRequest(model=model or self.only_model()))
-        with appearing(folder) as beside:
-            for file in found.files:
-                write_synced(beside / plain_name(file.path), file.content)
-        return [file.path for file in found.files]
+        files = {plain_name(file.path): file.content for file in found.files}
+        if not same_files(folder, files):
+            with appearing(folder) as beside:
+                for name, content in files.items():
+                    write_synced(beside / name, content)
+        return list(files)
 
     def gc(self, versions: Sequence[int] = (), *, keep: int = 0, dry_run: bool = False, model: str = "") -> CollectedVersions:
         """Delete versions, except those in use.

@@ -14,9 +14,9 @@ logger = logging.getLogger("resharder")
 
 
 class SecureChannel(grpc.Channel):  # type: ignore[misc]
-    """Channel over TLS whose certificates may be replaced while it is open.
+    """Channel over TLS whose certificates and token may be replaced while it is open.
 
-    Raises UsageError for invalid files when it is created. Later it logs invalid files and keeps the previous certificates.
+    Raises UsageError for invalid files when it is created. Later it logs invalid files and keeps their previous content.
     """
 
     def __init__(self, endpoint: str, tls: Tls, options: Sequence[tuple[str, Any]]) -> None:
@@ -28,6 +28,10 @@ class SecureChannel(grpc.Channel):  # type: ignore[misc]
             self._stamp, self._current = tls.stamp(), self._open()
         except (OSError, ValueError) as error:
             raise UsageError(f"expected certificates in {', '.join(map(str, tls.files))}, got: {error}") from error
+        try:
+            self._metadata = tls.metadata()
+        except (OSError, ValueError) as error:
+            raise UsageError(str(error)) from error
 
     def _open(self) -> grpc.Channel:
         return grpc.secure_channel(self._endpoint, self._tls.credentials(), options=self._options)
@@ -48,7 +52,11 @@ class SecureChannel(grpc.Channel):  # type: ignore[misc]
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Return the metadata that is added to every call: the token."""
-        return self._tls.metadata()
+        try:
+            self._metadata = self._tls.metadata()
+        except (OSError, ValueError) as error:
+            logger.warning("rejected the new token; keeping the previous one: %s", error)
+        return self._metadata
 
     def unary_unary(self, method: str, *given: Any, **named: Any) -> "_Method":
         """Return a multi-callable of a unary-unary method, of which each call uses the current channel."""

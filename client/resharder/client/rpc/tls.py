@@ -44,7 +44,7 @@ class Tls:
             raise UsageError("expected a certificate and its key, got one of them: RESHARDER_TLS_CERT and RESHARDER_TLS_KEY")
         if self.token and self.token_file:
             raise UsageError("expected a token or a token file, got both: RESHARDER_TOKEN and RESHARDER_TOKEN_FILE")
-        if not (self.token.isascii() and self.token.isprintable() and " " not in self.token):
+        if not _is_token(self.token):
             raise UsageError("expected a token of printable letters and digits in RESHARDER_TOKEN")
         for file in self.files:
             if not os.access(file, os.R_OK):
@@ -83,14 +83,31 @@ class Tls:
         """Return the credentials of a channel. Raises OSError or ValueError for invalid files and
         for a key that does not match.
         """
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.load_verify_locations(self.ca)
+        self.context()  # whose errors name the cause
         if not self.certificate:
             return grpc.ssl_channel_credentials(Path(self.ca).read_bytes())
-        context.load_cert_chain(self.certificate, self.key, password="")  # never prompt on a terminal
         return grpc.ssl_channel_credentials(*(Path(file).read_bytes() for file in (self.ca, self.key, self.certificate)))
 
+    def context(self) -> ssl.SSLContext:
+        """Return the context of a connection. Raises OSError for invalid files and for a key that does not match."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(self.ca)
+        if self.certificate:
+            context.load_cert_chain(self.certificate, self.key, password="")  # never prompt on a terminal
+        return context
+
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the metadata of every call: the token, read anew from its file. Raises OSError if it cannot be read."""
-        token = Path(self.token_file).read_text().strip() if self.token_file else self.token
+        """Return the metadata of every call: the token, read anew from its file.
+
+        Raises OSError if the file cannot be read, ValueError if it contains no token.
+        """
+        token = self.token
+        if self.token_file:
+            token = Path(self.token_file).read_text(encoding="latin-1").strip()
+            if not token or not _is_token(token):
+                raise ValueError(f"expected a token of printable letters and digits in {self.token_file}")
         return (("authorization", f"Bearer {token}"),) if token else ()
+
+
+def _is_token(text: str) -> bool:
+    return text.isascii() and text.isprintable() and " " not in text

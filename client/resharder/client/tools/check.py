@@ -23,6 +23,7 @@ from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, full
 from resharder.converters.geometry.piece_arrays import Ints, Pieces, pack
 from resharder.converters.geometry.plan import Plan, plan_pieces
 from resharder.converters.json_input import parse_json
+from resharder.converters.quantization.checkpoint import block_specs, without_quantization
 
 if TYPE_CHECKING:
     from resharder.client.inference.vllm.blueprint import ServerSizes
@@ -159,23 +160,29 @@ def check(
 
     Raises:
         LayoutError: Layouts do not fit. The message has the tensor, what was expected and what was found.
-        UnsupportedModel: The model has no table, or Megatron or vLLM refuses the sizes.
-        UsageError: `dtype` is unknown.
+        UnsupportedModel: The model has no table, or Megatron or vLLM refuses the sizes: also blocks of a checkpoint in FP8
+            that the server's tensor parallelism would divide.
+        UsageError: `dtype` is unknown, or `config` is a quantised checkpoint's and a trainer is to be checked.
     """
-    shapes = expected_shapes(config)
+    quantised = bool(config.get("quantization_config"))
+    if quantised and trainer is not None:
+        raise UsageError("expected the trainer's own config, got one with a quantization_config: check the server alone with it")
     kind = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(dtype)
     if kind is None:
         raise UsageError(f"expected bfloat16, float16 or float32 as dtype, got {dtype!r}")
     sources = _ranks(config, trainer, dtype, options or {}, progress) if trainer is not None else None
     held = {spec.name: spec for spec in sources.specs} if sources is not None else {}
-    specs = {name: held.get(name) or TensorSpec(name, kind, shape) for name, shape in shapes.items()}
+    if quantised:
+        specs = block_specs(config, kind)
+    else:
+        specs = {name: held.get(name) or TensorSpec(name, kind, shape) for name, shape in expected_shapes(config).items()}
     store = pack({"store": _whole(specs)})
     sends = plan_pieces(sources, store).sent if sources is not None else None
     workers, through = _workers(config, specs, server, dtype, progress) if server is not None else (None, ())
     receives = plan_pieces(store, workers).received if workers is not None else None
     direct = plan_pieces(sources, workers, 0) if sources is not None and workers is not None else None
     return Report(
-        architecture_of(config).name,
+        architecture_of(without_quantization(config)).name,
         len(specs),
         sum(spec.size for spec in specs.values()),
         _side(sends),
@@ -244,6 +251,9 @@ def _workers(
             recording = worker_recording(config, specs, server, worker, dtype=dtype)
         if "" in recording.impure:
             raise LayoutError(f"worker {worker}: cannot record vLLM's loader of this model: {recording.impure['']}")
+        if recording.unfit:
+            local, why = next(iter(sorted(recording.unfit.items())))
+            raise LayoutError(f"worker {worker}: vLLM's {local} does not fit the checkpoint's quantised tensors: {why}")
         impure = tuple(name for name in recording.impure if name in specs)
         through.update(dict.fromkeys(impure))
         layouts[worker] = Layout(dict(specs), recording.layout.pieces + _whole(specs, impure).pieces)

@@ -11,9 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from resharder.client.errors import AccessDenied, ResharderError
+import numpy as np
+from resharder.client.errors import AccessDenied, CorruptData, ResharderError
 from resharder.client.operator import Operator
+from resharder.client.operator.states import VersionState
+from resharder.client.rpc.channel import Channel
 from resharder.client.transport.shared_memory import shares_memory
+from resharder.client.versions.range_plan import FileRange
+from resharder.client.versions.range_reads import RangeReader, RangesUnavailable
+from resharder.client.versions.remote import get_manifest
+from resharder.converters.units import size_text
+from resharder.converters.wire.ranges import PIECE_BYTES
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -225,8 +233,33 @@ def daemon(endpoint: str | None) -> Iterator[Check]:
         yield Check(
             "memory shared with the daemon",
             "ok",
-            f"no: gRPC is used. On the daemon's own host, mount its {Path(nonce_file).parent} into this container",
+            f"no: the network is used. On the daemon's own host, mount its {Path(nonce_file).parent} into this container",
         )
+        yield data_port(operator.endpoint)
+
+
+def data_port(endpoint: str) -> Check:
+    """Read up to 64 MiB of the newest READY version from the daemon's data port, and report the rate."""
+    name, mend = "data port", "versions are read by gRPC: set data_listen of the daemon, and open its port to this host"
+    try:
+        with Operator(endpoint) as operator, Channel(endpoint) as channel:
+            ready = [version for version in operator.versions() if version.state is VersionState.READY]
+            if not ready:
+                return Check(name, "ok", "not measured: no version is READY")
+            manifest = get_manifest(channel, max(ready, key=lambda version: version.number).name)
+            content = np.empty(min(manifest.files[0].size, _PROBE_BYTES), np.uint8)
+            whole = range(0, content.size, PIECE_BYTES)
+            ranges = [FileRange(0, start, min(start + PIECE_BYTES, content.size)) for start in whole]
+            start = time.perf_counter()
+            RangeReader(channel, manifest, [content]).read(ranges, lambda position: None)
+            seconds = time.perf_counter() - start
+    except RangesUnavailable as error:
+        return Check(name, "warn", str(error), mend)
+    except CorruptData as error:
+        return Check(name, "fail", str(error), "look for faulty memory on the daemon's host, this host, or between them")
+    except ResharderError as error:
+        return Check(name, "ok", f"not measured: {error}")
+    return Check(name, "ok", f"{content.nbytes / seconds / 1e9:.2f} GB/s from the daemon's host, {size_text(content.nbytes)}")
 
 
 def _release(there: str, endpoint: str) -> Check:

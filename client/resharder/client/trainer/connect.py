@@ -8,8 +8,11 @@ publisher.attach(model_chunks, hf_config, tokenizer)
 handle = publisher.publish(step)     # every rank; the weights may change as soon as it returns
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from resharder.client.errors import UsageError
 from resharder.client.rpc.channel import Channel, bound, endpoint_or_default
 from resharder.client.rpc.tls import Tls
 from resharder.client.trainer.handle import Handle, Progress
@@ -17,6 +20,8 @@ from resharder.client.trainer.identity import identify
 from resharder.client.trainer.model_files import Config, Tokenizer
 from resharder.client.trainer.publisher import Publisher
 from resharder.client.trainer.rank_layout import DeclaredTensor
+from resharder.converters.errors import ConversionError
+from resharder.converters.quantization.scheme import Scheme, scheme_of
 
 __all__ = ["DeclaredTensor", "Handle", "Progress", "Publisher", "Tls", "connect"]
 
@@ -38,6 +43,7 @@ def connect(
     direct_wait: float = 0.0,
     tls: Tls | None = None,
     set_aside: bool = False,
+    quantization_config: Mapping[str, Any] | None = None,
 ) -> Publisher:
     """Return this rank's publisher of a model. The daemon is not called before something is attached.
 
@@ -60,6 +66,9 @@ def connect(
         tls: TLS settings; by default those of the RESHARDER_TLS_* variables.
         set_aside: The target `latest` of fleets skips the versions of this job while the model has others; `update N` serves
             them. The first version of a model is never set aside.
+        quantization_config: Format to which ranks cast the attached model for each version, as in a config.json:
+            `{"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}`. None publishes tensors
+            in the trainer's dtype.
 
     Returns:
         The publisher, a context manager.
@@ -76,7 +85,15 @@ def connect(
         staging_timeout=bound(staging_timeout),
         register_timeout=bound(register_timeout),
         direct_wait=direct_wait,
+        scheme=_scheme_of(quantization_config),
     )
     if config is not None:
         publisher.attach_config(config, tokenizer)
     return publisher
+
+
+def _scheme_of(quantization_config: Mapping[str, Any] | None) -> Scheme | None:
+    try:
+        return None if quantization_config is None else scheme_of(quantization_config)
+    except ConversionError as error:
+        raise UsageError(str(error)) from error

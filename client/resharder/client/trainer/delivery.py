@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from resharder.client import tracing
 from resharder.client.errors import TOO_MANY_UPLOADING, UNREGISTERED, NotFound, OutOfRoom, VersionAborted, WaitTimeout
 from resharder.client.rpc.channel import Backoff, Channel
+from resharder.client.trainer.file_releases import FileReleases
 from resharder.client.trainer.handle import Handle, State, delivered
 from resharder.client.trainer.session import PublisherSession
 from resharder.client.transport.base import AssignedSlot
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 _RESTARTS = 3
 
+Prepare = Callable[[resources_pb2.Version], None]
+"""Called with a version before its tensors are read."""
+
 Wake = Callable[[Handle], None]
 """Called with a version that this rank has delivered, while its memory is still offered: wakes the servers that take it."""
 
@@ -44,6 +48,7 @@ class Delivery:
         sender: Offers versions on the direct path; None without one.
         staging_timeout: Seconds to wait for capacity among UPLOADING versions.
         direct_wait: Seconds that an offer may outlast READY.
+        prepare: Makes the tensors of a version before they are offered and read; None if they are ready.
     """
 
     def __init__(
@@ -55,10 +60,11 @@ class Delivery:
         *,
         staging_timeout: float,
         direct_wait: float,
+        prepare: Prepare | None = None,
     ) -> None:
         self._channel, self._session, self._transports, self._sender = channel, session, transports, sender
         self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
-        self._staging_timeout, self._direct_wait = staging_timeout, direct_wait
+        self._staging_timeout, self._direct_wait, self._prepare = staging_timeout, direct_wait, prepare
 
     @property
     def offers(self) -> bool:
@@ -101,6 +107,7 @@ class Delivery:
             slot, positions, version = self._begin(step, timings, direct)
             handle: Handle | None = None
             try:
+                self._prepared(version, slot.rank, timings)
                 with self._offered(version, direct, servers_sleep=wake is not None):
                     handle = self._send(slot, positions, version, read, timings)
                     if wake is not None:
@@ -127,6 +134,21 @@ class Delivery:
                     raise
             restarts -= 1
             self._session.register_again()
+
+    def _prepared(self, version: resources_pb2.Version, rank: int, timings: tracing.Timings) -> None:
+        if self._prepare is not None and version.state != State.ABORTED:
+            with self._aborting(version, rank), tracing.timed(timings, "quantise"):
+                self._prepare(version)
+
+    @contextmanager
+    def _aborting(self, version: resources_pb2.Version, rank: int) -> Iterator[None]:
+        """Abort the version if the block raises, unless the daemon has this rank's slot already."""
+        try:
+            yield
+        except BaseException as error:
+            if not delivered(version, rank):
+                self._session.abort(version.name, f"rank {rank}: {type(error).__name__}: {error}"[:500])
+            raise
 
     def _create_version(self, step: int, direct: bool) -> resources_pb2.Version:
         request = publisher_pb2.CreateVersionRequest(
@@ -172,11 +194,15 @@ class Delivery:
         tracing.link(version.trace)
         if not slot.boxes:
             return Handle(self._channel, version)
-        try:
+        with self._aborting(version, slot.rank):
             transport = None if delivered(version, slot.rank) else self._transports.select(self._session.registration.store)
             with tracing.timed(timings, "deliver"):
                 items = read(positions)
-                digests = digests_of(slot, items) if transport is None else transport.deliver(version, slot, items)
+                if transport is None:
+                    digests = digests_of(slot, items)
+                else:
+                    with FileReleases(self._channel, version, slot.rank) as releases:
+                        digests = transport.deliver(version, slot, items, releases)
             request = publisher_pb2.SealSlotRequest(
                 version=version.name,
                 epoch=version.epoch,
@@ -188,8 +214,4 @@ class Delivery:
             failpoint("deliver.seal")
             self._channel.call(partial(self._stub.SealSlot, metadata=tracing.metadata()), request, timeout=300)
             failpoint("deliver.sealed")
-        except BaseException as error:
-            if not delivered(version, slot.rank):
-                self._session.abort(version.name, f"rank {slot.rank}: {type(error).__name__}: {error}"[:500])
-            raise
         return Handle(self._channel, version)

@@ -3,12 +3,16 @@
 import json
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Protocol
 
 from resharder.client.errors import UsageError
 from resharder.converters.architectures import ARCHITECTURES
+from resharder.converters.architectures.checkpoint import expected_shapes
+from resharder.converters.errors import ConversionError
+from resharder.converters.quantization.scheme import Scheme, check_family
 from resharder.v1 import resources_pb2
 
 TOKENIZER_FILES = (
@@ -28,12 +32,17 @@ Config = Mapping[str, Any] | Saved
 Tokenizer = Saved | str | Path
 
 
-def config_file(config: Config) -> resources_pb2.ModelFile:
-    """Return config.json as `save_pretrained` writes it.
+def config_file(config: Config, scheme: Scheme | None = None) -> resources_pb2.ModelFile:
+    """Return config.json as `save_pretrained` writes it, with the `quantization_config` of `scheme`.
 
-    `architectures`, by which vLLM selects the model, is filled in if the model type is known. Raises UsageError otherwise.
+    `architectures`, by which vLLM selects the model, is filled in if the model type is known. Raises UsageError otherwise, and
+    UnsupportedModel for a family that cannot be cast.
     """
     content = plain_config(config)
+    if scheme is not None:
+        shapes = expected_shapes(content)
+        check_family(content, shapes.items())
+        content["quantization_config"] = scheme.config(shapes)
     if not content.get("architectures"):
         known = [a.name for a in ARCHITECTURES if a.model_type == content.get("model_type")]
         if not known:
@@ -42,6 +51,13 @@ def config_file(config: Config) -> resources_pb2.ModelFile:
             )
         content["architectures"] = known[:1]
     return resources_pb2.ModelFile(path="config.json", content=json.dumps(content, indent=2, sort_keys=True).encode() + b"\n")
+
+
+def known_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of whole tensors by name; empty for a family without a table."""
+    with suppress(ConversionError):
+        return expected_shapes(plain_config(config))
+    return {}
 
 
 def plain_config(config: Config) -> dict[str, Any]:

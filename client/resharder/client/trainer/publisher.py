@@ -6,7 +6,7 @@ READY when every rank has sealed its slot.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from resharder.client.trainer.delivery import Delivery, Wake
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.identity import RankIdentity
 from resharder.client.trainer.model_checks import compare_replicas, refuse_stale
-from resharder.client.trainer.model_files import Config, Tokenizer, config_file, plain_config, tokenizer_files
+from resharder.client.trainer.model_files import Config, Tokenizer, config_file, known_shapes, plain_config, tokenizer_files
 from resharder.client.trainer.rank_layout import (
     DeclaredTensor,
     LiveTensors,
@@ -29,12 +29,11 @@ from resharder.client.trainer.rank_layout import (
     assigned_items,
     declare,
     declared_rank_layout,
+    opened,
     rank_layout_of,
 )
 from resharder.client.trainer.session import PublisherSession
 from resharder.client.transport.selection import CHOICES, TransportSelector
-from resharder.converters.architectures.checkpoint import expected_shapes
-from resharder.converters.errors import ConversionError
 from resharder.converters.geometry.layout import ITEM_SIZES
 from resharder.converters.storage.digest import compile_for
 from resharder.v1 import resources_pb2
@@ -44,9 +43,11 @@ if TYPE_CHECKING:
     from resharder.client.direct.sender import Sender
     from resharder.client.trainer.delivery import Read
     from resharder.client.trainer.offload import Aside
+    from resharder.client.trainer.quantised import QuantisedModel
     from resharder.client.trainer.rank_layout import TensorItem
     from resharder.converters.geometry.layout import Layout
     from resharder.converters.models.hf_names import Model, Rename
+    from resharder.converters.quantization.scheme import Scheme
 
 
 class Publisher:
@@ -63,17 +64,19 @@ class Publisher:
         staging_timeout: float,
         register_timeout: float,
         direct_wait: float = 0.0,
+        scheme: "Scheme | None" = None,
     ) -> None:
         self._backpressure = Backpressure(max_ahead, staging_timeout)
         if transport not in CHOICES:
             raise UsageError(f"expected transport auto, grpc or shared-memory, got {transport!r}")
         self.model, self.identity = model, identity
-        self._channel, self._transport = channel, transport
+        self._channel, self._transport, self._scheme = channel, transport, scheme
         self._staging_timeout, self._direct_wait = staging_timeout, direct_wait
         self._session = PublisherSession(channel, model, identity, register_timeout)
         self._files: list[resources_pb2.ModelFile] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._live: LiveTensors | None = None
+        self._quantised: QuantisedModel | None = None
         self._chunks: Sequence[torch.nn.Module] = ()
         self._model: Model | None = None
         self._aside: Aside | None = None
@@ -110,7 +113,7 @@ class Publisher:
             wait: Wait for all ranks to register.
 
         Raises:
-            ConversionError: The model is not supported (FP8 parameters, an unknown family), or replicas differ.
+            ConversionError: The model is not supported (FP8 parameters, an unknown or uncast family), or replicas differ.
             LayoutRejected: The ranks' layouts do not tile the model.
             OutOfRoom: The store lacks capacity for the model.
             StaleEpoch: A later job has claimed the model.
@@ -123,11 +126,18 @@ class Publisher:
             layout, tensors = local_layout(model, plain_config(hf_config), rename=rename, ranks=ranks)
             if check_replicas:
                 compare_replicas(layout, tensors, self.identity.world_size)
+            rank_layout = rank_layout_of(layout)
+            if self._scheme is not None:
+                from resharder.client.trainer.quantised import QuantisedModel
+
+                rank, seconds = self.identity.rank, self._staging_timeout
+                self._quantised = made = QuantisedModel(self._channel, rank, layout, tensors, self._scheme, seconds)
+                layout, tensors, rank_layout = made.layout, made.tensors, made.rank_layout
             self._live = LiveTensors(layout, tensors)
             self._model, self._chunks = model, megatron_chunks(model)
             self._delivery.close()
             self._delivery = self._delivery_of(self._live, self._sender(layout, tensors))
-            self._register(rank_layout_of(layout), wait)
+            self._register(rank_layout, wait)
 
     def attach_config(self, hf_config: Config, tokenizer: Tokenizer | None = None) -> None:
         """Set the model's files, for a trainer that publishes tensors.
@@ -139,8 +149,8 @@ class Publisher:
         Raises:
             UsageError: The config lacks `architectures`, or there are no tokenizer files.
         """
-        self._files = [config_file(hf_config), *tokenizer_files(tokenizer)]
-        self._shapes = _known_shapes(hf_config)
+        self._files = [config_file(hf_config, self._scheme), *tokenizer_files(tokenizer)]
+        self._shapes = known_shapes(hf_config)
 
     def attach_tensors(self, declared: Iterable[DeclaredTensor], *, wait: bool = True) -> None:
         """Register the tensors that this rank will pass to `publish_tensors`.
@@ -156,7 +166,7 @@ class Publisher:
             UsageError: A declaration is invalid, or there is no config.
         """
         with self._alone():
-            self._live, self._model, self._chunks = None, None, ()
+            self._live, self._quantised, self._model, self._chunks = None, None, None, ()
             self._delivery.close()
             self._delivery = self._delivery_of(None)
             self._register(declared_rank_layout(declared), wait)
@@ -209,11 +219,11 @@ class Publisher:
             if self._session.rank_layout is None:
                 items = list(items) if once and not callable(items) else items
                 once = False
-                self._register(declared_rank_layout(declare(_opened(items), self._shapes)), wait=True)
+                self._register(declared_rank_layout(declare(opened(items), self._shapes)), wait=True)
             rank_layout = self._session.rank_layout
             if rank_layout is None:
                 raise UsageError("expected registered tensors")
-            return self._publish(step, lambda positions: assigned_items(rank_layout, positions, _opened(items)), once=once)
+            return self._publish(step, lambda positions: assigned_items(rank_layout, positions, opened(items)), once=once)
 
     @contextmanager
     def generation(
@@ -301,12 +311,14 @@ class Publisher:
             self._aside = None
 
     def release(self) -> None:
-        """Have servers of this host unmap the model's memory. The next `publish` shares it again.
+        """Have servers of this host unmap the model's memory, and free cast tensors. The next `publish` shares it again.
 
         Call it before memory is freed by other means than `generation(offload=True)`: the driver frees nothing that another
         process has mapped.
         """
         self._delivery.release()
+        if self._quantised is not None:
+            self._quantised.free()
 
     def abort(self, reason: str = "the trainer asked for it") -> None:
         """Abort the newest version that this rank has published, unless it is READY.
@@ -357,16 +369,17 @@ class Publisher:
 
     def _delivery_of(self, live: LiveTensors | None, sender: "Sender | None" = None) -> Delivery:
         transports = TransportSelector(self._channel, self._transport, lambda: live.device if live is not None else None)
+        parts = self._channel, self._session, transports, sender
         return Delivery(
-            self._channel,
-            self._session,
-            transports,
-            sender,
+            *parts,
             staging_timeout=self._staging_timeout,
             direct_wait=self._direct_wait,
+            prepare=self._quantised.prepare if self._quantised is not None else None,
         )
 
     def _register(self, rank_layout: RankLayout, wait: bool) -> None:
+        if self._scheme is not None and self._quantised is None:
+            raise UsageError("expected attach(model, …) with quantization_config: tensors that are given one by one are not cast")
         self._session.register(self._files, rank_layout)
         self._delivery.declare()
         # Compiles while others register, rather than in a publish.
@@ -382,14 +395,3 @@ class Publisher:
         self._session.published(handle)
         self._backpressure.add(handle)
         return handle
-
-
-def _opened(items: "Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]") -> "Iterable[TensorItem]":
-    return items() if callable(items) else items
-
-
-def _known_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of whole tensors by name; empty for a family without a table."""
-    with suppress(ConversionError):
-        return expected_shapes(plain_config(config))
-    return {}

@@ -1,8 +1,8 @@
 """Boxes that a rank registers, and the tensors from which they are read at each publish."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -42,10 +42,16 @@ class RankBox(NamedTuple):
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Boxes that a rank registers, and their HF tensors by name."""
+    """Boxes that a rank registers, and their HF tensors by name.
+
+    `contributed` and `received` have the blocks that a rank which casts to FP8 shares with others, as numbers of elements of
+    their scales: `converters.quantization.layout`.
+    """
 
     tensors: dict[str, TensorSpec]
     boxes: tuple[RankBox, ...]
+    contributed: Mapping[str, list[int]] = field(default_factory=dict)
+    received: Mapping[str, list[int]] = field(default_factory=dict)
 
     @cached_property
     def positions(self) -> dict[tuple[str, Box], int]:
@@ -110,6 +116,11 @@ def declare(items: "Iterable[TensorItem]", shapes: Mapping[str, tuple[int, ...]]
     return declared
 
 
+def opened(items: "Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]") -> "Iterable[TensorItem]":
+    """Return the items, from either form in which a trainer gives them."""
+    return items() if callable(items) else items
+
+
 def split_item(item: "TensorItem") -> "tuple[str, Index | None, Elements]":
     """Return (name, index or None, tensor) of an item. Raises UsageError for any other form."""
     if len(item) == 2 and _has_elements(item[1]):
@@ -128,9 +139,7 @@ def dtype_name(name: str, dtype: "torch.dtype | str") -> str:
     """Return safetensors' name of a dtype. Raises UsageError, naming tensor `name`, for one that cannot be published."""
     found = dtype if isinstance(dtype, str) else _torch_names().get(dtype, "")
     if found not in PUBLISHABLE:
-        raise UsageError(
-            f"{name}: expected one of {', '.join(PUBLISHABLE)}, got {dtype}; quantised tensors are not supported yet"
-        )
+        raise UsageError(f"{name}: expected one of {', '.join(PUBLISHABLE)}, got {dtype}")
     return found
 
 
@@ -174,17 +183,18 @@ class LiveTensors:
         """Device of all tensors; None if there are several devices or no tensors."""
         return LiveItems(self._tensors, ()).device
 
-    def items(self, positions: Iterable[int]) -> LiveItems:
-        """Return the tensors of the boxes at these positions, numbered in order.
-
-        Raises UsageError if a tensor has changed its shape, strides or dtype since the model was attached.
-        """
+    def check(self) -> None:
+        """Raise UsageError if a tensor has changed its shape, strides or dtype since the model was attached."""
         for name, tensor in self._tensors.items():
             if (found := _memory_form(tensor)) != (known := self._known[name]):
                 raise UsageError(
                     f"{name}: expected {_form_text(known)} as when the model was attached, found {_form_text(found)}: "
                     "attach again"
                 )
+
+    def items(self, positions: Iterable[int]) -> LiveItems:
+        """Return the tensors of the boxes at these positions, numbered in order. Raises as `check` does."""
+        self.check()
         if (positions := list(positions)) != self._positions:
             self._positions, self._pieces = positions, [self._layout.pieces[position] for position in positions]
         return LiveItems(self._tensors, self._pieces)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from resharder.client.errors import StaleEpoch, WaitTimeout, refusal
 from resharder.client.rpc.channel import Channel
@@ -101,11 +101,17 @@ def register(
         process=identity.process,
         tensors=[spec_to_proto(spec) for spec in rank_layout.tensors.values()],
         boxes=boxes_to_proto((numbers[each.tensor], each.box, each.replica) for each in rank_layout.boxes),
+        contributed=_shared(rank_layout.contributed, numbers),
+        received=_shared(rank_layout.received, numbers),
     )
     failpoint("register.slot")
     registered = channel.call(stub.RegisterSlot, request, timeout=300)
     raise_refusal(registered)
     return Registration(channel, registered, identity, rank_layout)
+
+
+def _shared(blocks: Mapping[str, list[int]], numbers: Mapping[str, int]) -> list[publisher_pb2.SharedBlocks]:
+    return [publisher_pb2.SharedBlocks(tensor=numbers[name], blocks=found) for name, found in blocks.items()]
 
 
 def raise_refusal(publisher: resources_pb2.Publisher) -> None:

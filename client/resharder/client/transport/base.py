@@ -1,6 +1,6 @@
 """Interface of transports, which deliver one rank's slot box by box."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -65,6 +65,14 @@ class AssignedSlot:
         ]
 
 
+class Releases(Protocol):
+    """Files that a rank has written completely."""
+
+    def release(self, file: str, close: Callable[[], None]) -> None:
+        """Call `close`, which closes and unmaps a file of the version, on another thread, and then report the file as written."""
+        ...
+
+
 class Transport(Protocol):
     """Transport of boxes to the daemon's store."""
 
@@ -72,15 +80,18 @@ class Transport(Protocol):
     mapped: bool
     """Whether boxes are written to the version's files; `mapped` of SealSlotRequest."""
 
-    def deliver(self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]") -> list[int]:
+    def deliver(
+        self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]", releases: Releases
+    ) -> list[int]:
         """Deliver boxes and return the digest of each box of `slot`, in the slot's order.
 
-        When it returns, the store has all bytes, and the tensors may change. No memory stays mapped, also after an error.
-        Raises the errors of `errors`.
+        When it returns, the store has all bytes, and the tensors may change. No memory stays mapped, apart from files that
+        `releases` has yet to close; also after an error. Raises the errors of `errors`.
 
         Args:
             version: UPLOADING version.
             slot: Boxes to deliver.
             items: Elements of every box of the slot, in any order.
+            releases: Receives each mapped file once all boxes in it are written.
         """
         ...

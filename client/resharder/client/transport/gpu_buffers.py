@@ -4,20 +4,20 @@ Digests are computed on the GPU. What follows from the layouts of the rank and o
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from resharder.client.gpu.device_to_host import DeviceToHost
+from resharder.client.gpu.device_to_host import BUFFER_BYTES, DeviceToHost
 from resharder.client.gpu.pinned_pages import box_of, spans_of
-from resharder.client.transport.base import AssignedSlot
+from resharder.client.transport.base import AssignedSlot, Releases
 from resharder.client.transport.live_items import LiveItems
 from resharder.converters.geometry.layout import Layout, Piece, box_shape, contiguous_strides
 from resharder.converters.geometry.piece_arrays import Ints
@@ -37,44 +37,53 @@ logger = logging.getLogger(__name__)
 class FromGpu:
     """Transport for one attached model.
 
-    `otherwise` creates the transport for tensors on other devices, and for items that come from an iterator.
+    Args:
+        device: GPU of the model's tensors.
+        threads: Threads that copy, each through a buffer of its own.
+        otherwise: Creates the transport for tensors on other devices, and for items that come from an iterator.
+        buffer_bytes: Size of a buffer.
     """
 
     name = "shared-memory"
     mapped = True
 
-    def __init__(self, device: torch.device, threads: int, otherwise: "Callable[[], Transport]") -> None:
-        self._device, self._threads, self._otherwise = device, threads, otherwise
+    def __init__(
+        self, device: torch.device, threads: int, otherwise: "Callable[[], Transport]", buffer_bytes: int = BUFFER_BYTES
+    ) -> None:
+        self._device, self._threads, self._otherwise, self._buffer_bytes = device, threads, otherwise, buffer_bytes
         self._planned: _Planned | None = None
 
-    def deliver(self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]") -> list[int]:
+    def deliver(
+        self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]", releases: Releases
+    ) -> list[int]:
         """Deliver as `Transport.deliver`; a model's own tensors that are all on the GPU in one copy."""
         if isinstance(items, LiveItems) and items.device == self._device:
-            return self._write(Path(version.folder), slot, items)
-        return self._otherwise().deliver(version, slot, items)
+            return self._write(Path(version.folder), slot, items, releases)
+        return self._otherwise().deliver(version, slot, items, releases)
 
-    def _write(self, folder: Path, slot: AssignedSlot, items: LiveItems) -> list[int]:
+    def _write(self, folder: Path, slot: AssignedSlot, items: LiveItems, releases: Releases) -> list[int]:
         names, began = {spec.name for spec in slot.specs}, time.monotonic()
         files = [file for file in read_layout(folder) if not names.isdisjoint(file.by_name)]
-        maps = MappedFiles(folder, files, writable=True)
-        try:
-            plan = self._plan(slot, items.pieces, files, maps)
-            planned = time.monotonic()
-            with ThreadPoolExecutor(self._threads) as pool:
-                list(pool.map(partial(map_pages, write=True), plan.spans(maps)))
+        with ExitStack() as stack, ThreadPoolExecutor(self._threads) as pool:
+            maps = [stack.enter_context(_Map(folder, file)) for file in files]
+            plan = self._plan(slot, items.pieces, files, [each.files for each in maps])
+            planned, begins = time.monotonic(), [each.files.begins[0] for each in maps]
+            if any(each.files.small_pages for each in maps):  # others are mapped faster by the copy's own few faults
+                list(pool.map(partial(map_pages, write=True), plan.spans(begins)))
             mapped = time.monotonic()
             with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-                digests = plan.copy.run(plan.targets(maps), plan.sources(items))
+                digests = plan.copy.run(
+                    plan.targets(begins), plan.sources(items), lambda i: releases.release(files[i].path, maps[i].take().close)
+                )
             took = planned - began, mapped - planned, time.monotonic() - mapped
             logger.info("wrote %d boxes: %.3f s to plan, %.3f s to map, %.3f s to copy", len(slot.boxes), *took)
             return digests
-        finally:
-            # On another thread: unmapping a million pages takes long, and the trainer may be waiting.
-            threading.Thread(target=_close, args=(maps,), name="resharder-unmap").start()
 
-    def _plan(self, slot: AssignedSlot, pieces: Sequence[Piece], files: list[FileLayout], maps: MappedFiles) -> "_Planned":
+    def _plan(self, slot: AssignedSlot, pieces: Sequence[Piece], files: list[FileLayout], maps: list[MappedFiles]) -> "_Planned":
         if self._planned is None or not self._planned.is_for(pieces, files):
-            self._planned = _Planned(slot, pieces, files, maps, self._device, self._threads)
+            self._planned = None  # its buffers are free before others are made
+            copy = partial(DeviceToHost, device=self._device, threads=self._threads, buffer_bytes=self._buffer_bytes)
+            self._planned = _Planned(slot, pieces, files, maps, copy)
         return self._planned
 
 
@@ -86,22 +95,21 @@ class _Planned:
         slot: AssignedSlot,
         pieces: Sequence[Piece],
         files: list[FileLayout],
-        maps: MappedFiles,
-        device: torch.device,
-        threads: int,
+        maps: list[MappedFiles],
+        plan_copy: Callable[..., DeviceToHost],
     ) -> None:
         self._pieces, self._files = pieces, files
         self._changed = [number for number, piece in enumerate(pieces) if piece.plus]
-        self.copy = DeviceToHost(layout_of(slot, pieces), device, threads)
         homes = {name: (i, placed) for i, file in enumerate(files) for name, placed in file.by_name.items()}
+        self.copy = plan_copy(layout_of(slot, pieces), groups={name: i for name, (i, _) in homes.items()})
         at = [(i, placed.offset, placed.offset + placed.spec.size) for i, placed in map(homes.__getitem__, self.copy.targets)]
         self._places = np.array(at, np.int64).reshape(-1, 3)  # file, first byte, end
         self._spans: list[tuple[int, int, int]] = []
         of_file: list[list[tuple[str, int]]] = [[] for _ in files]
         for number, spec in enumerate(slot.specs):
             of_file[homes[spec.name][0]].append((spec.name, number))
-        for i, begin in enumerate(maps.begins):
-            arrays = (box_of(maps.arrays[name], slot.boxes[number]) for name, number in of_file[i])
+        for i, each in enumerate(maps):
+            arrays, begin = (box_of(each.arrays[name], slot.boxes[number]) for name, number in of_file[i]), each.begins[0]
             self._spans += [(i, first - begin, end - begin) for first, end in spans_of(arrays)]
 
     def is_for(self, pieces: Sequence[Piece], files: list[FileLayout]) -> bool:
@@ -113,15 +121,14 @@ class _Planned:
         """Return the local tensors, and by its number each box whose values differ from the local ones by a constant."""
         return {**items.tensors, **{str(n): read_piece(items.tensors, items.pieces[n]).contiguous() for n in self._changed}}
 
-    def targets(self, maps: MappedFiles) -> Ints:
-        """Return the first and end address of each HF tensor."""
+    def targets(self, begins: Sequence[int]) -> Ints:
+        """Return the first and end address of each HF tensor. `begins` has the address of each file."""
         file, first, end = self._places.T
-        begins = np.array(maps.begins, np.int64)[file]
-        return np.column_stack([begins + first, begins + end])
+        at = np.array(begins, np.int64)[file]
+        return np.column_stack([at + first, at + end])
 
-    def spans(self, maps: MappedFiles) -> list[Span]:
-        """Return the pages of all boxes."""
-        begins = maps.begins
+    def spans(self, begins: Sequence[int]) -> list[Span]:
+        """Return the pages of all boxes. `begins` has the address of each file."""
         return [(begins[file] + first, begins[file] + end) for file, first, end in self._spans]
 
 
@@ -135,6 +142,26 @@ def layout_of(slot: AssignedSlot, pieces: Sequence[Piece]) -> Layout:
     return Layout({spec.name: spec for spec in slot.specs}, tuple(found))
 
 
-def _close(maps: MappedFiles) -> None:
-    with suppress(BufferError):  # frames of an error may still reference arrays; the maps end with these
-        maps.close()
+class _Map:
+    """Writable map of a file, unmapped at the end of the context unless it was taken."""
+
+    def __init__(self, folder: Path, file: FileLayout) -> None:
+        self.files = MappedFiles(folder, [file], writable=True)
+        self._taken = False
+
+    def take(self) -> "_Map":
+        """Return this map, which the caller closes."""
+        self._taken = True
+        return self
+
+    def close(self) -> None:
+        """Unmap the file, which takes long for small pages."""
+        with suppress(BufferError):  # frames of an error may still reference arrays; the map ends with these
+            self.files.close()
+
+    def __enter__(self) -> "_Map":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self._taken:
+            self.close()

@@ -17,7 +17,7 @@ import grpc
 import numpy as np
 import xxhash
 from resharder.client.rpc.channel import Backoff, Channel, unreachable
-from resharder.client.transport.base import AssignedSlot
+from resharder.client.transport.base import AssignedSlot, Releases
 from resharder.client.transport.host_buffers import add_digest, host_parts
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, box_shape, box_size
@@ -43,7 +43,9 @@ class GrpcChunks:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    def deliver(self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]") -> list[int]:
+    def deliver(
+        self, version: resources_pb2.Version, slot: AssignedSlot, items: "Iterable[Item]", releases: Releases
+    ) -> list[int]:
         """Deliver as `Transport.deliver`. Broken streams are resumed for the channel's patience."""
         digests, packer = [0] * len(slot.boxes), _Packer(slot)
         with ThreadPoolExecutor(_WINDOWS, thread_name_prefix="resharder-upload") as senders:

@@ -37,6 +37,8 @@ class VersionManifest:
     specs: dict[str, TensorSpec]
     digests: dict[str, int]
     files: tuple[FileLayout, ...]
+    data_address: str = ""
+    """`host:port` of the data port, without host if it is the endpoint's; empty for none."""
 
 
 class Arrived(NamedTuple):
@@ -60,6 +62,7 @@ def get_manifest(channel: Channel, version: str) -> VersionManifest:
         {spec.name: spec for spec in specs},
         {spec.name: tensor.digest for spec, tensor in zip(specs, answer.tensors, strict=True)},
         tuple(parse_header(Path(file.path).name, file.header, file.size_bytes) for file in answer.files),
+        answer.data_address,
     )
 
 

@@ -50,15 +50,19 @@ class FileLayout:
         return {placed.spec.name: placed for placed in self.tensors}
 
 
-def lay_out(specs: Iterable[TensorSpec], max_file_bytes: int = 4 << 30) -> tuple[FileLayout, ...]:
+def lay_out(specs: Iterable[TensorSpec], max_file_bytes: int | None = None) -> tuple[FileLayout, ...]:
     """Return the files for some tensors, named as `save_pretrained` names them.
 
     Tensors of wide elements come first, so that all are aligned without holes.
 
     Args:
         specs: Tensors in any order; the result depends on their set only.
-        max_file_bytes: Bound on the tensors of a file. A larger tensor has a file of its own.
+        max_file_bytes: Bound on the tensors of a file. A larger tensor has a file of its own. By default a 32nd of all bytes,
+            but 256 MiB to 4 GiB: the smaller the files, the more of a version is digested before its last file is written.
     """
+    specs = list(specs)
+    if max_file_bytes is None:
+        max_file_bytes = min(max(sum(spec.size for spec in specs) // 32, 256 << 20), 4 << 30)
     groups: list[list[TensorSpec]] = [[]]
     room = max_file_bytes
     for spec in sorted(specs, key=lambda s: (-ITEM_SIZES[s.dtype], s.name)):
@@ -133,7 +137,9 @@ def _indexed_files(index: Path) -> list[str]:
         raise ValueError(
             f"{index}: expected `weight_map` with the file of each tensor, found another content: {error!r}"
         ) from error
-    if strange := [name for name in names if not is_text(name) or "\0" in name or name != Path(name).name]:
+    if strange := [
+        name for name in names if not is_text(name) or "\0" in name or len(name.encode()) > 255 or name != Path(name).name
+    ]:
         raise ValueError(f"{index}: expected plain file names, found {str(strange[0])[:80]!r}")
     return sorted(names)
 
@@ -157,7 +163,7 @@ def _read_header(path: Path) -> bytes:
         return prefix + file.read(length)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def parse_header(path: str, header: bytes, size: int) -> FileLayout:
     """Return the layout described by a safetensors header.
 
@@ -196,6 +202,11 @@ class MappedArrays(Mapping[str, Array]):
 
     def __init__(self, files: tuple[FileLayout, ...], content: list[Array]) -> None:
         self._files, self._content = files, content
+
+    @property
+    def contents(self) -> list[Array]:
+        """Bytes of each file."""
+        return list(self._content)
 
     def __getitem__(self, name: str) -> Array:
         for file, raw in zip(self._files, self._content, strict=True):
@@ -241,6 +252,11 @@ class MappedFiles:
             content.append(np.frombuffer(mapped, dtype=np.uint8))
             self._maps.append((mapped, byte_bounds(content[-1])))
         self.arrays = MappedArrays(self._files, content)
+
+    @property
+    def contents(self) -> list[Array]:
+        """Bytes of each file, in the order of the files. Like `arrays`, they must be released before `close`."""
+        return self.arrays.contents
 
     @property
     def begins(self) -> list[int]:

@@ -65,11 +65,16 @@ class Exchange:
         """Return the current offer of a group's ranks. Raises FailedPrecondition (NOT_OFFERED)."""
         offer = next(iter(self._offers_to(group)), None)
         if offer is None or offer.ended:
-            raise FailedPrecondition("NOT_OFFERED", f"group {group.id}: the offer of its version is over")
+            why = f": {offer.over}" if offer is not None else ""
+            raise FailedPrecondition("NOT_OFFERED", f"group {group.id}: the offer of its version is over{why}")
         return offer
 
     def _offers_to(self, group: Group) -> list[Offer]:
         return [offer for offer in self.offers.values() if offer.publisher == group.members[0].owner]
+
+    def groups_of(self, offer: Offer) -> list[Group]:
+        """Return the groups of an offer's publisher."""
+        return [group for group in self.groups.values() if group.members[0].owner == offer.publisher]
 
     def is_refused(self, server: str, number: int) -> bool:
         """Return whether a server takes a version over the staged path."""

@@ -113,7 +113,7 @@ class Links:
                     place = self._number(server, model)
                     break
                 if exchange.clock() > deadline:
-                    exchange.refuse(server, number, "late", "not all ranks and workers joined in time")
+                    exchange.refuse(server, number, "late", f"not all ranks and workers joined within {exchange.seconds:g} s")
             yield exchange.changed.pause(seen, LOOK)
         try:
             planned = self._memories.plan(ranks, workers, place)
@@ -141,7 +141,7 @@ class Links:
         if former is not None and former.key == key and not former.error:
             return former
         if offer.ended:
-            exchange.refuse(server, offer.number, "offer_over", "its offer is over")
+            exchange.refuse(server, offer.number, "offer_over", f"its offer is over: {offer.over}")
         if former is not None:  # its ranks were not notified if their offer had ended
             exchange.end(former, former.error or "other members have taken its place")
         members = (*(ranks[rank][0] for rank in planned.senders), *(workers[rank][0] for rank in sorted(workers)))

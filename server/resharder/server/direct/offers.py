@@ -52,10 +52,11 @@ class Offers:
             offer = exchange.offers.get(model)
             if offer is None or offer.publisher != member.owner or offer.number < number:
                 if offer is not None:
-                    offer.end()
+                    offer.end(f"version {number} is offered by {member.owner}")
                 offer = exchange.offers[model] = Offer(model, number, member.owner, world_size, wait_seconds, exchange.changed)
             if offer.number > number or offer.ended:
-                raise FailedPrecondition("NOT_OFFERED", f"version {number} of {model}: its offer is over")
+                why = offer.over if offer.number == number else f"version {offer.number} is offered"
+                raise FailedPrecondition("NOT_OFFERED", f"version {number} of {model}: its offer is over: {why}")
             offer.wait_seconds = min(offer.wait_seconds, wait_seconds)
             offer.servers_sleep |= servers_sleep
             offer.ranks[member.rank] = (member, memory, deque())
@@ -87,7 +88,8 @@ class Offers:
         offer = exchange.offers.get(model)
         exchange.check_attempts(server, number)
         if offer is not None and (offer.number > number or (offer.number == number and offer.ended)):
-            exchange.refuse(server, number, "offer_over", "its offer is over")
+            why = offer.over if offer.number == number else f"version {offer.number} is offered"
+            exchange.refuse(server, number, "offer_over", f"its offer is over: {why}")
         if offer is None or offer.number != number:
             able = any(owner.startswith(f"models/{model}/publishers/") for owner in self._memories.owners())
             if not able or number <= self._withheld.get(model, 0):
@@ -126,7 +128,7 @@ class Offers:
                 return
             for group in [group for group in exchange.groups.values() if member in group.members]:
                 exchange.fail(group, "member_gone", f"rank {rank} of {member.owner} is gone")
-            offer.end()
+            offer.end(f"rank {rank} of {member.owner} is gone")
             exchange.changed.notify()
 
     def _end_if_over(self, offer: Offer, state: str) -> None:
@@ -142,14 +144,21 @@ class Offers:
             needed = offer.servers_sleep or any(
                 not exchange.is_refused(server, offer.number) for server in awaiting - offer.served
             )
-            if not offer.ended and self._is_over(offer, state, now, needed):
-                offer.end()
+            if not offer.ended and (why := self._why_over(offer, state, now, needed)):
+                offer.end(why)
                 exchange.changed.notify()
 
-    def _is_over(self, offer: Offer, state: str, now: float, needed: bool) -> bool:
+    def _why_over(self, offer: Offer, state: str, now: float, needed: bool) -> str:
+        """Return why an offer is over; empty if it is not. Workers that wait for the begin of a transfer are waited for."""
         if state != "READY" or offer.ready_at is None:
-            return state != "UPLOADING"
+            return "" if state == "UPLOADING" else f"version {offer.number} is {state}"
         waited, seconds = now - offer.ready_at, self._exchange.seconds
-        if offer.running or offer.turns:
-            return waited > offer.wait_seconds + seconds
-        return waited > offer.wait_seconds or not needed or (waited > seconds and not offer.complete)
+        starting = any(group.starting for group in self._exchange.groups_of(offer))
+        bound = offer.wait_seconds + (seconds if offer.running or offer.turns or starting else 0.0)
+        if waited > bound:
+            return f"the publisher waits for {bound:g} s after READY"
+        if offer.running or offer.turns or starting:
+            return ""
+        if not needed:
+            return "no server waits for it"
+        return f"not every rank offered it within {seconds:g} s after READY" if waited > seconds and not offer.complete else ""

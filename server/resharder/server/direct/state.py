@@ -86,6 +86,11 @@ class Group:
     has_sent: bool = False  # ranks have the boxes of their DIGEST tasks
 
     @property
+    def starting(self) -> bool:
+        """Whether a worker waits for the begin of the transfer."""
+        return bool(self.started) and self.granted != self.install and not self.error
+
+    @property
     def ranks(self) -> frozenset[Member]:
         """Members that send."""
         return frozenset(self.members[: self.senders])
@@ -113,9 +118,14 @@ class Offer:
     running: dict[str, Group] = field(default_factory=dict)
     ready_at: float | None = None
     served: set[str] = field(default_factory=set)  # servers that have installed it
-    ended: bool = False
+    over: str = ""  # why it has ended; empty while it lasts
     look_at: float = 0.0  # time of the next check whether it is over
     servers_sleep: bool = False  # it does not end before a server was awaited
+
+    @property
+    def ended(self) -> bool:
+        """Whether memory may change."""
+        return bool(self.over)
 
     @property
     def complete(self) -> bool:
@@ -144,9 +154,9 @@ class Offer:
         group.has_sent = True
         self.changed.notify()
 
-    def end(self) -> None:
+    def end(self, why: str) -> None:
         """End the offer: each rank's queue of tasks ends, after which its memory may change."""
-        self.ended = True
+        self.over = self.over or why
         for _, _, tasks in self.ranks.values():
             tasks.append(None)
         self.changed.notify()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from resharder.server.direct.digest_sums import held_by, sent_count
 from resharder.server.direct.exchange import LOOK, Exchange
-from resharder.server.direct.state import Group, Member
+from resharder.server.direct.state import Group, Member, Offer
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument
 
@@ -26,22 +26,26 @@ class Transfers:
             group = self._group_of_worker(member, id)
             if group.install != install:
                 group.install, group.started, group.finished, group.received = install, set(), set(), 0
-            group.started.add(member.rank)
             offer, deadline = exchange.offer_of(group), exchange.clock() + exchange.seconds
+            group.started.add(member.rank)
             if len(group.started) == len(group.members) - group.senders:
                 offer.turns.append(group)
                 exchange.start_next(offer)
-        while True:
-            seen = exchange.changed.count
+        try:
+            while True:
+                seen = exchange.changed.count
+                with exchange.lock:
+                    if group.granted == install:
+                        return
+                    self._check_offered(group, offer)
+                    if group not in offer.turns and exchange.clock() > deadline:
+                        exchange.fail(group, "late", f"not every worker was ready within {exchange.seconds:g} s")
+                    exchange.end_late(offer)  # in case no rank asks for its tasks
+                yield exchange.changed.pause(seen, LOOK)
+        finally:
             with exchange.lock:
-                if group.granted == install:
-                    return
-                if group.error or offer.ended:
-                    exchange.refuse(group.server, offer.number, "offer_over", group.error or "its offer is over")
-                if group not in offer.turns and exchange.clock() > deadline:
-                    exchange.fail(group, "late", f"not every worker was ready within {exchange.seconds:g} s")
-                exchange.end_late(offer)  # in case no rank asks for its tasks
-            yield exchange.changed.pause(seen, LOOK)
+                if group.install == install and group.granted != install:
+                    group.started.discard(member.rank)  # the offer does not wait for a worker that has left
 
     def finish(self, member: Member, id: str, ok: bool, error: str, size_bytes: int) -> None:
         """Record that a member has finished, or failed with `error`.
@@ -75,7 +79,7 @@ class Transfers:
             group = self._group_of_worker(member, id)
             offer, deadline = exchange.offer_of(group), exchange.clock() + exchange.seconds
             if offer.number != number:
-                raise FailedPrecondition("NOT_OFFERED", f"version {number}: its offer is over")
+                raise FailedPrecondition("NOT_OFFERED", f"version {number}: its offer is over: version {offer.number} is offered")
             if group.reported_of != number:
                 group.reported_of, group.reported = number, {}
                 offer.ask(group)
@@ -85,8 +89,9 @@ class Transfers:
                 if len(group.reported) >= group.senders and group.reported_of == number:
                     reported, target = dict(group.reported), group.members.index(member) - group.senders
                     break
-                if group.error or offer.ended or group.reported_of != number:
-                    exchange.refuse(group.server, number, "offer_over", group.error or "its offer is over")
+                self._check_offered(group, offer)
+                if group.reported_of != number:
+                    exchange.refuse(group.server, number, "offer_over", f"digests of version {group.reported_of} are asked for")
                 if exchange.clock() > deadline:
                     exchange.fail(group, "late", f"not every rank reported its digests within {exchange.seconds:g} s")
             yield exchange.changed.pause(seen, LOOK)
@@ -108,6 +113,14 @@ class Transfers:
             if group.reported_of == number:
                 group.reported[member.rank] = np.array(digests, np.uint64)
                 exchange.changed.notify()
+
+    def _check_offered(self, group: Group, offer: Offer) -> None:
+        """Raise FailedPrecondition (NOT_OFFERED) if not all workers of a group will receive a version."""
+        exchange = self._exchange
+        if group.error or offer.ended:
+            exchange.refuse(group.server, offer.number, "offer_over", group.error or f"its offer is over: {offer.over}")
+        if exchange.is_refused(group.server, offer.number):  # the others must not wait, with their server paused
+            exchange.refuse(group.server, offer.number, "late", "another worker takes that path")
 
     def _group_of_worker(self, member: Member, id: str) -> Group:
         group = self._exchange.group(id)

@@ -14,7 +14,12 @@ from resharder.server.state.fleet import Fleet, FleetStrategy, FleetStrategyKind
 from resharder.server.state.server import Power
 from resharder.v1 import operator_pb2, resources_pb2
 
-_FIELDS = ("target", "strategy", "pause_mode", "max_skew", "serve_ahead")
+_FIELDS = ("target", "strategy", "pause_mode", "max_skew", "serve_ahead", "serve_ahead_setting")
+SERVE_AHEAD: dict[int, bool | None] = {
+    resources_pb2.SERVE_AHEAD_AUTO: None,
+    resources_pb2.SERVE_AHEAD_ON: True,
+    resources_pb2.SERVE_AHEAD_OFF: False,
+}
 _Act = Callable[[Fleet, View], Fleet]
 
 
@@ -53,6 +58,7 @@ class Operations:
         target = read_target(message.target) if "target" in fields else None
         strategy = read_strategy(message.strategy, self._checks) if "strategy" in fields else None
         mode = _read_pause_mode(message.pause_mode) if "pause_mode" in fields else None
+        ahead = _read_serve_ahead(message.serve_ahead_setting) if "serve_ahead_setting" in fields else None
         if message.max_skew < 0:
             raise InvalidArgument("MAX_SKEW", f"expected max_skew of 0 or more, got {message.max_skew}")
         model = message.model.removeprefix("models/")
@@ -74,6 +80,8 @@ class Operations:
                 fleet = replace(fleet, max_skew=message.max_skew)
             if "serve_ahead" in fields:
                 fleet = replace(fleet, serve_ahead=message.serve_ahead)
+            if "serve_ahead_setting" in fields:
+                fleet = replace(fleet, serve_ahead=ahead)
             _check_ahead(fleet)
             return fleet
 
@@ -207,6 +215,14 @@ def _read_pause_mode(mode: int) -> PauseMode:
     return PauseMode(mode)
 
 
+def _read_serve_ahead(setting: int) -> bool | None:
+    """Convert a setting; None is AUTO. Raises InvalidArgument (SERVE_AHEAD)."""
+    if setting not in SERVE_AHEAD:
+        names = listed(resources_pb2.ServeAhead.Name(value) for value in SERVE_AHEAD)
+        raise InvalidArgument("SERVE_AHEAD", f"expected serve_ahead_setting of {names}, got {setting}")
+    return SERVE_AHEAD[setting]
+
+
 def _set_target(fleet: Fleet, target: FleetTarget, view: View) -> Fleet:
     refused = dict(fleet.refused)
     if target.kind == FleetTargetKind.NUMBER:
@@ -226,7 +242,7 @@ def _check_ready(version: int, view: View) -> None:
 
 
 def _check_ahead(fleet: Fleet) -> None:
-    if fleet.serve_ahead and (fleet.strategy.kind != FleetStrategyKind.ALL_AT_ONCE or fleet.max_skew):
+    if fleet.serve_ahead and not fleet.independent:
         bound = f"a skew bound of {fleet.max_skew}" if fleet.max_skew else "no skew bound"
         raise InvalidArgument(
             "SERVE_AHEAD",

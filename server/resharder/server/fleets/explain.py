@@ -60,7 +60,14 @@ def explain(server: Server, now: float, settings: Settings) -> str:
         if server.left:
             return f"{_serving(server)}its API servers have ended; it is forgotten in {left:.0f} s, when its lease ends"
         return f"{_serving(server)}no control side is attached; its lease ends in {left:.0f} s"
-    return _serving(server) + _doing(server, now, settings)
+    return _serving(server) + _doing(server, now, settings) + _slow_reads(server)
+
+
+def _slow_reads(server: Server) -> str:
+    """Return why workers read versions by gRPC in place of HTTP; empty if none does."""
+    reasons = {worker.transport_reason: rank for rank, worker in sorted(server.workers.items(), reverse=True)}
+    reasons.pop("", None)
+    return "".join(f"; worker {rank} read its version by gRPC, not HTTP: {reason}" for reason, rank in list(reasons.items())[:1])
 
 
 def _serving(server: Server) -> str:
@@ -199,6 +206,16 @@ def explain_fleet(fleet: Fleet, view: View) -> str:
     aside = max(view.set_aside & view.ready - fleet.refused.keys(), default=0)
     skipped = f"; version {aside} is set aside: `update {aside}` serves it" if aside > fleet.settled else ""
     return f"at its target version{skipped}{refused}"
+
+
+def explain_serve_ahead(fleet: Fleet) -> str:
+    """Return the rule by which a fleet serves versions ahead of READY, or does not."""
+    if fleet.serve_ahead is not None:
+        return "set by an operator"
+    if fleet.max_skew:
+        return f"default of a fleet with a skew bound of {fleet.max_skew}"
+    bound = " without a skew bound" if fleet.serves_ahead else ""
+    return f"default of a fleet that moves {fleet.strategy.kind.name}{bound}"
 
 
 def _explain_move(move: Move, view: View) -> str:

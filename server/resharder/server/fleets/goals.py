@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from resharder.server.fleets.pause_admission import held_back
+from resharder.server.fleets.reconciler.installs import why_not_ahead
 from resharder.server.fleets.updates import is_attached, is_broken, move_tries, present_servers, wanted
 from resharder.server.state.fleet import (
     NOBODY,
@@ -24,6 +25,7 @@ def goals(fleet: Fleet, view: View) -> dict[str, Goal]:
     late = held_back(view) if fleet.pause_mode != PauseMode.WAIT and not together else frozenset()
     for id, server in view.servers.items():
         version, apply, why = _part(fleet, id, server, view, id in turns)
+        version = _instead(version, fleet, server, view)
         if apply and id in late:
             apply, why = False, "it waits for its turn on the direct path"
         found[id] = Goal(
@@ -50,7 +52,7 @@ def boots(fleet: Fleet, view: View) -> int:
         version = move.back_to
     if version not in view.ready - fleet.refused.keys():
         version = wanted(fleet, replace(view, ahead=frozenset()))
-    return version if version in view.ready or not fleet.serve_ahead else 0
+    return version if version in view.ready else 0
 
 
 def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tuple[int, bool, str]:
@@ -83,6 +85,16 @@ def _part(fleet: Fleet, id: str, server: Server, view: View, turn: bool) -> tupl
         if keeps and fleet.target.kind == FleetTargetKind.LATEST:
             return install.version, True, ""
     return (move.to, True, "") if turn else (stays, True, "it waits for its turn")
+
+
+def _instead(version: int, fleet: Fleet, server: Server, view: View) -> int:
+    """Return a newer READY version for a server that has to wait until `version` is READY; else `version`."""
+    install = server.install
+    installs = install is not None and install.active and install.version == version
+    if version not in view.ahead or installs or not why_not_ahead(server, version):
+        return version
+    newer = view.ready - fleet.refused.keys() - view.set_aside
+    return max((number for number in newer if max(server.opened, server.agreed) < number < version), default=version)
 
 
 def _turns(fleet: Fleet, view: View) -> set[str]:

@@ -87,7 +87,8 @@ class FleetFiles:
 
 def stored(fleet: Fleet, now: float) -> bytes:
     """Return the content of a fleet's file. `now` is a reading of the monotonic clock, from which ages are computed."""
-    return _with_names(_fleet.dump_json(_turned(fleet, now)), _NAMES)
+    unset = {"serve_ahead"} if fleet.serve_ahead is None else None  # earlier releases read true or false only
+    return _with_names(_fleet.dump_json(_turned(fleet, now), exclude=unset), _NAMES)
 
 
 def restored(content: bytes, now: float) -> Fleet:

@@ -67,8 +67,9 @@ class SeenVersions:
 
     def ahead(self, fleet: Fleet) -> dict[int, Ahead]:
         """Return the offered versions of a fleet's model, marked as UPLOADING only for a fleet that serves ahead."""
+        on, chosen = fleet.serves_ahead, fleet.serve_ahead is not None
         ahead = self._ahead.get(fleet.model, {})
-        return ahead if fleet.serve_ahead else {number: replace(one, staging=False) for number, one in ahead.items()}
+        return {number: replace(one, staging=one.staging and on, remote=chosen) for number, one in ahead.items()}
 
     def at_once(self, model: str) -> int:
         """Return the number of servers that can receive a version over the direct path at the same time."""

@@ -147,7 +147,7 @@ class Steering:
 
     def pin_versions(self, fleet: Fleet) -> None:
         """Pin the versions that a fleet needs, and release others. A fleet that serves ahead needs the newest READY version."""
-        newest = max(self._seen.ready(fleet.model), default=0) if fleet.serve_ahead else 0
+        newest = max(self._seen.ready(fleet.model), default=0) if fleet.serves_ahead else 0
         holder, needed = f"fleets/{fleet.name}", (fleet.needs() | {newest}) - {0}
         self._pins.pin(holder, fleet.model, needed)
         self._pins.release(holder, fleet.model, keep=needed)

@@ -102,7 +102,7 @@ def advance(fleet: Fleet, view: View) -> Fleet:
 
 def _begin(fleet: Fleet, to: int, view: View) -> Fleet:
     at = fleet.moving.to if fleet.moving else fleet.settled
-    left = fleet.serve_ahead and at > to and at not in view.usable
+    left = fleet.serves_ahead and at > to and at not in view.usable
     strategy, reason = fleet.strategy, f"version {at} was not completed" if left else ""
     back_to = fleet.settled if fleet.settled in view.ready else 0
     if fleet.mixes(to, view.shown):

@@ -1,5 +1,7 @@
-"""Listen addresses, written as host:port or unix:PATH."""
+"""Listen addresses, written as host:port or unix:PATH, and names of hosts in requests."""
 
+import re
+from contextlib import suppress
 from ipaddress import ip_address
 
 
@@ -18,3 +20,23 @@ def is_loopback(listen: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost" or listen.startswith(("unix:", "unix-abstract:"))
+
+
+def names_address(host: str) -> bool:
+    """Return whether an HTTP `Host` header is an IP address or `localhost`, with or without a port."""
+    name = re.sub(r":\d+$", "", host)
+    if name == "localhost":
+        return True
+    try:
+        ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def reachable_at(listen: str, port: int) -> str:
+    """Return host:port at which clients reach a listener on `port`; without a host if `listen` is for every address."""
+    host, _ = parse_listen(listen)
+    with suppress(ValueError):  # a name
+        host = "" if ip_address(host).is_unspecified else host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

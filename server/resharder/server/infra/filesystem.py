@@ -58,21 +58,65 @@ def unwritten_elsewhere(path: Path) -> bool:
     return _leasable(path, fcntl.F_RDLCK)
 
 
+class ReadLease:
+    """Lease on a file that no process has open or mapped for writing, until one opens it for writing.
+
+    The opener waits until the lease is closed, at most for the kernel's `fs.lease-break-time`, or fails if it does not block.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether no process has opened the file for writing since the lease was taken."""
+        try:
+            return self._descriptor >= 0 and fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK
+        except OSError:  # a kernel that grants leases and does not report them
+            return False
+
+    def close(self) -> None:
+        """Give the lease back. It is not intact afterwards."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            _end_lease(descriptor)
+
+
+def read_lease(path: Path) -> ReadLease | None:
+    """Take a lease on a file. None if a process, this one included, has the file open or mapped for writing."""
+    descriptor = _leased(path, fcntl.F_RDLCK)
+    return None if descriptor is None else ReadLease(descriptor)
+
+
 def _leasable(path: Path, kind: int) -> bool:
+    descriptor = _leased(path, kind)
+    if descriptor is None:
+        return False
+    _end_lease(descriptor)
+    return True
+
+
+def _leased(path: Path, kind: int) -> int | None:
+    """Return a descriptor with a lease on its file; None if the kernel does not grant it."""
     with touching(path, "opening"):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         # An open by another process while the lease is held sends a signal, by default SIGIO, which kills.
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, kind)
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK):
-            return False
-        raise MediumRefused(error, path, "leasing", 0) from error
-    finally:
         os.close(descriptor)
-    return True
+        if error.errno in (errno.EAGAIN, errno.EACCES, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK):
+            return None
+        raise MediumRefused(error, path, "leasing", 0) from error
+    return descriptor
+
+
+def _end_lease(descriptor: int) -> None:
+    """End a lease and close its descriptor. Closing does not suffice while a process forked from this one has the descriptor."""
+    with suppress(OSError):
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    os.close(descriptor)
 
 
 def anonymous_bytes() -> int:

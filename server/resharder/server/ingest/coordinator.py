@@ -8,6 +8,7 @@ replaced. An abort applies to every rank, and only ranks that have received it r
 import time
 from collections.abc import Callable
 
+from resharder.server.ingest.exchange import MaximaExchange
 from resharder.server.ingest.publishers import Publishers
 from resharder.server.ingest.shared import IngestObserver, IngestShared
 from resharder.server.ingest.steps import Steps
@@ -24,6 +25,7 @@ class Intake:
         publishers: Claims, registration and leases.
         steps: Versions by step.
         uploads: UPLOADING versions.
+        exchange: Exchanges of maxima among ranks that cast to FP8.
         waits: Calls that wait for a version.
 
     Args:
@@ -50,9 +52,10 @@ class Intake:
     ) -> None:
         self.store = store
         self._shared = IngestShared(store, clock)
-        self.uploads = Uploads(self._shared, threads, writer_patience)
+        self.uploads = Uploads(self._shared, writer_patience)
         self.publishers = Publishers(self._shared, self.uploads, lease_seconds)
-        self.steps = Steps(self._shared, self.publishers, self.uploads, chunk_bytes)
+        self.exchange = MaximaExchange(self._shared, self.publishers)
+        self.steps = Steps(self._shared, self.publishers, self.uploads, chunk_bytes, threads)
         self.waits = VersionWaits(self._shared, audience)
 
     def observe(self, observer: IngestObserver) -> None:

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.errors import LayoutError, UnsupportedModel
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec
 from resharder.converters.geometry.piece_arrays import join_boxes
 from resharder.converters.geometry.senders import senders
 from resharder.converters.geometry.tiling import Held, check_tiling
+from resharder.converters.quantization.checkpoint import expected_tensors
 from resharder.converters.storage.files import INDEX_FILE
+from resharder.server.ingest.maxima import RankBlocks, SharedPlan, VersionMaxima, plan_shared
 from resharder.server.ingest.packed_boxes import PackedBoxes, Slot, cut_slot
 from resharder.server.state.errors import AlreadyExists, DaemonError, FailedPrecondition, InvalidArgument, ResourceNotFound
 from resharder.server.store.manifest import MANIFEST_FILE
@@ -73,6 +74,9 @@ class PublisherRecord:
     specs: list[TensorSpec] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
     held: dict[int, PackedBoxes] = field(default_factory=dict)  # until ACTIVE
+    blocks: dict[int, RankBlocks] = field(default_factory=dict)  # blocks that each rank shares, until ACTIVE
+    shared: SharedPlan = field(default_factory=lambda: plan_shared({}))
+    maxima: dict[int, VersionMaxima] = field(default_factory=dict)  # by number of the version
     assigned: dict[int, list[int]] = field(default_factory=dict)
     boxes: dict[int, PackedBoxes] = field(default_factory=dict)  # boxes that each rank sends
     seen: dict[int, float] = field(default_factory=dict)  # rank -> time of its last call
@@ -126,7 +130,14 @@ class PublisherRecord:
                 "NOT_REGISTERED", f"{self.name}: expected {self.world_size} registered ranks, {len(self.registered)} are"
             )
 
-    def add_slot(self, rank: int, fingerprint: str, specs: Sequence[TensorSpec], boxes: PackedBoxes) -> bool:
+    def add_slot(
+        self,
+        rank: int,
+        fingerprint: str,
+        specs: Sequence[TensorSpec],
+        boxes: PackedBoxes,
+        shared: RankBlocks | None = None,
+    ) -> bool:
         """Add a rank's slot and return whether all ranks have registered.
 
         Raises FailedPrecondition (TENSOR_MISMATCH); nothing has changed then.
@@ -140,7 +151,10 @@ class PublisherRecord:
                     f"{spec.name}: expected {have.dtype} {list(have.shape)} as another rank has, "
                     f"rank {rank} has {spec.dtype} {list(spec.shape)}",
                 )
-        self.held[rank] = boxes.renumber([self._number(spec) for spec in specs])
+        numbers = [self._number(spec) for spec in specs]
+        self.held[rank] = boxes.renumber(numbers)
+        if shared is not None:
+            self.blocks[rank] = shared.renumber(numbers)
         self.registered[rank] = fingerprint
         return len(self.registered) == self.world_size
 
@@ -233,7 +247,7 @@ class PublisherRecord:
         try:
             config = json.loads(self.files["config.json"])
             _check_counts(config)
-            expected = expected_shapes(config)
+            expected = expected_tensors(config, self.specs)
         except (KeyError, UnsupportedModel):
             return  # no config, or no table for its architecture: the ranks' names are accepted
         except (ValueError, TypeError, AttributeError) as error:
@@ -261,10 +275,10 @@ class PublisherRecord:
                 held[self.specs[int(boxes.tensors[position])].name].append(piece)
         return held
 
-    def activate(self, assigned: dict[int, list[int]], boxes: dict[int, PackedBoxes]) -> None:
-        """Become ACTIVE with the result of `check_and_assign`, and free the state of registration."""
-        self.assigned, self.boxes, self.state = assigned, boxes, ACTIVE
-        self.held, self.files, self.stalled = {}, {}, None
+    def activate(self, assigned: dict[int, list[int]], boxes: dict[int, PackedBoxes], shared: SharedPlan) -> None:
+        """Become ACTIVE with the results of `check_and_assign` and `plan_shared`, and free the state of registration."""
+        self.assigned, self.boxes, self.shared, self.state = assigned, boxes, shared, ACTIVE
+        self.held, self.blocks, self.files, self.stalled = {}, {}, {}, None
 
     def reject(self, error: DaemonError) -> None:
         """Become REJECTED. Later calls raise `error`."""

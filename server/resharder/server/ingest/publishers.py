@@ -3,11 +3,13 @@
 from collections.abc import Mapping, Sequence
 
 import structlog
+from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.layout import ITEM_SIZES, TensorSpec
 from resharder.converters.storage.digest import compile_for
 from resharder.converters.storage.files import lay_out
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.medium import MEDIUM, medium_error
+from resharder.server.ingest.maxima import RankBlocks, SharedPlan, plan_shared
 from resharder.server.ingest.packed_boxes import PackedBoxes
 from resharder.server.ingest.publisher import ACTIVE, FENCED, MAX_WORLD, NO_FILES, REGISTERING, PublisherRecord, check_files
 from resharder.server.ingest.shared import IngestShared, parse_name
@@ -121,7 +123,14 @@ class Publishers:
         return sum(now - seen <= self.lease_seconds for seen in list(publisher.seen.values()))
 
     def register(
-        self, name: str, rank: int, fingerprint: str, specs: Sequence[TensorSpec], boxes: PackedBoxes, process: str = ""
+        self,
+        name: str,
+        rank: int,
+        fingerprint: str,
+        specs: Sequence[TensorSpec],
+        boxes: PackedBoxes,
+        process: str = "",
+        shared: RankBlocks | None = None,
     ) -> PublisherRecord:
         """Register one rank's slot. The last rank's call checks all slots and reserves capacity.
 
@@ -132,6 +141,7 @@ class Publishers:
             specs: Tensors of which the rank has boxes.
             boxes: The rank's boxes, replicas included, by position in `specs`.
             process: Nonce of the rank's process. A new one aborts versions that the former process has begun and not sealed.
+            shared: Blocks that the rank shares with others, by position in `specs`; None if it casts nothing.
         """
         self._replace(name, rank, process)
         with self._shared.lock:
@@ -139,7 +149,7 @@ class Publishers:
             publisher.check_usable()
             try:
                 if not publisher.is_registered(rank, fingerprint):
-                    publisher.add_slot(rank, fingerprint, specs, boxes)
+                    publisher.add_slot(rank, fingerprint, specs, boxes, shared)
             except FailedPrecondition as error:
                 publisher.reject(error)
                 raise
@@ -166,12 +176,13 @@ class Publishers:
         try:
             self._store.capacity.check_size(sum(spec.size for spec in publisher.specs))
             assigned, boxes = publisher.check_and_assign()
+            shared = _planned(publisher)
             layouts = lay_out(publisher.specs)
             compile_for(ITEM_SIZES[spec.dtype] for spec in publisher.specs)  # now rather than in the first verification
             with self._shared.lock:
                 publisher.check_usable()
                 self._store.epochs.reserve(publisher.model, publisher.epoch, layouts, publisher.files)
-                publisher.activate(assigned, boxes)
+                publisher.activate(assigned, boxes, shared)
                 self._shared.changed.notify()
             for observer in self._shared.observers:
                 observer.publish_phase("registration", publisher.model, self._shared.clock() - publisher.created)
@@ -218,6 +229,13 @@ class Publishers:
         for publisher in self.all():
             self._uploads.abort_overtaken(publisher)
         self._uploads.expire(self.lease_seconds)
+
+
+def _planned(publisher: PublisherRecord) -> SharedPlan:
+    try:
+        return plan_shared(publisher.blocks)
+    except LayoutError as error:
+        raise FailedPrecondition("LAYOUT_MISMATCH", f"{publisher.name}: {error}") from error
 
 
 def _registration_error(error: Exception) -> DaemonError:

@@ -18,11 +18,20 @@ _log = structlog.get_logger("resharder.intake")
 
 
 class Steps:
-    """Versions of all publishers by step. Thread-safe. `chunk_bytes` is the size of the chunks that ranks send."""
+    """Versions of all publishers by step. Thread-safe.
 
-    def __init__(self, shared: IngestShared, publishers: Publishers, uploads: Uploads, chunk_bytes: int) -> None:
+    Args:
+        shared: State that the parts of ingest share.
+        publishers: Publishers of all models.
+        uploads: UPLOADING versions.
+        chunk_bytes: Size of the chunks that ranks send.
+        threads: Threads that digest a version.
+    """
+
+    def __init__(self, shared: IngestShared, publishers: Publishers, uploads: Uploads, chunk_bytes: int, threads: int) -> None:
         self._shared, self._store = shared, shared.store
         self._publishers, self._uploads, self.chunk_bytes = publishers, uploads, chunk_bytes
+        self._threads = threads
         self._creating: set[tuple[str, int, int]] = set()
 
     def create(
@@ -115,6 +124,7 @@ class Steps:
                 layouts,
                 chunk_bytes=self.chunk_bytes,
                 shared=store.folder.shared,
+                threads=self._threads,
                 now=shared.clock(),
             )
             upload.begun[rank] = publisher.processes.get(rank, "")

@@ -21,6 +21,7 @@ from resharder.converters.wire.chunk_frame import ChunkHeader
 from resharder.server.infra.filesystem import touching, unwritten_elsewhere
 from resharder.server.ingest.packed_boxes import Slot
 from resharder.server.ingest.publisher import PublisherRecord
+from resharder.server.ingest.released_files import EarlyDigests, ReleasedFiles, has_header
 from resharder.server.state.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument
 from resharder.server.state.timing import Timing
 from resharder.server.state.version import VersionRecord
@@ -52,6 +53,7 @@ class Upload:
         *,
         chunk_bytes: int,
         shared: bool,
+        threads: int,
         now: float,
     ) -> None:
         self.record, self.publisher, self.folder, self.created = record, publisher, folder, now
@@ -59,6 +61,7 @@ class Upload:
         self.timings: list[Timing] = []  # of the daemon's own phases
         self.begun: dict[int, str] = {}  # rank -> its process that was given the version; guarded by the ingest's lock
         self._shared = shared  # whether other processes may have mapped the files
+        self._threads = threads  # that digest
         self._files, self._chunk_bytes = files, chunk_bytes
         self._lock = threading.Condition()
         self._maps: MappedFiles | None = None
@@ -66,6 +69,8 @@ class Upload:
         self._closed = self._aborted = False
         self._received: dict[int, npt.NDArray[np.bool_]] = {}
         self._sealed = {rank: _digests([]) for rank, boxes in publisher.boxes.items() if not len(boxes)}
+        self._released: ReleasedFiles | None = None  # from the first release on
+        self._early = EarlyDigests(folder, files, threads)
 
     def slot(self, rank: int) -> Slot:
         """Return the boxes and chunks of a rank, cut at first use."""
@@ -110,6 +115,7 @@ class Upload:
             if rank in self._sealed:
                 return None
             if self._maps is None:
+                self._early.drop()  # the kernel lets this process open no leased file for writing either
                 with touching(self.folder, "mapping"):
                     self._maps = MappedFiles(self.folder, self._files, writable=True)
             self._landing += 1
@@ -139,6 +145,31 @@ class Upload:
         self.publisher.check_rank(rank)
         with self._lock:
             return [] if rank in self._sealed else [int(i) for i in np.flatnonzero(~self._bitmap(rank))]
+
+    def release(self, rank: int, files: Sequence[str]) -> None:
+        """Record that a rank has written and closed files, and digest files that all of their writers have closed.
+
+        A no-op after the last seal. Raises InvalidArgument (RANK, MODEL_FILE).
+        """
+        self.publisher.check_rank(rank)
+        with self._lock:
+            if self._closed:
+                return
+            if self._released is None:
+                self._released = ReleasedFiles(self._writers())
+            complete = self._released.release(rank, files)
+            if self._shared and self._maps is None:
+                self._early.begin(complete)
+
+    def _writers(self) -> dict[str, list[int]]:
+        """Return the ranks that send boxes into each file."""
+        homes = {placed.spec.name: i for i, file in enumerate(self._files) for placed in file.tensors}
+        home = np.array([homes[spec.name] for spec in self.publisher.specs], np.int64)
+        writers: dict[str, list[int]] = {file.path: [] for file in self._files}
+        for rank, boxes in self.publisher.boxes.items():
+            for i in np.unique(home[boxes.tensors]).tolist():
+                writers[self._files[i].path].append(rank)
+        return writers
 
     def seal(self, rank: int, digests: Sequence[int], mapped: bool, timings: tuple[Timing, ...] = (), trace: str = "") -> bool:
         """Seal a slot and return whether it was the last open one. An identical repeated seal returns False.
@@ -206,41 +237,49 @@ class Upload:
             maps, self._maps = self._maps, None
         if maps is not None:
             maps.close()
+        if aborted:
+            self._early.drop()
 
     def slot_digests(self) -> tuple[tuple[int, str], ...]:
         """Return each rank with the BLAKE3 of its slot's digests, for the version's record. Call after the last seal."""
         return tuple((rank, hash_digests(values)) for rank, values in sorted(self._sealed.items()))
 
-    def prove(self, threads: int, patience: float) -> dict[str, int]:
+    def prove(self, patience: float) -> dict[str, int]:
         """Close the upload, wait for the last writer to close the files, and return the verified digest of every tensor.
 
+        Digests that were taken early, of files that no process has opened for writing since, are not taken again.
+
         Args:
-            threads: Threads that digest.
             patience: Seconds to wait for other processes that have the files open for writing.
 
         Raises ProofFailed, OSError.
         """
         self.close()
         with touching(self.folder, "verifying"):
-            return self._prove(threads, patience)
-
-    def _prove(self, threads: int, patience: float) -> dict[str, int]:
-        paths = [self.folder / file.path for file in self._files]
-        if self._shared and not _wait(lambda: all(unwritten_elsewhere(path) for path in paths), patience):
-            busy = [path.name for path in paths if not unwritten_elsewhere(path)]
-            raise ProofFailed(f"a process still has files open for writing after {patience} s: {', '.join(busy[:4])}")
-        for file in self._files:
-            with (self.folder / file.path).open("rb") as opened:
-                if opened.read(len(file.header)) != file.header:
-                    raise ProofFailed(f"{file.path}: its header was overwritten")
+            early = self._early.settle()
+            taken = self._digest([file for file in self._files if file.path not in early], patience)
+        for digests in early.values():
+            taken |= digests
+        found = {name: taken[name] for file in self._files for name in file.by_name}
         said = self._said()
-        with MappedFiles(self.folder, self._files) as maps:
-            found = digest_tensors(maps, threads)
         wrong = sorted(name for name in found if found[name] != said[name])
         if wrong:
             first = f"{wrong[0]}: the ranks' digests add up to {said[wrong[0]]:016x}, the store holds {found[wrong[0]]:016x}"
             raise ProofFailed(f"{len(wrong)} of {len(found)} tensors are not what was sent: {', '.join(wrong[:8])}. {first}")
         return found
+
+    def _digest(self, files: Sequence[FileLayout], patience: float) -> dict[str, int]:
+        """Digest files once no process has them open for writing."""
+        if not files:
+            return {}
+        paths = [self.folder / file.path for file in files]
+        if self._shared and not _wait(lambda: all(unwritten_elsewhere(path) for path in paths), patience):
+            busy = [path.name for path in paths if not unwritten_elsewhere(path)]
+            raise ProofFailed(f"a process still has files open for writing after {patience} s: {', '.join(busy[:4])}")
+        if overwritten := [file.path for file in files if not has_header(self.folder, file)]:
+            raise ProofFailed(f"{overwritten[0]}: its header was overwritten")
+        with MappedFiles(self.folder, files) as maps:
+            return digest_tensors(maps, self._threads)
 
     def _said(self) -> dict[str, int]:
         """Return the sum of the ranks' digests of each tensor."""
@@ -268,7 +307,7 @@ def _wait(done: Callable[[], bool], patience: float, clock: Callable[[], float] 
     while not done():
         if clock() > deadline:
             return False
-        time.sleep(0.02)
+        time.sleep(0.005)
     return True
 
 

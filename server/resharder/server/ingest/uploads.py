@@ -1,7 +1,7 @@
 """UPLOADING versions: their slots, the commit after the last seal, and aborts."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import structlog
@@ -9,7 +9,7 @@ from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.chunk_frame import ChunkHeader
 from resharder.server.infra.medium import medium_error
 from resharder.server.ingest.publisher import FENCED, PublisherRecord
-from resharder.server.ingest.shared import IngestShared, Phase
+from resharder.server.ingest.shared import IngestObserver, IngestShared, Phase
 from resharder.server.ingest.upload import ProofFailed, Upload, hash_digests
 from resharder.server.state.errors import AlreadyExists, DaemonError, FailedPrecondition, Reason
 from resharder.server.state.timing import Timing, timed
@@ -27,13 +27,12 @@ class Uploads:
 
     Args:
         shared: State that the parts of ingest share.
-        threads: Threads of a verification.
         writer_patience: Seconds to wait for the last writer to close a version's files.
     """
 
-    def __init__(self, shared: IngestShared, threads: int, writer_patience: float) -> None:
+    def __init__(self, shared: IngestShared, writer_patience: float) -> None:
         self._shared, self._store = shared, shared.store
-        self._threads, self._patience = threads, writer_patience
+        self._patience = writer_patience
         self._open: dict[tuple[str, int], Upload] = {}
 
     def add(self, upload: Upload) -> None:
@@ -63,7 +62,7 @@ class Uploads:
         if upload is None or upload.publisher.state == FENCED or upload.record.epoch != epoch:
             record = self._store.catalogue.get(model, number)
             self._shared.check_epoch(record, epoch)
-            raise _not_uploading(record)
+            raise not_uploading(record)
         return upload
 
     def land(self, model: str, header: ChunkHeader, data: memoryview) -> None:
@@ -84,6 +83,18 @@ class Uploads:
         missing = upload.missing(rank)
         upload.publisher.seen[rank] = self._shared.clock()
         return missing
+
+    def release(self, model: str, number: int, epoch: int, rank: int, files: Sequence[str]) -> None:
+        """Record that a rank has written and closed files of a version, and renew its lease; a no-op unless it is UPLOADING.
+
+        Raises FailedPrecondition (STALE_EPOCH), ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN), InvalidArgument (RANK,
+        MODEL_FILE).
+        """
+        self._shared.check_epoch(self._store.catalogue.get(model, number), epoch)
+        upload = self._open.get((model, number))
+        if upload is not None:
+            upload.release(rank, files)
+            upload.publisher.seen[rank] = self._shared.clock()
 
     def seal(
         self,
@@ -119,21 +130,13 @@ class Uploads:
         last = upload.seal(rank, digests, mapped, timings, trace)
         upload.publisher.seen[rank] = now = self._shared.clock()
         if fresh:
-            self._observe_seal(upload, rank, mapped, now - upload.created)
+            _observe_seal(self._shared.observers, upload, rank, mapped, now - upload.created)
         failpoint("seal.after-slot")
         if last:
             for observer in self._shared.observers:
                 observer.publish_phase("upload", model, now - upload.created)
             threading.Thread(target=self._commit, args=(upload,), name="commit").start()
         return self._store.catalogue.get(model, number)
-
-    def _observe_seal(self, upload: Upload, rank: int, mapped: bool, seconds: float) -> None:
-        """Report a sealed slot; bytes written into mapped files count with the seal."""
-        size, transport = upload.slot(rank).size_bytes, "shared-memory" if mapped else "grpc"
-        for observer in self._shared.observers:
-            if mapped:
-                observer.received(upload.record.model, transport, size)
-            observer.slot_sealed(transport, size, seconds)
 
     @contextmanager
     def _timed(self, phase: Phase, upload: Upload) -> Iterator[None]:
@@ -147,7 +150,7 @@ class Uploads:
         try:
             failpoint("commit.before-proof")
             with self._timed("verify", upload):
-                digests = upload.prove(self._threads, self._patience)
+                digests = upload.prove(self._patience)
             failpoint("commit.after-proof")
             with self._timed("commit", upload):
                 self._store.lifecycle.commit(record, digests, upload.slot_digests())
@@ -236,10 +239,19 @@ class Uploads:
         return upload.progress() if upload else []
 
 
+def _observe_seal(observers: Iterable[IngestObserver], upload: Upload, rank: int, mapped: bool, seconds: float) -> None:
+    """Report a sealed slot; bytes written into mapped files count with the seal."""
+    size, transport = upload.slot(rank).size_bytes, "shared-memory" if mapped else "grpc"
+    for observer in observers:
+        if mapped:
+            observer.received(upload.record.model, transport, size)
+        observer.slot_sealed(transport, size, seconds)
+
+
 def _compare(record: VersionRecord, rank: int, digests: Sequence[int]) -> VersionRecord:
     """Return a complete version if it has these digests of a rank's slot."""
     if record.state not in (READY, RETIRED) or not record.slots:
-        raise _not_uploading(record)
+        raise not_uploading(record)
     if dict(record.slots).get(rank) != hash_digests(digests):
         raise AlreadyExists(
             "SLOT_DIFFERS", f"{record.name} (step {record.step}) is {record.state} with other bytes of rank {rank}"
@@ -247,6 +259,7 @@ def _compare(record: VersionRecord, rank: int, digests: Sequence[int]) -> Versio
     return record
 
 
-def _not_uploading(record: VersionRecord) -> FailedPrecondition:
+def not_uploading(record: VersionRecord) -> FailedPrecondition:
+    """Return the error of a call for a version that is not UPLOADING, with the reason of its state."""
     why = f": {record.reason}" if record.reason else ""
     return FailedPrecondition(CLOSED[record.state], f"{record.name} is {record.state}{why}")

@@ -2,6 +2,8 @@
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from resharder.converters.wire.boxes import spec_to_proto
+from resharder.server.fleets.commands import SERVE_AHEAD
+from resharder.server.fleets.explain import explain_serve_ahead
 from resharder.server.fleets.roster import FleetView, ServerView
 from resharder.server.state.errors import InvalidArgument, listed
 from resharder.server.state.fleet import FleetStrategy, Move
@@ -44,10 +46,11 @@ def store_access(folder: StoreFolder) -> resources_pb2.StoreAccess | None:
     return resources_pb2.StoreAccess(nonce_file=str(folder.nonce_file), nonce=folder.nonce) if folder.shared else None
 
 
-def manifest_to_proto(version: resources_pb2.Version, manifest: Manifest) -> server_pb2.Manifest:
+def manifest_to_proto(version: resources_pb2.Version, manifest: Manifest, data_address: str = "") -> server_pb2.Manifest:
     """Convert a manifest. Offsets are those of tensors in their files, in bytes."""
     return server_pb2.Manifest(
         version=version,
+        data_address=data_address,
         tensors=[
             server_pb2.ManifestTensor(spec=spec_to_proto(spec), file=file.path, offset=offset, digest=manifest.digests[spec.name])
             for file in manifest.files
@@ -86,6 +89,7 @@ def worker_from_proto(message: resources_pb2.Worker) -> Worker:
         boxed_bytes=message.boxed_bytes,
         verified_tensors=message.verified_tensors,
         transport=message.transport,
+        transport_reason=message.transport_reason[:500],
         stage_seconds=possible(message.stage_seconds),
         apply_seconds=possible(message.apply_seconds),
         memory=message.memory[:128],
@@ -127,6 +131,7 @@ def worker_to_proto(worker: Worker) -> resources_pb2.Worker:
         boxed_bytes=worker.boxed_bytes,
         verified_tensors=worker.verified_tensors,
         transport=worker.transport,
+        transport_reason=worker.transport_reason,
         path=worker.path,
         stage_seconds=worker.stage_seconds,
         apply_seconds=worker.apply_seconds,
@@ -246,7 +251,9 @@ def fleet_to_proto(view: FleetView) -> resources_pb2.Fleet:
         ),
         strategy=_strategy_to_proto(fleet.strategy),
         max_skew=fleet.max_skew,
-        serve_ahead=fleet.serve_ahead,
+        serve_ahead=fleet.serves_ahead,
+        serve_ahead_setting=resources_pb2.ServeAhead.Name(next(n for n, on in SERVE_AHEAD.items() if on is fleet.serve_ahead)),
+        serve_ahead_reason=explain_serve_ahead(fleet),
         settled_version=fleet.settled,
         refused=[resources_pb2.Refusal(version=version, reason=why) for version, why in sorted(fleet.refused.items())],
         power=power_to_proto(fleet.power),

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 from blake3 import blake3
 from google.protobuf.message import Message
 from resharder.converters.wire.boxes import spec_from_proto
 from resharder.converters.wire.chunk_frame import unframe
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.ingest.coordinator import Intake
+from resharder.server.ingest.maxima import RankBlocks, read_shared
 from resharder.server.ingest.packed_boxes import read_boxes
 from resharder.server.ingest.shared import parse_name
 from resharder.server.observability.tracing.ids import traceparent_of
@@ -39,10 +41,11 @@ class PublisherService:
         if len({spec.name for spec in specs}) < len(specs):
             raise InvalidArgument("TENSORS", "expected every tensor once")
         boxes, process = read_boxes(request.boxes, specs), request.process[:128]
+        shared = RankBlocks(read_shared(request.contributed, specs), read_shared(request.received, specs))
         request.ClearField("process")  # the same tensors and boxes are the same registration
         fingerprint = str(blake3(request.SerializeToString(deterministic=True)).hexdigest())
         return self._views.publisher(
-            self._intake.publishers.register(request.publisher, request.rank, fingerprint, specs, boxes, process)
+            self._intake.publishers.register(request.publisher, request.rank, fingerprint, specs, boxes, process, shared)
         )
 
     def GetAssignment(self, request: publisher_pb2.GetAssignmentRequest, call: Call) -> Waiting[Message]:
@@ -67,6 +70,13 @@ class PublisherService:
             self._withhold(record.model, record.number)
         return self._views.version(record)
 
+    def ExchangeMaxima(self, request: publisher_pb2.ExchangeMaximaRequest, call: Call) -> Waiting[Message]:
+        """Return the maxima of blocks that a rank shares with others, once those have brought theirs."""
+        model, number = parse_name(request.version, "versions")
+        values, wait = np.array(request.maxima, np.float32), seconds(request.wait_seconds)
+        found = yield from self._intake.exchange.exchange(model, number, request.epoch, request.rank, values, wait)
+        return publisher_pb2.Maxima(maxima=found.tolist())
+
     def UploadChunks(self, call: Call) -> "ChunkStream":
         """Receive chunks, each of which renews its rank's lease."""
         return ChunkStream(self._intake)
@@ -75,6 +85,12 @@ class PublisherService:
         """List the chunks of a slot that have not arrived, so that a rank can continue after an interruption."""
         model, number = parse_name(request.version, "versions")
         return publisher_pb2.MissingChunks(indices=self._intake.uploads.missing(model, number, request.epoch, request.rank))
+
+    def ReleaseFiles(self, request: publisher_pb2.ReleaseFilesRequest, call: Call) -> Message:
+        """Begin to digest files that all of their writers have closed."""
+        model, number = parse_name(request.version, "versions")
+        self._intake.uploads.release(model, number, request.epoch, request.rank, request.files)
+        return publisher_pb2.ReleaseFilesResponse()
 
     def SealSlot(self, request: publisher_pb2.SealSlotRequest, call: Call) -> Message:
         """Declare a slot complete. The last seal starts verification and commit, which this call does not wait for."""

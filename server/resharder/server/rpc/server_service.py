@@ -33,8 +33,15 @@ class ServerService:
     """Methods of `ServerService`. Errors are those of the parts that each method calls."""
 
     def __init__(
-        self, fleets: Fleets, store: Store, profiles: Profiles, verifications: Verifications, digest_threads: int
+        self,
+        fleets: Fleets,
+        store: Store,
+        profiles: Profiles,
+        verifications: Verifications,
+        digest_threads: int,
+        data_address: str = "",
     ) -> None:
+        self._data_address = data_address
         self._fleets, self._store, self._profiles, self._verifications = fleets, store, profiles, verifications
         self._digester = BoxDigester(store.reader, digest_threads)
 
@@ -81,7 +88,7 @@ class ServerService:
         model, number = parse_name(request.version, "versions")
         manifest = self._store.reader.manifest(model, number)
         version = version_to_proto(self._store, manifest.record, self._fleets.roster.serving(model, number))
-        return manifest_to_proto(version, manifest)
+        return manifest_to_proto(version, manifest, self._data_address)
 
     def DigestBoxes(self, request: server_pb2.BoxesRequest, call: Call) -> server_pb2.BoxDigests:
         """Return the digests of boxes of a READY version, in the order of the boxes."""

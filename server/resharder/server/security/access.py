@@ -1,8 +1,8 @@
 """Identity, permission and limits of callers, for every RPC and the status page."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from resharder.server.state.errors import DaemonError, PermissionDenied, Resourc
 
 SMALL_BYTES = 1 << 20
 READ = BY_PATH["/resharder.v1.ServerService/GetManifest"]
+DOWNLOAD = BY_PATH["/resharder.v1.ServerService/DownloadChunks"]
 LOOK = BY_PATH["/resharder.v1.OperatorService/ListEvents"]  # the call whose answer the status page shows
 _SAY_AGAIN = 60.0  # seconds between log lines about equal refusals
 _NEXT_STEP = ("MEMORY_UNKNOWN", "NOT_OFFERED")  # the caller declares its memory, or takes the staged path
@@ -135,10 +136,26 @@ class Access:
 
         Raises Unauthenticated (NO_IDENTITY, TOKEN_UNKNOWN), ResourceExhausted (TOO_FAST), PermissionDenied (NOT_ALLOWED).
         """
-        caller = Caller(host) if self._roles is None else self._known(identities.of_ssl(certificate), headers, host)
-        self._limits.begin(caller.name)
+        caller = self._of_http(headers, certificate, host)
         if caller.grants is not None and (refusal := rules.lacks_role(caller.grants, LOOK)):
             raise PermissionDenied("NOT_ALLOWED", f"{caller.name} may not read the status: {refusal}")
+        return caller
+
+    @contextmanager
+    def reading(self, headers: Sequence[str], certificate: Mapping[str, Any] | None, host: str, name: str) -> Iterator[None]:
+        """Admit and count an HTTP client that reads versions of a model, which needs the roles of DownloadChunks.
+
+        Raises as `viewer` does, and ResourceExhausted (TOO_MANY_CALLS).
+        """
+        caller = self._of_http(headers, certificate, host)
+        if caller.grants is not None:
+            self.decide(caller, DOWNLOAD, model(name, self._world))
+        with self._limits.open(caller.name):
+            yield
+
+    def _of_http(self, headers: Sequence[str], certificate: Mapping[str, Any] | None, host: str) -> Caller:
+        caller = Caller(host) if self._roles is None else self._known(identities.of_ssl(certificate), headers, host)
+        self._limits.begin(caller.name)
         return caller
 
     def note(self, method: str, peer: str, error: DaemonError) -> None:

@@ -1,4 +1,4 @@
-"""Access to the status page's port: the same certificates, viewers only.
+"""TLS of the HTTP ports, and access to the status page's: the same certificates, viewers only.
 
 A token may also be the password of basic authentication, for which browsers prompt.
 """
@@ -35,30 +35,31 @@ def access_check(access: Access) -> AccessCheck:
     return check
 
 
-def tls_context(security: Security) -> ssl.SSLContext:
+def tls_context(security: Security, *, required: bool = False) -> ssl.SSLContext:
     """Return a TLS context whose every handshake uses the files' current content.
 
-    Client certificates are verified but optional, because probes have none. Raises SecurityFilesError.
+    With `client_ca`, client certificates are verified; without `required` they are optional, because probes have none. Raises
+    SecurityFilesError.
     """
     files = [path for path in (security.certificate, security.key, security.client_ca) if path is not None]
     watched_pems(security)  # for an error that names the files
-    made = Watched(files, lambda: _context(security))
+    made = Watched(files, lambda: _context(security, required))
 
     def choose(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         connection.context = made.value
 
-    front = _context(security)
+    front = _context(security, required)
     front.sni_callback = choose  # also called without a name
     return front
 
 
-def _context(security: Security) -> ssl.SSLContext:
+def _context(security: Security, required: bool) -> ssl.SSLContext:
     """Return a TLS context. Raises OSError (ssl.SSLError)."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(security.certificate, security.key, password="")
     if security.client_ca is not None:
         context.load_verify_locations(security.client_ca)
-        context.verify_mode = ssl.CERT_OPTIONAL
+        context.verify_mode = ssl.CERT_REQUIRED if required else ssl.CERT_OPTIONAL
     return context
 
 

@@ -123,7 +123,7 @@ class Fleet:
     target: FleetTarget = FleetTarget()
     strategy: FleetStrategy = FleetStrategy()
     max_skew: int = 0
-    serve_ahead: bool = False  # only for ALL_AT_ONCE without a skew bound
+    serve_ahead: bool | None = None  # None: by rule; True only for ALL_AT_ONCE without a skew bound
     settled: int = 0  # version of the last move that ended
     move: Move | None = None
     refused: Mapping[int, str] = field(default_factory=dict)
@@ -142,6 +142,16 @@ class Fleet:
     def strict(self) -> bool:
         """Whether versions must not mix beyond a bound, so that gates close when leases expire."""
         return self.max_skew > 0 or self.strategy.kind == FleetStrategyKind.ATOMIC
+
+    @property
+    def independent(self) -> bool:
+        """Whether servers move all at once, each by itself, which is required to serve ahead."""
+        return self.strategy.kind == FleetStrategyKind.ALL_AT_ONCE and not self.max_skew
+
+    @property
+    def serves_ahead(self) -> bool:
+        """Whether servers may take versions before READY: as set, by default wherever it is possible."""
+        return self.independent if self.serve_ahead is None else self.serve_ahead
 
     def mixes(self, version: int, shown: Iterable[int]) -> bool:
         """Return whether serving this version beside others breaks the skew bound."""

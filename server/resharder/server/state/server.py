@@ -85,6 +85,7 @@ class Worker:
     boxed_bytes: int = 0
     verified_tensors: int = 0
     transport: str = ""
+    transport_reason: str = ""
     stage_seconds: float = 0.0
     apply_seconds: float = 0.0
     memory: str = ""  # fingerprint of its declared layout on the direct path
@@ -108,6 +109,7 @@ class Ahead:
 
     fingerprint: str
     staging: bool  # the version is UPLOADING, and the fleet serves ahead
+    remote: bool = True  # also to servers that fetch from the store, which fetch the version to fall back on each time
 
 
 @dataclass(frozen=True)

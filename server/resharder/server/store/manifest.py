@@ -5,6 +5,7 @@ Its fingerprint, which identifies the version, is the blake3 of the manifest as 
 protocol revision 1, and its fingerprint is also the hash of the rest; `verification.py` converts it to format 2.
 """
 
+import errno
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from resharder.server.state.version import READY, VersionRecord
 
 MANIFEST_FILE = "resharder.json"
 FORMAT = 2
+_NO_SUCH_FILE = (errno.ENOENT, errno.ENAMETOOLONG)
 _HASH = {1: "fingerprint", 2: "blake3"}
 """Field of each format that has the blake3 of all other fields."""
 
@@ -124,7 +126,11 @@ def parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
         digests = {name: int(value, 16) for name, value in content["digests"].items()}
     except BadManifest:
         raise
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise BadManifest(f"{folder.name}: {error!r}") from error
+    except OSError as error:
+        if error.errno not in _NO_SUCH_FILE:  # of the medium, not of the manifest
+            raise
         raise BadManifest(f"{folder.name}: {error!r}") from error
     return Manifest(record, tuple(layouts), digests, tuple(others))
 

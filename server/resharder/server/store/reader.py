@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from resharder.converters.storage.files import INDEX_FILE, MappedFiles
 from resharder.server.infra.filesystem import touching
@@ -48,6 +49,12 @@ class VersionReader:
             MappedFiles(self._folder.path(record), self.manifest(name, number).files) as files,
         ):
             yield files
+
+    @contextmanager
+    def folder(self, name: str, number: int) -> Iterator[tuple[Manifest, Path]]:
+        """Pin a READY version meanwhile, and yield its manifest and folder. Raises as `manifest` does."""
+        with self._pinned(name, number, "reader") as record:
+            yield self.manifest(name, number), self._folder.path(record)
 
     @medium_errors()
     def model_files(self, name: str) -> dict[str, bytes]:

@@ -11,9 +11,7 @@ it is served only under an IP address or `localhost` as host, so that a website 
 rebinding) reads nothing.
 """
 
-import ipaddress
 import json
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from importlib import resources
 from typing import Any
 
 import structlog
+from resharder.server.infra.addresses import names_address
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -153,11 +152,6 @@ def admit_all(request: Request) -> Response | None:
 
 def check_host(request: Request) -> Response | None:
     """Refuse requests whose `Host` is neither an IP address nor `localhost`, against DNS rebinding."""
-    host = re.sub(r":\d+$", "", request.headers.get("host", ""))
-    if host == "localhost":
+    if names_address(request.headers.get("host", "")):
         return None
-    try:
-        ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        return PlainTextResponse("expected an IP address or localhost as host\n", HTTPStatus.MISDIRECTED_REQUEST)
-    return None
+    return PlainTextResponse("expected an IP address or localhost as host\n", HTTPStatus.MISDIRECTED_REQUEST)

@@ -7,21 +7,18 @@ Tensors that appear later (KV cache, workspaces) are not weights.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import xxhash
+from resharder.client.inference.recording.places import places, put_back
 from resharder.converters.geometry.chunking import cut_chunks
 from resharder.converters.geometry.layout import box_index, full_box
 from resharder.converters.storage.digest import MASK, digest, digest_torch
-
-_DEPTH = 6
-_NO_WEIGHTS = ("_parameters", "_buffers", "_modules", "kv_cache")
-_SKIPPED_PACKAGES = ("vllm.config", "vllm.distributed", "vllm.compilation", "vllm.platforms", "vllm.transformers_utils")
 
 
 class Found(NamedTuple):
@@ -65,54 +62,31 @@ def after_loading(model: torch.nn.Module) -> None:
     notes.before = {}
 
 
+@contextmanager
+def observed_reload(model: torch.nn.Module) -> Iterator[None]:
+    """Reload modules in the block. At exit, kernels' objects have their tensors from before, with the new values.
+
+    A tensor that the reload created and that cannot be put back counts as made by loading, so that its module
+    is loaded in each install.
+
+    Raises:
+        ValueError: A tensor has another shape or dtype than before.
+    """
+    before = list(places(model))
+    yield
+    created = put_back(model, before)
+    notes = NOTES.get(model)
+    if notes is not None:
+        notes.constant -= created.keys()
+        notes.made |= created
+
+
 def reachable(model: torch.nn.Module) -> list[Found]:
     """Return each tensor once: parameters and buffers first, then tensors in other attributes of modules."""
-    seen: set[int] = set()
-    found = []
-    for path, module in model.named_modules():
-        for kind in (module._parameters, module._buffers):
-            for name, tensor in kind.items():
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    found.append(Found(_join(path, name), path, tensor, kind is module._parameters))
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name not in _NO_WEIGHTS:
-                found += [Found(p, path, tensor, False) for p, tensor in _inside(value, _join(path, name), seen, _DEPTH)]
-    return found
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _inside(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:
-    if depth == 0 or id(value) in seen or isinstance(value, torch.nn.Module | str | int | float | type | None):
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        yield path, value
-        return
-    for name, inner in _parts(value):
-        yield from _inside(inner, f"{path}{name}", seen, depth - 1)
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        yield from ((f"[{key!r}]", inner) for key, inner in list(value.items()))
-    elif isinstance(value, list | tuple | set | frozenset):
-        yield from ((f"[{i}]", inner) for i, inner in enumerate(list(value)))
-    elif isinstance(value, FunctionType):
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            try:
-                yield f"<{name}>", cell.cell_contents
-            except ValueError:  # an empty cell
-                continue
-        yield from ((f"<default {i}>", inner) for i, inner in enumerate(value.__defaults__ or ()))
-    elif isinstance(value, MethodType):
-        yield "<self>", value.__self__
-    elif type(value).__module__.startswith("vllm.") and not type(value).__module__.startswith(_SKIPPED_PACKAGES):
-        yield from ((f".{name}", inner) for name, inner in list(getattr(value, "__dict__", {}).items()))
+    found: dict[int, Found] = {}
+    for place in places(model):
+        found.setdefault(id(place.tensor), Found(*place[:4]))
+    return list(found.values())
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,8 @@ parameter determines the box and its destination. HF tensors that the loader doe
 """
 
 import functools
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from resharder.client.inference.recording.view_boxes import boxes_of_copy, boxes_of_view
-from resharder.converters.geometry.layout import Box, Layout, Piece, StridedView, TensorSpec, full_box
+from resharder.converters.geometry.layout import Box, Layout, Piece, StridedView, TensorSpec, box_size, full_box
 from resharder.converters.models.tensor_io import TORCH_DTYPES
 
 
@@ -26,6 +27,18 @@ class Local(NamedTuple):
     dtype: torch.dtype
     modules: tuple[str, ...]
     """Paths of the modules that have it; several if it is tied."""
+    parameter: bool = True
+    """Whether it is a parameter, not a buffer."""
+
+    @property
+    def quantised(self) -> bool:
+        """Whether it has the dtype of quantised weights."""
+        return is_quantised(self.dtype)
+
+
+def is_quantised(dtype: torch.dtype) -> bool:
+    """Return whether a dtype is that of quantised weights: integers, or floats of one byte."""
+    return dtype.itemsize == 1 or not dtype.is_floating_point
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,14 @@ class Recording:
     """For each HF tensor that is not only copied, the reason. The key "" means that the loader cannot be recorded at all."""
     unloaded: frozenset[str] = frozenset()
     """Parameters that no HF tensor fills and that the loader does not report as loaded."""
+    unfit: dict[str, str] = field(default_factory=dict)
+    """For each parameter of a quantised module that the checkpoint does not fill exactly, the reason."""
+
+    @property
+    def quantised(self) -> frozenset[str]:
+        """Paths of the modules that have parameters of quantised weights."""
+        found = [local for local in self.locals.values() if local.parameter and local.quantised]
+        return frozenset(module for local in found for module in local.modules)
 
     @functools.cached_property
     def needs(self) -> dict[str, tuple[Box, ...]]:
@@ -65,6 +86,7 @@ class Recording:
             reads,
             {name: why for name, why in self.impure.items() if name in reads or not name},
             frozenset(name for name in self.unloaded if name.rpartition(".")[0] not in modules),
+            {name: why for name, why in self.unfit.items() if name in left},
         )
 
 
@@ -110,7 +132,8 @@ def _locals(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, Local]]:
                 tied, description = result[first]
                 result[first] = tied, description._replace(modules=(*description.modules, path))
             else:
-                result[first] = tensor, Local(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, (path,))
+                shape, strides, parameter = tuple(tensor.shape), tuple(tensor.stride()), name in module._parameters
+                result[first] = tensor, Local(shape, strides, tensor.dtype, (path,), parameter)
     return result
 
 
@@ -175,6 +198,7 @@ class _Tape:
     pieces: list[Piece] = field(default_factory=list)
     reads: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     impure: dict[str, str] = field(default_factory=dict)
+    miscast: dict[str, str] = field(default_factory=dict)  # by local; impure casts to or from quantised weights
 
     def __post_init__(self) -> None:
         self._by_storage = {_storage(tensor): name for name, (tensor, _) in self.locals.items()}
@@ -285,6 +309,8 @@ class _Tape:
             why = "the loader computes with it before it stores it"
         elif target.dtype != source.dtype:
             why = f"the loader stores it as {target.dtype}"
+            if local is not None and is_quantised(target.dtype) != is_quantised(source.dtype):
+                self.miscast[local] = f"{', '.join(sorted(names))} is {source.dtype}, stored as {target.dtype}"
         elif target.shape != source.shape and target.numel() != source.numel():
             why = "the loader broadcasts it"
         if why or local is None:
@@ -306,13 +332,34 @@ class _Tape:
 
     def recording(self, not_loaded: set[str]) -> Recording:
         pieces = tuple(dict.fromkeys(piece for piece in self.pieces if piece.tensor not in self.impure))
-        return Recording(
+        recording = Recording(
             Layout(dict(self.specs), pieces),
             {name: local for name, (_, local) in self.locals.items()},
             {name: frozenset(locals_) for name, locals_ in self.reads.items()},
             dict(self.impure),
             frozenset(not_loaded.difference(*self.reads.values())),
         )
+        recording.unfit.update(self.miscast, **_unfilled(recording))
+        return recording
+
+
+def _unfilled(recording: Recording) -> dict[str, str]:
+    """Return the parameters of quantised modules of which the checkpoint leaves elements without a value.
+
+    A reload would leave these elements uninitialised.
+    """
+    quantised, filled = recording.quantised, Counter[str]()
+    for piece in recording.layout.pieces:
+        filled[piece.local] += box_size(piece.box)
+    computed = {local for name in recording.impure if name in recording.reads for local in recording.reads[name]}
+    return {
+        name: f"{filled[name]} of its {math.prod(local.shape)} elements have values"
+        for name, local in recording.locals.items()
+        if local.parameter
+        and quantised.intersection(local.modules)
+        and filled[name] < math.prod(local.shape)
+        and name not in computed
+    }
 
 
 _IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__set__", "__setitem__"}

@@ -100,7 +100,7 @@ def worker_model(
             dtype = torch.get_default_dtype()
             torch.set_default_dtype(vllm_config.model_config.dtype)
             try:
-                with nullcontext() if memory else _WithoutMemory():
+                with nullcontext() if memory else _WithoutMemory(), _kernels_of_any_cpu():
                     model = initialize_model(vllm_config)
             finally:
                 torch.set_default_dtype(dtype)
@@ -115,6 +115,22 @@ def _inspect_here(config: HFConfig) -> None:
     for name in config.get("architectures") or ():
         if name in ModelRegistry.models:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+@contextmanager
+def _kernels_of_any_cpu() -> Iterator[None]:
+    """Let vLLM choose its CPU kernel for FP8 blocks on a CPU without AMX too: layouts do not depend on it."""
+    try:
+        from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel as Kernel
+    except ImportError:  # vLLM 0.28, or a build for GPUs
+        yield
+        return
+    supported = vars(Kernel)["is_supported"]
+    Kernel.is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
+    try:
+        yield
+    finally:
+        Kernel.is_supported = supported
 
 
 class _WithoutMemory(TorchFunctionMode):

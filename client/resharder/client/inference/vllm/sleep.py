@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,15 +64,20 @@ def watch_sleep(worker: Any) -> None:
     def sleep(level: int = 1) -> None:
         agent, models = agent_of(worker)
         with agent.verifier.exclusive():
+            began = time.monotonic()
             agent.fall_asleep(models, level)
-            before = _free_memory(agent.host.device)
+            prepared, before = time.monotonic() - began, _free_memory(agent.host.device)
             with tolerate_other_processes():
                 plain_sleep(level)
             released = _free_memory(agent.host.device) - before
             released = released if released >= _LEAST_RELEASED else 0
             agent.sleep_state.begin(level)
             agent.reporter.slept(released)
-            logger.info("asleep at level %d: %s of memory released", level, size_text(released))
+            took = time.monotonic() - began
+            logger.info(
+                "asleep at level %d after %.3f s, %.3f s of it to prepare: %s of memory released",
+                *(level, took, prepared, size_text(released)),
+            )
 
     @functools.wraps(plain_wake_up)
     def wake_up(tags: list[str] | None = None) -> None:

@@ -25,7 +25,7 @@ from resharder.client.inference.worker.staging import StagedInstall, Staging
 from resharder.client.inference.worker.verify import Verifier
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.driver_lock import DRIVER_LOCK
-from resharder.client.runtime.gc_pauses import collect_and_freeze, gc_paused
+from resharder.client.runtime.gc_pauses import collect_and_freeze, collect_before_sleep, gc_paused
 from resharder.client.runtime.switch_interval import short_switch_interval
 from resharder.client.tracing import Timings, timed
 from resharder.converters.errors import ConversionError
@@ -79,7 +79,9 @@ class Agent:
         self._memory: OpenMemory | None = None  # the memory that ranks may write to
         self._routes: list[Route | None] = []  # the routes from which `_memory` was computed
         self._applied = ""  # id of the installed version's install
-        self.staging = Staging(host, self.channel, settings, self.parts, self._receiver)
+        self.staging = Staging(
+            host, self.channel, settings, self.parts, self._receiver, lambda: bool(self._version and not self.sleep_state.tags)
+        )
         self.verifier = Verifier(
             self.parts.by_name,
             host.device,
@@ -274,9 +276,9 @@ class Agent:
         if staged.direct is not None and staged.direct is self._memory:
             arrived = self._receiver.receive(staged.direct, models, staged.install, staged.timings)
         if not arrived and staged.early is not None:
-            raise InstallError(f"the direct transfer failed, and {staged.early.version} is not READY")
+            raise InstallError(f"the direct transfer failed, and {staged.early.version} was not READY: {self._receiver.problem}")
         if not arrived and not source.whole:
-            raise InstallError("the direct transfer failed, and this worker has not staged its boxes")
+            raise InstallError(f"the direct transfer failed, and this worker has not staged its boxes: {self._receiver.problem}")
         for name, model in models.items():
             part = self.parts.part(name)
             route = part.route or first_route(part.known, model, part.shared)
@@ -331,7 +333,7 @@ class Agent:
         self._report(resources_pb2.Worker.EMPTY, installed=True)
         self._receiver.close()
         self._sleep_backup = sleep_backup.back_up(self.host.device, models, self.parts.by_name)
-        collect_and_freeze()
+        collect_before_sleep()
         logger.info("backed up %d bytes on the host that no install restores", self._sleep_backup.size_bytes)
 
     def woke(self, tags: list[str] | None) -> None:
@@ -381,6 +383,7 @@ class Agent:
             error=error,
             needed_bytes=self.parts.needed_bytes,
             transport=self.staging.transport,
+            transport_reason=self.staging.transport_reason,
             path=done.path if done else "",
             stage_seconds=staged.seconds if staged else 0.0,
             apply_seconds=done.seconds if done else 0.0,

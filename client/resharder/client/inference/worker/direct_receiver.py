@@ -109,6 +109,8 @@ class Receiver:
         self._digester: CachedDigester | None = None  # on a GPU only
         self._expected: tuple[int, ...] = ()
         self._expected_source = ""
+        self.problem = ""
+        """Why the last `join` or `receive` returned false."""
         self._finishing: threading.Thread | None = None  # reports the end of the last transfer to the daemon
 
     @property
@@ -148,8 +150,9 @@ class Receiver:
                 self._failed(message.group, str(error))
                 return False
         except ResharderError as error:
+            self.problem = str(error)
             if error.reason == _NOT_OFFERED:
-                logger.info("%s is installed from the store", version)
+                logger.info("%s is installed from the store: %s", version, error)
             else:
                 logger.warning("%s is installed from the store, the direct path is not available: %s", version, error)
             return False
@@ -201,6 +204,7 @@ class Receiver:
             Whether all pieces are received and verified. If not, memory may contain a mix.
         """
         if self._link is None:
+            self.problem = "there is no link to the ranks"
             return False
         link, targets, times = self._link, self._targets, [time.monotonic()]
         try:
@@ -210,7 +214,14 @@ class Receiver:
                 link.prepare({}, targets)
                 digester = self._digester.at(targets) if self._digester is not None else None
                 times.append(time.monotonic())
-                self._wait(start)
+                try:
+                    self._wait(start)
+                except ResharderError as error:
+                    if error.reason != _NOT_OFFERED or link.over:
+                        raise
+                    self.problem = str(error)  # of the offer alone: the link is as good as before
+                    logger.info("nothing is received over the direct path: %s", error)
+                    return False
             failpoint("worker.direct.receive")
             times.append(time.monotonic())
             with timed(timings, "transfer"), link.watched():
@@ -235,9 +246,8 @@ class Receiver:
 
     def _wait(self, start: grpc.Future) -> None:
         """Wait for the daemon to start the transfer. Raises `ResharderError`."""
-        try:
-            start.result()
-        except grpc.RpcError as error:
+        error = start.exception()  # `result` would raise the call itself, which then refers to its own frames
+        if error is not None:
             raise self._channel.error(error) from error
 
     def _finished(self, link: TransferLink, seconds: float) -> None:
@@ -254,6 +264,7 @@ class Receiver:
             raise DirectFailed(f"expected the digests of {self._expected_source}, {_differ(wrong)}", torn=True)
 
     def _failed(self, group: str, error: str) -> None:
+        self.problem = error
         logger.warning("the direct path failed: %s", error)
         self.close()
         try:

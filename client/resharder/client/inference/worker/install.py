@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from resharder.client.gpu.host_to_device import BoundCopy
 from resharder.client.inference.engine import Host, ModelConfig
+from resharder.client.inference.recording import inventory
 from resharder.client.inference.recording.recorder import Recording
 from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.faults import Fault
@@ -117,7 +118,11 @@ def install(
         if route.loaded:
             names = [name for name in source.specs if name in route.loaded]
             fed = Feed(source, names, recording, fault)
-            with host.reloading(model, model_config, route.modules), record_function("resharder: load_weights"):
+            with (
+                record_function("resharder: load_weights"),
+                inventory.observed_reload(model),
+                host.reloading(model, model_config, route.modules),
+            ):
                 cast(Any, model).load_weights(iter(fed))
             wrong += fed.differences()
             verified |= fed.boxes
@@ -154,7 +159,7 @@ class Feed:
             if array is None:
                 continue
             spec = self._source.specs[name]
-            tensor = tensor_of_bits(array, spec.dtype)
+            tensor = tensor_of_bits(self._source.copyable(array), spec.dtype)
             # The store's memory is read-only.
             yield name, tensor.clone() if name in impure or "" in impure else tensor
             self.digests[name] = {box: digest(array[box_index(box)], box, spec.shape) for box in needs[name]}

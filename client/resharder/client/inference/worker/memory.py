@@ -116,6 +116,8 @@ def write_all(
         array = fault.applied(piece.tensor, source)
         if array is None:
             return _read(live[piece.local], piece, source.specs)
+        if not _on_host(live[piece.local]):
+            array = source.copyable(array)
         return _write(live[piece.local], piece, array, source.specs[piece.tensor])
 
     pieces = sorted(pieces, key=lambda p: -box_size(p.box))

@@ -71,16 +71,23 @@ class ModelPart:
         """Set the recording, without shared modules.
 
         Raises:
-            InstallError: `manifest` lacks a tensor that the model loads, or the loader of a drafter
-                cannot be recorded, so that its shared modules cannot be excluded.
+            InstallError: `manifest` lacks a tensor that the model loads or has it in another format, or the loader
+                of a drafter or of a quantised model cannot be recorded, so that shared modules cannot be
+                excluded, or missing tensors not be found.
         """
         recording = recording.without(self.shared)
+        if recording.unfit:
+            reasons = [f"{name}: {why}" for name, why in sorted(recording.unfit.items())]
+            raise InstallError(
+                f"expected {manifest.name} to have the quantised tensors that the {self.name} loads, each with its scales; "
+                f"{len(reasons)} parameters do not fit: {'; '.join(reasons[:4])}"
+            )
         if recording.unloaded and self.config.quantization is None:
             raise InstallError(
                 f"expected {manifest.name} to have every tensor that the {self.name} loads, got none for "
                 f"{len(recording.unloaded)} parameters: {', '.join(sorted(recording.unloaded)[:4])}"
             )
-        if "" in recording.impure and self.name != MODEL:
+        if "" in recording.impure and (self.name != MODEL or recording.quantised):
             raise InstallError(f"cannot record the loader of the {self.name}: {recording.impure['']}")
         self.recording = recording
 

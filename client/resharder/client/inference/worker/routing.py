@@ -15,11 +15,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from resharder.client.inference.recording import inventory
+from resharder.client.inference.recording.places import sealed_modules
 from resharder.client.inference.recording.recorder import Local, Recording
 from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.memory import live_tensors, read_all, strided
 from resharder.client.inference.worker.source import VersionSource
-from resharder.converters.geometry.layout import ITEM_SIZES, Piece, box_size
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, Piece, box_index, box_size
+from resharder.converters.storage.digest import Array
+
+_SAMPLE = 4096  # elements that are compared before a whole tensor is
 
 
 @dataclass(frozen=True)
@@ -104,10 +108,19 @@ def gather_evidence(
     unlike = {name for name, local in recording.locals.items() if not is_like(local, live.get(name))}
     unlike |= _overlapping(recording)
     pieces = [piece for piece in recording.layout.pieces if piece.local not in unlike]
+    quantised = recording.quantised
     for piece, found in zip(pieces, read_all(live, pieces, source.specs), strict=True):
-        if found != source.expected[piece.tensor, piece.box]:
+        packed = not quantised.isdisjoint(recording.locals[piece.local].modules)
+        if found != source.expected[piece.tensor, piece.box] or (packed and _is_uniform(source.arrays[piece.tensor], piece.box)):
             unlike.add(piece.local)
     return Evidence(frozenset(unlike), _derived(model, recording, live, shared))
+
+
+def _is_uniform(array: Array, box: Box) -> bool:
+    """Return whether all elements are equal: such a tensor would be equal to itself in another order too."""
+    part = array[box_index(box)]
+    first = part.flat[0]
+    return bool(np.all(part.flat[:_SAMPLE] == first)) and bool(np.all(part == first))
 
 
 def is_like(local: Local, tensor: torch.Tensor | None) -> bool:
@@ -156,7 +169,9 @@ def _derived(
     read = {name for locals_ in recording.reads.values() for name in locals_}
     owners = {tensor.untyped_storage()._cdata for name, tensor in live.items() if name in recording.locals and tensor.numel()}
     holds_weights = {module for local in recording.locals.values() for module in local.modules}
-    result: dict[str, frozenset[str]] = {}
+    # An object of C++ may have a packed copy of its module's weights.
+    sealed = sealed_modules(model).difference(shared)
+    result = {path: frozenset(paths[id(m)] for m in model.get_submodule(path).modules()) for path in sealed}
     refused = []
     for found in inventory.reachable(model):
         if found.path in read or found.module in shared or not (found.path in notes.made or found.parameter):

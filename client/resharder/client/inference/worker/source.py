@@ -1,11 +1,12 @@
 """The source of a version for a worker: a folder of safetensors files, either the store's or a mirror of the needed boxes.
 
 On the daemon's host, the store's files are mapped. On other hosts, a helper process fills a sparse copy of
-the same files in shared memory.
+the same files in shared memory, by HTTP ranges or the gRPC stream.
 """
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -18,8 +19,8 @@ from pathlib import Path
 import torch
 from numpy.lib.array_utils import byte_bounds
 from resharder.client.errors import ResharderError
-from resharder.client.gpu.pinned_pages import Registered, box_of, register
-from resharder.client.inference.settings import GRPC, PluginSettings
+from resharder.client.gpu.pinned_pages import Busy, Registered, box_of, register
+from resharder.client.inference.settings import HTTP, PluginSettings
 from resharder.client.rpc.channel import Channel
 from resharder.client.transport.shared_memory import shares_memory
 from resharder.client.versions.remote import Needs as Needs
@@ -33,7 +34,8 @@ from resharder.converters.storage.files import FileLayout, MappedFiles
 from resharder.converters.storage.pages import map_pages
 from resharder.v1 import resources_pb2
 
-SHARED, REMOTE = "shared-memory", GRPC
+SHARED = "shared-memory"
+logger = logging.getLogger("vllm.resharder.worker")
 DESCRIPTORS = Path("/proc/self/fd")
 
 
@@ -50,7 +52,7 @@ class VersionSource:
         manifest: The version's manifest.
         folder: Folder of the files: the store's, or `/proc/self/fd` for a mirror.
         files: The files; their paths are relative to `folder`.
-        transport: `SHARED` or `REMOTE`.
+        transport: `SHARED`, `http` or `grpc`.
         expected: The store's digest of each needed box, by HF tensor and box.
         whole: Whether all needed boxes are filled. In a mirror, other boxes are always empty.
     """
@@ -83,14 +85,24 @@ class VersionSource:
         for name in names:
             map_pages(byte_bounds(self.arrays[name]))
 
-    def register(self, boxes: Iterable[tuple[str, Box]], device: torch.device) -> bool:
+    def register(self, boxes: Iterable[tuple[str, Box]], device: torch.device, serves: Busy) -> bool:
         """Register the pages of these boxes with CUDA, so that kernels on `device` can read them.
+
+        Args:
+            boxes: HF tensors and boxes.
+            device: The GPU.
+            serves: Whether the server serves, here and while the pages are released. Half of the time is left to its kernels
+                then.
 
         Returns:
             Whether CUDA registered the pages.
         """
-        self._registered = register((box_of(self.arrays[name], box) for name, box in boxes), device, gently=True)
+        self._registered = register((box_of(self.arrays[name], box) for name, box in boxes), device, serves)
         return self._registered is not None
+
+    def copyable(self, array: Array) -> Array:
+        """Return an array in memory that CUDA copies from: itself, or a copy if only some of its pages are registered."""
+        return array.copy() if self._registered is not None and self._registered.splits(array) else array
 
     def close(self) -> None:
         """Unregister and unmap the pages. A reference to an array, e.g. in a traceback, delays the unmapping."""
@@ -111,14 +123,14 @@ class Stager:
     """
 
     def __init__(self, channel: Channel, access: resources_pb2.StoreAccess, settings: PluginSettings) -> None:
-        self._channel, self.shared = channel, settings.transport != GRPC and shares_memory(access)
+        self._channel, self.shared = channel, not settings.transport and shares_memory(access)
         self._mirror = Mirror(settings.staging_dir)
         self._lock = threading.Lock()
-
-    @property
-    def transport(self) -> str:
-        """`SHARED` if the store's files can be mapped, else `REMOTE`."""
-        return SHARED if self.shared else REMOTE
+        self._remote = settings.transport or HTTP
+        self.transport = SHARED if self.shared else self._remote
+        """`SHARED` if the store's files can be mapped, else `http` or `grpc`: that of the last version, or the one to try."""
+        self.transport_reason = ""
+        """Reason for `grpc` in place of `http`; empty if there is none."""
 
     def stage(self, manifest: VersionManifest, needs: Needs, without: frozenset[str] = frozenset()) -> VersionSource:
         """Make a version's boxes readable in this process.
@@ -152,6 +164,7 @@ class Stager:
             "resharder.client.inference.worker.fetch",
             str(os.getpid()),
             self._channel.endpoint,
+            self._remote,
             *files,
         ]
         helper = subprocess.run(
@@ -173,6 +186,9 @@ class Stager:
             ) from None
         if "error" in answer:
             raise StagingFailed(f"{manifest.name}: {answer['error']}")
+        if answer["reason"] and answer["reason"] != self.transport_reason:
+            logger.warning("%s arrived by gRPC, not HTTP: %s", manifest.name, answer["reason"])
+        self.transport, self.transport_reason = answer["transport"], answer["reason"]
         wrong = [key for key, found in zip(boxes, answer["digests"], strict=True) if expected[key] != found]
         if wrong:
             raise StagingFailed(

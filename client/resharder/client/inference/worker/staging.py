@@ -2,10 +2,11 @@
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from resharder.client.errors import ResharderError
 from resharder.client.inference.engine import Host
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.worker.direct_receiver import EarlyVersion, OpenMemory, Receiver
@@ -46,9 +47,27 @@ class StagedInstall:
 
 
 class Staging:
-    """The staging of one worker, at most one install at a time."""
+    """The staging of one worker, at most one install at a time.
 
-    def __init__(self, host: Host, channel: Channel, settings: PluginSettings, parts: ModelParts, receiver: Receiver) -> None:
+    Args:
+        host: The worker process.
+        channel: Channel to the daemon.
+        settings: The plugin's settings.
+        parts: The worker's models.
+        receiver: The worker's side of the direct path.
+        serves: Whether the server may serve requests now, so that staging must leave time to its kernels.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        channel: Channel,
+        settings: PluginSettings,
+        parts: ModelParts,
+        receiver: Receiver,
+        serves: Callable[[], bool],
+    ) -> None:
+        self._serves = serves
         self._host, self._channel, self._settings, self._parts, self._receiver = host, channel, settings, parts, receiver
         self.lock = threading.Lock()
         """Guards the state that the engine's thread and the staging thread share."""
@@ -70,6 +89,11 @@ class Staging:
     def transport(self) -> str:
         """The transport to the store; empty before `open`."""
         return self.stager.transport if self.stager else ""
+
+    @property
+    def transport_reason(self) -> str:
+        """Reason for gRPC in place of HTTP; empty if there is none."""
+        return self.stager.transport_reason if self.stager else ""
 
     def begin(self, install_id: str, version: str, fallback: str) -> StagedInstall | None:
         """Replace what is staged; `None` if this install is staged already."""
@@ -143,9 +167,9 @@ class Staging:
             ResharderError: The version cannot be fetched.
             InstallError: The version does not fit the worker, or it is not READY and cannot arrive on the direct path.
         """
-        if staged.fallback:
-            self._join_early(models, staged, memory)
         source = self._fallback_of(staged.fallback or staged.version) or self._fetch(models, staged, memory, manifest)
+        if staged.fallback:  # after the fallback is there: the ranks wait from READY on, and for so long only
+            source = self._join_early(models, staged, memory, source)
         self._register(models, staged, source)
         return source
 
@@ -163,13 +187,40 @@ class Staging:
         self._receiver.expect(memory, source.expected)
         return source
 
-    def _join_early(self, models: Models, staged: StagedInstall, memory: OpenMemory | None) -> None:
+    def _join_early(
+        self, models: Models, staged: StagedInstall, memory: OpenMemory | None, fallback: VersionSource
+    ) -> VersionSource:
+        """Join the transfer of an early version; if its ranks are gone and it is READY by now, stage it from the store.
+
+        Returns:
+            The fallback, or the version's source.
+
+        Raises:
+            ResharderError: The version is not READY, and the ranks' digests cannot be fetched. The fallback is kept.
+            InstallError: The version is not READY, and cannot arrive on the direct path. The fallback is kept.
+        """
+        try:
+            staged.early = self._early(models, staged, memory)
+            staged.direct = memory
+            return fallback
+        except (InstallError, ResharderError) as error:
+            try:
+                manifest = get_manifest(self._channel, staged.version)
+            except ResharderError:
+                self._keep(fallback)
+                raise error from None
+            logger.info("%s is READY, and installed from the store: %s", staged.version, error)
+        fallback.close()
+        staged.fallback = ""
+        return self._fetch(models, staged, None, manifest)
+
+    def _early(self, models: Models, staged: StagedInstall, memory: OpenMemory | None) -> EarlyVersion:
         version = staged.version
         if memory is None or self._parts.loaded:
             raise InstallError(f"{version} is not READY, and this worker cannot receive all of it on the direct path")
         if not self._receiver.join(memory, models, version, staged.install):
-            raise InstallError(f"{version} is not READY, and this worker has no link to its ranks")
-        staged.direct, staged.early = memory, self._receiver.expect_early(memory, version)
+            raise InstallError(f"{version} is not READY, and this worker has no link to its ranks: {self._receiver.problem}")
+        return self._receiver.expect_early(memory, version)
 
     def _fallback_of(self, version: str) -> VersionSource | None:
         """Return the fallback if it is `version`; close any other."""
@@ -188,7 +239,7 @@ class Staging:
         try:
             stream = torch.cuda.Stream(self._host.device)  # type: ignore[no-untyped-call]
             with torch.cuda.device(self._host.device), torch.cuda.stream(stream):
-                if source.register(boxed, self._host.device):
+                if source.register(boxed, self._host.device, self._serves):
                     made = {
                         name: self._parts.part(name).prepare(source, model, self._host.device) for name, model in models.items()
                     }

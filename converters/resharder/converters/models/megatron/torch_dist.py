@@ -129,6 +129,9 @@ class _Files:
         except Exception as error:  # a damaged pickle raises arbitrary errors
             raise ConversionError(f"{folder}: expected a torch_dist checkpoint: {type(error).__name__}: {error}") from error
         tensors = {key: entry for key, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+        for key, entry in tensors.items():
+            if not _is_whole(key, entry):
+                raise ConversionError(f"{folder}: {key}: expected a size, a dtype and chunks within the size")
         self.stored: Stored = {key: entry for key, entry in tensors.items() if not _OPTIMIZER.match(key)}
         self.states: Set[str] = found.keys() - tensors.keys()
 
@@ -149,6 +152,20 @@ class _Files:
             self._reader.read_data(plan, _Into(targets)).wait()
         except Exception as error:  # torch raises arbitrary errors here
             raise ConversionError(f"{self.folder}: cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _is_whole(key: object, entry: TensorStorageMetadata) -> bool:
+    """Return whether an unpickled entry has the attributes that torch reads: a pickle may omit or replace any of them."""
+    try:
+        places = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+        inside = all(
+            len(offsets) == len(sizes) == len(entry.size)
+            and all(0 <= at <= at + count <= whole for at, count, whole in zip(offsets, sizes, entry.size, strict=True))
+            for offsets, sizes in places
+        )
+        return inside and isinstance(key, str) and isinstance(entry.properties.dtype, torch.dtype)
+    except (AttributeError, TypeError):
+        return False
 
 
 class _Unpickler(pickle.Unpickler):

@@ -102,6 +102,9 @@ def why_not_ahead(server: Server, version: int) -> str:
         return server.failures[version].error
     if server.opened not in server.ready:
         return "it serves no READY version that it could fall back on"
+    remote = [rank for rank, worker in sorted(server.workers.items()) if worker.transport == "grpc"]
+    if remote and not server.ahead[version].remote:
+        return f"worker {remote[0]} would fetch a version to fall back on, and the fleet does not ask for it"
     behind = [rank for rank, worker in sorted(server.workers.items()) if not worker.direct]
     return f"worker {behind[0]} cannot take all of it over the direct path" if behind else ""
 

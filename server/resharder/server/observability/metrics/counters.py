@@ -1,7 +1,7 @@
 """Counters and histograms of events: publishing, installs, moves, transfers, refusals."""
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from resharder.server.direct.exchange import Cause
@@ -15,7 +15,8 @@ from resharder.server.state.timing import Timing
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 RATES = (1e6, 1e7, 1e8, 2.5e8, 5e8, 1e9, 2e9, 4e9, 8e9, 1.6e10, 3.2e10, 6.4e10, 1.28e11, 2.56e11, 5.12e11)
 CONTROL_PHASES = ("pause", "reset", "resume")
-TRANSPORTS = ("grpc", "shared-memory", "direct")
+InstallOutcome = Literal["committed", "failed", "given_up"]
+TRANSPORTS = ("grpc", "http", "shared-memory", "direct")
 
 
 class Observed(IngestObserver, FleetObserver):
@@ -85,6 +86,9 @@ class Observed(IngestObserver, FleetObserver):
         self._leases = counter("leases_lost", "Expired leases of ranks with an open slot and of servers", "model", "holder")
         self._refusals = counter("rpc_refusals", "Refused calls, by the reasons of docs/errors.md", "reason")
         self._events = counter("events", "Events of the journal (`resharder events`)", "kind", "what")
+        self._begun = set[tuple[str, str]]()  # fleets and models whose series exist
+        for cause in get_args(Cause):
+            self._fallbacks.labels(cause)
 
     # Publishing
 
@@ -109,6 +113,7 @@ class Observed(IngestObserver, FleetObserver):
 
     def server_stepped(self, before: Server, after: Server) -> None:
         """Count expired leases, altered workers and ended installs between two states of a server."""
+        self._begin(after.fleet, after.model)
         if before.lost_at is None and after.lost_at is not None:
             self._leases.labels(after.model, "server").inc()
         self._altered.labels(after.fleet).inc(len(after.altered.keys() - before.altered.keys()))
@@ -122,6 +127,17 @@ class Observed(IngestObserver, FleetObserver):
             if done.pause_seconds:
                 self._pause.labels(after.fleet).observe(done.pause_seconds)
             self._phases(after.fleet, done, done.timings[len(known.timings) :])
+
+    def _begin(self, fleet: str, model: str) -> None:
+        """Start a fleet's series at 0: `increase` does not count the first value of a series."""
+        if (fleet, model) in self._begun:
+            return
+        self._begun.add((fleet, model))
+        for ended in get_args(InstallOutcome):
+            self._installs.labels(fleet, ended)
+        for holder in ("rank", "server"):
+            self._leases.labels(model, holder)
+        self._torn.labels(fleet)
 
     def _install_ended(self, before: Server, after: Server, install: Install) -> None:
         self._installs.labels(after.fleet, outcome(before, after, install)).inc()
@@ -174,7 +190,7 @@ def _verify_seconds(worker: Worker) -> float | None:
     return sum(durations) if durations else None
 
 
-def outcome(before: Server, after: Server, install: Install) -> Literal["committed", "failed", "given_up"]:
+def outcome(before: Server, after: Server, install: Install) -> InstallOutcome:
     """Return the outcome of an install that ended between two states of its server."""
     if install.state == InstallState.COMMITTED:
         return "committed"

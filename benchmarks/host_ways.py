@@ -1,0 +1,118 @@
+"""Processes of `benchmarks.hosts`: `python -m benchmarks.host_ways ROLE ARGUMENT…`, controlled by lines.
+
+    serve FILE FOLDER                  answers requests of (offset, size) by sendfile; with FOLDER, over TLS by its certificates
+    plain PORT SIZE FOLDER             reads all of it into a warm mapped file
+    version ENDPOINT NAME TRANSPORT    reads a version as a worker's helper does, into a warm mirror
+
+Each prints one line when it is ready. A reader reads once for each line of its input, and prints `{"seconds": …, "cpu": …}`.
+"""
+
+import json
+import mmap
+import os
+import socket
+import ssl
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PIECE_BYTES = 16 << 20
+REQUEST = struct.Struct("<QQ")
+
+
+def context(folder: str, side: ssl.Purpose) -> ssl.SSLContext:
+    """The TLS context of a side, with the certificates that `tests.support.secure` writes."""
+    server = side is ssl.Purpose.CLIENT_AUTH
+    made = ssl.create_default_context(side, cafile=f"{folder}/ca.pem")
+    name = "daemon" if server else "reader.test"
+    made.load_cert_chain(f"{folder}/{name}.pem", f"{folder}/{name}.key")
+    made.verify_mode = ssl.CERT_REQUIRED
+    return made
+
+
+def serve(path: str, folder: str) -> None:
+    tls = context(folder, ssl.Purpose.CLIENT_AUTH) if folder else None
+    listener = socket.create_server(("127.0.0.1", 0))
+    print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
+    while True:
+        threading.Thread(target=_answer, args=(listener.accept()[0], path, tls), daemon=True).start()
+
+
+def _answer(connected: socket.socket, path: str, tls: ssl.SSLContext | None) -> None:
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    secure = tls.wrap_socket(connected, server_side=True) if tls else None
+    with open(path, "rb", buffering=0) as file:
+        block = memoryview(bytearray(256 << 10))
+        while len(asked := (secure or connected).recv(REQUEST.size)) == REQUEST.size:
+            at, size = REQUEST.unpack(asked)
+            end = at + size
+            while at < end and secure is None:
+                at += os.sendfile(connected.fileno(), file.fileno(), at, end - at)
+            while at < end and secure is not None:
+                read = os.preadv(file.fileno(), [block[: end - at]], at)
+                secure.sendall(block[:read])
+                at += read
+
+
+def plain(port: str, size: str, folder: str) -> None:
+    total = int(size)
+    descriptor = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
+    os.ftruncate(descriptor, total)
+    target = memoryview(mmap.mmap(descriptor, total))
+    for at in range(0, total, mmap.PAGESIZE):
+        target[at] = 0
+    opened: socket.socket = socket.create_connection(("127.0.0.1", int(port)))
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if folder:
+        opened = context(folder, ssl.Purpose.SERVER_AUTH).wrap_socket(opened, server_hostname="localhost")
+
+    def read() -> None:
+        for start in range(0, total, PIECE_BYTES):
+            at, end = start, min(total, start + PIECE_BYTES)
+            opened.sendall(REQUEST.pack(start, end - start))
+            while at < end:
+                at += opened.recv_into(target[at:end])
+
+    _rounds(read)
+
+
+def version(endpoint: str, name: str, transport: str) -> None:
+    from resharder.client.inference.worker.fetch import fetch
+    from resharder.client.inference.worker.source import Mirror
+    from resharder.client.rpc.channel import Channel
+    from resharder.client.versions.remote import boxes_request, get_manifest
+    from resharder.converters.geometry.layout import full_box
+
+    with Channel(endpoint) as channel:
+        manifest = get_manifest(channel, name)
+        boxes = [(tensor, full_box(spec.shape)) for tensor, spec in manifest.specs.items()]
+        mirror, request = Mirror("/dev/shm"), boxes_request(manifest, boxes)
+
+        def read() -> None:
+            files = mirror.prepare(manifest.files)
+            found = fetch(channel, [file.path for file in files], request, transport)
+            if found.digests != list(manifest.digests.values()) or found.transport != transport:
+                raise SystemExit(f"expected every digest over {transport}, got {found.transport}: {found.reason}")
+
+        _rounds(read)
+
+
+def _rounds(read: Callable[[], None]) -> None:
+    print("{}", flush=True)
+    for _ in sys.stdin:
+        cpu, began = time.process_time(), time.perf_counter()
+        read()
+        print(json.dumps({"seconds": time.perf_counter() - began, "cpu": time.process_time() - cpu}), flush=True)
+
+
+def cpu_of(pid: int) -> float:
+    """CPU seconds of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    {"serve": serve, "plain": plain, "version": version}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,123 @@
+"""One version to a reader on another host, on the loopback: `python -m benchmarks.hosts [--rounds N] [--json FILE]`.
+
+A version with the tensors of Qwen3-0.6B (1.2 GB) is read by HTTP ranges from the daemon's data port, every piece and digest
+checked. Peer: the gRPC stream, checked as well. Limit: one plain TCP connection with `sendfile`, which checks nothing. Then the
+same over mutual TLS, where the limit is Python's ssl module over one connection. Rounds of all ways in turn; the first of each is
+left out. CPU seconds are those of both processes.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from resharder.client import connect
+from resharder.client.rpc.tls import Tls
+from resharder.client.trainer.connect import DeclaredTensor
+
+from benchmarks.host_ways import cpu_of
+from benchmarks.rows import Row, show, write
+from benchmarks.shapes import QWEN3_0_6B
+from tests.support.daemon import Daemon
+from tests.support.secure import Authority, SecureDaemon
+from tests.support.weights import random_weights
+
+VERSION = "models/policy/versions/1"
+ROLES = {"dns:trainer.test": ["publisher:policy"], "dns:reader.test": ["server:policy"], "dns:probe.test": ["viewer"]}
+READER = "reader.test"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A reader process, and the id of the process that it reads from."""
+
+    reader: "subprocess.Popen[str]"
+    sender: int
+
+    def read(self) -> tuple[float, float]:
+        """Read once; return seconds, and CPU seconds of both processes."""
+        assert self.reader.stdin is not None
+        assert self.reader.stdout is not None
+        before = cpu_of(self.sender)
+        self.reader.stdin.write("go\n")
+        self.reader.stdin.flush()
+        took: dict[str, float] = json.loads(self.reader.stdout.readline())
+        return took["seconds"], took["cpu"] + cpu_of(self.sender) - before
+
+
+@contextmanager
+def started(
+    *arguments: str, environment: dict[str, str] | None = None
+) -> Iterator[tuple["subprocess.Popen[str]", dict[str, Any]]]:
+    """Start a process of `host_ways`, and yield it with its first line."""
+    command = [sys.executable, "-m", "benchmarks.host_ways", *arguments]
+    variables = os.environ | (environment or {})
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables) as process:
+        assert process.stdout is not None
+        try:
+            yield process, json.loads(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def publish(daemon: Daemon, weights: dict[str, torch.Tensor], tls: Tls | None) -> Path:
+    """Publish a version, and return its only safetensors file."""
+    with connect(daemon.endpoint, model="policy", job="j", rank=0, world_size=1, config=QWEN3_0_6B, tls=tls) as publisher:
+        publisher.attach_tensors([DeclaredTensor(name, torch.bfloat16, tuple(t.shape)) for name, t in weights.items()])
+        publisher.publish_tensors(1, list(weights.items())).wait_ready(300)
+    return daemon.store / "models" / "policy" / "versions" / "00000001" / "model.safetensors"
+
+
+def measure(weights: dict[str, torch.Tensor], rounds: int, authority: Authority | None) -> list[Row]:
+    with ExitStack() as ended:
+        options: dict[str, Any] = {"data_listen": "127.0.0.1:0", "keep_count": 1}
+        daemon = Daemon(**options) if authority is None else SecureDaemon(authority, ROLES, **options)
+        ended.enter_context(daemon)
+        file = publish(daemon, weights, authority.tls("trainer.test") if authority else None)
+        size, folder = file.stat().st_size, str(authority.folder) if authority else ""
+        environment = authority.environment(READER) if authority else {}
+        server, first = ended.enter_context(started("serve", str(file), folder))
+        ways = {"tcp": Way(ended.enter_context(started("plain", str(first["port"]), str(size), folder))[0], server.pid)}
+        for name in ("http", "grpc"):
+            reader, _ = ended.enter_context(started("version", daemon.endpoint, VERSION, name, environment=environment))
+            ways[name] = Way(reader, daemon.pid)
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+        for _ in range(rounds + 1):
+            for name, way in ways.items():
+                taken[name].append(way.read())
+    seconds = {name: median(each[0] for each in found[1:]) for name, found in taken.items()}
+    cpu = {name: median(each[1] for each in found[1:]) / size * 1e9 for name, found in taken.items()}
+    over = "mutual TLS" if authority else "plain TCP"
+    return [
+        Row(f"read {size / 1e9:.1f} GB over {over}: HTTP, gRPC, unchecked TCP", seconds["http"], seconds["grpc"], seconds["tcp"]),
+        Row(f"CPU of both sides over {over}", cpu["http"], cpu["grpc"], cpu["tcp"], "CPU s/GB"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    weights = random_weights(QWEN3_0_6B, 1, torch.bfloat16)
+    rows = measure(weights, arguments.rounds, None)
+    with tempfile.TemporaryDirectory() as folder:
+        authority = Authority(Path(folder))
+        authority.tls(READER)
+        rows += measure(weights, arguments.rounds, authority)
+    show(rows)
+    if arguments.json:
+        write(rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

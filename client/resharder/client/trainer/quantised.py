@@ -1,0 +1,98 @@
+"""A rank's model cast to FP8 for each version, with scales that all ranks agree on.
+
+    measure the blocks -> ExchangeMaxima, for blocks that ranks share -> cast -> offer and deliver the cast tensors
+
+The exchange goes through the daemon, which has the ranks' leases: if a rank dies before it has brought its maxima, the version
+is aborted for all ranks, and none waits for it any longer. The cast tensors are the same memory for every version. They are
+written anew only by the next `publish`, which begins when no server needs the last one's.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+from resharder.client.errors import MAXIMA_MISSING, WaitTimeout
+from resharder.client.rpc.channel import Channel
+from resharder.client.trainer.rank_layout import LiveTensors, RankLayout, rank_layout_of
+from resharder.converters.quantization.cast import Floats, QuantisedTensors
+from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
+
+if TYPE_CHECKING:
+    import torch
+    from resharder.converters.geometry.layout import Layout
+    from resharder.converters.quantization.scheme import Scheme
+
+_POLL_SECONDS = 20.0
+
+
+class QuantisedModel:
+    """An attached model whose matrices are cast.
+
+    Attributes:
+        layout: Boxes to publish.
+        tensors: Local tensors of `layout`.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        rank: int,
+        layout: "Layout",
+        tensors: "Mapping[str, torch.Tensor]",
+        scheme: "Scheme",
+        timeout: float,
+    ) -> None:
+        """Allocate the cast tensors, half of the memory of the matrices.
+
+        Args:
+            channel: Channel to the daemon.
+            rank: This rank.
+            layout: The rank's layout.
+            tensors: Its local tensors.
+            scheme: Format to cast to.
+            timeout: Seconds to wait for the maxima of other ranks.
+        """
+        self._stub, self._channel = publisher_pb2_grpc.PublisherServiceStub(channel.grpc), channel
+        self._rank, self._timeout = rank, timeout
+        self._source, self._cast = LiveTensors(layout, tensors), QuantisedTensors(layout, tensors, scheme)
+        self.layout, self.tensors = self._cast.plan.layout, self._cast.tensors
+
+    @property
+    def rank_layout(self) -> RankLayout:
+        """Boxes to register, with the blocks that this rank shares."""
+        plan, plain = self._cast.plan, rank_layout_of(self.layout)
+        return RankLayout(plain.tensors, plain.boxes, plan.contributed.blocks, plan.received.blocks)
+
+    def prepare(self, version: resources_pb2.Version) -> None:
+        """Cast the model's present values for a version.
+
+        Raises:
+            ConversionError: A matrix has an infinity or NaN.
+            Conflict: This rank has brought other values for the version before.
+            UsageError: A tensor has changed its shape, strides or dtype since the model was attached.
+            VersionAborted: The version is aborted.
+            WaitTimeout: Other ranks have not brought their maxima in time.
+        """
+        self._source.check()
+        measured, plan = self._cast.measure(), self._cast.plan
+        shares = bool(plan.contributed.blocks or plan.received.blocks)
+        self._cast.cast(self._exchanged(version, measured) if shares else np.zeros(0, np.float32))
+
+    def free(self) -> None:
+        """Free the cast tensors' memory until the next version."""
+        self._cast.free()
+
+    def _exchanged(self, version: resources_pb2.Version, measured: Floats) -> Floats:
+        end = time.monotonic() + self._timeout
+        while True:
+            wait = max(0.0, min(_POLL_SECONDS, end - time.monotonic()))
+            request = publisher_pb2.ExchangeMaximaRequest(
+                version=version.name, epoch=version.epoch, rank=self._rank, maxima=measured, wait_seconds=wait
+            )
+            try:
+                answer = self._channel.call(self._stub.ExchangeMaxima, request, timeout=wait + 30)
+                return np.array(answer.maxima, np.float32)
+            except WaitTimeout as error:
+                if error.reason != MAXIMA_MISSING or time.monotonic() >= end:
+                    raise

@@ -1,0 +1,171 @@
+"""A rank's layout once its matrices are cast: boxes of FP8 weights and of their scales, and the blocks that ranks share.
+
+The cast weights and scales of a rank are two flat tensors, in which every box has a place. Other tensors stay where they are.
+
+Ranks may share a block that boxes cut. The owners of its boxes contribute the largest absolute value of theirs; a rank that
+casts some of its elements without having all of them receives the largest of all. The owner of all boxes of a block contributes
+too, because another rank may have a replica of one of them.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from resharder.converters.errors import UnsupportedModel
+from resharder.converters.geometry.layout import Box, Layout, Piece, TensorSpec, box_shape, box_size, contiguous_strides
+from resharder.converters.geometry.piece_arrays import Ints
+from resharder.converters.quantization.blocks import (
+    Region,
+    elements_in_blocks,
+    grid_of,
+    region_of,
+    scale_box,
+    scale_spec,
+    whole_blocks,
+)
+from resharder.converters.quantization.scheme import Scheme
+
+WEIGHTS, SCALES = "quantised.weights", "quantised.scales"
+"""Names of the local tensors that hold cast weights, F8_E4M3, and scales, F32."""
+SOURCES = ("BF16", "F16", "F32")
+"""dtypes that are cast."""
+_ALIGN = 256  # elements, so that kernels move boxes in wide words
+
+
+class CastPiece(NamedTuple):
+    """Piece of a matrix to cast.
+
+    Attributes:
+        source: The piece in the rank's own tensors.
+        at: Position of its first element in the cast weights.
+        scales: Scales that go with it.
+        scales_at: Position of their first element in the rank's scales.
+    """
+
+    source: Piece
+    at: int
+    scales: Box | None
+    scales_at: int
+
+
+class Matrix(NamedTuple):
+    """Parts of one matrix that a rank has, and where the maxima of the blocks that they touch are kept."""
+
+    spec: TensorSpec
+    region: Region
+    maxima_at: int
+    pieces: tuple[CastPiece, ...]
+
+
+class Shared(NamedTuple):
+    """Blocks that a rank shares: positions among its maxima, and numbers (in C order) by name of the scales' tensor."""
+
+    at: Ints
+    blocks: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class QuantisedLayout:
+    """Layout of a rank with cast matrices.
+
+    Attributes:
+        layout: Boxes to publish, in the rank's own tensors, `WEIGHTS` and `SCALES`. It names the scales of every matrix, also of
+            those whose scales other ranks deliver.
+        matrices: Matrices to cast.
+        weights: Elements of the tensor `WEIGHTS`.
+        scales: Elements of the tensor `SCALES`.
+        maxima: Number of blocks that the rank touches.
+        contributed: Cut blocks of which the rank owns a box.
+        received: Cut blocks of which the rank casts a part without having all elements.
+    """
+
+    layout: Layout
+    matrices: tuple[Matrix, ...]
+    weights: int
+    scales: int
+    maxima: int
+    contributed: Shared
+    received: Shared
+
+
+def quantised_layout(layout: Layout, scheme: Scheme) -> QuantisedLayout:
+    """Return the layout of a rank whose matrices are cast. Raises UnsupportedModel for a matrix of a dtype not in `SOURCES`."""
+    specs, places = dict[str, TensorSpec](), _Places()
+    by_matrix: dict[str, list[CastPiece]] = defaultdict(list)
+    pieces: list[Piece] = []
+    for name, spec in layout.tensors.items():
+        specs[name] = spec
+        if scheme.converts(name, spec.shape):
+            if spec.dtype not in SOURCES:
+                raise UnsupportedModel(f"{name}: expected one of {', '.join(SOURCES)} to cast to FP8, got {spec.dtype}")
+            specs[name], scales = spec._replace(dtype="F8_E4M3"), scale_spec(spec, scheme)
+            specs[scales.name] = scales
+    for piece in layout.pieces:
+        spec = layout.tensors[piece.tensor]
+        if not scheme.converts(spec.name, spec.shape):
+            pieces.append(piece)
+            continue
+        scales_box = scale_box(piece.box, spec.shape)
+        cast = places.add(piece, scales_box)
+        by_matrix[spec.name].append(cast)
+        pieces.append(_at(piece, piece.tensor, piece.box, WEIGHTS, cast.at))
+        if scales_box is not None:
+            pieces.append(_at(piece, scheme.scale_of(piece.tensor), scales_box, SCALES, cast.scales_at))
+    matrices, maxima = [], 0
+    for name, parts in by_matrix.items():
+        region = region_of(part.source.box for part in parts)
+        matrices.append(Matrix(layout.tensors[name], region, maxima, tuple(parts)))
+        maxima += region.shape[0] * region.shape[1]
+    contributed, received = _shared(matrices, scheme)
+    return QuantisedLayout(
+        Layout(specs, tuple(pieces)), tuple(matrices), places.weights, places.scales, maxima, contributed, received
+    )
+
+
+class _Places:
+    """Places of boxes in the flat tensors, one after the other."""
+
+    def __init__(self) -> None:
+        self.weights = self.scales = 0
+
+    def add(self, piece: Piece, scales: Box | None) -> CastPiece:
+        found = CastPiece(piece, self.weights, scales, self.scales)
+        self.weights += _aligned(box_size(piece.box))
+        self.scales += _aligned(box_size(scales)) if scales is not None else 0
+        return found
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _at(piece: Piece, tensor: str, box: Box, local: str, offset: int) -> Piece:
+    return Piece(tensor, box, local, offset, contiguous_strides(box_shape(box)), piece.replica)
+
+
+def _shared(matrices: Iterable[Matrix], scheme: Scheme) -> tuple[Shared, Shared]:
+    """Return (contributed, received)."""
+    positions: tuple[list[Ints], list[Ints]] = ([], [])
+    blocks: tuple[dict[str, list[int]], dict[str, list[int]]] = ({}, {})
+    for matrix in matrices:
+        shape, region = matrix.spec.shape, matrix.region
+        whole, held = whole_blocks(shape, region), np.zeros(region.shape, np.int64)
+        cut = np.zeros(region.shape, bool)
+        owned = {part.source.box for part in matrix.pieces if not part.source.replica}
+        for box in {part.source.box for part in matrix.pieces}:
+            inside = elements_in_blocks(box, region)
+            held += inside
+            cut |= (inside > 0) & (inside < whole) & (box in owned)
+        masks = cut, (held > 0) & (held < whole)
+        for mask, at, numbers in zip(masks, positions, blocks, strict=True):
+            if mask.any():
+                at.append(matrix.maxima_at + np.flatnonzero(mask))
+                rows, columns = np.nonzero(mask)
+                found = (rows + region.first[0]) * grid_of(shape)[1] + columns + region.first[1]
+                numbers[scheme.scale_of(matrix.spec.name)] = found.tolist()
+    first, second = (
+        Shared(np.concatenate([np.zeros(0, np.int64), *at]), by_name) for at, by_name in zip(positions, blocks, strict=True)
+    )
+    return first, second

@@ -1,0 +1,117 @@
+"""Formats of quantised checkpoints, parsed from the `quantization_config` of a config.json.
+
+| format | `quantization_config` | tensors of a module |
+|---|---|---|
+| FP8 in blocks | `quant_method: fp8`, `weight_block_size: [128, 128]` | `weight` F8_E4M3, `weight_scale_inv` F32 |
+
+A weight is stored as `cast(weight / scale)`: the scale of a block of elements is its largest absolute value over 448.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from resharder.converters.architectures.table import HFConfig
+from resharder.converters.errors import UnsupportedModel
+
+FP8_MAX = 448.0
+"""Largest value of float8_e4m3fn."""
+BLOCK = (128, 128)
+"""Rows and columns of a block."""
+SCALE_SUFFIX = "_scale_inv"
+
+ACCEPTED = {
+    "quant_method": ("fp8",),
+    "weight_block_size": (list(BLOCK), BLOCK),
+    "activation_scheme": ("dynamic",),
+    "fmt": ("e4m3",),
+}
+"""Accepted values of each key. `fmt` may be absent."""
+NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers")
+"""Keys with names of modules that stay in their dtype, beside those of `UNCONVERTED`."""
+
+UNCONVERTED = frozenset(
+    {
+        "embed_tokens", "lm_head", "head",  # embeddings and output heads, of layers for multi-token prediction too
+        "gate", "router", "shared_expert_gate",  # routers
+        "eh_proj", "input_proj",  # projections into layers for multi-token prediction
+        "in_proj_ba", "in_proj_a", "in_proj_b", "conv1d",  # gates of gated delta nets
+    }
+)  # fmt: skip
+"""Last names of modules that released FP8 checkpoints leave in BF16, of all families. Vectors stay in their dtype too."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """FP8 in blocks of 128 by 128.
+
+    Attributes:
+        kept: Names of modules that stay in their dtype besides those of `UNCONVERTED`.
+    """
+
+    kept: frozenset[str] = frozenset()
+
+    def converts(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Return whether the tensor `name` of a checkpoint is cast: matrices of modules that are not left unconverted."""
+        module, _, leaf = name.rpartition(".")
+        return leaf == "weight" and len(shape) == 2 and not self._keeps(module)
+
+    def _keeps(self, module: str) -> bool:
+        return module.rpartition(".")[2] in UNCONVERTED or module in self.kept
+
+    def scale_of(self, name: str) -> str:
+        """Return the name of the scales of a tensor."""
+        return name + SCALE_SUFFIX
+
+    def unconverted(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Return the names of the modules that stay in their dtype, for `modules_to_not_convert`."""
+        weights = [name.removesuffix(".weight") for name, shape in shapes.items() if name.endswith(".weight") and len(shape) > 1]
+        return sorted({module for module in weights if self._keeps(module)} | self.kept | {"lm_head"})
+
+    def config(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+        """Return the `quantization_config` of a model whose tensors have these shapes."""
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(BLOCK),
+            "modules_to_not_convert": self.unconverted(shapes),
+        }
+
+
+def scheme_of(config: Mapping[str, Any]) -> Scheme:
+    """Return the format of a `quantization_config`. Raises UnsupportedModel for any other than the accepted ones."""
+    if not isinstance(config, Mapping):
+        raise _refusal(config)
+    found = dict(config)
+    kept: set[str] = set()
+    for key in NOT_CONVERTED:
+        names = found.pop(key, None) or ()
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise UnsupportedModel(f"quantization_config: expected names of modules as {key}, got {names!r}")
+        kept.update(names)
+    for key, values in ACCEPTED.items():
+        value = found.pop(key, values[0] if key == "fmt" else None)
+        if value not in values:
+            raise _refusal(config)
+    if found:
+        raise _refusal(config)
+    return Scheme(frozenset(kept))
+
+
+def _refusal(config: object) -> UnsupportedModel:
+    wanted = ", ".join(f"{key!r}: {values[0]!r}" for key, values in ACCEPTED.items())
+    return UnsupportedModel(
+        f"quantization_config: expected {{{wanted}}}, with names of modules as {' or '.join(NOT_CONVERTED)} if some "
+        f"stay unconverted; got {config!r}"
+    )
+
+
+def check_family(config: HFConfig, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+    """Raise UnsupportedModel for a model that this format cannot describe: experts stacked in tensors of three dimensions."""
+    stacked = next((name for name, shape in shapes if len(shape) == 3 and ".experts." in name), None)
+    if stacked is not None:
+        raise UnsupportedModel(
+            f"{stacked}: expected a matrix for each expert, found stacked experts, for which FP8 checkpoints in blocks have no "
+            f"form: publish {config.get('model_type')!r} without quantization_config"
+        )

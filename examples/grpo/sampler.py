@@ -1,0 +1,50 @@
+"""Requests for samples to a vLLM server, in a thread beside the training."""
+
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from urllib.request import Request, urlopen
+
+from examples.grpo.samples import Sample, read_answer
+
+TIMEOUT = 300.0
+"""Seconds, for a group of responses and for the start of the server."""
+
+
+class Sampler:
+    """Client of one server. Every sample has the same number of tokens, so that a batch is rectangular."""
+
+    def __init__(self, url: str, *, model: str, group: int, length: int) -> None:
+        self._url, self._group = url, group
+        sampling = {"n": group, "temperature": 1.0, "max_tokens": length, "ignore_eos": True, "logprobs": 1}
+        self._body = {"model": model, "sampling_params": sampling}
+        self._batches, self._requests = ThreadPoolExecutor(1), ThreadPoolExecutor(16)
+
+    def wait_ready(self) -> None:
+        """Wait until the server serves a version. Raises TimeoutError."""
+        end = time.monotonic() + TIMEOUT
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError), urlopen(f"{self._url}/health", timeout=5):
+                return
+            time.sleep(0.2)
+        raise TimeoutError(f"expected {self._url} to be healthy within {TIMEOUT:.0f} s")
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> Future[list[Sample]]:
+        """Start to sample a group of responses to each prompt. The future raises OSError if the server does not answer."""
+        return self._batches.submit(self._batch, prompts)
+
+    def close(self) -> None:
+        """End the threads. Batches that have not started are cancelled."""
+        self._batches.shutdown(cancel_futures=True)
+        self._requests.shutdown(cancel_futures=True)
+
+    def _batch(self, prompts: Sequence[Sequence[int]]) -> list[Sample]:
+        return [sample for group in self._requests.map(self._ask, prompts) for sample in group]
+
+    def _ask(self, prompt: Sequence[int]) -> list[Sample]:
+        body = json.dumps({**self._body, "token_ids": list(prompt)}).encode()
+        request = Request(f"{self._url}/inference/v1/generate", body, {"Content-Type": "application/json"})
+        with urlopen(request, timeout=TIMEOUT) as answer:
+            return read_answer(prompt, json.load(answer))

@@ -1,0 +1,140 @@
+"""One rank of the trainer: two Megatron ranks with tensor parallelism, under torchrun.
+
+torchrun --nproc-per-node 2 -m examples.grpo.trainer DAEMON SERVER FOLDER STEPS SEED
+
+Rank 0 asks the server for the samples of the next step while both ranks train on those of this one, so that the samples lag by
+one step, or two if the server is still installing the newest version.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from tests.support.megatron_models import build_model, fill_from_hf  # isort: skip
+import torch
+import torch.distributed as dist
+from resharder.client import connect
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from examples.grpo.history import Step, append
+from examples.grpo.objective import group_advantages, lags, policy_loss
+from examples.grpo.reward import PROMPT_LENGTH, prompts, reward
+from examples.grpo.sampler import Sampler
+from examples.grpo.samples import Sample
+from tests.support.tiny_hf import save_tokenizer
+
+PROMPTS, GROUP, LENGTH = 32, 8, 12
+MAX_LAG = 2  # optimizer steps; older tokens are dropped
+LEARNING_RATE = 2e-3
+MODEL = "policy"
+SERVED_NAME = "m"
+CONFIG = Qwen2Config(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,  # of 32 elements, the least that vLLM's attention supports on a CPU
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+    architectures=["Qwen2ForCausalLM"],
+    dtype="float32",
+)
+
+
+def main() -> None:
+    endpoint, url, folder, steps, seed = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    chunks, config = initial_model(seed)
+    optimizer = torch.optim.AdamW(chunks[0].parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    if rank == 0:
+        save_tokenizer(folder / "tokenizer", CONFIG.vocab_size)
+    dist.barrier()
+    sampler = Sampler(url, model=SERVED_NAME, group=GROUP, length=LENGTH) if rank == 0 else None
+
+    with connect(endpoint, model=MODEL, max_ahead=2) as publisher:
+        publisher.attach(chunks, config, tokenizer=folder / "tokenizer", check_replicas=True)
+        published = publisher.publish(0)
+        steps_of = {published.version: 0}
+        if sampler:
+            sampler.wait_ready()
+        coming = sampler.start(prompts(PROMPTS, seed=1000 * seed + 1)) if sampler else None
+        for step in range(1, steps + 1):
+            start = time.perf_counter()
+            samples = share(coming)
+            coming = sampler.start(prompts(PROMPTS, seed=1000 * seed + step + 1)) if sampler and step < steps else None
+            record = train(chunks[0], optimizer, samples, steps_of, step)
+            version = publisher.publish(step).version
+            steps_of[version] = step
+            if rank == 0:
+                append(folder / "steps.jsonl", Step(step=step, version=version, **record, seconds=time.perf_counter() - start))
+    if sampler:
+        sampler.close()
+    dist.destroy_process_group()
+
+
+def initial_model(seed: int) -> tuple[list[torch.nn.Module], dict[str, Any]]:
+    """Return this rank's chunks with the initial weights of transformers, and the content of config.json."""
+    config = CONFIG.to_dict()
+    torch.manual_seed(seed)
+    weights = AutoModelForCausalLM.from_config(CONFIG).state_dict()
+    chunks = build_model(config, tp=dist.get_world_size())
+    fill_from_hf(chunks, config, weights)
+    return chunks, config
+
+
+def share(coming: Future[list[Sample]] | None) -> list[Sample]:
+    """Wait on rank 0 for its samples, and return them on every rank. Raises RuntimeError on every rank if there are none."""
+    box: list[Any] = [None]
+    if coming is not None:
+        error = coming.exception()
+        box = [repr(error) if error else coming.result()]
+    dist.broadcast_object_list(box)
+    if isinstance(box[0], str):
+        raise RuntimeError(f"expected samples of the server, got {box[0]}")
+    samples: list[Sample] = box[0]
+    return samples
+
+
+def train(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: Sequence[Sample], steps_of: dict[int, int], step: int
+) -> dict[str, Any]:
+    """Make one optimizer step, and return what it used for the record."""
+    rewards = torch.tensor([reward(sample.prompt, sample.response) for sample in samples])
+    lag = lags(samples, steps_of, current=step - 1)
+    keep = lag <= MAX_LAG
+    loss = policy_loss(
+        response_logprobs(model, samples),
+        torch.tensor([sample.logprobs for sample in samples]),
+        group_advantages(rewards, GROUP),
+        keep,
+    )
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return {
+        "reward": rewards.mean().item(),
+        "lag": lag.double().mean().item(),
+        "max_lag": int(lag.max()),
+        "mixed": sum(sample.mixed for sample in samples),
+        "dropped": 1 - keep.double().mean().item(),
+    }
+
+
+def response_logprobs(model: torch.nn.Module, samples: Sequence[Sample]) -> torch.Tensor:
+    """Return log-probabilities of the responses' tokens by the model's weights, [responses, tokens]."""
+    tokens = torch.tensor([sample.prompt + sample.response for sample in samples])
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    batch, length = inputs.shape
+    future = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    losses: torch.Tensor = model(inputs, torch.arange(length).expand(batch, length), future, labels=labels)
+    return -losses[:, PROMPT_LENGTH - 1 :]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The data port: files of READY versions by HTTP ranges, for readers on other hosts."""

@@ -1,0 +1,45 @@
+"""Checksums of the pieces of READY versions, computed when first requested."""
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+import xxhash
+from resharder.server.state.errors import Unavailable
+
+_BLOCK_BYTES = 1 << 20
+_MOST_CACHED = 1 << 20  # pieces; 16 TiB of versions
+
+
+class PieceChecksums:
+    """Checksums by version's fingerprint, file and first byte. Thread-safe. The least recently used are dropped."""
+
+    def __init__(self, most: int = _MOST_CACHED) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._known: OrderedDict[tuple[str, str, int], int] = OrderedDict()
+
+    def get(self, key: tuple[str, str, int], read: Callable[[], int]) -> int:
+        """Return the checksum of a piece; `read` computes it, without the lock."""
+        with self._lock:
+            if (known := self._known.get(key)) is not None:
+                self._known.move_to_end(key)
+                return known
+        computed = read()
+        with self._lock:
+            self._known[key] = computed
+            while len(self._known) > self._most:
+                self._known.popitem(last=False)
+        return computed
+
+
+def checksum_of(descriptor: int, start: int, end: int) -> int:
+    """Return the xxh3_64 of bytes of a file, read in blocks that stay in the cache. Raises Unavailable (STORE_FAILED)."""
+    state, block, at = xxhash.xxh3_64(), memoryview(bytearray(_BLOCK_BYTES)), start
+    while at < end:
+        found = os.preadv(descriptor, [block[: end - at]], at)
+        if not found:
+            raise Unavailable("STORE_FAILED", f"expected {end} bytes in a file of the store, it ends at {at}")
+        state.update(block[:found])
+        at += found
+    return state.intdigest()

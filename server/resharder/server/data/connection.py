@@ -1,0 +1,254 @@
+"""One connection of the data port: HTTP/1.1 by h11, bodies by `sendfile`, on a thread of its own.
+
+A connection pins the version that it reads until it reads another one or ends, so that a reader of many parts does not lose the
+version between two of them. Without a request for `IDLE_SECONDS` it is closed.
+"""
+
+import os
+import socket
+import ssl
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import h11
+from resharder.converters.wire.ranges import CHECKSUM, FilePart, is_piece, parse_part
+from resharder.server.data.checksums import PieceChecksums, checksum_of
+from resharder.server.infra.addresses import names_address
+from resharder.server.infra.medium import medium_errors
+from resharder.server.state.errors import (
+    DaemonError,
+    PermissionDenied,
+    ResourceExhausted,
+    ResourceNotFound,
+    Unauthenticated,
+)
+from resharder.server.store.manifest import Manifest
+from resharder.server.store.reader import VersionReader
+
+IDLE_SECONDS = 30.0  # from one response to the whole head of the next request, and for the handshake
+RESPONSE_SECONDS = 120.0
+MAX_HEAD_BYTES = 16 << 10
+_SEND_BYTES = 4 << 20
+_ENCRYPT_BYTES = 256 << 10  # stays in the core's cache between the file and the encryption
+_STATUS = {
+    Unauthenticated: HTTPStatus.UNAUTHORIZED,
+    PermissionDenied: HTTPStatus.FORBIDDEN,
+    ResourceNotFound: HTTPStatus.NOT_FOUND,
+    ResourceExhausted: HTTPStatus.TOO_MANY_REQUESTS,
+}
+
+ReadCheck = Callable[[Sequence[str], Mapping[str, Any] | None, str, str], AbstractContextManager[None]]
+"""Check of `Authorization` headers, the certificate, host and model of a read. The context counts it. Raises DaemonError."""
+
+
+class _Refused(Exception):
+    """A request that is answered with a status and a line of text."""
+
+    def __init__(self, status: HTTPStatus, text: str, *headers: tuple[str, str]) -> None:
+        super().__init__(text)
+        self.status, self.headers = status, headers
+
+
+@dataclass(frozen=True)
+class DataReads:
+    """Parts of the daemon that a connection needs."""
+
+    reader: VersionReader
+    check: ReadCheck
+    local_only: bool
+    """Whether only a host that is an IP address or `localhost` is served, against DNS rebinding."""
+    checksums: PieceChecksums = field(default_factory=PieceChecksums)
+    clock: Callable[[], float] = time.monotonic
+
+
+class DataConnection:
+    """One accepted connection. `serve` runs on its thread; `close` may be called from any."""
+
+    def __init__(self, connected: socket.socket, peer: str, reads: DataReads) -> None:
+        self._socket, self._peer, self._reads = connected, peer, reads
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+        self._pinned: _PinnedVersion | None = None
+        self.idle_since: float | None = reads.clock()
+        """Time since which no request is being answered; None while one is."""
+
+    def close(self) -> None:
+        """End the connection; its thread ends soon after."""
+        with suppress(OSError):  # ended already
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # not TLS's own, which is not for another thread
+
+    def serve(self) -> None:
+        """Answer requests until either side ends the connection."""
+        try:
+            if isinstance(self._socket, ssl.SSLSocket):
+                self._socket.settimeout(IDLE_SECONDS)
+                self._socket.do_handshake()
+            while (request := self._request()) is not None:
+                self.idle_since = None
+                self._answer(request)
+                self.idle_since = self._reads.clock()
+                if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
+                    break
+                self._http.start_next_cycle()
+        except (OSError, h11.ProtocolError):
+            pass  # the peer ended the connection, was silent, or does not use HTTP
+        finally:
+            self._unpin()
+            self._socket.close()
+
+    def _request(self) -> h11.Request | None:
+        """Return the next request once it has arrived in full; None if the peer has ended the connection."""
+        deadline, request = self._reads.clock() + IDLE_SECONDS, None
+        while True:
+            event = self._http.next_event()
+            if event is h11.NEED_DATA:
+                self._socket.settimeout(self._left(deadline))
+                self._http.receive_data(self._socket.recv(MAX_HEAD_BYTES))
+            elif isinstance(event, h11.Request):
+                request = event
+            elif isinstance(event, h11.EndOfMessage):
+                return request
+            else:  # the end of the connection, or a body, which no request has
+                return None
+
+    def _left(self, deadline: float) -> float:
+        left = deadline - self._reads.clock()
+        if left <= 0:
+            raise TimeoutError("the peer is too slow")
+        return left
+
+    def _answer(self, request: h11.Request) -> None:
+        headers: dict[str, list[str]] = {}
+        for name, value in request.headers:
+            headers.setdefault(name.decode("ascii"), []).append(value.decode("latin-1"))
+        try:
+            part = self._parsed(request, headers)
+            with self._reads.check(headers.get("authorization", []), self._certificate(), self._peer, part.model):
+                self._send(part, headers)
+        except _Refused as refused:
+            self._refuse(refused.status, str(refused), refused.headers)
+        except DaemonError as error:
+            status = _STATUS.get(type(error), HTTPStatus.SERVICE_UNAVAILABLE)
+            self._refuse(status, f"{error.reason}: {error}")
+
+    def _parsed(self, request: h11.Request, headers: Mapping[str, Sequence[str]]) -> FilePart:
+        if self._reads.local_only and not names_address(headers.get("host", [""])[0]):
+            raise _Refused(HTTPStatus.MISDIRECTED_REQUEST, "expected an IP address or localhost as host")
+        if request.method != b"GET":
+            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "expected GET", ("Allow", "GET"))
+        try:
+            return parse_part(request.target.decode("latin-1"), ", ".join(headers.get("range", [])))
+        except ValueError as error:
+            raise _Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
+
+    def _certificate(self) -> Mapping[str, Any] | None:
+        return self._socket.getpeercert() if isinstance(self._socket, ssl.SSLSocket) else None
+
+    def _send(self, part: FilePart, headers: Mapping[str, Sequence[str]]) -> None:
+        """Send a part of a file. Raises OSError if the peer does not take it in time, and then part of it may be sent."""
+        version = self._pin(part.model, part.number)
+        tag = f'"{version.manifest.record.fingerprint}"'
+        if any(wanted not in ("*", tag) for wanted in headers.get("if-match", [])):
+            raise _Refused(HTTPStatus.PRECONDITION_FAILED, f"the version's fingerprint is {tag}")
+        descriptor, size = version.open(part.file)
+        if part.end > size:
+            text = f"expected a range within {size} bytes, got {part.start}-{part.end - 1}"
+            raise _Refused(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, text, ("Content-Range", f"bytes */{size}"))
+        answer = [
+            ("Content-Type", "application/octet-stream"),
+            ("Content-Length", str(part.end - part.start)),
+            ("Content-Range", f"bytes {part.start}-{part.end - 1}/{size}"),
+            ("ETag", tag),
+        ]
+        if is_piece(part.start, part.end, size):
+            key = (version.manifest.record.fingerprint, part.file, part.start)
+            checksum = self._reads.checksums.get(key, lambda: checksum_of(descriptor, part.start, part.end))
+            answer.append((CHECKSUM, f"{checksum:016x}"))
+        deadline = self._reads.clock() + RESPONSE_SECONDS
+        self._write(self._http.send(h11.Response(status_code=HTTPStatus.PARTIAL_CONTENT, headers=answer)), deadline)
+        self._http.send_with_data_passthrough(h11.Data(data=_Body(part.end - part.start)))  # type: ignore[arg-type]
+        if isinstance(self._socket, ssl.SSLSocket):
+            self._encrypt(descriptor, part.start, part.end, deadline)
+        else:
+            self._sendfile(descriptor, part.start, part.end, deadline)
+        self._http.send(h11.EndOfMessage())
+
+    def _sendfile(self, descriptor: int, at: int, end: int, deadline: float) -> None:
+        with open(descriptor, "rb", buffering=0, closefd=False) as file:
+            while at < end:
+                self._socket.settimeout(self._left(deadline))
+                sent = self._socket.sendfile(file, at, min(_SEND_BYTES, end - at))
+                if not sent:
+                    raise OSError(f"the file ends at {at}")
+                at += sent
+
+    def _encrypt(self, descriptor: int, at: int, end: int, deadline: float) -> None:
+        block = memoryview(bytearray(_ENCRYPT_BYTES))
+        while at < end:
+            found = os.preadv(descriptor, [block[: end - at]], at)
+            if not found:
+                raise OSError(f"the file ends at {at}")
+            self._write(block[:found], deadline)
+            at += found
+
+    def _write(self, data: bytes | memoryview | None, deadline: float) -> None:
+        self._socket.settimeout(self._left(deadline))
+        self._socket.sendall(data or b"")
+
+    def _refuse(self, status: HTTPStatus, text: str, headers: Sequence[tuple[str, str]] = ()) -> None:
+        body, deadline = f"{text}\n".encode(), self._reads.clock() + IDLE_SECONDS
+        fields = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body))), *headers]
+        for event in (h11.Response(status_code=status, headers=fields), h11.Data(data=body), h11.EndOfMessage()):
+            self._write(self._http.send(event), deadline)
+
+    def _pin(self, model: str, number: int) -> "_PinnedVersion":
+        if self._pinned is None or self._pinned.key != (model, number):
+            self._unpin()
+            self._pinned = _PinnedVersion(self._reads.reader, model, number)
+        return self._pinned
+
+    def _unpin(self) -> None:
+        if self._pinned is not None:
+            self._pinned.close()
+            self._pinned = None
+
+
+class _Body:
+    """Body of a known size, which is sent past h11."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+
+class _PinnedVersion:
+    """A READY version, pinned, and its files that were opened. Raises as `VersionReader.folder` does."""
+
+    def __init__(self, reader: VersionReader, model: str, number: int) -> None:
+        self.key = (model, number)
+        self._stack = ExitStack()
+        self.manifest: Manifest
+        self._folder: Path
+        self.manifest, self._folder = self._stack.enter_context(reader.folder(model, number))
+        self._sizes = {file.path: file.size for file in self.manifest.files}
+        self._open: dict[str, int] = {}
+
+    @medium_errors()
+    def open(self, name: str) -> tuple[int, int]:
+        """Return a descriptor and the size of a safetensors file. Raises ResourceNotFound (VERSION_UNKNOWN), Unavailable."""
+        if name not in self._sizes:
+            raise ResourceNotFound("VERSION_UNKNOWN", f"{self.manifest.record.name} has no safetensors file {name!r}")
+        if name not in self._open:
+            self._open[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
+            self._stack.callback(os.close, self._open[name])
+        return self._open[name], self._sizes[name]
+
+    def close(self) -> None:
+        """Close the files and unpin the version."""
+        self._stack.close()

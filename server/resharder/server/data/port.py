@@ -1,0 +1,91 @@
+"""The listener of the data port: one thread for each connection, bounded."""
+
+import socket
+import ssl
+import threading
+from contextlib import suppress
+
+from resharder.server.data.connection import DataConnection, DataReads
+
+MAX_CONNECTIONS = 256
+_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+class DataPort:
+    """Data port, which listens once constructed. Raises OSError if the address cannot be bound.
+
+    At `most` connections, the one that has been idle longest is closed in favour of a new one; a new one is refused if all are
+    in use.
+    """
+
+    def __init__(
+        self, host: str, port: int, reads: DataReads, tls: ssl.SSLContext | None = None, *, most: int = MAX_CONNECTIONS
+    ) -> None:
+        self._reads, self._tls, self._most = reads, tls, most
+        self._lock, self._open = threading.Lock(), dict[DataConnection, threading.Thread]()
+        self._closed = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=most)
+        self.port: int = self._listener.getsockname()[1]
+        self._accepting = threading.Thread(target=self._accept, name="data-port", daemon=True)
+        self._accepting.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connected, address = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                threading.Event().wait(0.1)  # out of descriptors, for now
+                continue
+            with suppress(OSError):  # the peer is gone already
+                self._admit(connected, address[0])
+
+    def _admit(self, connected: socket.socket, peer: str) -> None:
+        if not self._has_place():
+            with connected, suppress(OSError):
+                connected.settimeout(0)
+                connected.send(_BUSY if self._tls is None else b"")
+            return
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls is not None:
+            connected = self._tls.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
+        connection = DataConnection(connected, peer, self._reads)
+        thread = threading.Thread(target=self._serve, args=(connection,), name="data", daemon=True)
+        with self._lock:
+            self._open[connection] = thread
+        thread.start()
+
+    def _has_place(self) -> bool:
+        with self._lock:
+            if len(self._open) < self._most:
+                return True
+            idle = [(since, connection) for connection in self._open if (since := connection.idle_since) is not None]
+            if not idle:
+                return False
+            oldest = min(idle, key=lambda found: found[0])[1]
+            del self._open[oldest]
+        oldest.close()
+        return True
+
+    def _serve(self, connection: DataConnection) -> None:
+        try:
+            connection.serve()
+        finally:
+            with self._lock:
+                self._open.pop(connection, None)
+
+    def close(self) -> None:
+        """Stop listening, end all connections, and wait for their threads."""
+        self._closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._accepting.join()
+        with self._lock:
+            open_ = dict(self._open)
+        for connection in open_:
+            connection.close()
+        for thread in open_.values():
+            thread.join(timeout=5)

@@ -1,0 +1,57 @@
+"""A daemon and workers on other hosts: network namespaces with limited links."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from resharder.converters.geometry.layout import TensorSpec
+
+from tests.support.daemon import Daemon
+from tests.support.namespaces import Hosts, unavailable
+from tests.support.ports import free_port
+from tests.support.publishing import Job, random_weights, whole
+
+SPECS = [TensorSpec("a", "BF16", (4 << 10, 1024))]
+RATE = 100e6  # bits a second
+REASON = unavailable()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with Hosts(2, rate=f"{RATE:.0f}bit") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def daemon(hosts: Hosts) -> Iterator[Daemon]:
+    """A daemon whose data port is on a card of its own."""
+    made = Daemon(insecure=True, shared_memory=False, data_listen=f"{hosts.second_address}:{free_port()}")
+    made.endpoint = f"{hosts.address}:{made.port}"
+    with made as running:
+        Job(running.channel, SPECS, [whole(SPECS)]).connect().publish(1, random_weights(SPECS, 1))
+        yield running
+
+
+def read(hosts: Hosts, host: int, daemon: Daemon) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.support.reading_process", daemon.endpoint, "models/policy/versions/1"]
+    done = subprocess.run(hosts.command(host, *command), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_worker_on_another_host_reads_over_its_link_by_http(hosts: Hosts, daemon: Daemon) -> None:
+    found = read(hosts, 0, daemon)
+    assert (found["verified"], found["transport"], found["reason"]) == (True, "http", "")
+    assert found["seconds"] > 0.8 * 8 * sum(spec.size for spec in SPECS) / RATE
+
+
+def test_a_worker_that_cannot_reach_the_data_port_reads_by_grpc_and_says_why(hosts: Hosts, daemon: Daemon) -> None:
+    hosts.block(1, hosts.second_address)
+    found = read(hosts, 1, daemon)
+    assert (found["verified"], found["transport"]) == (True, "grpc")
+    assert found["reason"].startswith(f"{hosts.second_address}:")

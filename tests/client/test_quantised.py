@@ -1,0 +1,166 @@
+"""Ranks that cast to FP8: what they deliver is one cast of the whole tensors, whatever the layout.
+
+The ranks' models are real ones, each built as the rank that it is; they publish side by side in this process.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.fp8_ranks import Ranks
+
+# isort: split
+import torch
+from resharder.client.errors import Conflict, ConversionError, UsageError, VersionAborted
+from resharder.client.trainer.connect import DeclaredTensor, connect
+from resharder.client.trainer.quantised import QuantisedModel
+from resharder.converters.quantization.cast import QuantisedTensors
+from transformers import AutoConfig
+
+from tests.client.models import equal, exported
+from tests.support.daemon import Daemon
+from tests.support.fp8_reference import FP8, cast
+from tests.support.tiny_hf import tiny_config
+from tests.support.weights import random_weights
+
+CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {  # sizes whose parts are not whole blocks
+    "dense": ("qwen3", {"intermediate_size": 640, "head_dim": 48}, 4, {"tp": 4}),
+    "dense-on-one-rank": ("qwen3", {}, 1, {}),
+    "fused": ("glm4", {"intermediate_size": 320}, 4, {"tp": 2, "pp": 2}),
+    "experts": ("qwen3_moe", {"moe_intermediate_size": 160}, 4, {"tp": 2, "ep": 2}),
+    "experts-of-several-ranks": ("qwen3_moe", {"moe_intermediate_size": 160}, 4, {"tp": 4, "ep": 1, "etp": 4}),
+    "replicas": ("qwen3_moe", {"num_key_value_heads": 2}, 4, {"tp": 2, "ep": 2, "etp": 1}),
+    "latent": ("deepseek_v3", {"moe_intermediate_size": 192}, 4, {"tp": 2, "pp": 2, "ep": 2, "spec": "te"}),
+    "gated-delta": ("qwen3_next", {}, 2, {"tp": 2, "spec": "te"}),
+}
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon() as running:
+        yield running
+
+
+def weights_of(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    """Weights whose blocks differ in size, some of zeros, some of tiny values."""
+    made = random_weights(config, seed, torch.bfloat16)
+    for name in made:  # layers for multi-token prediction have copies
+        for copy, source in (
+            (".embed_tokens.weight", "model.embed_tokens.weight"),
+            (".shared_head.head.weight", "lm_head.weight"),
+        ):
+            made[name] = made[source].clone() if name.endswith(copy) else made[name]
+    for tensor in made.values():
+        if tensor.dim() == 2:
+            tensor.mul_(torch.linspace(0.1, 9, tensor.shape[0])[:, None]).mul_(torch.linspace(1, 3, tensor.shape[1])[None, :])
+            tensor[:140, :130] *= 1e-6
+            tensor[130:135] = 0
+    return {
+        name: tensor.float() if name.endswith("e_score_correction_bias") else tensor for name, tensor in made.items()
+    }  # as routers have it
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_deliver_one_cast_of_the_whole_tensors(daemon: Daemon, case: str, tmp_path: Path) -> None:
+    family, changes, world, layout = CASES[case]
+    config = tiny_config(family, **changes)
+    with Ranks(daemon, case, config, world, layout, quantization_config=FP8) as ranks:
+        for step in (1, 2):
+            weights = weights_of(config, step)
+            ranks.fill(weights)
+            number = ranks.publish(step)
+            found = exported(daemon.endpoint, f"models/{case}/versions/{number}", tmp_path / str(step))
+            written = json.loads((tmp_path / str(step) / "config.json").read_text())
+            assert equal(found, cast(weights, written))
+            assert FP8.items() <= AutoConfig.from_pretrained(tmp_path / str(step)).quantization_config.items()
+            assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in found.values()) >= 10
+
+
+TWO = ("qwen3", {"intermediate_size": 320}, 2, {"tp": 2})  # gate, up and down have blocks of both ranks
+
+
+def two(daemon: Daemon, model: str, **options: Any) -> Ranks:
+    family, changes, world, layout = TWO
+    ranks = Ranks(daemon, model, tiny_config(family, **changes), world, layout, quantization_config=FP8, **options)
+    ranks.fill(weights_of(ranks.config, 1))
+    return ranks
+
+
+FAULTS = {
+    "a maximum that ranks did not exchange": (
+        QuantisedModel,
+        "_exchanged",
+        lambda self, version, measured: self._cast._at(self._cast.plan.received.at),
+    ),
+    "scales left as they were": (QuantisedTensors, "_put_scales", lambda self, part, scale, region: None),
+    "scales of another block": (
+        QuantisedTensors,
+        "_put_scales",
+        lambda self, part, scale, region, put=QuantisedTensors._put_scales: put(self, part, scale.roll(1, 0), region),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_cast_differs_from_one_cast_of_the_whole(
+    daemon: Daemon, fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = fault.replace(" ", "-")
+    with two(daemon, model) as ranks:
+        ranks.publish(1)
+        ranks.fill(weights := weights_of(ranks.config, 2))
+        monkeypatch.setattr(*FAULTS[fault])
+        number = ranks.publish(2)
+    found = exported(daemon.endpoint, f"models/{model}/versions/{number}", tmp_path / "out")
+    assert not equal(found, cast(weights, json.loads((tmp_path / "out" / "config.json").read_text())))
+
+
+def test_a_rank_that_repeats_a_step_gets_its_version_again(daemon: Daemon) -> None:
+    with two(daemon, "again") as ranks:
+        number = ranks.publish(1)
+        assert ranks.publishers[1].publish(1).version == number
+
+
+def test_a_rank_with_other_weights_for_a_step_is_refused(daemon: Daemon) -> None:
+    with two(daemon, "other") as ranks:
+        ranks.publish(1)
+        ranks.fill(weights_of(ranks.config, 2))
+        with pytest.raises(Conflict, match="brought other maxima"):
+            ranks.publishers[1].publish(1)
+
+
+def test_weights_that_are_not_finite_are_refused_by_name_and_end_the_version_for_all_ranks(daemon: Daemon) -> None:
+    with two(daemon, "infinite") as ranks, ThreadPoolExecutor(2) as pool:
+        name = "decoder.layers.1.mlp.linear_fc2.weight"
+        dict(ranks.chunks[1][0].named_parameters())[name].data[3, 5] = float("nan")
+        publishing = [pool.submit(publisher.publish, 1) for publisher in ranks.publishers]
+        with pytest.raises(ConversionError, match=r"model.layers.1.mlp.down_proj.weight: expected finite values"):
+            publishing[1].result()
+        with pytest.raises(VersionAborted, match=r"rank 1: .*model.layers.1.mlp.down_proj.weight"):
+            publishing[0].result()
+
+
+def test_a_rank_that_dies_before_it_brings_its_maxima_holds_no_other_up() -> None:
+    with Daemon(lease_seconds=2) as daemon, two(daemon, "dead") as ranks:
+        ranks.publish(1)
+        ranks.publishers[1].close()
+        began = time.monotonic()
+        with pytest.raises(VersionAborted, match="rank 1 was silent"):
+            ranks.publishers[0].publish(2)
+        assert time.monotonic() - began < 20
+
+
+def test_tensors_given_one_by_one_are_not_cast() -> None:
+    publisher = connect("127.0.0.1:1", model="policy", rank=0, world_size=1, job="j", quantization_config=FP8)
+    with publisher, pytest.raises(UsageError, match="expected attach"):
+        publisher.attach_tensors([DeclaredTensor("a.weight", "BF16", (128, 128))])
+
+
+def test_a_format_that_is_not_supported_is_refused_with_those_that_are() -> None:
+    with pytest.raises(UsageError, match=r"expected \{'quant_method': 'fp8'.*got \{'quant_method': 'awq'\}"):
+        connect("127.0.0.1:1", model="policy", quantization_config={"quant_method": "awq"})

@@ -1,0 +1,270 @@
+"""Versions by HTTP ranges: a worker's helper and its reader, before a real daemon's data port."""
+
+import http.client
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from resharder.client.errors import CorruptData
+from resharder.client.inference.settings import PluginSettings
+from resharder.client.inference.worker.fetch import fetch
+from resharder.client.inference.worker.source import DESCRIPTORS, Mirror, Stager
+from resharder.client.rpc.channel import Channel
+from resharder.client.tools import doctor
+from resharder.client.versions import range_reads
+from resharder.client.versions.range_plan import plan_ranges
+from resharder.client.versions.range_reads import RangeReader, RangesUnavailable
+from resharder.client.versions.remote import VersionManifest, boxes_request, get_manifest
+from resharder.converters.geometry.layout import Box, Range, TensorSpec, full_box
+from resharder.converters.storage.files import MappedFiles
+from resharder.converters.wire.ranges import CHECKSUM, PIECE_BYTES
+from resharder.server.data.connection import DataReads
+from resharder.server.data.port import DataPort
+from resharder.v1 import resources_pb2
+
+from tests.client.proxy import Proxy
+from tests.support.daemon import Daemon
+from tests.support.observing import wait_until
+from tests.support.publishing import Job, random_weights, whole
+from tests.support.secure import PROBE, Authority, SecureDaemon
+
+SPECS = [TensorSpec("big", "BF16", (9 << 10, 2048)), TensorSpec("small", "F32", (7,)), TensorSpec("one", "F32", ())]
+SMALL = [TensorSpec("a", "BF16", (64, 32))]
+
+
+def publish(daemon: Daemon, step: int, specs: list[TensorSpec] = SPECS, job: str = "job") -> int:
+    """Publish random weights and return the number of the version."""
+    return Job(daemon.channel, specs, [whole(specs)], job=job).connect().publish(step, random_weights(specs, step)).number
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon(data_listen="127.0.0.1:0") as running:
+        assert publish(running, 1) == 1
+        yield running
+
+
+@pytest.fixture
+def channel(daemon: Daemon) -> Iterator[Channel]:
+    with Channel(daemon.endpoint) as opened:
+        yield opened
+
+
+def manifest_of(channel: Channel, number: int = 1) -> VersionManifest:
+    return get_manifest(channel, f"models/policy/versions/{number}")
+
+
+@contextmanager
+def mirror(manifest: VersionManifest) -> Iterator[list[int]]:
+    made = Mirror("/dev/shm")
+    try:
+        yield [int(file.path) for file in made.prepare(manifest.files)]
+    finally:
+        made.close()
+
+
+def content(descriptor: int) -> bytes:
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+
+
+def stored(daemon: Daemon, number: int = 1) -> Path:
+    return daemon.store / f"models/policy/versions/{number:08}/model.safetensors"
+
+
+def all_boxes(manifest: VersionManifest) -> list[tuple[str, Box]]:
+    return [(name, full_box(spec.shape)) for name, spec in manifest.specs.items()]
+
+
+def read(channel: Channel, manifest: VersionManifest, descriptors: list[int]) -> None:
+    plan = plan_ranges(manifest.files, all_boxes(manifest))
+    arrived: list[int] = []
+    files = [replace(file, path=str(fd)) for file, fd in zip(manifest.files, descriptors, strict=True)]
+    mapped = MappedFiles(DESCRIPTORS, files, writable=True)
+    RangeReader(channel, manifest, mapped.contents, 2).read(plan.ranges, arrived.append)
+    assert sorted(arrived) == list(range(len(plan.ranges)))
+
+
+def test_the_helper_reads_a_version_by_ranges_and_its_files_are_the_stores(daemon: Daemon, channel: Channel) -> None:
+    manifest = manifest_of(channel)
+    with mirror(manifest) as descriptors:
+        found = fetch(channel, [str(d) for d in descriptors], boxes_request(manifest, all_boxes(manifest)), "http")
+        assert (found.transport, found.reason) == ("http", "")
+        assert found.digests == list(manifest.digests.values())
+        assert content(descriptors[0]) == stored(daemon).read_bytes()
+
+
+def test_a_worker_stages_a_version_by_ranges_and_reports_how(daemon: Daemon, channel: Channel) -> None:
+    manifest = manifest_of(channel)
+    needs = {name: (box,) for name, box in all_boxes(manifest)}
+    stager = Stager(channel, resources_pb2.StoreAccess(), PluginSettings(daemon.endpoint, "server", transport="http"))
+    source = stager.stage(manifest, needs)
+    assert (source.transport, stager.transport, stager.transport_reason) == ("http", "http", "")
+    assert source.arrays["big"].tobytes() == stored(daemon).read_bytes()[-source.arrays["big"].nbytes :]
+    source.close()
+    stager.close()
+
+
+def test_boxes_that_are_not_contiguous_come_by_the_stream_beside_the_ranges(channel: Channel) -> None:
+    manifest = manifest_of(channel)
+    columns, rows = (Range(0, 9 << 10), Range(5, 100)), (Range(100, 4 << 10), Range(0, 2048))
+    request = boxes_request(manifest, [("big", columns), ("big", rows)])
+    with mirror(manifest) as descriptors:
+        by_ranges = fetch(channel, [str(d) for d in descriptors], request, "http")
+    with mirror(manifest) as descriptors:
+        by_stream = fetch(channel, [str(d) for d in descriptors], request, "grpc")
+    assert (by_ranges.digests, by_ranges.transport, by_stream.transport) == (by_stream.digests, "http", "grpc")
+
+
+def test_after_a_cut_connection_the_rest_of_its_range_is_read(daemon: Daemon, channel: Channel) -> None:
+    manifest = manifest_of(channel)
+    proxy = Proxy(f"127.0.0.1:{manifest.data_address.rpartition(':')[2]}", cut_after=300)
+    with mirror(manifest) as descriptors:
+        read(channel, replace(manifest, data_address=proxy.endpoint), descriptors)
+        assert content(descriptors[0]) == stored(daemon).read_bytes()
+    assert proxy.cuts == 1
+    proxy.close()
+
+
+def test_bytes_that_differ_from_their_pieces_checksum_are_an_error(daemon: Daemon, channel: Channel) -> None:
+    number = publish(daemon, 2)
+    manifest = manifest_of(channel, number)
+    with mirror(manifest) as descriptors:
+        read(channel, manifest, descriptors)
+        with stored(daemon, number).open("r+b") as file:  # a piece whose checksum the daemon has taken
+            file.seek(PIECE_BYTES + 5)
+            file.write(bytes(8))
+        with pytest.raises(CorruptData, match=rf"expected checksum [0-9a-f]+ of bytes {PIECE_BYTES} to"):
+            read(channel, manifest, descriptors)
+
+
+@pytest.mark.parametrize(("address", "reason"), [("", "no data port"), ("127.0.0.1:1", "127.0.0.1:1: .*refused")])
+def test_without_a_data_port_the_reader_names_the_reason(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch, address: str, reason: str
+) -> None:
+    monkeypatch.setattr(range_reads, "_PATIENCE", 0.1)
+    manifest = replace(manifest_of(channel), data_address=address)
+    with mirror(manifest) as descriptors, pytest.raises(RangesUnavailable, match=reason):
+        read(channel, manifest, descriptors)
+
+
+def test_the_helper_takes_the_stream_where_the_data_port_refuses(
+    daemon: Daemon, channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(manifest_of(channel), fingerprint="another store's")
+    monkeypatch.setattr("resharder.client.inference.worker.fetch.get_manifest", lambda channel, version: other)
+    with mirror(other) as descriptors:
+        found = fetch(channel, [str(d) for d in descriptors], boxes_request(other, all_boxes(other)), "http")
+        assert (found.transport, found.digests) == ("grpc", list(other.digests.values()))
+        assert "answered 412: the version's fingerprint is" in found.reason
+
+
+def test_doctor_measures_the_data_port_of_a_daemon_on_another_host(daemon: Daemon) -> None:
+    check = doctor.data_port(daemon.endpoint)
+    assert check.verdict == "ok"
+    assert check.found.endswith("GB/s from the daemon's host, 36.0 MiB")
+
+
+def ask(address: str, path: str, **headers: str) -> tuple[int, bytes, http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection(address, timeout=30)
+    try:
+        connection.request(headers.pop("method", "GET"), path, headers=headers)
+        response = connection.getresponse()
+        return response.status, response.read(), response
+    finally:
+        connection.close()
+
+
+FILE = "/models/policy/versions/1/model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status", "said"),
+    [
+        (FILE, {}, 400, b"expected a header Range"),
+        ("/etc/passwd", {"Range": "bytes=0-1"}, 400, b"expected a path"),
+        (FILE, {"Range": "bytes=99999999-99999999"}, 416, b"expected a range within"),
+        (FILE.replace("model.", "other."), {"Range": "bytes=0-1"}, 404, b"has no safetensors file"),
+        (FILE.replace("/1/", "/99/"), {"Range": "bytes=0-1"}, 404, b"VERSION_UNKNOWN"),
+        (FILE.replace("policy", "nothing"), {"Range": "bytes=0-1"}, 404, b"MODEL_UNKNOWN"),
+        (FILE, {"Range": "bytes=0-1", "If-Match": '"x"'}, 412, b"fingerprint"),
+        (FILE, {"Range": "bytes=0-1", "Host": "evil.example"}, 421, b"expected an IP address"),
+        (FILE, {"Range": "bytes=0-1", "method": "PUT"}, 405, b"expected GET"),
+    ],
+)
+def test_a_request_that_names_no_part_of_a_version_is_refused(
+    channel: Channel, path: str, headers: dict[str, str], status: int, said: bytes
+) -> None:
+    found, body, _ = ask(manifest_of(channel).data_address, path, **headers)
+    assert found == status
+    assert said in body
+
+
+def test_a_part_that_is_no_piece_has_no_checksum(daemon: Daemon, channel: Channel) -> None:
+    status, body, response = ask(manifest_of(channel).data_address, FILE, Range="bytes=8-19")
+    assert (status, body, response.getheader(CHECKSUM)) == (206, stored(daemon).read_bytes()[8:20], None)
+
+
+def test_a_version_stays_while_a_connection_reads_it() -> None:
+    with Daemon(data_listen="127.0.0.1:0", keep_count=1) as daemon, Channel(daemon.endpoint) as channel:
+        publish(daemon, 1, SMALL)
+        reader = http.client.HTTPConnection(manifest_of(channel).data_address, timeout=30)
+
+        def status() -> int:
+            reader.request("GET", FILE, headers={"Range": "bytes=0-9"})
+            response = reader.getresponse()
+            response.read()
+            return response.status
+
+        assert status() == 206
+        for step in (2, 3):
+            publish(daemon, step, SMALL)
+        assert status() == 206
+        assert (daemon.store / "models/policy/versions/00000001").exists()
+        reader.close()
+        wait_until(lambda: not (daemon.store / "models/policy/versions/00000001").exists())
+
+
+def test_the_longest_idle_connection_gives_way_to_a_new_one() -> None:
+    port = DataPort("127.0.0.1", 0, DataReads(None, None, local_only=True), most=2)  # type: ignore[arg-type]
+    opened = []
+    for _ in range(3):
+        opened.append(socket.create_connection(("127.0.0.1", port.port), 30))
+        time.sleep(0.05)  # one after the other
+    assert opened[0].recv(1) == b""
+    opened[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert opened[1].recv(12) == b"HTTP/1.1 400"
+    before = threading.active_count()
+    port.close()
+    assert [connection.recv(1) for connection in opened[2:]] == [b""]
+    assert threading.active_count() < before
+    for connection in opened:
+        connection.close()
+
+
+def test_a_reader_needs_a_certificate_and_a_role_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority = Authority(tmp_path / "pki")
+    roles = {f"dns:{PROBE}": ["publisher:policy"], "dns:server.test": ["server:policy"], "dns:other.test": ["server:another"]}
+    with SecureDaemon(authority, roles, data_listen="127.0.0.1:0") as daemon:
+        publish(daemon, 1, SMALL)
+        with Channel(daemon.endpoint, tls=authority.tls("server.test")) as channel:
+            manifest = manifest_of(channel)
+            with mirror(manifest) as descriptors:
+                read(channel, manifest, descriptors)
+                assert content(descriptors[0]) == stored(daemon).read_bytes()
+                refused = Channel(daemon.endpoint, tls=authority.tls("other.test"))
+                with (
+                    refused,
+                    pytest.raises(RangesUnavailable, match=r"answered 403: NOT_ALLOWED: dns:other\.test@127\.0\.0\.1 may not"),
+                ):
+                    read(refused, manifest, descriptors)
+                monkeypatch.setattr(range_reads, "_PATIENCE", 0.1)
+                without = Channel(daemon.endpoint, tls=authority.tls())
+                with without, pytest.raises(RangesUnavailable, match=r"127\.0\.0\.1:\d+: ") as error:
+                    read(without, manifest, descriptors)
+                assert isinstance(error.value.__cause__, OSError)

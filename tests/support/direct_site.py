@@ -1,0 +1,133 @@
+"""Ranks and workers of the direct path's coordinator, which stands still but for its calls and a clock of the test's own."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec
+from resharder.converters.geometry.piece_arrays import Pieces, pack
+from resharder.server.direct.coordinator import Direct
+from resharder.server.direct.exchange import Cause
+from resharder.server.direct.offered_versions import OfferedVersions
+from resharder.server.direct.state import Act, Member, Task
+from resharder.server.infra.change_signal import Pause
+
+from tests.support.waits import settled
+
+PUBLISHER = "models/policy/publishers/1"
+LONG = 60.0
+
+
+def half(rank: int, of: int = 2, rows: int = 8) -> Pieces[int]:
+    """Some of the rows of the one tensor that there is."""
+    share = rows // of
+    piece = Piece("w", (Range(rank * share, share), Range(0, 4)), "w", 0, (4, 1))
+    return pack({rank: Layout({"w": TensorSpec("w", "BF16", (rows, 4))}, (piece,))})
+
+
+@dataclass
+class Site:
+    """`wanting`: servers that are to install whatever is READY."""
+
+    wanting: set[str] = field(default_factory=set)
+    known: dict[str, dict[int, str]] = field(default_factory=dict)
+    now: float = 0.0
+    ranks: int = 2  # two hold one replica
+    offered: OfferedVersions = field(default_factory=OfferedVersions)
+    causes: list[Cause | None] = field(default_factory=list)
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
+
+    def __post_init__(self) -> None:
+        self.direct = Direct(
+            self.awaiting, self.processes, offered=self.offered, observe=self.observe, seconds=10.0, clock=lambda: self.now
+        )
+
+    def observe(self, seconds: float, cause: Cause | None) -> None:
+        self.causes.append(cause)
+
+    def awaiting(self, model: str, number: int) -> frozenset[str]:
+        return frozenset(self.wanting)
+
+    def processes(self, server: str) -> dict[int, str]:
+        return self.known.get(server, {})
+
+    # Ranks and workers
+
+    def rank(self, rank: int) -> Member:
+        return Member(PUBLISHER, rank, f"rank-{rank}")
+
+    def worker(self, server: str, rank: int) -> Member:
+        return Member(f"servers/{server}", rank, f"{server}-{rank}")
+
+    def declare(self, *servers: str) -> None:
+        for rank in range(self.ranks):
+            self.direct.links.declare(self.rank(rank), "memory", half(rank % 2))
+        for server in servers:
+            self.known[server] = {rank: f"{server}-{rank}" for rank in range(2)}
+            self.wanting.add(server)
+            for rank in range(2):
+                self.direct.links.declare(self.worker(server, rank), "memory", half(rank))
+
+    def offer(self, number: int = 1, wait: float = 100.0, servers_sleep: bool = False) -> list["Rank"]:
+        return [Rank(self, rank, number, wait, servers_sleep) for rank in range(self.ranks)]
+
+    def begin(self, act: Callable[..., object], *arguments: object) -> "Future[object]":
+        return self.pool.submit(settled, act, *arguments)
+
+    def join(self, server: str, number: int = 1, install: str = "i-1") -> list["Future[object]"]:
+        return [
+            self.begin(self.direct.links.join, self.worker(server, rank), "memory", "policy", number, install)
+            for rank in range(2)
+        ]
+
+    def start(self, server: str, group: str, install: str = "i-1") -> list["Future[object]"]:
+        return [self.begin(self.direct.transfers.start, self.worker(server, rank), group, install) for rank in range(2)]
+
+    def finish(self, member: Member, group: str, error: str = "") -> None:
+        self.direct.transfers.finish(member, group, not error, error, 32)
+
+
+class Rank:
+    def __init__(self, site: Site, rank: int, number: int, wait: float, servers_sleep: bool = False) -> None:
+        self.site, self.rank, self.member = site, rank, site.rank(rank)
+        self.offer = site.direct.offers.offer(
+            self.member, "memory", "policy", number, site.ranks, wait, servers_sleep=servers_sleep
+        )
+
+    def task(self, state: str = "READY") -> Task | None:
+        """The next one; None where the offer is over."""
+        self.offer.look_at = 0.0  # the site's clock stands still
+        for item in self.site.direct.offers.tasks(self.offer, self.rank, lambda: state):
+            if not isinstance(item, Pause):
+                return item
+            item.signal.wait(item.seen, item.seconds)
+            self.offer.look_at = 0.0
+        return None
+
+    def look(self, state: str = "READY") -> None:
+        """Have the coordinator look whether the offer is over; no task is due."""
+        self.offer.look_at = 0.0
+        assert isinstance(next(self.site.direct.offers.tasks(self.offer, self.rank, lambda: state)), Pause)
+
+
+def linked(site: Site, server: str, ranks: list[Rank], number: int = 1, install: str = "i-1") -> str:
+    """The group's id, once everybody has the link. What a rank still has of the one before it is told to drop."""
+    links = [future.result(LONG) for future in site.join(server, number, install)]
+    tasks = [rank.task() for rank in ranks]
+    if tasks[0] and tasks[0].act is Act.DROP:
+        tasks = [rank.task() for rank in ranks]
+    assert [task.act for task in tasks if task] == [Act.LINK] * 2
+    (group,) = {link.group for link in links} | {task.group for task in tasks if task}  # type: ignore[attr-defined]
+    return str(group)
+
+
+def after_drops(ranks: list[Rank], dropped: str) -> list[Task]:
+    """The next task of each rank that does not have it drop this group."""
+    found = []
+    for rank in ranks:
+        task = rank.task()
+        while task == Task(Act.DROP, dropped):
+            task = rank.task()
+        assert task is not None
+        found.append(task)
+    return found

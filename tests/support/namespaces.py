@@ -1,0 +1,84 @@
+"""Emulated hosts: network namespaces on one bridge, each with a link of a limited rate both ways. Needs root and iproute2.
+
+with Hosts(2, rate="200mbit") as hosts:
+    hosts.address, hosts.second_address     # of this process's own host, on the bridge
+    subprocess.run(hosts.command(0, "ls"))  # on the first of the others
+
+Traffic stays on the bridge, which has no way out of this machine. Names and addresses are of this process alone.
+"""
+
+import os
+import shutil
+import subprocess
+from types import TracebackType
+
+
+def unavailable() -> str:
+    """Return why hosts cannot be emulated here; empty if they can."""
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        return "expected root and iproute2"
+    with_one = subprocess.run(["ip", "netns", "add", _name(0)], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", _name(0)], capture_output=True)
+    return "" if with_one.returncode == 0 else f"no network namespaces: {with_one.stderr.strip()}"
+
+
+def _name(number: int) -> str:
+    return f"rh{os.getpid()}-{number}"
+
+
+class Hosts:
+    """`count` hosts beside the one of this process, which has the bridge. `rate`: as `tc` writes it, such as `500mbit`."""
+
+    def __init__(self, count: int, rate: str) -> None:
+        self._count, self._rate = count, rate
+        self._bridge = f"rh{os.getpid()}"
+        self._network = f"198.18.{os.getpid() % 256}"  # of the range for benchmarks of networks
+        self.address, self.second_address = f"{self._network}.254", f"{self._network}.253"
+
+    def command(self, host: int, *command: str) -> list[str]:
+        """Return a command that runs `command` on a host."""
+        return ["ip", "netns", "exec", _name(host), *command]
+
+    def block(self, host: int, address: str) -> None:
+        """Let a host send nothing to an address."""
+        _run("ip", "-n", _name(host), "route", "add", "unreachable", f"{address}/32")
+
+    def __enter__(self) -> "Hosts":
+        try:
+            _run("ip", "link", "add", self._bridge, "type", "bridge")
+            for address in (self.address, self.second_address):
+                _run("ip", "addr", "add", f"{address}/24", "dev", self._bridge)
+            _run("ip", "link", "set", self._bridge, "up")
+            for number in range(self._count):
+                self._add(number)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _add(self, number: int) -> None:
+        name, link = _name(number), f"rh{os.getpid()}v{number}"
+        shaped = ("root", "tbf", "rate", self._rate, "burst", "256kb", "latency", "50ms")
+        _run("ip", "netns", "add", name)
+        _run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
+        _run("ip", "link", "set", link, "master", self._bridge, "up")
+        _run("ip", "-n", name, "addr", "add", f"{self._network}.{number + 1}/24", "dev", "eth0")
+        for device in ("eth0", "lo"):
+            _run("ip", "-n", name, "link", "set", device, "up")
+        _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", *shaped)
+        _run("tc", "qdisc", "add", "dev", link, *shaped)
+
+    def close(self) -> None:
+        """Remove the hosts, with the processes' connections."""
+        for number in range(self._count):
+            subprocess.run(["ip", "netns", "del", _name(number)], capture_output=True)
+        subprocess.run(["ip", "link", "del", self._bridge], capture_output=True)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -1,0 +1,46 @@
+"""A vLLM plugin for tests: FP8 blocks on any CPU. Kernels dequantise and call `F.linear`; weights stay as they were loaded.
+
+As shipped, the CPU build needs AMX for FP8 blocks, and packs their weights.
+"""
+
+BLOCK = 128
+
+
+def register() -> None:
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel as Linear
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    Linear.is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
+    Linear.process_weights_after_loading = lambda self, layer: None
+    Linear.apply_weights = apply_linear
+    cpu_moe.prepare_fp8_moe_layer_for_cpu = lambda w13, w2: (w13, w2)
+    cpu_moe.CPUExpertsFp8._supports_current_device = staticmethod(lambda: True)
+    cpu_moe.CPUExpertsFp8._supports_routing_method = staticmethod(lambda *_: True)
+    cpu_moe.CPUExpertsFp8.apply = apply_experts
+
+
+def dequantised(weight, scales):  # type: ignore[no-untyped-def]
+    import torch
+
+    rows, columns = weight.shape
+    whole = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return (weight.to(torch.float32) * whole).to(torch.bfloat16)
+
+
+def apply_linear(self, layer, x, bias=None, **_):  # type: ignore[no-untyped-def]
+    from torch.nn.functional import linear
+
+    return linear(x, dequantised(layer.weight, layer.weight_scale_inv).to(x.dtype), bias)
+
+
+def apply_experts(self, output, hidden_states, w1, w2, topk_weights, topk_ids, *_, **__):  # type: ignore[no-untyped-def]
+    """The scales are those of the kernel's own configuration, as in vLLM's kernels."""
+    import torch
+    from torch.nn.functional import linear, silu
+
+    output.zero_()
+    for expert in topk_ids.unique().tolist():
+        token, place = torch.where(topk_ids == expert)
+        gate, up = linear(hidden_states[token], dequantised(w1[expert], self.w1_scale[expert])).chunk(2, -1)
+        there = linear(silu(gate) * up, dequantised(w2[expert], self.w2_scale[expert]))
+        output.index_add_(0, token, (there * topk_weights[token, place, None]).to(output.dtype))
