@@ -68,6 +68,7 @@ class ServerModel:
             return
         self.lives += 1
         self.apis, self.attached = [], False
+        self.world.daemon.lost.discard(self.id)
         process = Process(f"{self.id}{self.lives}.core")
         workers = [WorkerModel(rank, f"{self.id}{self.lives}.worker{rank}") for rank in range(self._workers)]
         world = self.world

@@ -13,10 +13,11 @@ import grpc
 from resharder.client.rpc.channel import Channel
 from resharder.server.fleets.commands import Operations
 from resharder.server.fleets.fleets import Fleets
+from resharder.server.fleets.ports import FleetObserver
 from resharder.server.infra.change_signal import Pause
 from resharder.server.rpc.server_service import Attendance
 from resharder.server.state.errors import DaemonError
-from resharder.server.state.server import Settings
+from resharder.server.state.server import Server, Settings
 from resharder.v1 import server_pb2
 
 from tests.simulation.control.schedule import Process, Schedule
@@ -28,6 +29,7 @@ LEASE = 2.0
 FLEET = "fleet"
 SETTINGS = Settings(lease=LEASE, grace=LEASE, boot=60, install_step=15, attempts=3, first_retry=0.5, last_retry=2)
 _TICK = 0.5
+_DEADLINE = 10.0  # of a call, in seconds, as workers set it
 
 Answer = Callable[[Any], None]
 
@@ -53,6 +55,17 @@ def unavailable(details: str) -> RpcError:
     return RpcError(grpc.StatusCode.UNAVAILABLE, details)
 
 
+class Losses(FleetObserver):
+    """Records in `lost` the servers that were LOST since the world discarded their ids."""
+
+    def __init__(self, lost: set[str]) -> None:
+        self._lost = lost
+
+    def server_stepped(self, before: Server, after: Server) -> None:
+        if after.lost_at is not None:
+            self._lost.add(after.id)
+
+
 class Daemon:
     """The daemon, over all of its lives. `slow` is the mean latency of a message in seconds, `keep` that of its store."""
 
@@ -61,6 +74,8 @@ class Daemon:
         self.versions, self.files = SimulatedVersions(keep), SimulatedFiles()
         self.lives = 0
         self.doubled = 0.0
+        self.lost: set[str] = set()
+        """Servers that were LOST in their current boot."""
         self.start()
 
     def start(self) -> None:
@@ -80,6 +95,7 @@ class Daemon:
             files=self.files,  # type: ignore[arg-type]
             tick_seconds=0,
         )
+        self.fleets.steering.observe(Losses(self.lost))
         self.operations = Operations(self.fleets.changes)
         self._tick(self.process)
 
@@ -102,8 +118,13 @@ class Daemon:
         """Call the daemon. `answer` gets the result, a `DaemonError` or an `RpcError`, in the process of `link`."""
         key, random = object(), self.schedule.random
 
+        over = False
+
         def answered(result: Any) -> None:
-            if self._pending.pop(key, None) is not None or isinstance(result, grpc.RpcError):
+            nonlocal over
+            if not over:
+                over = True
+                self._pending.pop(key, None)
                 link.deliver(lambda: answer(result))
 
         def arrive() -> None:
@@ -115,6 +136,8 @@ class Daemon:
             self.schedule.after(0, daemon, lambda: answered(self._result(act)), "calls")
 
         self.schedule.after(self._delay(link), None, arrive)
+        late = RpcError(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer")
+        self.schedule.after(_DEADLINE, None, lambda: answered(late), "deadlines")
         if random.random() < self.doubled:
             again = self.process
             self.schedule.after(self._delay(link) * 3, again, lambda: self._result(act) and None)
@@ -145,7 +168,7 @@ class Daemon:
     def check_boot_version(self, server: str, version: int) -> None:
         """Check that a version is READY from which a server boots that has not lost its lease."""
         found = self.fleets.roster.by_id.get(server)
-        boots = found is not None and found.booting and found.boot_version == version and found.lost_at is None
+        boots = found is not None and found.booting and found.boot_version == version and server not in self.lost
         if self.process.alive and boots and version not in self.versions.ready:
             self.schedule.fail(f"version {version} has retired, from which server {server} boots")
 
