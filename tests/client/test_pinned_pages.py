@@ -26,4 +26,4 @@ MEMORY = np.zeros(100, np.uint8)
 def test_an_array_is_split_unless_one_registration_has_all_of_it_or_none_has_any(begin: int, end: int, split: bool) -> None:
     first = byte_bounds(MEMORY)[0]
     spans = [(first + 20, first + 40), (first + 50, first + 60), (first + 60, first + 80)]
-    assert Registered(spans, torch.device("cpu"), gently=False).splits(MEMORY[begin:end]) == split
+    assert Registered(spans, torch.device("cpu"), busy=lambda: False).splits(MEMORY[begin:end]) == split

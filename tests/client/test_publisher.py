@@ -360,7 +360,7 @@ def publish_llama(publisher: Publisher) -> None:
         (lambda t: {n: t[n] for n in t if n != NORM}, "llama", LayoutRejected, "LAYOUT_MISMATCH", f"{NORM}: expected [32], no"),
         (lambda t: t | {"extra": ("F32", (2,))}, "llama", LayoutRejected, "LAYOUT_MISMATCH", "extra: not a tensor of this model"),
         (lambda t: t | {NORM: ("F32", (31,))}, "llama", LayoutRejected, "LAYOUT_MISMATCH", f"{NORM}: expected [32], found [31]"),
-        (lambda t: t | {NORM: ("F8_E4M3", (32,))}, "llama", UsageError, "USAGE", f"{NORM}: expected one of BF16, F16, F32"),
+        (lambda t: t | {NORM: ("F8_E5M2", (32,))}, "llama", UsageError, "USAGE", f"{NORM}: expected one of BF16, F16, F32"),
         (lambda t: t, "../llama", Refused, "MODEL_NAME", "that starts with a letter or digit, got '../llama'"),
         (lambda t: t | {"b": ("U8", (16 << 20,))}, "other", OutOfRoom, "NO_ROOM", "do not fit in 16777216 bytes"),
     ],

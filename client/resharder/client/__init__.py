@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from resharder.client.inference.vllm.attach import (
         attach,
     )
+    from resharder.client.integrations.megatron_bridge import (
+        PublishCallback,
+    )
     from resharder.client.integrations.vllm import (
         ResharderTrainerInitInfo,
         ShardSource,
@@ -128,6 +131,7 @@ _HOMES = {
         "WaitTimeout"
     ),
     "inference.vllm.attach": "attach",
+    "integrations.megatron_bridge": "PublishCallback",
     "integrations.vllm": "ResharderTrainerInitInfo ShardSource",
     "operator": "Operator",
     "operator.answers": (
@@ -182,6 +186,7 @@ __all__ = [
     "OutOfRoom",
     "PhaseTiming",
     "Progress",
+    "PublishCallback",
     "Publisher",
     "PublisherState",
     "PublisherStatus",

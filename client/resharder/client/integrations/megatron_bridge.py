@@ -1,6 +1,6 @@
 """Callback that publishes from Megatron-Bridge's training loop; read against 0.6.0 (`megatron/bridge/training/callbacks.py`).
 
-    from resharder.client.integrations.megatron_bridge import PublishCallback
+    from resharder.client import PublishCallback
 
     pretrain(config, forward_step, callbacks=[PublishCallback("policy", hf_config, tokenizer, every=10)])
 
@@ -79,20 +79,32 @@ class PublishCallback:
         self._changed = False
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Connect, attach the loop's model, and publish it."""
+        """Connect, attach the loop's model, and publish it.
+
+        Args:
+            context: Of the loop, whose step counts completed iterations.
+        """
         self._publisher = connect(model=self._model, **self._options)
         self._publisher.attach(context.model, *self._files, check_replicas=self._check_replicas)
         self._publish(context.state.train_state.step)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Publish if the step is due. The loop counts the step only after this call."""
+        """Publish if the step is due. The loop counts the step only after this call.
+
+        Args:
+            context: Of the loop, whose step counts completed iterations.
+        """
         self._changed = self._changed or not context.skipped_iter
         step = context.state.train_state.step + 1
         if step % self._every == 0 and self._changed:
             self._publish(step)
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Publish what is not published yet, and close the publisher."""
+        """Publish what is not published yet, and close the publisher.
+
+        Args:
+            context: Of the loop, whose step counts completed iterations.
+        """
         if self._changed:
             self._publish(context.state.train_state.step)
         if self._publisher is not None:

@@ -17,6 +17,9 @@ from resharder.converters.models.hf_names import Model, Rename, Stored, local_of
 from resharder.converters.models.tensor_io import DTYPES
 from torch.distributed.tensor import DTensor
 
+_PLAIN = {dtype: name for dtype, name in DTYPES.items() if name != "F8_E4M3"}
+"""Dtypes of parameters. Those in FP8 have scales beside them, which no table describes."""
+
 
 class LocalDTensors(Mapping[str, torch.Tensor]):
     """This rank's part of each tensor, looked up at each access.
@@ -106,9 +109,9 @@ def shard_order(split_factors: Sequence[tuple[int, int]]) -> list[int]:
 def _dtype(name: str, local: torch.Tensor) -> str:
     if type(local) not in (torch.Tensor, torch.nn.Parameter):
         raise UnsupportedModel(f"{name}: expected a plain tensor or a DTensor of plain ones, found {type(local).__name__}")
-    if local.dtype not in DTYPES:
-        raise UnsupportedModel(f"{name}: expected one of {', '.join(DTYPES.values())}, found {local.dtype}")
-    return DTYPES[local.dtype]
+    if local.dtype not in _PLAIN:
+        raise UnsupportedModel(f"{name}: expected one of {', '.join(_PLAIN.values())}, found {local.dtype}")
+    return _PLAIN[local.dtype]
 
 
 def _box(name: str, tensor: torch.Tensor) -> Box | None:
