@@ -9,6 +9,7 @@ left out. CPU seconds are those of both processes.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -70,11 +71,16 @@ def started(
 
 
 def publish(daemon: Daemon, weights: dict[str, torch.Tensor], tls: Tls | None) -> Path:
-    """Publish a version, and return its only safetensors file."""
+    """Publish a version, and return a file with the bytes of all its safetensors files, in shared memory as they are."""
     with connect(daemon.endpoint, model="policy", job="j", rank=0, world_size=1, config=QWEN3_0_6B, tls=tls) as publisher:
         publisher.attach_tensors([DeclaredTensor(name, torch.bfloat16, tuple(t.shape)) for name, t in weights.items()])
         publisher.publish_tensors(1, list(weights.items())).wait_ready(300)
-    return daemon.store / "models" / "policy" / "versions" / "00000001" / "model.safetensors"
+    whole = daemon.store.parent / "whole"
+    with whole.open("wb") as target:
+        for file in sorted((daemon.store / "models" / "policy" / "versions" / "00000001").glob("*.safetensors")):
+            with file.open("rb") as source:
+                shutil.copyfileobj(source, target, 1 << 24)
+    return whole
 
 
 def measure(weights: dict[str, torch.Tensor], rounds: int, authority: Authority | None) -> list[Row]:
