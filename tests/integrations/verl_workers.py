@@ -57,7 +57,7 @@ class TinyStreamEngine(TinyEngine):
 
 
 class TinyMegatronEngine(TinyEngine):
-    """Has Megatron chunks with tensor parallelism over all ranks. To iterate its stream is an error."""
+    """Actor with Megatron chunks, tensor parallel over all ranks. Iterating its stream is an error."""
 
     def __init__(self, model_config: HFModelConfig) -> None:
         super().__init__(model_config)
