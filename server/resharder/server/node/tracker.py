@@ -6,7 +6,6 @@ Not thread-safe: callers hold a lock. Nothing here waits or sends.
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from resharder.server.node.grants import OriginGrants
 from resharder.server.node.peers import PEERS, neighbours
 from resharder.server.node.piece_table import PieceTable, VersionPieces
@@ -118,7 +117,7 @@ class Tracker:
             rows.update(dict.fromkeys(holders[:1].tolist()))
         rows.pop(row, None)
         found = list(rows)
-        useful: npt.NDArray[np.bool_] = (version.rows[found] & missing.bits).any(axis=1)
+        useful = np.asarray((version.rows[found] & missing.bits).any(axis=1)).tolist()
         return tuple(
             PeerOffer(
                 name := version.nodes[row],
@@ -126,7 +125,7 @@ class Tracker:
                 self._load.get(name, 0),
                 name in version.origins,
             )
-            for row, keep in zip(found, useful.tolist(), strict=True)
+            for row, keep in zip(found, useful, strict=True)
             if keep
         )
 
