@@ -117,7 +117,7 @@ class Tracker:
             rows.update(dict.fromkeys(holders[:1].tolist()))
         rows.pop(row, None)
         found = list(rows)
-        useful = np.asarray((version.rows[found] & missing.bits).any(axis=1)).tolist()
+        useful = [bool(row.any()) for row in version.rows[found] & missing.bits]
         return tuple(
             PeerOffer(
                 name := version.nodes[row],

@@ -1,7 +1,7 @@
 """The source of a version for a worker: a folder of safetensors files, either the store's or a mirror of the needed boxes.
 
-On the daemon's host, the store's files are mapped. On other hosts, a helper process fills a sparse copy of
-the same files in shared memory, by HTTP ranges or the gRPC stream.
+On the daemon's host, the store's files are mapped, and on a host with a node, the node's. On other hosts, a helper process fills
+a sparse copy of the same files in shared memory, by HTTP ranges or the gRPC stream.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from numpy.lib.array_utils import byte_bounds
 from resharder.client.errors import ResharderError
 from resharder.client.gpu.pinned_pages import Busy, Registered, box_of, register
 from resharder.client.inference.settings import HTTP, PluginSettings
+from resharder.client.inference.worker.host_node import HostNode
 from resharder.client.rpc.channel import Channel
 from resharder.client.transport.shared_memory import shares_memory
 from resharder.client.versions.remote import Needs as Needs
@@ -34,7 +35,7 @@ from resharder.converters.storage.files import FileLayout, MappedFiles
 from resharder.converters.storage.pages import map_pages
 from resharder.v1 import resources_pb2
 
-SHARED = "shared-memory"
+SHARED, NODE = "shared-memory", "node"
 logger = logging.getLogger("vllm.resharder.worker")
 DESCRIPTORS = Path("/proc/self/fd")
 
@@ -50,9 +51,9 @@ class VersionSource:
 
     Args:
         manifest: The version's manifest.
-        folder: Folder of the files: the store's, or `/proc/self/fd` for a mirror.
+        folder: Folder of the files: the store's, a node's, or `/proc/self/fd` for a mirror.
         files: The files; their paths are relative to `folder`.
-        transport: `SHARED`, `http` or `grpc`.
+        transport: `SHARED`, `NODE`, `http` or `grpc`.
         expected: The store's digest of each needed box, by HF tensor and box.
         whole: Whether all needed boxes are filled. In a mirror, other boxes are always empty.
     """
@@ -125,12 +126,13 @@ class Stager:
     def __init__(self, channel: Channel, access: resources_pb2.StoreAccess, settings: PluginSettings) -> None:
         self._channel, self.shared = channel, not settings.transport and shares_memory(access)
         self._mirror = Mirror(settings.staging_dir)
-        self._lock = threading.Lock()
+        self._lock, self._node_reason = threading.Lock(), ""
         self._remote = settings.transport or HTTP
         self.transport = SHARED if self.shared else self._remote
-        """`SHARED` if the store's files can be mapped, else `http` or `grpc`: that of the last version, or the one to try."""
+        """`SHARED` if the store's files can be mapped; else `NODE`, `http` or `grpc`, as the last version, or the one to try."""
         self.transport_reason = ""
-        """Reason for `grpc` in place of `http`; empty if there is none."""
+        """Reason for `grpc` in place of `http`, or for either in place of `NODE`; empty if there is none."""
+        self._node = HostNode(channel, settings.server) if not self.shared and not settings.transport else None
 
     def stage(self, manifest: VersionManifest, needs: Needs, without: frozenset[str] = frozenset()) -> VersionSource:
         """Make a version's boxes readable in this process.
@@ -147,14 +149,34 @@ class Stager:
             expected = expected_digests(self._channel, manifest, needs)
             fetched = {name: boxes for name, boxes in needs.items() if name not in without}
             if self.shared:
-                folder, files = Path(manifest.folder), manifest.files
+                source = VersionSource(manifest, Path(manifest.folder), manifest.files, SHARED, expected)
+            elif (found := self._from_node(manifest, expected)) is not None:
+                source = found
             else:
-                folder, files = DESCRIPTORS, self._mirror.prepare(manifest.files)
+                files = self._mirror.prepare(manifest.files)
                 self._fetch(manifest, fetched, expected, [file.path for file in files])
+                source = VersionSource(manifest, DESCRIPTORS, files, self.transport, expected, whole=not without)
             failpoint("worker.stage.map")
-            source = VersionSource(manifest, folder, files, self.transport, expected, whole=self.shared or not without)
             source.populate(fetched)
             return source
+
+    def _from_node(self, manifest: VersionManifest, expected: dict[tuple[str, Box], int]) -> VersionSource | None:
+        """Map the version of the node on this host; None if there is no node, or it does not have the version."""
+        self._node_reason = ""
+        if self._node is None:
+            return None
+        folder, self._node_reason = self._node.files(manifest.name)
+        if folder is not None:
+            try:
+                source = VersionSource(manifest, folder, manifest.files, NODE, expected)
+            except (OSError, ValueError) as error:  # dropped in the meantime, or in a folder that this process cannot read
+                self._node_reason = str(error)
+            else:
+                self.transport, self.transport_reason = NODE, ""
+                return source
+        if self._node_reason and self._node_reason != self.transport_reason:
+            logger.warning("%s does not come from a node on this host: %s", manifest.name, self._node_reason)
+        return None
 
     def _fetch(self, manifest: VersionManifest, needs: Needs, expected: dict[tuple[str, Box], int], files: list[str]) -> None:
         boxes = [(name, box) for name, found in needs.items() for box in found]
@@ -188,7 +210,8 @@ class Stager:
             raise StagingFailed(f"{manifest.name}: {answer['error']}")
         if answer["reason"] and answer["reason"] != self.transport_reason:
             logger.warning("%s arrived by gRPC, not HTTP: %s", manifest.name, answer["reason"])
-        self.transport, self.transport_reason = answer["transport"], answer["reason"]
+        self.transport = answer["transport"]
+        self.transport_reason = "; ".join(reason for reason in (self._node_reason, answer["reason"]) if reason)
         wrong = [key for key, found in zip(boxes, answer["digests"], strict=True) if expected[key] != found]
         if wrong:
             raise StagingFailed(

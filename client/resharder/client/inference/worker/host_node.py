@@ -1,0 +1,90 @@
+"""A version in the memory of the node on this host, which a worker maps as it maps the store on the daemon's host.
+
+A worker recognises its node by a nonce in a file that both can read, as it does the daemon. It asks for the version through the
+daemon, and waits while pieces arrive at the node.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from resharder.client.errors import ResharderError
+from resharder.client.rpc.channel import Channel
+from resharder.v1 import node_pb2, node_pb2_grpc, resources_pb2
+
+_WAIT_SECONDS = 5.0  # of one call
+_PATIENCE = 15.0  # seconds without a piece until the worker fetches the version itself
+_NONCE_BYTES = 64
+
+
+class NodeFiles(NamedTuple):
+    """Folder of a version's files on the host's node, or the reason for having none; both are empty without nodes."""
+
+    folder: Path | None
+    reason: str = ""
+
+
+class HostNode:
+    """The node on this host, if there is one.
+
+    Args:
+        channel: Channel to the daemon.
+        server: Id of the server.
+        clock: Seconds of a monotonic clock.
+    """
+
+    def __init__(self, channel: Channel, server: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._channel, self._server, self._clock = channel, server, clock
+        self._paths: tuple[str, ...] = ()
+
+    def files(self, version: str) -> NodeFiles:
+        """Return a version's files once the node holds all of it.
+
+        Args:
+            version: Full name of the READY version.
+        """
+        try:
+            return self._files(version)
+        except ResharderError as error:
+            return NodeFiles(None, "" if error.reason == "UNIMPLEMENTED" else f"{type(error).__name__}: {error}")
+
+    def _files(self, version: str) -> NodeFiles:
+        readable = _read(self._paths)
+        answer = self._ask(version, readable, 0.0)
+        if not answer.node:
+            self._paths = tuple(answer.nonce_files)
+            if not (readable := _read(self._paths)):
+                return NodeFiles(None, "no node on this host" if self._paths else "")
+        held, since = -1, self._clock()
+        while not answer.folder:
+            answer = self._ask(version, readable, _WAIT_SECONDS)
+            if answer.problem:
+                return NodeFiles(None, answer.problem)
+            if not answer.node:
+                return NodeFiles(None, "no node on this host")
+            if answer.held_bytes != held:
+                held, since = answer.held_bytes, self._clock()
+            elif not answer.folder and self._clock() - since > _PATIENCE:
+                return NodeFiles(None, f"{answer.node}: no piece of {version} for {_PATIENCE:.0f} s")
+        return NodeFiles(Path(answer.folder))
+
+    def _ask(self, version: str, readable: list[resources_pb2.StoreAccess], wait: float) -> node_pb2.HostVersion:
+        stub = node_pb2_grpc.NodeServiceStub(self._channel.grpc)
+        request = node_pb2.GetHostVersionRequest(
+            version=version, server=f"servers/{self._server}", readable=readable, wait_seconds=wait
+        )
+        answer: node_pb2.HostVersion = self._channel.call(stub.GetHostVersion, request, timeout=30.0 + wait)
+        return answer
+
+
+def _read(paths: Iterable[str]) -> list[resources_pb2.StoreAccess]:
+    """Return the nonce files that this process can read, with their content."""
+    found = []
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                found.append(resources_pb2.StoreAccess(nonce_file=path, nonce=file.read(_NONCE_BYTES)))
+        except OSError:
+            continue
+    return found
