@@ -1,4 +1,4 @@
-"""Stage a version as a worker does, verify it, and print a line of JSON: ENDPOINT and VERSION are its arguments."""
+"""Stage versions as a worker does, and verify them: for each line `ENDPOINT VERSION` of the input, a line of JSON."""
 
 import json
 import sys
@@ -26,4 +26,5 @@ def stage(endpoint: str, version: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(stage(*sys.argv[1:])))
+    for line in sys.stdin:
+        print(json.dumps(stage(*line.split())), flush=True)
