@@ -6,6 +6,7 @@ full, and the first pieces are passed on early. A node that uses up its grants g
 are granted, those of slow nodes are granted again to faster ones.
 """
 
+import math
 import random
 from collections import Counter
 from typing import NamedTuple
@@ -14,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from resharder.server.node.pieces import Bitmap
 
-STREAMS = 4
-LEAST, MOST = 4, 64
-"""Bounds on the grants of a node."""
+STREAMS = 16
+LEAST = 2  # grants of a node
+LATE = 5.0  # seconds; lower bound on the time after which an unused grant passes to another node
+_WEIGHT = 0.2  # of the newest value in a moving average
 
 
 class _Grant(NamedTuple):
@@ -29,15 +31,14 @@ class OriginGrants:
 
     Args:
         streams: Nodes that have grants at a time, for each origin.
-        late: Seconds after which an unused grant passes to another node that has used its own.
         seed: Seed of the order of the pieces.
     """
 
-    def __init__(self, streams: int = STREAMS, late: float = 5.0, seed: int = 0) -> None:
-        self._streams, self._late = streams, late
+    def __init__(self, streams: int = STREAMS, seed: int = 0) -> None:
+        self._streams = streams
         self._chance = random.Random(seed)
         self._granted: dict[int, _Grant] = {}
-        self._windows: dict[str, int] = {}
+        self._used = self._usual = 0.0  # moving averages: grants used between two reports of a node, seconds until one is used
 
     def give(
         self, node: str, now: float, held: Bitmap, wanted: Bitmap, copies: npt.NDArray[np.int32], origins: int = 1
@@ -52,14 +53,16 @@ class OriginGrants:
             copies: Nodes that hold each piece.
             origins: Number of origins, each of which has `streams`.
         """
-        mine = self._settle(node, held, copies)
-        window = self._windows.get(node, LEAST)
+        mine = self._settle(node, now, held, copies)
+        window = max(LEAST, math.ceil(2 * self._used))
         others = len({grant.node for grant in self._granted.values()} - {node})
-        if (others < self._streams * origins or mine) and len(mine) <= window // 2:
+        streams = self._streams * origins
+        if others < streams and (not mine or (others < streams // 2 and len(mine) <= window // 2)):
             scarce = np.flatnonzero((wanted - held).flags() & (copies == 1)).tolist()
             free = [piece for piece in scarce if piece not in self._granted]
             if not free:
-                free = [piece for piece in scarce if piece not in mine and now - self._granted[piece].since > self._late]
+                late = max(LATE, 3 * self._usual)
+                free = [piece for piece in scarce if piece not in mine and now - self._granted[piece].since > late]
             for piece in self._chance.sample(free, min(window - len(mine), len(free))):
                 self._granted[piece] = _Grant(node, now)
                 mine.append(piece)
@@ -67,19 +70,20 @@ class OriginGrants:
 
     def forget(self, node: str) -> None:
         """Free the grants of a node that is gone."""
-        self._windows.pop(node, None)
         self._granted = {piece: grant for piece, grant in self._granted.items() if grant.node != node}
 
     def outstanding(self) -> dict[str, int]:
         """Return the number of unused grants of each node that has some."""
         return dict(Counter(grant.node for grant in self._granted.values()))
 
-    def _settle(self, node: str, held: Bitmap, copies: npt.NDArray[np.int32]) -> list[int]:
-        """Remove used grants, adapt the node's window, and return the pieces that it still may take."""
+    def _settle(self, node: str, now: float, held: Bitmap, copies: npt.NDArray[np.int32]) -> list[int]:
+        """Remove used grants, note how many and how soon, and return the pieces that the node still may take."""
         mine = [piece for piece, grant in self._granted.items() if grant.node == node]
         used = [piece for piece in mine if piece in held]
-        for piece in [piece for piece in self._granted if copies[piece] > 1]:
+        if mine:
+            self._used += _WEIGHT * (len(used) - self._used)
+        for piece in used:
+            self._usual += _WEIGHT * (now - self._granted[piece].since - self._usual)
+        for piece in [piece for piece in self._granted if copies[piece] != 1 or piece in used]:
             del self._granted[piece]
-        if mine and len(used) == len(mine):
-            self._windows[node] = min(MOST, 2 * self._windows.get(node, LEAST))
-        return [piece for piece in mine if piece in self._granted and piece not in held]
+        return [piece for piece in mine if piece in self._granted]

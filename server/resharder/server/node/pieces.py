@@ -15,7 +15,7 @@ import numpy.typing as npt
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.wire.ranges import PIECE_BYTES
 
-MOST_PIECES = 2048
+MOST_PIECES = 1024
 """Upper bound on the pieces of a version, apart from the last, shorter piece of each file."""
 Bits = npt.NDArray[np.uint8]
 

@@ -83,7 +83,7 @@ class RequestLimits:
         longest: Upper bound on these seconds.
     """
 
-    requests: int = 6
+    requests: int = 8
     per_peer: int = 2
     per_origin: int = 1
     stalled: float = 5.0
@@ -93,6 +93,9 @@ class RequestLimits:
 
 
 LIMITS = RequestLimits()
+UPLOADS = 8
+"""Requests of other nodes that a node answers at a time; it refuses others as busy."""
+_FAN = 4.0  # nodes that request a rare piece at once from each node that has it, the others take it from these
 _WEIGHT = 0.3  # of the newest observation in the average rate
 
 
@@ -113,6 +116,19 @@ def after_failure(record: PeerRecord, now: float, limits: RequestLimits = LIMITS
     """Return the record of a peer after a failed request or a damaged piece."""
     pause = min(limits.longest, limits.cool_down * 2 ** min(record.failures, 16))
     return replace(record, failures=record.failures + 1, retry_at=now + pause)
+
+
+def after_busy(record: PeerRecord, size: int, now: float, chance: np.random.Generator) -> PeerRecord:
+    """Return the record of a peer that answers as many requests as it may: asked again in about the time of half a piece.
+
+    Args:
+        record: The record so far.
+        size: Bytes of the piece.
+        now: Seconds of a monotonic clock.
+        chance: Generator that spreads the nodes' next requests.
+    """
+    usual = min(1.0, size / record.rate) if record.rate else 0.1
+    return replace(record, retry_at=now + usual * (0.5 + chance.random()))
 
 
 def stalled(requests: Collection[PieceRequest], now: float, limits: RequestLimits = LIMITS) -> list[PieceRequest]:
@@ -151,9 +167,10 @@ def choose(
         return []
     usable, failing = [], Bitmap(held.count)
     for offer in offers:
-        if records.get(offer.peer, _NEW).retry_at <= now:
+        record = records.get(offer.peer, _NEW)
+        if record.retry_at <= now:
             usable.append(offer)
-        else:
+        elif record.failures:
             failing = failing | offer.held
     if not usable:
         return []
@@ -205,7 +222,8 @@ class _Choosing:
             if self._missing[piece] and (choice := self._from(piece, self._sources(piece))):
                 yield choice
         rarity: npt.NDArray[np.int64] = self._has.sum(axis=0)
-        candidates = np.flatnonzero(self._missing & ~self._scarce & (rarity > 0))
+        turn = self._chance.random(len(rarity)) * len(self._has) < _FAN * rarity
+        candidates = np.flatnonzero(self._missing & ~self._scarce & turn)
         order = np.argsort(rarity[candidates] + self._chance.random(len(candidates)))
         for piece in candidates[order].tolist():
             if choice := self._from(piece, self._sources(piece)):
