@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import xxhash
 from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.infra.event_log import Kind
+from resharder.server.ingest.shared import parse_name
 from resharder.server.node.piece_table import PieceTable
 from resharder.server.node.pieces import Bitmap, PieceNumbering, number_pieces
 from resharder.server.node.reports import (
@@ -207,7 +208,7 @@ class NodeRegistry:
             if (known := self._numberings.get(version)) is not None:
                 return known
         try:
-            name, number = _parsed(version)
+            name, number = parse_name(version, "versions")
             numbering = number_pieces(self._manifest(name, number).files)
         except DaemonError:
             return None
@@ -337,11 +338,3 @@ def _bitmap(count: int, copy: CopyReport | None) -> Bitmap:
 
 def _model_of(version: str) -> str:
     return version.split("/")[1]
-
-
-def _parsed(version: str) -> tuple[str, int]:
-    """Return model and number. Raises InvalidArgument (RESOURCE_NAME)."""
-    match version.split("/"):
-        case ["models", model, "versions", number] if number.isascii() and number.isdigit() and len(number) < 19:
-            return model, int(number)
-    raise InvalidArgument("RESOURCE_NAME", f"expected models/MODEL/versions/NUMBER, got {version[:200]!r}")

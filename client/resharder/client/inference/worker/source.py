@@ -146,11 +146,12 @@ class Stager:
             ResharderError: The boxes cannot be fetched, or their digests differ.
         """
         with self._lock:
+            self._node_reason = ""
             expected = expected_digests(self._channel, manifest, needs)
             fetched = {name: boxes for name, boxes in needs.items() if name not in without}
             if self.shared:
                 source = VersionSource(manifest, Path(manifest.folder), manifest.files, SHARED, expected)
-            elif (found := self._from_node(manifest, expected)) is not None:
+            elif not without and (found := self._from_node(manifest, expected)) is not None:  # a node has whole versions
                 source = found
             else:
                 files = self._mirror.prepare(manifest.files)
@@ -162,7 +163,6 @@ class Stager:
 
     def _from_node(self, manifest: VersionManifest, expected: dict[tuple[str, Box], int]) -> VersionSource | None:
         """Map the version of the node on this host; None if there is no node, or it does not have the version."""
-        self._node_reason = ""
         if self._node is None:
             return None
         folder, self._node_reason = self._node.files(manifest.name)
