@@ -8,7 +8,6 @@ are granted, those of slow nodes are granted again to faster ones.
 
 import math
 import random
-from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -71,10 +70,6 @@ class OriginGrants:
     def forget(self, node: str) -> None:
         """Free the grants of a node that is gone."""
         self._granted = {piece: grant for piece, grant in self._granted.items() if grant.node != node}
-
-    def outstanding(self) -> dict[str, int]:
-        """Return the number of unused grants of each node that has some."""
-        return dict(Counter(grant.node for grant in self._granted.values()))
 
     def _settle(self, node: str, now: float, held: Bitmap, copies: npt.NDArray[np.int32]) -> list[int]:
         """Remove used grants, note how many and how soon, and return the pieces that the node still may take."""
