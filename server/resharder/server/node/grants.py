@@ -2,8 +2,8 @@
 
 An origin is a node that a version's ranks write into; at first it alone holds its pieces. The daemon grants each of them to one
 node; all others take it from that node, and so on. Few nodes have grants at a time: with `streams` of them an origin's link is
-full, and the first pieces are passed on early. A node that uses up its grants gets twice as many the next time. Once all pieces
-are granted, those of slow nodes are granted again to faster ones.
+full, and they take turns, so that the pieces to pass on are spread over all nodes. Nodes that use up their grants get more of them.
+Once all pieces are granted, unused grants pass to other nodes.
 """
 
 import math
