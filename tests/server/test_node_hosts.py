@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from resharder.converters.geometry.layout import TensorSpec
 
-from tests.server.test_nodes import joined, nodes, stored
 from tests.support.daemon import Daemon
 from tests.support.namespaces import Hosts, unavailable
-from tests.support.node import Node
+from tests.support.node import Node, joined, nodes, stored
 from tests.support.observing import wait_until
 from tests.support.ports import free_port
 from tests.support.publishing import Job, random_weights, whole

@@ -14,7 +14,7 @@ from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
 
 from tests.support.daemon import Daemon
-from tests.support.node import Node
+from tests.support.node import Node, holds, joined, nodes, stored
 from tests.support.observing import wait_until
 from tests.support.publishing import Job, random_weights, whole
 from tests.support.secure import PROBE, Authority, SecureDaemon
@@ -30,30 +30,6 @@ def publish(daemon: Daemon, step: int) -> str:
     return job.publish(step, random_weights(SPECS, step)).name
 
 
-def stored(daemon: Daemon, version: str) -> dict[str, bytes]:
-    _, model, _, number = version.split("/")
-    folder = daemon.store / f"models/{model}/versions/{int(number):08}"
-    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
-
-
-def nodes(daemon: Daemon) -> dict[str, resources_pb2.Node]:
-    stub = operator_pb2_grpc.OperatorServiceStub(daemon.channel)
-    return {node.name: node for node in stub.ListNodes(operator_pb2.ListNodesRequest()).nodes}
-
-
-def joined(daemon: Daemon, *names: str) -> None:
-    def live() -> bool:
-        found = nodes(daemon)
-        return all(f"nodes/{name}" in found and found[f"nodes/{name}"].state == resources_pb2.Node.LIVE for name in names)
-
-    wait_until(live)
-
-
-def holds(daemon: Daemon, name: str, version: str) -> bool:
-    copies = {copy.version: copy for copy in nodes(daemon)[f"nodes/{name}"].copies}
-    return version in copies and copies[version].held_pieces == PIECES
-
-
 def drain(daemon: Daemon, name: str, drained: bool) -> None:
     stub = operator_pb2_grpc.OperatorServiceStub(daemon.channel)
     stub.SetNodeDrained(operator_pb2.SetNodeDrainedRequest(node=f"nodes/{name}", drained=drained))
@@ -67,7 +43,7 @@ def daemon() -> Iterator[Daemon]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_node, "_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(host_node, "_ASK_SECONDS", 0.2)
     monkeypatch.setattr(host_node, "_PATIENCE", 1.0)
 
 
@@ -77,6 +53,7 @@ def test_a_worker_maps_the_version_of_the_node_on_its_host(daemon: Daemon) -> No
         joined(daemon, "a")
         assert stage(daemon.endpoint, version) == ARRIVED
         assert node.files(version) == stored(daemon, version)
+        wait_until(lambda: holds(daemon, "a", version))
         copy = nodes(daemon)["nodes/a"].copies[0]
         assert (copy.version, copy.held_pieces, copy.pieces) == (version, PIECES, PIECES)
         assert (copy.wanted, list(copy.servers)) == (True, ["server"])

@@ -14,6 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
+from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
+
+from tests.support.daemon import Daemon
+from tests.support.observing import wait_until
+
 
 class Node:
     """Node process. `options` become its environment; `command` wraps its command line, as for a network namespace."""
@@ -63,7 +68,7 @@ class Node:
         """Return the content of a version's files."""
         _, model, _, number = version.split("/")
         folder = self.folder / "versions" / model / f"{int(number):08}"
-        return {path.name: path.read_bytes() for path in folder.iterdir()}
+        return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
     def __enter__(self) -> "Node":
         return self if self.process is not None else self.start()
@@ -76,3 +81,32 @@ class Node:
         if self.process is not None:
             self.kill()
         shutil.rmtree(self.root, ignore_errors=True)
+
+
+def stored(daemon: Daemon, version: str) -> dict[str, bytes]:
+    """The content of a version's files in the daemon's store."""
+    _, model, _, number = version.split("/")
+    folder = daemon.store / f"models/{model}/versions/{int(number):08}"
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def nodes(daemon: Daemon) -> dict[str, resources_pb2.Node]:
+    """All nodes by name."""
+    stub = operator_pb2_grpc.OperatorServiceStub(daemon.channel)
+    return {node.name: node for node in stub.ListNodes(operator_pb2.ListNodesRequest()).nodes}
+
+
+def joined(daemon: Daemon, *names: str) -> None:
+    """Wait until these nodes are live."""
+
+    def live() -> bool:
+        found = nodes(daemon)
+        return all(f"nodes/{name}" in found and found[f"nodes/{name}"].state == resources_pb2.Node.LIVE for name in names)
+
+    wait_until(live)
+
+
+def holds(daemon: Daemon, name: str, version: str) -> bool:
+    """Whether a node has reported all of a version."""
+    copies = {copy.version: copy for copy in nodes(daemon)[f"nodes/{name}"].copies}
+    return version in copies and copies[version].held_pieces == copies[version].pieces > 0

@@ -113,27 +113,27 @@ class PieceChecksums(_message.Message):
     def __init__(self, checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetHostVersionRequest(_message.Message):
-    __slots__ = ("version", "server", "readable", "wait_seconds")
+    __slots__ = ("version", "server", "readable")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     READABLE_FIELD_NUMBER: _ClassVar[int]
-    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     version: str
     server: str
     readable: _containers.RepeatedCompositeFieldContainer[_resources_pb2.StoreAccess]
-    wait_seconds: float
-    def __init__(self, version: _Optional[str] = ..., server: _Optional[str] = ..., readable: _Optional[_Iterable[_Union[_resources_pb2.StoreAccess, _Mapping]]] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., server: _Optional[str] = ..., readable: _Optional[_Iterable[_Union[_resources_pb2.StoreAccess, _Mapping]]] = ...) -> None: ...
 
 class HostVersion(_message.Message):
-    __slots__ = ("node", "folder", "held_bytes", "problem", "nonce_files")
+    __slots__ = ("node", "folder", "held_bytes", "whole", "problem", "nonce_files")
     NODE_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     NONCE_FILES_FIELD_NUMBER: _ClassVar[int]
     node: str
     folder: str
     held_bytes: int
+    whole: bool
     problem: str
     nonce_files: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node: _Optional[str] = ..., folder: _Optional[str] = ..., held_bytes: _Optional[int] = ..., problem: _Optional[str] = ..., nonce_files: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, node: _Optional[str] = ..., folder: _Optional[str] = ..., held_bytes: _Optional[int] = ..., whole: bool = ..., problem: _Optional[str] = ..., nonce_files: _Optional[_Iterable[str]] = ...) -> None: ...

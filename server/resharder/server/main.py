@@ -124,6 +124,7 @@ class Daemon:
             self.store.reader.manifest,
             self.store.catalogue.get,
             lease_seconds=config.lease_seconds,
+            forget_seconds=config.forget_seconds,
             note=self.events.add,
         )
         self.store.catalogue.subscribe(self.nodes.version_changed)

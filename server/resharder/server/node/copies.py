@@ -2,6 +2,7 @@
 
     <root>/nonce                             identifies the folder to workers on this host
            versions/<model>/<number>/        the safetensors files of a version, with the store's names
+                                     whole   there once all pieces are held
 
 A file is as long as the version's from the start, and its pages come with the pieces. Workers map files that are whole. A version
 that is dropped is unlinked, never overwritten, so that a worker which has mapped it keeps it.
@@ -11,13 +12,13 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from resharder.converters.failpoints import failpoint
 from resharder.converters.storage.digest import Array
 from resharder.converters.storage.files import FileLayout
-from resharder.converters.wire.ranges import FilePart
+from resharder.converters.wire.ranges import WHOLE_FILE, FilePart
 from resharder.server.data.versions import ServedVersion
 from resharder.server.infra.filesystem import make_folder, matching, unused_elsewhere, write_at
 from resharder.server.node.pieces import Bitmap, PieceSpan, number_pieces
@@ -53,9 +54,13 @@ class HeldVersion:
             os.close(descriptor)
 
     def add(self, piece: int) -> None:
-        """Count a piece as held: all its parts are written."""
+        """Count a piece as held: all its parts are written. With the last one, tell the workers on this host."""
         with self._lock:
             self._held.add(piece)
+            whole = self._held.whole()
+        if whole:
+            with suppress(FileNotFoundError):  # dropped in the meantime
+                (self.folder / WHOLE_FILE).touch(mode=0o600)
 
     def lacks(self, part: FilePart) -> str:
         """Return why a part of a file cannot be read; empty if it can."""

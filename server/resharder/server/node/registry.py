@@ -6,6 +6,7 @@ need the node's capacity. After a restart of the daemon, nodes report what they 
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -42,7 +43,7 @@ class _Node:
     report_time: float
     drained: bool = False
     lost: bool = False
-    former: set[str] = field(default_factory=set)
+    former: deque[str] = field(default_factory=lambda: deque(maxlen=64))
     """Earlier processes of this id."""
     wants: dict[str, set[str]] = field(default_factory=dict)
     """Ids of the servers that asked for each version; versions in the order of their last new request."""
@@ -56,6 +57,7 @@ class NodeRegistry:
         manifest: Function that returns the manifest of a READY version, or raises a DaemonError.
         record: Function that returns the record of a version, or raises a DaemonError.
         lease_seconds: Time after its last report at which a node is lost.
+        forget_seconds: Time after its last report at which a lost node is forgotten.
         note: Function that adds an event.
     """
 
@@ -65,11 +67,13 @@ class NodeRegistry:
         record: Callable[[str, int], VersionRecord],
         *,
         lease_seconds: float,
+        forget_seconds: float,
         note: Callable[[Kind, str, str, str], object],
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._manifest, self._record, self.lease_seconds, self._note = manifest, record, lease_seconds, note
+        self._forget_seconds = forget_seconds
         self._clock, self._wall = clock, wall
         self._lock = threading.Lock()
         self._nodes: dict[str, _Node] = {}
@@ -129,16 +133,13 @@ class NodeRegistry:
 
     # Calls of workers
 
-    def host_copy(
-        self, version: str, server: str, readable: Iterable[tuple[str, bytes]], wait_seconds: float
-    ) -> Waiting[HostCopy]:
-        """Want a READY version on the node of a worker's host, and return once the node holds it or has a problem.
+    def host_copy(self, version: str, server: str, readable: Iterable[tuple[str, bytes]]) -> HostCopy:
+        """Let the node of a worker's host hold a READY version, and return how far it is.
 
         Args:
             version: Resource name.
             server: Id of the worker's server.
             readable: Nonce files that the worker can read, and their content.
-            wait_seconds: Bound on the wait.
 
         Raises ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN, VERSION_GONE).
         """
@@ -152,13 +153,7 @@ class NodeRegistry:
                 if version in self._numberings:
                     found.wants[version] = found.wants.pop(version, set()) | {server}
             found.changed.notify()
-        until = self._clock() + wait_seconds
-        while True:
-            count = found.changed.count
-            copy = self._host_copy(found, version)
-            if copy.folder or copy.problem or (left := until - self._clock()) <= 0:
-                return copy
-            yield found.changed.pause(count, min(1.0, left))
+        return self._host_copy(found, version)
 
     # Operators
 
@@ -181,14 +176,16 @@ class NodeRegistry:
     # The daemon
 
     def expire(self) -> None:
-        """Note the nodes whose lease has ended. What they held counts no longer."""
-        now, lost = self._clock(), []
+        """Note the nodes whose lease has ended, whose pieces count no longer, and forget those lost for long."""
+        now, lost = self._clock(), list[tuple[str, _Node]]()
         with self._lock:
             for id, node in self._nodes.items():
                 if not node.lost and now - node.reported_at > self.lease_seconds:
                     node.lost = True
                     self._tracker.remove_node(id)
                     lost.append((id, node))
+            for id in [id for id, node in self._nodes.items() if now - node.reported_at > self._forget_seconds]:
+                del self._nodes[id]
         for id, node in lost:
             node.changed.notify()
             self._note("node", f"nodes/{id}", "lost", f"it has not called for {self.lease_seconds:g} s")
@@ -237,9 +234,8 @@ class NodeRegistry:
                     "NOT_ALLOWED", f"node {report.node!r} belongs to {node.caller or 'a caller without a name'}"
                 )
             elif report.instance != node.report.instance:
-                node.former.add(node.report.instance)
+                node.former.append(node.report.instance)
                 self._tracker.remove_node(report.node)
-            before = node.report
             self._record_pieces(report)
             node.report, node.caller, node.lost = report, caller, False
             node.reported_at, node.report_time = self._clock(), self._wall()
@@ -248,8 +244,6 @@ class NodeRegistry:
                     node.wants.setdefault(copy.version, set())
         if joined:
             self._note("node", f"nodes/{report.node}", "joined", "")
-        if joined or before.copies != report.copies:
-            node.changed.notify()
         return node
 
     def _record_pieces(self, report: StateReport) -> None:
@@ -317,7 +311,7 @@ class NodeRegistry:
             if problem or copy is None or numbering is None:
                 return HostCopy(name, problem=f"{name}: {problem}" if problem else "")
             held = _bitmap(numbering.count, copy)
-            return HostCopy(name, copy.folder if held.whole() else "", len(held) * numbering.piece_bytes)
+            return HostCopy(name, copy.folder, held.whole(), len(held) * numbering.piece_bytes)
 
     def _view(self, node: _Node) -> NodeView:
         state = NodeState.LOST if node.lost else NodeState.DRAINED if node.drained else NodeState.LIVE

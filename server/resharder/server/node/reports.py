@@ -97,10 +97,11 @@ class NodeView:
 
 @dataclass(frozen=True)
 class HostCopy:
-    """State of a version on the node of a worker's host. `folder` is empty until the node holds all of it."""
+    """State of a version on the node of a worker's host. `folder` is empty until the node has created it."""
 
     node: str = ""
     folder: str = ""
+    whole: bool = False
     held_bytes: int = 0
     problem: str = ""
     nonce_files: tuple[str, ...] = ()

@@ -120,9 +120,9 @@ METHODS = (
     # A group's id is a secret that the daemon sends to its members only.
     Method(_D, "SetGroupKey", _MEMBER, About.NOTHING, large=True),
     Method(_D, "GetGroupKey", _MEMBER, About.NOTHING, Cost.WAIT, large=True),
-    Method(_N, "SyncNode", _NODE, About.NOTHING, Cost.WAIT),
+    Method(_N, "SyncNode", _NODE, About.NOTHING, Cost.RENEWAL),
     Method(_N, "GetPieceChecksums", _NODE, About.MODEL, Cost.TRANSFER),
-    Method(_N, "GetHostVersion", _SERVER, About.MODEL, Cost.WAIT),
+    Method(_N, "GetHostVersion", _SERVER, About.MODEL),
     Method(_HEALTH, "Check", _EVERY_CALLER, About.NOTHING, Cost.RENEWAL),
     Method(_HEALTH, "Watch", _EVERY_CALLER, About.NOTHING, Cost.WAIT),
     Method(_HEALTH, "List", _EVERY_CALLER, About.NOTHING),

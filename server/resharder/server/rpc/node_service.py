@@ -20,6 +20,7 @@ from resharder.v1 import node_pb2, resources_pb2
 
 _MOST_PIECES = 256
 _MOST_COPIES = 1024
+_MOST_WAIT = 10.0  # seconds
 _ID = re.compile(r"nodes/(?P<id>[A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 
 
@@ -41,7 +42,7 @@ class NodeService:
         if request.leaving:
             self._nodes.leave(report.node, report.instance)
             return node_pb2.NodeOrders()
-        orders = yield from self._nodes.sync(report, CALLER.get(), request.seen, seconds(request.wait_seconds))
+        orders = yield from self._nodes.sync(report, CALLER.get(), request.seen, min(seconds(request.wait_seconds), _MOST_WAIT))
         return node_pb2.NodeOrders(
             lease_seconds=self._nodes.lease_seconds,
             revision=orders.revision,
@@ -66,15 +67,15 @@ class NodeService:
         self._nodes.admit(request.version, CALLER.get())
         return node_pb2.PieceChecksums(checksums=found)
 
-    def GetHostVersion(self, request: node_pb2.GetHostVersionRequest, call: Call) -> Waiting[node_pb2.HostVersion]:
-        """Return where the node on the caller's host has a READY version, once it has."""
+    def GetHostVersion(self, request: node_pb2.GetHostVersionRequest, call: Call) -> node_pb2.HostVersion:
+        """Let the node on the caller's host hold a READY version, and return how far it is."""
         parse_name(request.version, "versions")
         readable = [(access.nonce_file, access.nonce) for access in request.readable]
-        server, wait = request.server.removeprefix("servers/"), seconds(request.wait_seconds)
-        found = yield from self._nodes.host_copy(request.version, server, readable, wait)
+        found = self._nodes.host_copy(request.version, request.server.removeprefix("servers/"), readable)
         return node_pb2.HostVersion(
             node=found.node,
             folder=found.folder,
+            whole=found.whole,
             held_bytes=found.held_bytes,
             problem=found.problem,
             nonce_files=found.nonce_files,

@@ -1,9 +1,10 @@
 """A version in the memory of the node on this host, which a worker maps as it maps the store on the daemon's host.
 
 A worker recognises its node by a nonce in a file that both can read, as it does the daemon. It asks for the version through the
-daemon, and waits while pieces arrive at the node.
+daemon, and then looks at the node's folder while pieces arrive there, so that many waiting workers cost the daemon little.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import NamedTuple
 
 from resharder.client.errors import ResharderError
 from resharder.client.rpc.channel import Channel
+from resharder.converters.wire.ranges import WHOLE_FILE
 from resharder.v1 import node_pb2, node_pb2_grpc, resources_pb2
 
-_WAIT_SECONDS = 5.0  # of one call
+_ASK_SECONDS = 5.0  # between questions to the daemon, apart from the first ones
+_LOOK_SECONDS = 0.05  # between looks at the node's folder
 _PATIENCE = 15.0  # seconds without a piece until the worker fetches the version itself
 _NONCE_BYTES = 64
 
@@ -51,30 +54,37 @@ class HostNode:
 
     def _files(self, version: str) -> NodeFiles:
         readable = _read(self._paths)
-        answer = self._ask(version, readable, 0.0)
+        answer = self._ask(version, readable)
         if not answer.node:
             self._paths = tuple(answer.nonce_files)
             if not (readable := _read(self._paths)):
                 return NodeFiles(None, "no node on this host" if self._paths else "")
-        held, since = -1, self._clock()
-        while not answer.folder:
-            answer = self._ask(version, readable, _WAIT_SECONDS)
-            if answer.problem:
-                return NodeFiles(None, answer.problem)
-            if not answer.node:
-                return NodeFiles(None, "no node on this host")
+            answer = self._ask(version, readable)
+        held, since, pause = -1, self._clock(), _LOOK_SECONDS
+        while answer.node and not answer.problem:
+            if answer.whole:
+                return NodeFiles(Path(answer.folder))
             if answer.held_bytes != held:
                 held, since = answer.held_bytes, self._clock()
-            elif not answer.folder and self._clock() - since > _PATIENCE:
+            elif self._clock() - since > _PATIENCE:
                 return NodeFiles(None, f"{answer.node}: no piece of {version} for {_PATIENCE:.0f} s")
-        return NodeFiles(Path(answer.folder))
+            if self._appears(answer.folder, pause):
+                return NodeFiles(Path(answer.folder))
+            pause = min(2 * pause, _ASK_SECONDS)
+            answer = self._ask(version, readable)
+        return NodeFiles(None, answer.problem or "no node on this host")
 
-    def _ask(self, version: str, readable: list[resources_pb2.StoreAccess], wait: float) -> node_pb2.HostVersion:
+    def _appears(self, folder: str, seconds: float) -> bool:
+        """Return whether a node's version is whole, as soon as it is, or after some seconds."""
+        until, sign = self._clock() + seconds, os.path.join(folder, WHOLE_FILE)
+        while not (there := bool(folder) and os.path.exists(sign)) and self._clock() < until:
+            time.sleep(_LOOK_SECONDS)
+        return there
+
+    def _ask(self, version: str, readable: list[resources_pb2.StoreAccess]) -> node_pb2.HostVersion:
         stub = node_pb2_grpc.NodeServiceStub(self._channel.grpc)
-        request = node_pb2.GetHostVersionRequest(
-            version=version, server=f"servers/{self._server}", readable=readable, wait_seconds=wait
-        )
-        answer: node_pb2.HostVersion = self._channel.call(stub.GetHostVersion, request, timeout=30.0 + wait)
+        request = node_pb2.GetHostVersionRequest(version=version, server=f"servers/{self._server}", readable=readable)
+        answer: node_pb2.HostVersion = self._channel.call(stub.GetHostVersion, request)
         return answer
 
 
