@@ -13,9 +13,8 @@ from resharder.server.node.pieces import piece_bytes_for
 from benchmarks.swarm import Network, Outcome, Swarm
 
 
-def network_of(hosts: int, total: int, rate: float, dying: float, seed: int) -> Network:
+def network_of(hosts: int, total: int, rate: float, dying: float, seed: int, size: int) -> Network:
     """Return hosts that fetch `total` bytes over links of `rate` bytes a second; a share of them dies at random times."""
-    size = piece_bytes_for(total)
     deaths = np.random.default_rng(seed).random(round(dying * hosts)).tolist()
     return Network(hosts, -(-total // size), size, rate, deaths=tuple(deaths), seed=seed)
 
@@ -44,10 +43,12 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1000)
     parser.add_argument("--gigabits", type=float, default=100)
     parser.add_argument("--dying", type=float, default=0.01)
+    parser.add_argument("--piece-mib", type=int, help="MiB of a piece; by default as in a version of this size")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     total, rate = int(arguments.gigabytes * 1e9), arguments.gigabits * 1e9 / 8
-    network = network_of(arguments.hosts, total, rate, arguments.dying, arguments.seed)
+    size = arguments.piece_mib << 20 if arguments.piece_mib else piece_bytes_for(total)
+    network = network_of(arguments.hosts, total, rate, arguments.dying, arguments.seed, size)
     began = time.perf_counter()
     print(describe(network, Swarm(network).run()))
     print(f"simulated in {time.perf_counter() - began:.0f} s")

@@ -34,7 +34,7 @@ from resharder.server.logs import configure_logs
 from resharder.server.node.agent import NodeAgent, NodeIdentity
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import DaemonClient, NodeTls
-from resharder.server.node.sources import LIMITS
+from resharder.server.node.sources import LIMITS, UPLOADS
 from resharder.server.node.swarm import Swarm
 from resharder.server.node.transfers import CheckedPieces, PieceFetcher, ReceivedBytes
 from resharder.server.security import identities, web
@@ -114,7 +114,14 @@ class Node:
         checksums, received = CheckedPieces(self.daemon), ReceivedBytes()
         self._sent, self._sent_lock = 0, threading.Lock()
         local = tls is None and is_loopback(config.listen)
-        reads = DataReads(self.copies, self._check, local_only=local, checksums=checksums.known, sent=self._count_sent)
+        reads = DataReads(
+            self.copies,
+            self._check,
+            local_only=local,
+            checksums=checksums.known,
+            sent=self._count_sent,
+            places=threading.Semaphore(UPLOADS),
+        )
         try:
             context = web.tls_context(_security(tls), required=True) if tls is not None else None
             self.port = DataPort(*parse_listen(config.listen), reads, context)

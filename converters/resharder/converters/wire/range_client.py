@@ -26,6 +26,10 @@ class PartRefused(Exception):
     """A data port that answers, and does not send the part."""
 
 
+class PortBusy(PartRefused):
+    """A data port that answers as many requests as it may. The connection can be used again."""
+
+
 class WrongBytes(Exception):
     """Received bytes that differ from their checksum."""
 
@@ -123,7 +127,8 @@ class RangeConnection:
         at = f"{self._address.host}:{self._address.port}"
         if response.status != HTTPStatus.PARTIAL_CONTENT:
             reason = response.read(500).decode(errors="replace").strip()
-            raise PartRefused(f"{at} answered {response.status}: {reason}")
+            refused = PortBusy if response.status == HTTPStatus.TOO_MANY_REQUESTS else PartRefused
+            raise refused(f"{at} answered {response.status}: {reason}")
         expected = f"bytes {part.start}-{part.end - 1}/{part.size}"
         if response.getheader("Content-Range") != expected or response.length != part.end - part.start:
             raise PartRefused(f"{at}: expected {expected}, got {response.getheader('Content-Range')}, {response.length} bytes")

@@ -7,9 +7,10 @@ version between two of them. Without a request for `IDLE_SECONDS` it is closed.
 import os
 import socket
 import ssl
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -64,6 +65,8 @@ class DataReads:
     clock: Callable[[], float] = time.monotonic
     sent: Callable[[int], object] = lambda size: None
     """Called with the bytes of each complete response."""
+    places: threading.Semaphore | None = None
+    """Responses at a time: a request without a place is refused with 429. None: no bound."""
 
 
 class DataConnection:
@@ -127,7 +130,7 @@ class DataConnection:
             headers.setdefault(name.decode("ascii"), []).append(value.decode("latin-1"))
         try:
             part = self._parsed(request, headers)
-            with self._reads.check(headers.get("authorization", []), self._certificate(), self._peer, part.model):
+            with self._reads.check(headers.get("authorization", []), self._certificate(), self._peer, part.model), self._place():
                 self._send(part, headers)
         except _Refused as refused:
             self._refuse(refused.status, str(refused), refused.headers)
@@ -144,6 +147,17 @@ class DataConnection:
             return parse_part(request.target.decode("latin-1"), ", ".join(headers.get("range", [])))
         except ValueError as error:
             raise _Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        places = self._reads.places
+        if places is not None and not places.acquire(blocking=False):
+            raise _Refused(HTTPStatus.TOO_MANY_REQUESTS, "busy with other requests", ("Retry-After", "1"))
+        try:
+            yield
+        finally:
+            if places is not None:
+                places.release()
 
     def _certificate(self) -> Mapping[str, Any] | None:
         return self._socket.getpeercert() if isinstance(self._socket, ssl.SSLSocket) else None

@@ -2,13 +2,12 @@
 
 An origin is a node that a version's ranks write into; at first it alone holds its pieces. The daemon grants each of them to one
 node; all others take it from that node, and so on. Few nodes have grants at a time: with `streams` of them an origin's link is
-full, and the first pieces are passed on early. A node that uses up its grants gets twice as many the next time. Once all pieces
-are granted, those of slow nodes are granted again to faster ones.
+full, and they take turns, so that the pieces to pass on are spread over all nodes. Nodes that use up their grants get more of them.
+Once all pieces are granted, unused grants pass to other nodes.
 """
 
 import math
 import random
-from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -71,10 +70,6 @@ class OriginGrants:
     def forget(self, node: str) -> None:
         """Free the grants of a node that is gone."""
         self._granted = {piece: grant for piece, grant in self._granted.items() if grant.node != node}
-
-    def outstanding(self) -> dict[str, int]:
-        """Return the number of unused grants of each node that has some."""
-        return dict(Counter(grant.node for grant in self._granted.values()))
 
     def _settle(self, node: str, now: float, held: Bitmap, copies: npt.NDArray[np.int32]) -> list[int]:
         """Remove used grants, note how many and how soon, and return the pieces that the node still may take."""

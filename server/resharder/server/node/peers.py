@@ -31,11 +31,9 @@ def neighbours(row: int, nodes: int, period: int, limit: int = PEERS) -> list[in
     """Return the rows of the peers of a node.
 
     Args:
-        row: Row of the node, or `nodes` for a node without one.
+        row: Row of the node.
         nodes: Number of rows.
         period: Number of the period; a quarter of the result changes with it.
         limit: Upper bound on the result.
     """
-    if row >= nodes:
-        return random.Random(hash((row, period))).sample(range(nodes), min(limit, nodes))
     return [(row + distance) % nodes for distance in distances(nodes, limit, period)]

@@ -57,16 +57,12 @@ class PieceRequest:
         peer: Id of the peer.
         started: Time of the request.
         size: Bytes of the piece.
-        received: Bytes received so far.
-        progressed: Time of the last received byte, or of the request.
     """
 
     piece: int
     peer: str
     started: float
     size: int
-    received: int = 0
-    progressed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -129,11 +125,6 @@ def after_busy(record: PeerRecord, size: int, now: float, chance: np.random.Gene
     """
     usual = min(1.0, size / record.rate) if record.rate else 0.1
     return replace(record, retry_at=now + usual * (0.5 + chance.random()))
-
-
-def stalled(requests: Collection[PieceRequest], now: float, limits: RequestLimits = LIMITS) -> list[PieceRequest]:
-    """Return the requests to give up: those without a byte for `limits.stalled` seconds. Each counts as a failure of its peer."""
-    return [request for request in requests if now - max(request.started, request.progressed) >= limits.stalled]
 
 
 def choose(

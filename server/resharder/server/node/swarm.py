@@ -21,10 +21,11 @@ from resharder.server.node.sources import (
     PieceRequest,
     RequestLimits,
     after_answer,
+    after_busy,
     after_failure,
     choose,
 )
-from resharder.server.node.transfers import PieceFailed, PieceFetcher, ReceivedBytes
+from resharder.server.node.transfers import PieceBusy, PieceFailed, PieceFetcher, ReceivedBytes
 
 _log = structlog.get_logger("resharder.node")
 
@@ -107,13 +108,15 @@ class Swarm:
         return len(started)
 
     def _fetch(self, id: int, version: HeldVersion, choice: PieceChoice, address: str, origin: bool) -> None:
-        began, failure, size = self._clock(), "", 0
+        began, failure, size, busy = self._clock(), "", 0, False
         try:
             size = self._fetcher.fetch(version, choice.piece, address, origin=origin)
             if choice.piece not in version.held():
                 failpoint("node.held")
                 version.add(choice.piece)
                 self._received.add(size, origin=origin)
+        except PieceBusy:
+            busy = True
         except (PieceFailed, OSError) as error:
             failure = str(error)
         except grpc.RpcError as error:
@@ -124,11 +127,16 @@ class Swarm:
         now = self._clock()
         with self._lock:
             record = self._records.get(choice.peer, PeerRecord())
-            done = after_failure(record, now, self._limits) if failure else after_answer(record, size, now - began)
-            self._records[choice.peer] = done
-            self._problems[version.name] = failure
             requests = self._requests.get(version.name, {})
-            requests.pop(id, None)
+            request = requests.pop(id)
+            if busy:
+                record = after_busy(record, request.size, now, self._chance)
+            elif failure:
+                record = after_failure(record, now, self._limits)
+            else:
+                record = after_answer(record, size, now - began)
+            self._records[choice.peer] = record
+            self._problems[version.name] = failure
             if not requests:
                 self._requests.pop(version.name, None)
             idle = not self._requests and version.held().whole()

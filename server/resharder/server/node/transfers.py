@@ -1,14 +1,24 @@
 """Fetching of one piece: over a pooled connection, checked against the daemon's checksums, then written to the version's file."""
 
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 from resharder.converters.failpoints import failpoint
 from resharder.converters.storage.digest import Array
-from resharder.converters.wire.range_client import BROKEN, DataAddress, PartRefused, PartRequest, RangeConnection, WrongBytes
+from resharder.converters.wire.range_client import (
+    BROKEN,
+    DataAddress,
+    PartRefused,
+    PartRequest,
+    PortBusy,
+    RangeConnection,
+    WrongBytes,
+)
 from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.data.checksums import PieceChecksums
 from resharder.server.infra.addresses import parse_listen
@@ -18,10 +28,15 @@ from resharder.server.node.pieces import PieceSpan
 
 _BATCH_BYTES = 64 * PIECE_BYTES  # pieces whose checksums one call returns
 _MOST_IDLE = 32
+_BUSY_SECONDS = 0.05  # until a busy port is asked again for the rest of a piece
 
 
 class PieceFailed(Exception):
     """A piece that a peer does not deliver."""
+
+
+class PieceBusy(PieceFailed):
+    """A piece that a peer does not deliver now, because it delivers others."""
 
 
 @dataclass
@@ -69,7 +84,14 @@ class PieceFetcher:
         silent_seconds: Time without a byte after which a connection is given up.
     """
 
-    def __init__(self, checksums: CheckedPieces, tls: NodeTls | None, silent_seconds: float) -> None:
+    def __init__(
+        self,
+        checksums: CheckedPieces,
+        tls: NodeTls | None,
+        silent_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._checksums, self._tls, self._silent = checksums, tls, silent_seconds
         self._lock = threading.Lock()
         self._idle: OrderedDict[RangeConnection, str] = OrderedDict()  # with their address, longest idle first
@@ -85,11 +107,12 @@ class PieceFetcher:
             origin: Whether the port is the daemon's.
 
         Raises:
+            PieceBusy: The port is busy.
             PieceFailed: The port does not deliver it, or delivers other bytes.
             OSError: The piece cannot be written.
             grpc.RpcError: The daemon does not return the checksums.
         """
-        size = 0
+        size, began = 0, self._clock()
         for part in version.numbering.parts(piece):
             expected = self._checksums.of(version, part)
             failpoint("node.piece")
@@ -99,7 +122,7 @@ class PieceFetcher:
             buffer = self._buffer()
             try:
                 target = buffer[: part.end - part.start]
-                self._read(request, address, target, origin)
+                self._read_patiently(request, address, target, origin, busy_until=began + self._silent if size else 0.0)
                 version.write(part, target)
             finally:
                 with self._lock:
@@ -107,16 +130,32 @@ class PieceFetcher:
             size += part.end - part.start
         return size
 
+    def _read_patiently(self, request: PartRequest, address: str, target: Array, origin: bool, busy_until: float) -> None:
+        """Read a part; until a time, a busy port is asked again, so that the parts before it were not read in vain."""
+        while True:
+            try:
+                return self._read(request, address, target, origin)
+            except PieceBusy:
+                if self._clock() >= busy_until:
+                    raise
+                threading.Event().wait(_BUSY_SECONDS)
+
     def _read(self, request: PartRequest, address: str, target: Array, origin: bool) -> None:
         connection = self._connection(address, origin)
         try:
             for _ in connection.blocks(request, target):
                 pass
+        except PortBusy as error:
+            self._keep(connection, address)
+            raise PieceBusy(str(error)) from error
         except BaseException as error:
             connection.close()
             if isinstance(error, (*BROKEN, PartRefused, WrongBytes)):
                 raise PieceFailed(f"{address}: {error or type(error).__name__}") from error
             raise
+        self._keep(connection, address)
+
+    def _keep(self, connection: RangeConnection, address: str) -> None:
         closed = []
         with self._lock:
             self._idle[connection] = address
