@@ -1,4 +1,4 @@
-"""`resharderd`, the daemon (`python -m resharder.server`), and `resharder-node`. Without the extra they name the one to install."""
+"""`resharderd`, the daemon (`python -m resharder.server`), and `resharder-node`. Both name the extra that they lack."""
 
 import sys
 from importlib import import_module
