@@ -14,7 +14,8 @@ compared with its value after the boot.
 
 The peer of the direct path is vLLM's own transfer, if FILE has its row from a preceding run of `benchmarks.direct_path`; rows are
 added to that file; `--ipc`: vLLM's CUDA IPC transfer within one GPU, in the same run; `--nccl`: its packed NCCL transfer, in the
-same run; `--m2n SITE`: a round of NCCL M2N after each install over the direct path, of one rank to one worker on two GPUs. The
+same run; `--m2n SITE`: NCCL M2N with the fewest calls, before the installs and after them, on the GPUs of the first rank and the
+first worker. A server that answers a client meanwhile would share its GPU with a peer in slices of time. The
 peer of the staged path is vLLM's `reload_weights` of the same files (`--reload`), and its limit is a copy
 of a worker's bytes from pinned memory.
 """
@@ -22,7 +23,6 @@ of a worker's bytes from pinned memory.
 import argparse
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -78,6 +78,7 @@ def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
     for backend in ("ipc", "nccl"):
         if getattr(arguments, backend):
             own_transfer = vllm_transfer.measure(job.name, each, "ipc" if backend == "ipc" else "nccl")
+    nccl_m2n.measure(arguments.m2n, job.name, arguments.gpus)
     with fast_store() as (folder, kind):
         own = {"gpus": arguments.gpus, "replicas": arguments.replicas, "store": folder / "store", "direct_seconds": 20}
         with System(job, each, each, count, cpu, eager=arguments.eager, **own) as system:
@@ -89,13 +90,7 @@ def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
             for path, rounds in asked.items():
                 if rounds:
                     system.serve_ahead(path == "ahead")
-                    with ExitStack() as peers:
-                        other = m2n_peer(arguments, job, peers) if path == "direct" else None
-                        found[path] = [install(system, clients, path)]
-                        for _ in range(rounds):
-                            found[path].append(install(system, clients, path))
-                            if other is not None:
-                                system.say(f"NCCL M2N: {other.round() * 1000:.1f} ms")
+                    found[path] = [install(system, clients, path) for _ in range(1 + rounds)]
                     install(system, clients, path, seed=1)
                     check(system, path, held, count * (2 + rounds))
                     yield rows_of(job, arguments, found, None, limit, own_transfer)
@@ -105,14 +100,7 @@ def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
         if kept is not None:
             peer = vllm_reload.measure(kept, system.gpus[0], max(1, arguments.staged))
             yield rows_of(job, arguments, found, peer, limit, own_transfer)
-
-
-def m2n_peer(arguments: argparse.Namespace, job: Job, stack: ExitStack) -> nccl_m2n.Peer | None:
-    """Start NCCL M2N with the fewest calls on the GPUs of the first rank and the first worker, if asked for."""
-    if arguments.m2n is None:
-        return None
-    first, second = arguments.gpus.split(",")[:2]
-    return stack.enter_context(nccl_m2n.running(arguments.m2n, job.name, "fused", (first, second)))
+    nccl_m2n.measure(arguments.m2n, job.name, arguments.gpus)
 
 
 def check(system: System, path: str, held: list[dict[str, int]], transfers: int) -> None:
@@ -177,7 +165,7 @@ def main() -> None:
     parser.add_argument("--gpus", default="", help="the ranks', then the servers', as 0,1,1,0")
     parser.add_argument("--ipc", action="store_true", help="measure vLLM's own CUDA IPC transfer in the same run")
     parser.add_argument("--nccl", action="store_true", help="measure vLLM's own packed NCCL transfer in the same run")
-    parser.add_argument("--m2n", type=Path, help="alternate with NCCL M2N, whose packages are in this folder")
+    parser.add_argument("--m2n", type=Path, help="measure NCCL M2N in the same run, with the packages in this folder")
     parser.add_argument("--reload", action="store_true", help="measure vLLM's own reload_weights in the same run")
     arguments = parser.parse_args()
     for job in CPU_JOBS if arguments.cpu_tiny else GPU_JOBS:

@@ -1,9 +1,9 @@
 """Peer of the direct path: NCCL M2N (`nccl-extensions`, vLLM's `m2n` backend), from one GPU to the next, without vLLM.
 
-Two processes hold a model's tensors, and reshard all of them at each call of `round`, so that rounds alternate with installs. M2N
-verifies nothing; both processes compare the sum of all elements after the first round. `checkpoint`: one call for each tensor of
-the checkpoint; `fused`: one for each tensor of vLLM's layers, the experts of a layer in two: the fewest that M2N could be given.
-`python -m benchmarks.nccl_m2n NAME CALLS --site SITE` prints five rounds.
+Two processes hold a model's tensors, and one reshards all of them to the other. M2N verifies nothing; both processes compare the
+sum of all elements after the first round. `checkpoint`: one call for each tensor of the checkpoint; `fused`: one for each of
+vLLM's tensors, the experts of a layer in two: the fewest that M2N could be given. Five rounds are printed:
+`python -m benchmarks.nccl_m2n NAME CALLS --site SITE`.
 """
 
 import argparse
@@ -88,6 +88,17 @@ def running(site: Path, name: str, calls: Calls, gpus: tuple[str, str]) -> Itera
         yield Peer(processes)
 
 
+def measure(site: Path | None, name: str, gpus: str, calls: Calls = "fused") -> None:
+    """Print the seconds of five rounds between the first two of `gpus`, unless `site` is None."""
+    if site is None:
+        return
+    first, second = gpus.split(",")[:2]
+    with running(site, name, calls, (first, second)) as peer:
+        rounds = [peer.round() for _ in range(5)]
+    size = 2 * sum(map(math.prod, tensors(name, calls).values()))
+    print(f"{name}: NCCL M2N, {calls}, {size / 1e9:.2f} GB: {', '.join(f'{s * 1000:.1f}' for s in rounds)} ms", flush=True)
+
+
 def process(name: str, calls: Calls, rank: int, uid: str) -> None:
     """Run one of the two processes: print the group's id (rank 0), the tensors' sum after one round, then seconds of rounds."""
     import torch
@@ -144,10 +155,7 @@ def main() -> None:
         with contextlib.suppress(KeyboardInterrupt):
             process(arguments.name, arguments.calls, arguments.rank, arguments.uid)
         return
-    size = 2 * sum(map(math.prod, tensors(arguments.name, arguments.calls).values()))
-    with running(arguments.site, arguments.name, arguments.calls, ("0", "1")) as peer:
-        rounds = [peer.round() for _ in range(5)]
-    print(f"{arguments.name}, {arguments.calls}: {size / 1e9:.2f} GB, {', '.join(f'{s * 1000:.1f}' for s in rounds)} ms")
+    measure(arguments.site, arguments.name, "0,1", arguments.calls)
 
 
 if __name__ == "__main__":
