@@ -104,6 +104,8 @@ class NodeRegistry:
         until = self._clock() + wait_seconds
         while True:
             count = node.changed.count
+            if node.report.instance != report.instance:
+                raise _replaced(report.node)
             orders = self._orders(report.node)
             if orders.revision != seen or (left := until - self._clock()) <= 0:
                 return orders
@@ -229,7 +231,7 @@ class NodeRegistry:
             if node is None:
                 node = self._nodes[report.node] = _Node(report, caller, 0.0, 0.0, drained=report.drained)
             elif report.instance in node.former:
-                raise FailedPrecondition("NODE_REPLACED", f"another process has become node {report.node!r}: it has to end")
+                raise _replaced(report.node)
             elif caller != node.caller and not node.lost:
                 raise PermissionDenied(
                     "NOT_ALLOWED", f"node {report.node!r} belongs to {node.caller or 'a caller without a name'}"
@@ -244,6 +246,7 @@ class NodeRegistry:
                 if copy.version in self._numberings:
                     node.wants.setdefault(copy.version, set())
         if joined:
+            node.changed.notify()  # an earlier process of this id may wait
             self._note("node", f"nodes/{report.node}", "joined", "")
         return node
 
@@ -326,6 +329,10 @@ class NodeRegistry:
             servers = tuple(sorted(node.wants.get(version, ())))
             copies.append(CopyView(version, held, count, version in chosen, copy.problem if copy else "", servers))
         return NodeView(replace(node.report, nonce=b""), state, node.report_time, tuple(copies))
+
+
+def _replaced(id: str) -> FailedPrecondition:
+    return FailedPrecondition("NODE_REPLACED", f"another process has become node {id!r}: it has to end")
 
 
 def _bitmap(count: int, copy: CopyReport | None) -> Bitmap:
