@@ -2,7 +2,7 @@
 
 An origin is a node that a version's ranks write into; at first it alone holds its pieces. The daemon grants each of them to one
 node; all others take it from that node, and so on. Few nodes have grants at a time: with `streams` of them an origin's link is
-full, and they take turns, so that the pieces to pass on are spread over all nodes. Nodes that use up their grants get more of them.
+full, and they take turns, so that the pieces to pass on are spread over all nodes. Nodes that use up their grants get more.
 Once all pieces are granted, unused grants pass to other nodes.
 """
 
