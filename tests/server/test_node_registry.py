@@ -153,9 +153,15 @@ def test_the_newest_process_of_a_name_is_the_node_and_with_an_identity_its_owner
         world.sync(report(instance="former"), "dns:one@host")
     with pytest.raises(PermissionDenied, match="belongs to dns:one@host"):
         world.sync(report(instance="other"), "dns:other@host")
+    known = world.sync(report(instance="newer"), "dns:one@host").revision
+    waiting = world.nodes.sync(report(instance="newer"), "dns:one@host", known, 5.0)
+    next(waiting)
+    world.sync(report(instance="newest"), "dns:one@host")
+    with pytest.raises(FailedPrecondition, match="another process"):
+        next(waiting)
     world.nodes.leave("one", "former")
-    assert [view.report.instance for view in world.nodes.views()] == ["newer"]
-    world.nodes.leave("one", "newer")
+    assert [view.report.instance for view in world.nodes.views()] == ["newest"]
+    world.nodes.leave("one", "newest")
     assert world.nodes.views() == []
 
 

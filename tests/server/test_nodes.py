@@ -87,7 +87,12 @@ def test_a_version_that_a_worker_has_mapped_outlives_its_retirement(daemon: Daem
         joined(daemon, "c")
         manifest = get_manifest(channel, version)
         stager = Stager(channel, resources_pb2.StoreAccess(), PluginSettings(daemon.endpoint, "server"))
-        source = stager.stage(manifest, {"small": (full_box((7,)),)})
+        needs = {name: (full_box(spec.shape),) for name, spec in manifest.specs.items()}
+        rest = stager.stage(manifest, needs, frozenset({"big"}))
+        assert (rest.transport, rest.whole) == ("http", False), "for what arrives on the direct path, no node fetches a version"
+        rest.close()
+        source = stager.stage(manifest, needs)
+        assert source.transport == "node"
         folder = next(node.folder.glob("versions/policy/*"))
         for step in (4, 5):
             publish(daemon, step)

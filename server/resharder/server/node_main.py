@@ -22,9 +22,9 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC's core logs lines o
 # isort: split
 import structlog
 import typer
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
-from resharder.server.config import ConfigError, why_not_bound
+from resharder.server.config import ConfigError, problem_of, why_not_bound
 from resharder.server.data.connection import DataReads
 from resharder.server.data.port import DataPort
 from resharder.server.infra.addresses import is_loopback, parse_listen, reachable_at
@@ -45,7 +45,7 @@ from resharder.server.store.folder import StoreFolder
 from resharder.server.web.server import RELEASE
 
 _SHARE = 0.8
-_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 _log = structlog.get_logger("resharder.node")
 
 
@@ -73,10 +73,15 @@ class NodeConfig(BaseSettings):
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
+    @field_validator("endpoint", "listen", "address")
+    @classmethod
+    def _parsed(cls, address: str) -> str:
+        if address:
+            parse_listen(address)
+        return address
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        for listen in filter(None, (self.endpoint, self.listen, self.address)):
-            parse_listen(listen)
         given = [self.tls_ca, self.tls_cert, self.tls_key]
         if any(given) and not all(given):
             raise ValueError("expected tls_ca, tls_cert and tls_key together")
@@ -196,8 +201,7 @@ def load(flags: dict[str, Any]) -> NodeConfig:
     try:
         return NodeConfig(**flags)
     except ValidationError as error:
-        lines = [f"--{'.'.join(map(str, e['loc'])).replace('_', '-')}: {e['msg']}".removeprefix("--: ") for e in error.errors()]
-        raise ConfigError("; ".join(line.replace("Value error, ", "") for line in lines)) from None
+        raise ConfigError(problem_of(error, NodeConfig.model_fields.keys())) from None
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -264,7 +268,7 @@ def serve(config: NodeConfig) -> None:
 
 
 def main() -> None:
-    """Run the command line. Entry point of `resharder-node`. Exits 2 with one line if a package of an extra is missing."""
+    """Run the command line."""
     app()
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import xxhash
 from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.infra.event_log import Kind
+from resharder.server.ingest.shared import parse_name
 from resharder.server.node.piece_table import PieceTable
 from resharder.server.node.pieces import Bitmap, PieceNumbering, number_pieces
 from resharder.server.node.reports import (
@@ -103,6 +104,8 @@ class NodeRegistry:
         until = self._clock() + wait_seconds
         while True:
             count = node.changed.count
+            if node.report.instance != report.instance:
+                raise _replaced(report.node)
             orders = self._orders(report.node)
             if orders.revision != seen or (left := until - self._clock()) <= 0:
                 return orders
@@ -207,7 +210,7 @@ class NodeRegistry:
             if (known := self._numberings.get(version)) is not None:
                 return known
         try:
-            name, number = _parsed(version)
+            name, number = parse_name(version, "versions")
             numbering = number_pieces(self._manifest(name, number).files)
         except DaemonError:
             return None
@@ -228,7 +231,7 @@ class NodeRegistry:
             if node is None:
                 node = self._nodes[report.node] = _Node(report, caller, 0.0, 0.0, drained=report.drained)
             elif report.instance in node.former:
-                raise FailedPrecondition("NODE_REPLACED", f"another process has become node {report.node!r}: it has to end")
+                raise _replaced(report.node)
             elif caller != node.caller and not node.lost:
                 raise PermissionDenied(
                     "NOT_ALLOWED", f"node {report.node!r} belongs to {node.caller or 'a caller without a name'}"
@@ -243,6 +246,7 @@ class NodeRegistry:
                 if copy.version in self._numberings:
                     node.wants.setdefault(copy.version, set())
         if joined:
+            node.changed.notify()  # an earlier process of this id may wait
             self._note("node", f"nodes/{report.node}", "joined", "")
         return node
 
@@ -327,6 +331,10 @@ class NodeRegistry:
         return NodeView(replace(node.report, nonce=b""), state, node.report_time, tuple(copies))
 
 
+def _replaced(id: str) -> FailedPrecondition:
+    return FailedPrecondition("NODE_REPLACED", f"another process has become node {id!r}: it has to end")
+
+
 def _bitmap(count: int, copy: CopyReport | None) -> Bitmap:
     """Return the pieces of a report. Raises InvalidArgument (NODE) for a bitmap of another length."""
     try:
@@ -337,11 +345,3 @@ def _bitmap(count: int, copy: CopyReport | None) -> Bitmap:
 
 def _model_of(version: str) -> str:
     return version.split("/")[1]
-
-
-def _parsed(version: str) -> tuple[str, int]:
-    """Return model and number. Raises InvalidArgument (RESOURCE_NAME)."""
-    match version.split("/"):
-        case ["models", model, "versions", number] if number.isascii() and number.isdigit() and len(number) < 19:
-            return model, int(number)
-    raise InvalidArgument("RESOURCE_NAME", f"expected models/MODEL/versions/NUMBER, got {version[:200]!r}")

@@ -4,7 +4,6 @@ On the daemon's host, the store's files are mapped, and on a host with a node, t
 a sparse copy of the same files in shared memory, by HTTP ranges or the gRPC stream.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -19,9 +18,11 @@ from pathlib import Path
 import torch
 from numpy.lib.array_utils import byte_bounds
 from resharder.client.errors import ResharderError
-from resharder.client.gpu.pinned_pages import Busy, Registered, box_of, register
+from resharder.client.gpu.pinned_pages import Busy
 from resharder.client.inference.settings import HTTP, PluginSettings
 from resharder.client.inference.worker.host_node import HostNode
+from resharder.client.inference.worker.next_files import NextFiles
+from resharder.client.inference.worker.source_files import Boxes, SourceFiles
 from resharder.client.rpc.channel import Channel
 from resharder.client.transport.shared_memory import shares_memory
 from resharder.client.versions.remote import Needs as Needs
@@ -31,7 +32,7 @@ from resharder.client.versions.remote import get_manifest as get_manifest
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Box, TensorSpec
 from resharder.converters.storage.digest import Array
-from resharder.converters.storage.files import FileLayout, MappedFiles
+from resharder.converters.storage.files import FileLayout
 from resharder.converters.storage.pages import map_pages
 from resharder.v1 import resources_pb2
 
@@ -51,8 +52,7 @@ class VersionSource:
 
     Args:
         manifest: The version's manifest.
-        folder: Folder of the files: the store's, a node's, or `/proc/self/fd` for a mirror.
-        files: The files; their paths are relative to `folder`.
+        files: Its files: the store's, a node's, or a mirror's.
         transport: `SHARED`, `NODE`, `http` or `grpc`.
         expected: The store's digest of each needed box, by HF tensor and box.
         whole: Whether all needed boxes are filled. In a mirror, other boxes are always empty.
@@ -61,15 +61,14 @@ class VersionSource:
     def __init__(
         self,
         manifest: VersionManifest,
-        folder: Path,
-        files: tuple[FileLayout, ...],
+        files: SourceFiles,
         transport: str,
         expected: dict[tuple[str, Box], int],
         whole: bool = True,
     ) -> None:
         self.manifest, self.transport, self.expected, self.whole = manifest, transport, expected, whole
-        self._files = MappedFiles(folder, files)
-        self._registered: Registered | None = None
+        self.registered = False  # whether kernels of a GPU can read the pages of the boxes
+        self._files = files
 
     @property
     def arrays(self) -> Mapping[str, Array]:
@@ -86,32 +85,18 @@ class VersionSource:
         for name in names:
             map_pages(byte_bounds(self.arrays[name]))
 
-    def register(self, boxes: Iterable[tuple[str, Box]], device: torch.device, serves: Busy) -> bool:
-        """Register the pages of these boxes with CUDA, so that kernels on `device` can read them.
-
-        Args:
-            boxes: HF tensors and boxes.
-            device: The GPU.
-            serves: Whether the server serves, here and while the pages are released. Half of the time is left to its kernels
-                then.
-
-        Returns:
-            Whether CUDA registered the pages.
-        """
-        self._registered = register((box_of(self.arrays[name], box) for name, box in boxes), device, serves)
-        return self._registered is not None
+    def register(self, boxes: Boxes, device: torch.device, serves: Busy) -> bool:
+        """Register the pages of these boxes, so that kernels on `device` can read them: see `SourceFiles.register`."""
+        self.registered = self._files.register(boxes, device, serves)
+        return self.registered
 
     def copyable(self, array: Array) -> Array:
         """Return an array in memory that CUDA copies from: itself, or a copy if only some of its pages are registered."""
-        return array.copy() if self._registered is not None and self._registered.splits(array) else array
+        return self._files.copyable(array)
 
     def close(self) -> None:
         """Unregister and unmap the pages. A reference to an array, e.g. in a traceback, delays the unmapping."""
-        if self._registered is not None:
-            self._registered.close()
-            self._registered = None
-        with contextlib.suppress(BufferError):
-            self._files.close()
+        self._files.close()
 
 
 class Stager:
@@ -121,10 +106,14 @@ class Stager:
         channel: Channel to the daemon.
         access: The store's folder and nonce.
         settings: The plugin's settings.
+        serves: Whether the server may serve requests now, so that the preparation of files must leave time to its kernels.
     """
 
-    def __init__(self, channel: Channel, access: resources_pb2.StoreAccess, settings: PluginSettings) -> None:
+    def __init__(
+        self, channel: Channel, access: resources_pb2.StoreAccess, settings: PluginSettings, serves: Busy = lambda: False
+    ) -> None:
         self._channel, self.shared = channel, not settings.transport and shares_memory(access)
+        self._next = NextFiles(channel, serves)
         self._mirror = Mirror(settings.staging_dir)
         self._lock, self._node_reason = threading.Lock(), ""
         self._remote = settings.transport or HTTP
@@ -146,29 +135,37 @@ class Stager:
             ResharderError: The boxes cannot be fetched, or their digests differ.
         """
         with self._lock:
+            self._node_reason = ""
             expected = expected_digests(self._channel, manifest, needs)
             fetched = {name: boxes for name, boxes in needs.items() if name not in without}
+            failpoint("worker.stage.map")
             if self.shared:
-                source = VersionSource(manifest, Path(manifest.folder), manifest.files, SHARED, expected)
-            elif (found := self._from_node(manifest, expected)) is not None:
+                files = self._next.take(Path(manifest.folder), manifest.files)
+                source = VersionSource(manifest, files, SHARED, expected)
+            elif not without and (found := self._from_node(manifest, expected)) is not None:  # a node has whole versions
                 source = found
             else:
-                files = self._mirror.prepare(manifest.files)
-                self._fetch(manifest, fetched, expected, [file.path for file in files])
-                source = VersionSource(manifest, DESCRIPTORS, files, self.transport, expected, whole=not without)
-            failpoint("worker.stage.map")
+                mirror = self._mirror.prepare(manifest.files)
+                self._fetch(manifest, fetched, expected, [file.path for file in mirror])
+                files = SourceFiles(DESCRIPTORS, mirror)
+                source = VersionSource(manifest, files, self.transport, expected, whole=not without)
             source.populate(fetched)
             return source
 
+    def prepare_next(self, manifest: VersionManifest, boxes: Boxes, device: torch.device) -> None:
+        """Register the pages of these boxes in the files of the version after `manifest`'s, in the background."""
+        if self.shared:
+            with self._lock:
+                self._next.prepare(manifest, boxes, device)
+
     def _from_node(self, manifest: VersionManifest, expected: dict[tuple[str, Box], int]) -> VersionSource | None:
         """Map the version of the node on this host; None if there is no node, or it does not have the version."""
-        self._node_reason = ""
         if self._node is None:
             return None
         folder, self._node_reason = self._node.files(manifest.name)
         if folder is not None:
             try:
-                source = VersionSource(manifest, folder, manifest.files, NODE, expected)
+                source = VersionSource(manifest, SourceFiles(folder, manifest.files), NODE, expected)
             except (OSError, ValueError) as error:  # dropped in the meantime, or in a folder that this process cannot read
                 self._node_reason = str(error)
             else:
@@ -219,8 +216,9 @@ class Stager:
             )
 
     def close(self) -> None:
-        """Close the mirror's files."""
+        """Close the files of the mirror, and the prepared files of the next version."""
         self._mirror.close()
+        self._next.close()
 
 
 class Mirror:
