@@ -96,14 +96,22 @@ test-compat: $(COMPAT)/.ready
 	$(PYTHON) -m venv .venv-verl
 	.venv-verl/bin/pip install -q 'pip>=25.1'
 	.venv-verl/bin/pip install -q torch==2.13.0
-	.venv-verl/bin/pip install -q verl==0.9.1 megatron-core==0.16.1 fastapi uvicorn pyzmq msgspec cachetools
+	.venv-verl/bin/pip install -q verl==0.9.1 ray==2.60.0 megatron-core==0.16.1 fastapi uvicorn pyzmq msgspec cachetools
 	.venv-verl/bin/pip install -q -e '.[server,client]' pytest pytest-timeout hypothesis psutil
 	touch $@
 
-# Training frameworks, one venv each: 15 minutes, most of them pip's.
-integrations: setup .venv-megatron-bridge/.ready .venv-verl/.ready
+# TRL and Ray over the packages of make setup.
+.venv-trl/.ready: $(VENV)/.ready
+	$(PYTHON) -m venv .venv-trl
+	echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages)')" > "$$(ls -d .venv-trl/lib/python3*/site-packages)/setup.pth"
+	.venv-trl/bin/pip install -q trl==1.16.0 ray==2.60.0
+	touch $@
+
+# Training frameworks, each from a venv of its own: 10 minutes.
+integrations: setup .venv-megatron-bridge/.ready .venv-trl/.ready .venv-verl/.ready
 	RESHARDER_TEST_MEGATRON_BRIDGE="$$(ls -d $(CURDIR)/.venv-megatron-bridge/lib/python3*/site-packages)" \
 		$(BIN)/pytest -m integrations tests/client/test_megatron_bridge.py $(PYTEST)
+	.venv-trl/bin/python -m pytest -m integrations tests/integrations/test_trl.py tests/integrations/test_ray.py $(PYTEST)
 	.venv-verl/bin/pytest -m integrations tests/integrations/test_verl*.py $(PYTEST)
 
 bench: setup
@@ -154,4 +162,4 @@ chart: setup
 	$(BIN)/python -m benchmarks.chart
 
 clean:
-	rm -rf $(VENV) .venv-proto $(COMPAT) .venv-megatron-bridge .venv-verl
+	rm -rf $(VENV) .venv-proto $(COMPAT) .venv-megatron-bridge .venv-trl .venv-verl
