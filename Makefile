@@ -100,18 +100,19 @@ test-compat: $(COMPAT)/.ready
 	.venv-verl/bin/pip install -q -e '.[server,client]' pytest pytest-timeout hypothesis psutil
 	touch $@
 
-# TRL and Ray over the packages of make setup.
+# TRL, Ray and the part of SkyRL that imports without CUDA, over the packages of make setup.
 .venv-trl/.ready: $(VENV)/.ready
 	$(PYTHON) -m venv .venv-trl
 	echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages)')" > "$$(ls -d .venv-trl/lib/python3*/site-packages)/setup.pth"
 	.venv-trl/bin/pip install -q trl==1.16.0 ray==2.60.0
+	.venv-trl/bin/pip install -q --no-deps skyrl==0.3.0 skyrl-gym==0.4.0 omegaconf==2.4.0 jaxtyping==0.3.11
 	touch $@
 
-# Training frameworks, each from a venv of its own: 10 minutes.
+# Training frameworks, from venvs of their own: 10 minutes.
 integrations: setup .venv-megatron-bridge/.ready .venv-trl/.ready .venv-verl/.ready
 	RESHARDER_TEST_MEGATRON_BRIDGE="$$(ls -d $(CURDIR)/.venv-megatron-bridge/lib/python3*/site-packages)" \
 		$(BIN)/pytest -m integrations tests/client/test_megatron_bridge.py $(PYTEST)
-	.venv-trl/bin/python -m pytest -m integrations tests/integrations/test_trl.py tests/integrations/test_ray.py $(PYTEST)
+	.venv-trl/bin/python -m pytest -m integrations tests/integrations/test_trl.py tests/integrations/test_skyrl.py tests/integrations/test_ray.py $(PYTEST)
 	.venv-verl/bin/pytest -m integrations tests/integrations/test_verl*.py $(PYTEST)
 
 bench: setup
