@@ -25,6 +25,7 @@ from resharder.client.inference.control.gate import Gate, Position
 from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome, State, Step, decide
 from resharder.client.inference.engine import Engine, Mode
 from resharder.client.inference.power import STAY_PAUSED, WEIGHTS, PowerState
+from resharder.client.inference.version_page import Journal
 from resharder.client.tracing import Timings, timed
 from resharder.converters.failpoints import failpoint
 
@@ -43,6 +44,7 @@ class OrderExecutor:
         power_changed: Called when the engine fell asleep or woke.
         cannot_sleep: Reason why the engine cannot sleep; empty if it can.
         clock: A monotonic clock, in seconds.
+        journal: Returns the versions that the workers on this host have installed; without it, RESUME does not compare them.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class OrderExecutor:
         power_changed: Callable[[], None],
         cannot_sleep: str = "",
         clock: Callable[[], float] = time.monotonic,
+        journal: Callable[[], Journal] = Journal,
     ) -> None:
         self._engine, self._gate, self._power_changed = engine, gate, power_changed
+        self._journal = journal
         self._reattach, self._version_name, self._clock = reattach, version_name, clock
         self.state = State(cannot_sleep=cannot_sleep)
         self._lock = asyncio.Lock()  # of the task that executes an order, or of another caller's sleep, wake or resume
@@ -235,6 +239,7 @@ class OrderExecutor:
             if isinstance(decided, Outcome):
                 return decided
             self.state = replace(self.state, stale=True)
+        _check_installed(self._journal(), order.version)
         timings: Timings = []
         if leads and self.state.stale:
             with timed(timings, "reset"):
@@ -358,3 +363,13 @@ class OrderExecutor:
 
     def _paused(self) -> float:
         return 0.0 if self.state.paused_at is None else self._clock() - self.state.paused_at
+
+
+def _check_installed(journal: Journal, version: int) -> None:
+    """Raise `Fenced` if a worker on this host has another version than the one to resume on.
+
+    The daemon may act on a late report: a daemon that was restarted takes the first one of each worker.
+    """
+    if others := journal.others(version):
+        found = ", ".join(f"worker {rank} has {installed or 'none'}" for rank, installed in others.items())
+        raise Fenced(f"expected workers with version {version}, {found}")
