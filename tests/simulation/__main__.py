@@ -51,11 +51,9 @@ def _run(name: str, seeds: range, jobs: int, bounds: dict[str, float], *, traces
     print(_line(name, totals))
     for event, count in sorted(totals.counts.items()):
         print(f"  {count:12,} {event}")
-    for seed, message in sorted(totals.failed.items()):
-        print(f"{name}: seed {seed} fails: {message[:_MESSAGE]}")
-        if traces:
-            print("Its steps:")
-            _replay(name, seed)
+    for seed in totals.failed if traces else ():
+        print("Its steps:")
+        _replay(name, seed)
     return totals
 
 
@@ -67,9 +65,12 @@ def _summary(found: dict[str, Totals], seed: int) -> str:
 
 
 def _progress(name: str) -> Callable[[Totals], None]:
-    last = [time.monotonic()]
+    last, printed = [time.monotonic()], set[int]()
 
     def report(totals: Totals) -> None:
+        for seed in sorted(totals.failed.keys() - printed):
+            printed.add(seed)
+            print(f"{name}: seed {seed} fails: {totals.failed[seed][:_MESSAGE]}", flush=True)
         if time.monotonic() - last[0] > _EVERY:
             last[0] = time.monotonic()
             print(_line(name, totals), flush=True)

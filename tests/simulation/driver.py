@@ -15,7 +15,7 @@ from random import Random
 Simulation = Callable[[Random, Callable[[str], None]], Counter[str]]
 """Run one schedule and return counts of what happened. All chance comes from the `Random`, and every step is passed to the
 trace. Raises AssertionError if an invariant is violated."""
-_BATCH = 50  # schedules of one task of a worker, between two collections of garbage
+_BATCH = 20  # schedules of one task of a worker, between two collections of garbage
 MESSAGES = 20  # failures that are kept with their messages; all are counted
 
 
