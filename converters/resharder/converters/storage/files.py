@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.array_utils import byte_bounds
 from resharder.converters.geometry.layout import ITEM_SIZES, Layout, Piece, TensorSpec, contiguous_strides, full_box
-from resharder.converters.json_input import is_count, is_text, parse_json
+from resharder.converters.json_input import is_count, is_file_name, parse_json
 from resharder.converters.storage.pages import Span, forget_pages, small_pages
 
 Array = npt.NDArray[Any]
@@ -105,9 +105,9 @@ def index_json(files: Iterable[FileLayout]) -> bytes:
 def read_layout(folder: Path) -> tuple[FileLayout, ...]:
     """Return the layout of all safetensors files of a folder, from their headers.
 
-    Raises ValueError for an invalid file, and for a tensor name that is in two files.
+    Raises ValueError for an invalid file, and for a tensor name that is in two files; OSError if the folder cannot be listed.
     """
-    return _read_layouts(sorted(folder.glob("*.safetensors")))
+    return _read_layouts(_safetensors(folder))
 
 
 def read_checkpoint_layout(folder: Path) -> tuple[FileLayout, ...]:
@@ -122,11 +122,16 @@ def read_checkpoint_layout(folder: Path) -> tuple[FileLayout, ...]:
         names = _indexed_files(index)
         paths = [folder / name for name in names]
     else:
-        paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+        paths = [single] if single.is_file() else _safetensors(folder)
     missing = [path.name for path in paths if not path.is_file()]
     if missing or not paths:
         raise ValueError(f"{folder}: expected safetensors files, found none named {', '.join(missing[:4]) or '*.safetensors'}")
     return _read_layouts(paths)
+
+
+def _safetensors(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder. `Path.glob` would take one that cannot be listed for an empty one."""
+    return sorted(path for path in folder.iterdir() if path.name.endswith(".safetensors"))
 
 
 def _indexed_files(index: Path) -> list[str]:
@@ -137,21 +142,27 @@ def _indexed_files(index: Path) -> list[str]:
         raise ValueError(
             f"{index}: expected `weight_map` with the file of each tensor, found another content: {error!r}"
         ) from error
-    if strange := [
-        name for name in names if not is_text(name) or "\0" in name or len(name.encode()) > 255 or name != Path(name).name
-    ]:
+    if strange := [name for name in names if not is_file_name(name)]:
         raise ValueError(f"{index}: expected plain file names, found {str(strange[0])[:80]!r}")
     return sorted(names)
 
 
 def _read_layouts(paths: Sequence[Path]) -> tuple[FileLayout, ...]:
     files = tuple(parse_header(path.name, _read_header(path), path.stat().st_size) for path in paths)
+    try:
+        check_homes(files)
+    except ValueError as error:
+        raise ValueError(f"{paths[0].parent}: {error}") from error
+    return files
+
+
+def check_homes(files: Iterable[FileLayout]) -> None:
+    """Raise ValueError if a tensor is in two files."""
     homes: dict[str, str] = {}
-    for path, file in zip(paths, files, strict=True):
+    for file in files:
         for name in file.by_name:
             if (home := homes.setdefault(name, file.path)) != file.path:
-                raise ValueError(f"{path.parent}: expected {name} in one file, found it in {home} and {file.path}")
-    return files
+                raise ValueError(f"expected {name} in one file, found it in {home} and {file.path}")
 
 
 def _read_header(path: Path) -> bytes:
