@@ -15,6 +15,7 @@ from numpy.lib.stride_tricks import as_strided
 from resharder.converters.geometry.layout import Range, box_index, full_box
 from resharder.converters.storage import digest as digests
 from resharder.converters.storage.digest import MASK, column_weights, copy_and_digest, digest, digest_rows, digest_torch
+from resharder.converters.storage.digest_1 import digest_1
 
 from tests.support.digest_reference import DTYPES, fold, of_rows, random_bits, reference, splitmix64
 from tests.support.shardings import sharding
@@ -205,3 +206,18 @@ def test_each_width_is_compiled_once() -> None:
     digests.compile_for([8, 2])
     digests._kernels(1), digests._kernels(4), digests._kernels(2)
     assert digests._compiled.cache_info()[:2] == (3, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 7), (2, 3, 4), (0, 4), (4, 0)])
+def test_the_digest_of_revision_1_is_that_of_columns_of_16_bits(dtype: type, shape: tuple[int, ...]) -> None:
+    x = random_bits(shape, dtype)
+    rows = x.reshape(-1, shape[-1] if shape else 1) if x.size else np.zeros((0, 1), dtype)
+    units = rows.view(np.uint16) if rows.itemsize > 1 else rows
+    weights = [splitmix64(j, 0xD1B54A32D192ED03) % (2**20 - 1) + 1 for j in range(units.shape[1])]
+    expected = sum(
+        value * (splitmix64(i, 0x9E3779B97F4A7C15) | 1) * weights[j]
+        for i, row in enumerate(units.tolist())
+        for j, value in enumerate(row)
+    )
+    assert digest_1(x) == expected & MASK
