@@ -88,6 +88,7 @@ def matrices() -> dict[str, tuple[np.ndarray, bool]]:
         "longer rows": (long_rows, True),
         "expanded": (np.broadcast_to(one, (4, 6)), False),
         "overlapping": (as_strided(random_bits((30,), np.uint16), (4, 6), (4, 2)), False),
+        "overlapping a little": (as_strided(random_bits((30,), np.uint16), (4, 6), (10, 2)), False),
         "backwards": (random_bits((4, 6), np.uint16)[::-1], False),
         "not aligned": (odd, False),
         "not whole elements apart": (uneven, False),
@@ -98,10 +99,12 @@ def matrices() -> dict[str, tuple[np.ndarray, bool]]:
 def test_rows_are_read_in_place_where_a_kernel_can(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, in_place = matrices()[kind]
     read: list[Any] = []
+    used: list[Callable[..., int]] = []
     monkeypatch.setattr(digests, "_kernels", lambda width: (recorded(digests._sum_numpy), recorded(digests._copy_numpy)))
 
     def recorded(kernel: Callable[..., int]) -> Callable[..., int]:
         def run(*arguments: Any) -> int:
+            used.append(kernel)
             read.append(arguments[-4])
             return kernel(*arguments)
 
@@ -111,16 +114,18 @@ def test_rows_are_read_in_place_where_a_kernel_can(kind: str, monkeypatch: pytes
     assert digest_rows(None, source, 3, 2, b) == digest_rows(target, source, 3, 2, b) == of_rows(source, 3, 2, b)
     assert np.array_equal(target, source)
     assert [np.shares_memory(rows, source) for rows in read] == [in_place, in_place]
+    assert used == [digests._sum_numpy, digests._copy_numpy], "a copy takes one pass"
 
 
-@pytest.mark.parametrize("kind", [name for name in matrices() if name != "expanded"])
+@pytest.mark.parametrize("kind", [name for name in matrices() if name not in ("expanded", "overlapping a little")])
 def test_a_copy_arrives_in_every_kind_of_memory(kind: str) -> None:
     target, _ = matrices()[kind]
     if kind == "overlapping":
         target = as_strided(np.zeros(30, np.uint16), (2, 6), (14, 2))
     source = random_bits(target.shape, np.uint16, seed=5)
-    assert digest_rows(target, source, 0, 1, column_weights(6)) == of_rows(source, 0, 1, column_weights(6))
-    assert np.array_equal(target, source)
+    copied = source.copy()
+    assert digest_rows(target, source, 0, 1, column_weights(6)) == of_rows(copied, 0, 1, column_weights(6))
+    assert np.array_equal(target, copied)
 
 
 @given(st.data())
@@ -137,6 +142,39 @@ def test_transposed_boxes_are_digested_block_by_block(data: st.DataObject) -> No
         digests._BLOCK = before
     assert digest(spread, box, shape) == reference(x, box, shape)
     assert np.array_equal(target, x)
+
+
+def test_a_contiguous_box_is_copied_to_where_its_elements_are_apart() -> None:
+    source = random_bits((5, 7), np.uint16)
+    target = np.zeros((5, 7, 2), np.uint16)
+    assert copy_and_digest(target[..., 0], source, full_box((5, 7)), (5, 7)) == digest(source, full_box((5, 7)), (5, 7))
+    assert np.array_equal(target[..., 0], source)
+    assert not target[..., 1].any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"), [((7, 3), [3, 3, 1]), ((2, 30), [1, 1]), ((25, 1), [10, 10, 5]), ((3, 2, 2), [2, 1]), ((25,), [25])]
+)
+def test_blocks_have_as_many_rows_as_fit(shape: tuple[int, ...], rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "_BLOCK", 10)
+    x = random_bits(shape, np.uint16)
+    box = (Range(4, shape[0], 3), *(Range(1, n) for n in shape[1:]))
+    found = list(digests._blocks(x, box))
+    assert [len(block) for block, _ in found] == rows
+    assert np.array_equal(np.concatenate([block for block, _ in found]), x)
+    assert [part[0].start for _, part in found] == [4 + 3 * sum(rows[:i]) for i in range(len(rows))]
+    assert all(part[0].count == len(block) and part[0].step == 3 and part[1:] == box[1:] for block, part in found)
+
+
+def test_weights_of_rows_and_columns_are_exact_beyond_the_integers_of_floats() -> None:
+    far = Range((1 << 60) + 1, 3, 7)
+    places = [far.start + i * far.step for i in range(far.count)]
+    assert digests._column_weights(far).tolist() == [splitmix64(place, 0xD1B54A32D192ED03) % 2**21 | 1 for place in places]
+    assert digests._rows((far, Range(0, 4)), (1 << 61, 4)).tolist() == places
+    assert digests._rows((Range(1, 2), far, Range(0, 4)), (3, 1 << 60, 4)).tolist() == [
+        (row << 60) + place for row in (1, 2) for place in places
+    ]
+    assert digests._rows((Range(0, 4),), (4,)).tolist() == [0]
 
 
 def test_an_empty_box_has_the_digest_0() -> None:

@@ -117,7 +117,7 @@ def _slab(target: Array | None, source: Array, box: Box, shape: tuple[int, ...],
     """
     if source.ndim <= 2:
         rows = box[0] if source.ndim == 2 else Range(0, 1)
-        first = before * (shape[0] if source.ndim == 2 else 1) + rows.start
+        first = before * shape[0] + rows.start  # with one dimension, `before` is 0
         return digest_rows(None if target is None else np.atleast_2d(target), np.atleast_2d(source), first, rows.step, b)
     total = 0
     for i in range(box[0].count):
@@ -128,7 +128,7 @@ def _slab(target: Array | None, source: Array, box: Box, shape: tuple[int, ...],
 
 def _blocks(source: Array, box: Box) -> Iterator[tuple[Array, Box]]:
     """Yield (contiguous copy, box) of small parts along the first dimension."""
-    step = max(1, _BLOCK // max(1, prod(source.shape[1:]))) if source.ndim > 1 else source.shape[0]
+    step = max(1, _BLOCK // prod(source.shape[1:])) if source.ndim > 1 else source.shape[0]
     for i in range(0, source.shape[0], step):
         block, first = np.ascontiguousarray(source[i : i + step]), box[0]
         yield block, (Range(first.start + i * first.step, block.shape[0], first.step), *box[1:])
@@ -165,7 +165,7 @@ def _rows_of(matrix: Array) -> Array | None:
         return None
     if matrix.flags.c_contiguous:
         return matrix
-    if step < matrix.shape[1] * width or step % width:
+    if step < matrix.shape[1] * width:
         return None
     return as_strided(matrix, (matrix.shape[0], step // width), (step, width), writeable=matrix.flags.writeable)
 

@@ -241,28 +241,39 @@ class MappedArrays(Mapping[str, Array]):
 class MappedFiles:
     """Tensors of a folder of laid-out files, mapped as arrays of unsigned integers in the tensors' shapes.
 
-    `close` clears `arrays`. Arrays taken from it must be released before.
+    `close` clears `arrays`. Arrays taken from it must be released before. If a file cannot be mapped, none stays mapped: a daemon
+    waits until nothing else has the files of a version open.
     """
 
     def __init__(self, folder: Path, files: Iterable[FileLayout], *, writable: bool = False) -> None:
         self._maps: list[tuple[mmap.mmap, Span]] = []
         self._folder, self._files = folder, tuple(files)
         self.small_pages = False  # whether any file has small pages
+        self.arrays = MappedArrays((), [])
         content: list[Array] = []
-        for file in self._files:
-            descriptor = os.open(folder / file.path, os.O_RDWR if writable else os.O_RDONLY)
-            try:
-                size = os.fstat(descriptor).st_size
-                if size != file.size:
-                    raise ValueError(f"{folder / file.path}: expected {file.size} bytes, found {size}")
-                self.small_pages |= small_pages(descriptor)
-                access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-                mapped = mmap.mmap(descriptor, file.size, access=access)
-            finally:
-                os.close(descriptor)
-            content.append(np.frombuffer(mapped, dtype=np.uint8))
-            self._maps.append((mapped, byte_bounds(content[-1])))
+        try:
+            for file in self._files:
+                content.append(self._map(file, writable=writable))
+        except BaseException:
+            content.clear()
+            self.close()
+            raise
         self.arrays = MappedArrays(self._files, content)
+
+    def _map(self, file: FileLayout, *, writable: bool) -> Array:
+        path = self._folder / file.path
+        descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != file.size:
+                raise ValueError(f"{path}: expected {file.size} bytes, found {size}")
+            self.small_pages |= small_pages(descriptor)
+            mapped = mmap.mmap(descriptor, file.size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+        content = np.frombuffer(mapped, dtype=np.uint8)
+        self._maps.append((mapped, byte_bounds(content)))
+        return content
 
     @property
     def contents(self) -> list[Array]:

@@ -226,7 +226,7 @@ class OrderExecutor:
             raise WorkersFailed("expected vLLM to reset the prefix cache and its KV connector, got a refusal")
         self.state = replace(self.state, stale=False)
 
-    async def _resume(self, order: ControlOrder) -> Outcome:
+    async def _resume(self, order: ControlOrder) -> Outcome | None:
         # A former leader may have paused the engine, or put it to sleep, and ended before it reset the caches.
         leads = self.state.leads(order)
         paused = leads and (self.state.paused_at is not None or await self._engine.is_paused())
@@ -239,7 +239,10 @@ class OrderExecutor:
             if isinstance(decided, Outcome):
                 return decided
             self.state = replace(self.state, stale=True)
-        _check_installed(self._journal(), order.version)
+        if others := self._journal().others(order.version):
+            found = ", ".join(f"worker {rank} has {installed or 'none'}" for rank, installed in others.items())
+            logger.warning("not resuming on version %d (%s): %s", order.version, order.install, found)
+            return None  # the daemon acted on a late report, and orders another version after the workers' next ones
         timings: Timings = []
         if leads and self.state.stale:
             with timed(timings, "reset"):
@@ -363,13 +366,3 @@ class OrderExecutor:
 
     def _paused(self) -> float:
         return 0.0 if self.state.paused_at is None else self._clock() - self.state.paused_at
-
-
-def _check_installed(journal: Journal, version: int) -> None:
-    """Raise `Fenced` if a worker on this host has another version than the one to resume on.
-
-    The daemon may act on a late report: a daemon that was restarted takes the first one of each worker.
-    """
-    if others := journal.others(version):
-        found = ", ".join(f"worker {rank} has {installed or 'none'}" for rank, installed in others.items())
-        raise Fenced(f"expected workers with version {version}, {found}")

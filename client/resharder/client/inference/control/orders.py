@@ -18,8 +18,9 @@
 A repeated order gets the outcome of its first execution. A side that does not lead refuses orders that
 require leadership. On an expired lease, APPLY, RESUME, SLEEP and WAKE are neither executed nor answered:
 the stream is ended, and the daemon sends the valid orders on the next one. The same applies to an order
-whose lease ends or whose stream breaks during its execution, to one that the engine refuses
-(`fence.py`), and to a RESUME on a version that a worker does not have. Only RESUME opens the gate or resumes the engine.
+whose lease ends or whose stream breaks during its execution, and to one that the engine refuses
+(`fence.py`). A RESUME on a version that a worker on this host does not have is neither executed nor answered,
+and the stream continues. Only RESUME opens the gate or resumes the engine.
 """
 
 from dataclasses import dataclass, field, replace
