@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,7 +112,12 @@ def test_huge_pages_are_digested_where_they_are_mapped_and_small_ones_from_one_b
 ) -> None:
     opened: list[Path] = []
     real = os.open
-    monkeypatch.setattr(os, "open", lambda path, flags: opened.append(path) or real(path, flags))
+
+    def recorded(path: Path, *rest: Any, **named: Any) -> int:
+        opened.extend([path] if path == folder / "a.safetensors" else [])
+        return real(path, *rest, **named)
+
+    monkeypatch.setattr(os, "open", recorded)
     with mapped(folder) as files:
         opened.clear()
         files.small_pages = False
