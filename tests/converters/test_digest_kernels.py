@@ -155,6 +155,15 @@ def test_a_contiguous_box_is_copied_to_where_its_elements_are_apart() -> None:
     assert not target[..., 1].any()
 
 
+def test_a_contiguous_box_is_copied_and_digested_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = random_bits((5, 7), np.uint16), np.zeros((5, 7), np.uint16)
+    copies: list[int] = []
+    monkeypatch.setattr(np, "copyto", lambda *_: pytest.fail("a pass of its own"))
+    monkeypatch.setattr(digests, "_kernels", lambda width: (digests._sum_numpy, lambda *given: copies.append(1) or 0))
+    copy_and_digest(target, source, full_box((5, 7)), (5, 7))
+    assert copies == [1]
+
+
 @pytest.mark.parametrize(
     ("shape", "rows"), [((7, 3), [3, 3, 1]), ((2, 30), [1, 1]), ((25, 1), [10, 10, 5]), ((3, 2, 2), [2, 1]), ((25,), [25])]
 )
