@@ -208,6 +208,13 @@ def test_a_device_digests_large_tensors_in_blocks(shape: tuple[int, ...]) -> Non
     assert digest_torch(torch.from_numpy(x), full_box(shape), shape) == digest(x, full_box(shape), shape)
 
 
+@pytest.mark.parametrize("shape", [(5, 3, 2, 2), (7, 2), (7,), ()])
+def test_blocks_of_a_device_take_their_rows_weights(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "_DEVICE_BLOCK", 4)
+    x = random_bits(shape, np.uint16)
+    assert digest_torch(torch.from_numpy(x.view(np.int16)), full_box(shape), shape) == digest(x, full_box(shape), shape)
+
+
 @pytest.mark.usefixtures("anew")
 def test_compiled_code_is_kept_on_disk_and_lets_other_threads_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))

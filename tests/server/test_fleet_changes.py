@@ -119,6 +119,12 @@ def test_a_profiled_install_is_repeated_by_a_server_at_rest_alone(desk: Desk) ->
     assert desk.server.install.id == install
 
 
+def test_a_lost_server_repeats_no_install_and_the_reason_is_how_long_it_has_been_silent(desk: Desk) -> None:
+    desk.lose()
+    with pytest.raises(FailedPrecondition, match="do nothing else: no control side attached for 31 s"):
+        desk.changes.reinstall("a")
+
+
 def test_no_install_is_repeated_while_the_fleet_moves(desk: Desk) -> None:
     desk.serve()
     desk.versions.publish()
