@@ -15,6 +15,7 @@ from numpy.lib.stride_tricks import as_strided
 from resharder.converters.geometry.layout import Range, box_index, full_box
 from resharder.converters.storage import digest as digests
 from resharder.converters.storage.digest import MASK, column_weights, copy_and_digest, digest, digest_rows, digest_torch
+from resharder.converters.storage.digest_1 import digest_1
 
 from tests.support.digest_reference import DTYPES, fold, of_rows, random_bits, reference, splitmix64
 from tests.support.shardings import sharding
@@ -39,7 +40,8 @@ def anew() -> Iterator[None]:
 def test_every_kernel_follows_the_definition_and_leaves_what_is_between_rows(kind: str, dtype: type) -> None:
     x, b = random_bits((5, 7), dtype), column_weights(4)
     sum_only, copying = KERNELS[kind](np.dtype(dtype).itemsize)
-    for first, step in ((0, 1), (3, 2), (2**40, 7)):
+    x.flags.writeable = False  # as a version's files are mapped
+    for first, step in ((0, 1), (3, 2), ((1 << 60) + 1, 7)):
         expected = of_rows(x, first, step, b)
         target = random_bits((5, 9), dtype, seed=1)
         before = target.copy()
@@ -56,10 +58,12 @@ def test_numpy_sums_blocks_of_rows_and_columns_exactly(dtype: type, monkeypatch:
     x, b = random_bits((10, 5), dtype), column_weights(5)
     assert digests._sum_numpy(x, 2, 3, b) == of_rows(x, 2, 3, b)
     most, heaviest = int(np.iinfo(dtype).max), (1 << 21) - 1
-    wide = np.full((1, 1 << 17), most, dtype)
+    columns = np.arange(1 << 17)
+    wide = (most - columns % 3).astype(dtype)[None] if most < 1 << 63 else np.full((1, 1 << 17), most, dtype)
+    heavy = (heaviest - 2 * (columns % 5)).astype(np.uint32)
     a = splitmix64(6, 0x9E3779B97F4A7C15) | 1
-    expected = (fold(most) * heaviest * (a << 17)) & MASK
-    assert digests._sum_numpy(wide, 6, 1, np.full(1 << 17, heaviest, np.uint32)) == expected
+    expected = a * sum(fold(value) * weight for value, weight in zip(wide[0].tolist(), heavy.tolist(), strict=True)) & MASK
+    assert digests._sum_numpy(wide, 6, 1, heavy) == expected
 
 
 def test_without_room_for_blocks_numpy_sums_one_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +91,7 @@ def matrices() -> dict[str, tuple[np.ndarray, bool]]:
         "longer rows": (long_rows, True),
         "expanded": (np.broadcast_to(one, (4, 6)), False),
         "overlapping": (as_strided(random_bits((30,), np.uint16), (4, 6), (4, 2)), False),
+        "overlapping a little": (as_strided(random_bits((30,), np.uint16), (4, 6), (10, 2)), False),
         "backwards": (random_bits((4, 6), np.uint16)[::-1], False),
         "not aligned": (odd, False),
         "not whole elements apart": (uneven, False),
@@ -97,10 +102,12 @@ def matrices() -> dict[str, tuple[np.ndarray, bool]]:
 def test_rows_are_read_in_place_where_a_kernel_can(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, in_place = matrices()[kind]
     read: list[Any] = []
+    used: list[Callable[..., int]] = []
     monkeypatch.setattr(digests, "_kernels", lambda width: (recorded(digests._sum_numpy), recorded(digests._copy_numpy)))
 
     def recorded(kernel: Callable[..., int]) -> Callable[..., int]:
         def run(*arguments: Any) -> int:
+            used.append(kernel)
             read.append(arguments[-4])
             return kernel(*arguments)
 
@@ -110,16 +117,18 @@ def test_rows_are_read_in_place_where_a_kernel_can(kind: str, monkeypatch: pytes
     assert digest_rows(None, source, 3, 2, b) == digest_rows(target, source, 3, 2, b) == of_rows(source, 3, 2, b)
     assert np.array_equal(target, source)
     assert [np.shares_memory(rows, source) for rows in read] == [in_place, in_place]
+    assert used == [digests._sum_numpy, digests._copy_numpy], "a copy takes one pass"
 
 
-@pytest.mark.parametrize("kind", [name for name in matrices() if name != "expanded"])
+@pytest.mark.parametrize("kind", [name for name in matrices() if name not in ("expanded", "overlapping a little")])
 def test_a_copy_arrives_in_every_kind_of_memory(kind: str) -> None:
     target, _ = matrices()[kind]
     if kind == "overlapping":
         target = as_strided(np.zeros(30, np.uint16), (2, 6), (14, 2))
     source = random_bits(target.shape, np.uint16, seed=5)
-    assert digest_rows(target, source, 0, 1, column_weights(6)) == of_rows(source, 0, 1, column_weights(6))
-    assert np.array_equal(target, source)
+    copied = source.copy()
+    assert digest_rows(target, source, 0, 1, column_weights(6)) == of_rows(copied, 0, 1, column_weights(6))
+    assert np.array_equal(target, copied)
 
 
 @given(st.data())
@@ -136,6 +145,48 @@ def test_transposed_boxes_are_digested_block_by_block(data: st.DataObject) -> No
         digests._BLOCK = before
     assert digest(spread, box, shape) == reference(x, box, shape)
     assert np.array_equal(target, x)
+
+
+def test_a_contiguous_box_is_copied_to_where_its_elements_are_apart() -> None:
+    source = random_bits((5, 7), np.uint16)
+    target = np.zeros((5, 7, 2), np.uint16)
+    assert copy_and_digest(target[..., 0], source, full_box((5, 7)), (5, 7)) == digest(source, full_box((5, 7)), (5, 7))
+    assert np.array_equal(target[..., 0], source)
+    assert not target[..., 1].any()
+
+
+def test_a_contiguous_box_is_copied_and_digested_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = random_bits((5, 7), np.uint16), np.zeros((5, 7), np.uint16)
+    copies: list[int] = []
+    monkeypatch.setattr(np, "copyto", lambda *_: pytest.fail("a pass of its own"))
+    monkeypatch.setattr(digests, "_kernels", lambda width: (digests._sum_numpy, lambda *given: copies.append(1) or 0))
+    copy_and_digest(target, source, full_box((5, 7)), (5, 7))
+    assert copies == [1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"), [((7, 3), [3, 3, 1]), ((2, 30), [1, 1]), ((25, 1), [10, 10, 5]), ((3, 2, 2), [2, 1]), ((25,), [25])]
+)
+def test_blocks_have_as_many_rows_as_fit(shape: tuple[int, ...], rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "_BLOCK", 10)
+    x = random_bits(shape, np.uint16)
+    box = (Range(4, shape[0], 3), *(Range(1, n) for n in shape[1:]))
+    found = list(digests._blocks(x, box))
+    assert [len(block) for block, _ in found] == rows
+    assert np.array_equal(np.concatenate([block for block, _ in found]), x)
+    assert [part[0].start for _, part in found] == [4 + 3 * sum(rows[:i]) for i in range(len(rows))]
+    assert all(part[0].count == len(block) and part[0].step == 3 and part[1:] == box[1:] for block, part in found)
+
+
+def test_weights_of_rows_and_columns_are_exact_beyond_the_integers_of_floats() -> None:
+    far = Range((1 << 60) + 1, 3, 7)
+    places = [far.start + i * far.step for i in range(far.count)]
+    assert digests._column_weights(far).tolist() == [splitmix64(place, 0xD1B54A32D192ED03) % 2**21 | 1 for place in places]
+    assert digests._rows((far, Range(0, 4)), (1 << 61, 4)).tolist() == places
+    assert digests._rows((Range(1, 2), far, Range(0, 4)), (3, 1 << 60, 4)).tolist() == [
+        (row << 60) + place for row in (1, 2) for place in places
+    ]
+    assert digests._rows((Range(0, 4),), (4,)).tolist() == [0]
 
 
 def test_an_empty_box_has_the_digest_0() -> None:
@@ -155,6 +206,13 @@ def test_a_scalar_is_copied_and_digested() -> None:
 def test_a_device_digests_large_tensors_in_blocks(shape: tuple[int, ...]) -> None:
     x = random_bits(shape, np.uint8)
     assert digest_torch(torch.from_numpy(x), full_box(shape), shape) == digest(x, full_box(shape), shape)
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 2, 2), (7, 2), (7,), ()])
+def test_blocks_of_a_device_take_their_rows_weights(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "_DEVICE_BLOCK", 4)
+    x = random_bits(shape, np.uint16)
+    assert digest_torch(torch.from_numpy(x.view(np.int16)), full_box(shape), shape) == digest(x, full_box(shape), shape)
 
 
 @pytest.mark.usefixtures("anew")
@@ -205,3 +263,18 @@ def test_each_width_is_compiled_once() -> None:
     digests.compile_for([8, 2])
     digests._kernels(1), digests._kernels(4), digests._kernels(2)
     assert digests._compiled.cache_info()[:2] == (3, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 7), (2, 3, 4), (0, 4), (4, 0)])
+def test_the_digest_of_revision_1_is_that_of_columns_of_16_bits(dtype: type, shape: tuple[int, ...]) -> None:
+    x = random_bits(shape, dtype)
+    rows = x.reshape(-1, shape[-1] if shape else 1) if x.size else np.zeros((0, 1), dtype)
+    units = rows.view(np.uint16) if rows.itemsize > 1 else rows
+    weights = [splitmix64(j, 0xD1B54A32D192ED03) % (2**20 - 1) + 1 for j in range(units.shape[1])]
+    expected = sum(
+        value * (splitmix64(i, 0x9E3779B97F4A7C15) | 1) * weights[j]
+        for i, row in enumerate(units.tolist())
+        for j, value in enumerate(row)
+    )
+    assert digest_1(x) == expected & MASK

@@ -55,6 +55,15 @@ def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
         MappedFiles(tmp_path, files)
 
 
+def test_of_files_that_cannot_all_be_mapped_none_stays_mapped(tmp_path: Path) -> None:
+    files = write(tmp_path, 32)
+    (tmp_path / files[-1].path).unlink()
+    with pytest.raises(FileNotFoundError) as caught:
+        MappedFiles(tmp_path, files, writable=True)
+    assert caught.value.__traceback__ is not None, "whose frames still have what they made"
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
 def test_a_folder_of_whole_tensors_is_a_layout() -> None:
     layout = folder_layout({s.name: s for s in SPECS})
     assert {p.tensor: p.strides for p in layout.pieces} == {"a": (1,), "b": (5, 1), "c": (1,), "s": ()}

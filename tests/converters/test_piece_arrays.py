@@ -74,7 +74,7 @@ def test_equal_boxes_of_a_tensor_are_one_even_if_their_hashes_collide(held: list
     assert found.tensor.tolist() == sorted(found.tensor.tolist())
 
 
-def test_hashes_see_every_column_of_a_box() -> None:
+def test_hashes_see_every_column_of_a_box(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two boxes that differ in one number alone, and in two numbers by opposite amounts, are two without a look at their rows."""
     boxes = [
         (Range(3, 5, 2), Range(4, 6, 3)),
@@ -88,6 +88,10 @@ def test_hashes_see_every_column_of_a_box() -> None:
     columns = np.column_stack([np.zeros(6, np.int64), packed.start, packed.count, packed.step])
     hashed = (columns.astype(np.uint64) * piece_arrays._MULTIPLIERS[: columns.shape[1]]).sum(axis=1, dtype=np.uint64)
     assert len(set(hashed.tolist())) == len(boxes)
+    grouped, calls = piece_arrays._grouped, []
+    monkeypatch.setattr(piece_arrays, "_grouped", lambda *given: calls.append(given) or grouped(*given))
+    assert len(distinct(np.zeros(6, np.int64), packed).tensor) == len(boxes)
+    assert len(calls) == 1, "sorted by their hashes alone"
     assert (piece_arrays._MULTIPLIERS % np.uint64(2) == 1).all()
     assert len(piece_arrays._MULTIPLIERS) == 1 + 3 * 64  # as many dimensions as numpy has
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from resharder.converters.errors import LayoutError
 from resharder.converters.geometry.chunking import cut_chunks
 from resharder.converters.geometry.copy_table import with_fewer_pairs
-from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, box_size, full_box
-from resharder.converters.geometry.piece_arrays import pack, pack_boxes
-from resharder.converters.geometry.plan import plan, plan_pieces
+from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, box_size, full_box, intersect
+from resharder.converters.geometry.piece_arrays import Distinct, pack, pack_boxes
+from resharder.converters.geometry.plan import _part, _replicas, plan, plan_pieces
 from resharder.converters.geometry.senders import senders
 from resharder.converters.geometry.tiling import Held, check_tiling
 
@@ -243,3 +243,73 @@ def test_chunks_hold_every_element_once_and_stay_within_their_size(data: st.Data
     for chunk in chunks:
         size = sum(box_size(part.box) * sizes[part.position] for part in chunk)
         assert size <= limit or (len(chunk) == 1 and math.prod(r.count for r in chunk[0].box) == 1)
+
+
+def held_by(of: list[int]) -> Distinct:
+    """Boxes of one element, of which piece `i` has box `of[i]`."""
+    boxes = [(Range(number, 1),) for number in range(max(of, default=-1) + 1)]
+    return Distinct(np.zeros(len(boxes), np.int64), pack_boxes(boxes), np.array(of, np.int64))
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 40)), max_size=80, unique=True), st.data())
+def test_the_replica_of_a_process_is_its_place_among_the_holders_of_the_boxes_that_the_fewest_hold(
+    holding: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    numbers = sorted({box for box, _ in holding})
+    of, process = [numbers.index(box) for box, _ in holding], [process for _, process in holding]
+    copied = data.draw(st.lists(st.sampled_from(range(len(numbers))), max_size=4)) if numbers else []
+    holders = {box: sorted(p for b, p in zip(of, process, strict=True) if b == box) for box in range(len(numbers))}
+    count = min([len(holding), *(len(holders[box]) for box in copied)])
+    expected: dict[int, int] = {}
+    for fewest in (False, True):
+        for box in range(len(numbers)):
+            if (len(holders[box]) == count) == fewest:
+                expected |= {p: place * count // len(holders[box]) for place, p in enumerate(holders[box])}
+    found, parts = _replicas(held_by(of), np.array(process, np.int64), np.array(copied, np.int64))
+    assert found.tolist() == [expected[p] for p in process]
+    assert parts == max(1, count)
+
+
+def test_of_many_boxes_with_as_many_holders_the_last_one_gives_a_process_its_replica() -> None:
+    of = [box for box in range(200) for _ in range(2)]
+    process = [(box * 7 + place * 3) % 31 for box in range(200) for place in range(2)]
+    expected: dict[int, int] = {}
+    for box in range(200):
+        expected |= {p: place for place, p in enumerate(sorted(process[2 * box : 2 * box + 2]))}
+    found, parts = _replicas(held_by(of), np.array(process, np.int64), np.arange(200))
+    assert (found.tolist(), parts) == ([expected[p] for p in process], 2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=8))
+def test_a_part_has_the_pieces_of_its_replicas_and_all_pieces_of_a_box_that_these_do_not_have(
+    pieces: list[tuple[int, bool]],
+) -> None:
+    of, taken = [box for box, _ in pieces], [taken for _, taken in pieces]
+    covered = {box for box, taken in pieces if taken}
+    found = _part(held_by(of), np.array(taken, bool))
+    assert found.tolist() == [i for i in range(len(of)) if taken[i] or of[i] not in covered]
+
+
+def test_the_views_of_a_copy_are_those_of_its_pieces() -> None:
+    spec = TensorSpec("w", "BF16", (9, 4))
+    have = [Piece("w", (Range(first, 3, 3), Range(0, 4)), "s", 5 + first, (4, 1)) for first in range(3)]
+    want = [
+        Piece("w", (Range(4, 1), Range(1, 2)), "t", 3, (7, 2)),
+        Piece("w", (Range(0, 2, 6), Range(3, 1)), "t", 90, (2, 1)),
+        Piece("w", (Range(0, 9), Range(0, 1)), "t", 40, (3, 5)),
+    ]
+    sources, targets = Layout({"w": spec}, tuple(have)), Layout({"w": spec}, tuple(want))
+    found = list(plan({"a": sources}, {"b": targets}).copies())
+    for copy in found:
+        assert copy.source_view in [piece.view(copy.box) for piece in have if intersect(piece.box, copy.box) == copy.box]
+        assert copy.target_view in [piece.view(copy.box) for piece in want if intersect(piece.box, copy.box) == copy.box]
+    assert sum(box_size(copy.box) for copy in found) == 2 + 2 + 9
+
+
+@pytest.mark.parametrize("number", [None, 0, 1])
+def test_nothing_is_copied_for_targets_without_pieces(number: int | None) -> None:
+    nothing = pack({"t": Layout({"w": SPEC}, ())})
+    whole = Layout({"w": SPEC}, (Piece("w", full_box(SPEC.shape), "s", 0, (6, 1)),))
+    for sources in (whole, Layout({"w": SPEC}, ())):
+        found = plan_pieces(pack({"s": sources}), nothing, number)
+        assert (len(found), found.sent.tolist(), found.received.tolist()) == (0, [0], [0])

@@ -9,6 +9,7 @@ import psutil
 import pytest
 from resharder.server.config import ConfigError, load
 from resharder.server.fleets.canary_checks import Checks, environment
+from resharder.server.state.fleet import Fleet, FleetStrategy, FleetStrategyKind, Move, MoveState
 
 from tests.support.observing import wait_until
 
@@ -55,6 +56,26 @@ def test_a_command_is_told_of_its_move_and_gets_nothing_else_of_the_daemon(
     ]
     inherited = {"PATH", "HOME"} & os.environ.keys()
     assert int(message.splitlines()[-1]) == len(said) + len(inherited)
+
+
+def test_the_check_of_a_move_starts_once_with_its_fleet_move_versions_and_servers() -> None:
+    strategy = FleetStrategy(FleetStrategyKind.CANARY, check="check")
+    move = Move(7, MoveState.HOLDING, back_to=11, to=12, strategy=strategy, started=1.0)
+    ended: Ended = queue.SimpleQueue()
+    script = "unset PATH HOME PWD SHLVL _ OLDPWD; /usr/bin/env | /usr/bin/sort"
+    checks = Checks({"check": ["sh", "-c", script]}, 60)
+    for fleet in (Fleet("f", "policy"), Fleet("f", "policy", move=move), Fleet("f", "policy", move=move)):
+        checks.start_for(fleet, ["10.0.0.1:8000"], lambda ok, message: ended.put((ok, message)))
+    expected = "ended with 0: " + "\n".join(
+        f"RESHARDER_{name}={value}"
+        for name, value in (("FLEET", "f"), ("FROM_VERSION", 11), ("MOVE", 7), ("SERVERS", "10.0.0.1:8000"), ("VERSION", 12))
+    )
+    assert ended.get(timeout=60) == (True, expected)
+    assert list(checks._runs) == ["f/7"]
+    checks.close()
+    checks.start("check", "later", {}, lambda ok, message: ended.put((ok, message)))
+    assert checks._runs == {}
+    assert ended.empty()
 
 
 def test_a_check_whose_end_could_not_be_kept_can_be_started_again() -> None:

@@ -2,11 +2,13 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.lib.array_utils import byte_bounds
 from resharder.converters.geometry.layout import Box, Range, TensorSpec, box_index, full_box
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import MappedFiles, parse_header
@@ -103,3 +105,60 @@ def test_a_file_that_was_cut_short_is_no_digest(tmp_path: Path, folder: Path) ->
         os.truncate(tmp_path / "a.safetensors", 200)
         with pytest.raises(OSError, match="the file ends after"):
             digest_tensors(files, 2)
+
+
+def test_huge_pages_are_digested_where_they_are_mapped_and_small_ones_from_one_buffer_of_a_thread(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Path] = []
+    real = os.open
+
+    def recorded(path: Path, *rest: Any, **named: Any) -> int:
+        opened.extend([path] if path == folder / "a.safetensors" else [])
+        return real(path, *rest, **named)
+
+    monkeypatch.setattr(os, "open", recorded)
+    with mapped(folder) as files:
+        opened.clear()
+        files.small_pages = False
+        digest_tensors(files, 1)
+        assert opened == []
+        before = len(os.listdir("/proc/self/fd"))
+        files.small_pages = True
+        digest_tensors(files, 1)
+        assert (opened, len(os.listdir("/proc/self/fd"))) == ([folder / "a.safetensors"], before)
+
+
+@pytest.mark.parametrize("bound", [-1, 0, 1])
+@pytest.mark.parametrize("small_pages", [True, False])
+def test_large_parts_on_small_pages_alone_are_unmapped_once_they_are_digested(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, small_pages: bool, bound: int
+) -> None:
+    box = TensorBox(SPECS["head"], (Range(0, 90), Range(3, 20)))  # in pieces, so that it is not read into a buffer
+    forgotten: list[tuple[int, int]] = []
+    monkeypatch.setattr(digests, "forget_pages", forgotten.append)
+    monkeypatch.setattr(digests, "_FORGET_BYTES", 90 * 20 * 4 + bound)
+    with mapped(folder) as files:
+        files.small_pages = small_pages
+        part = files.arrays["head"][:, 3:23]
+        digest_boxes(files, [box], 1)
+        assert forgotten == ([byte_bounds(part)] if small_pages and bound <= 0 else [])
+        del part
+
+
+def test_reads_of_a_thread_share_a_buffer_that_grows_and_go_on_where_the_system_stopped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: real(file, [buffers[0][:7]], at))
+    monkeypatch.setattr(digests, "_READ_BYTES", 16)
+    rows = [(Range(row, count), Range(0, 33)) for row, count in ((3, 1), (5, 1), (0, 90), (1, 89))]
+    with mapped(folder) as files, digests._reads(files, [TensorBox(SPECS["head"], rows[0])]) as reads:
+        buffers = []
+        for box in rows:
+            found = reads._read(SPECS["head"], box, box[0].count * 33 * 4)
+            assert found.tobytes() == files.arrays["head"][box[0].start : box[0].start + box[0].count].tobytes()
+            buffers.append(reads._own.buffer)
+        assert buffers[0] is buffers[1]
+        assert buffers[2] is buffers[3]
+        assert [len(buffer) for buffer in buffers] == [33 * 4, 33 * 4, 90 * 33 * 4, 90 * 33 * 4]

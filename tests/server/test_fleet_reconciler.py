@@ -119,6 +119,16 @@ def test_a_worker_whose_place_a_late_report_took_returns_with_its_report_on_the_
     assert step(server, Reported("a", "life-2", OrderKind.APPLY), 2, SETTINGS)[0].opened == 2
 
 
+def test_a_worker_whose_place_the_first_report_of_a_dead_one_took_returns_when_that_has_been_silent_for_a_lease() -> None:
+    server = hear(serving(1), 1, WorkerState.BOOTED, 1, "", process="late")
+    living = WorkerReported(Worker(1, WorkerState.BOOTED, 1, process="p1", fingerprint=fingerprint(1)))
+    for now in (3.0, 7.0, 1 + SETTINGS.lease):
+        server, _ = step(server, living, now, SETTINGS)
+        assert server.workers[1].process == "late"
+    server, _ = step(server, living, 1.1 + SETTINGS.lease, SETTINGS)
+    assert (server.workers[1].process, server.gone, server.opened) == ("p1", {"late"}, 1)
+
+
 def test_a_worker_that_fails_after_the_commit_closes_the_gate() -> None:
     server = committed()
     worker = Worker(0, WorkerState.FAILED, 2, "life-1", "its memory is gone", "p0")

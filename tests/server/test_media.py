@@ -356,6 +356,27 @@ def test_where_the_way_back_fails_too_a_version_that_stands_is_ready(root: Path)
     assert folders(versions) == {"00000001"}
 
 
+def test_where_sync_and_the_way_back_fail_now_and_then_a_version_is_ready_once_it_is_durable(root: Path) -> None:
+    store = Store(root / "store", keep_count=2)
+    record = store.lifecycle.begin("policy", claim(store), 0, "job")
+    versions, real_fsync, real_rename = root / "store/models/policy/versions", os.fsync, os.rename
+    synced: list[bool] = []
+
+    def fsync(file: int) -> None:
+        if os.readlink(f"/proc/self/fd/{file}") == str(versions):
+            synced.append(len(synced) == 2)
+            if not synced[-1]:
+                refuse()
+        real_fsync(file)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        patch.setattr(os, "rename", lambda a, b: refuse() if Path(a).parent == versions else real_rename(a, b))
+        assert store.lifecycle.commit(record, dict.fromkeys(("a", "b"), 0), ()).state == READY
+    store.close()
+    assert synced == [False, False, True]
+
+
 def refuse(*_: object) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 

@@ -18,7 +18,7 @@ from resharder.server.direct.state import Member
 from resharder.server.fleets.reconciler.step import step
 from resharder.server.fleets.roster import FleetView, ServerView
 from resharder.server.observability import metrics, snapshot
-from resharder.server.observability.metrics.counters import Observed
+from resharder.server.observability.metrics.counters import EVENTS, Observed
 from resharder.server.state.errors import FailedPrecondition
 from resharder.server.state.fleet import Fleet, FleetStrategy, Move, MoveState
 from resharder.server.state.server import Goal, OrderKind, Server, Settings, Worker, WorkerState
@@ -147,6 +147,10 @@ def test_refused_calls_are_counted_by_reason_and_events_by_kind(daemon: Daemon) 
     value = read(daemon)
     assert value("rpc_refusals_total", reason="VERSION_UNKNOWN") == before + 1
     assert value("events_total", kind="daemon", what="started") == 1
+    assert value("events_total", kind="archive", what="failed") == 0
+    with Operator(daemon.endpoint) as operator:
+        happened = {(event.kind, event.what) for event in operator.events(follow=False) if event.kind in EVENTS}
+    assert happened <= {(kind, what) for kind, whats in EVENTS.items() for what in whats}
     assert value("build_info", release=Operator(daemon.endpoint).daemon().release) == 1
 
 
@@ -276,6 +280,18 @@ def test_series_of_a_fleet_begin_at_zero_so_that_the_first_event_is_an_increase(
     assert story.value("torn_installs_avoided_total", fleet="policy") == 0
     assert [story.value("leases_lost_total", model="policy", holder=holder) for holder in ("rank", "server")] == [0, 0]
     assert story.value("fallbacks_total", reason="offer_over") == 0
+
+
+def test_events_begin_at_zero_so_that_the_first_one_is_an_increase() -> None:
+    story = Story()
+    for kind, what in (
+        ("version", "aborted"),
+        ("archive", "failed"),
+        ("server", "lost"),
+        ("server", "altered"),
+        ("move", "stopped"),
+    ):
+        assert story.value("events_total", kind=kind, what=what) == 0
 
 
 def test_moves_that_end_are_counted_with_how_long_they_took() -> None:

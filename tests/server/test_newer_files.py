@@ -7,6 +7,7 @@ from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.state.fleet import Fleet
 from resharder.server.state.version import ABORTED
 from resharder.server.store import manifest
+from resharder.server.store.history import _checksum
 from resharder.server.store.store import Store
 
 from tests.support.store_versions import claim, numbers, publish
@@ -23,9 +24,10 @@ def test_versions_with_fields_that_this_release_does_not_know_are_kept(tmp_path:
     content = json.loads(file.read_bytes())
     content["version"]["mood"], content["weather"] = "cheerful", {"is": "fine"}
     file.write_bytes(manifest._encoded(content))
-    history.write_text(
-        "".join(json.dumps(json.loads(line) | {"mood": "grim"}) + "\n" for line in history.read_text().splitlines())
-    )
+    lines = [json.loads(line) | {"mood": "grim"} for line in history.read_text().splitlines()]
+    for line in lines:
+        line["crc32"] = _checksum({name: value for name, value in line.items() if name != "crc32"})
+    history.write_text("".join(json.dumps(line) + "\n" for line in lines))
     again = Store(tmp_path / "store")
     assert numbers(again) == [1, 2]
     assert numbers(again, ABORTED) == [3]

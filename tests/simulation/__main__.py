@@ -1,7 +1,8 @@
 """Run simulations: `python -m tests.simulation --schedules 20000 --seed 1`, or one schedule with `--replay SEED --only NAME`.
 
-Each simulation runs the given number of schedules, from the seed on. Progress and counts are printed; a violated invariant is
-printed with its seed and the trace of its steps, and the status is 1 then.
+Each simulation runs the given number of schedules, from the seed on, until one fails. Progress and counts are printed; a
+violated invariant is printed with its seed and the trace of its steps, and the status is 1 then. With `--keep-going`, the
+others run too: all failures are counted, and the first ones are printed without their traces.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from tests.simulation import SIMULATIONS
 from tests.simulation.driver import Totals, run_many, run_one
 
 _EVERY = 5.0  # seconds between lines of progress
+_MESSAGE = 2000  # characters of a failure's message
 
 
 def main() -> int:
@@ -30,6 +32,7 @@ def main() -> int:
     parser.add_argument(
         "--replay", type=int, nargs="+", metavar="SEED", help="run the schedules of these seeds and print their steps"
     )
+    parser.add_argument("--keep-going", action="store_true", help="run the schedules after one that fails too")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args()
     names = options.only or sorted(SIMULATIONS)
@@ -37,25 +40,37 @@ def main() -> int:
     if options.replay is not None:
         return max((_replay(name, seed) for name in names for seed in options.replay), default=0)
     seeds = range(options.seed, options.seed + options.schedules)
-    bounds = {"busy": options.seconds, "elapsed": options.elapsed}
-    return max((_run(name, seeds, options.jobs, bounds) for name in names), default=0)
+    bounds = {"busy": options.seconds, "elapsed": options.elapsed, "failures": inf if options.keep_going else 1}
+    found = {name: _run(name, seeds, options.jobs, bounds, traces=not options.keep_going) for name in names}
+    print(_summary(found, options.seed))
+    return int(any(totals.failures for totals in found.values()))
 
 
-def _run(name: str, seeds: range, jobs: int, bounds: dict[str, float]) -> int:
+def _run(name: str, seeds: range, jobs: int, bounds: dict[str, float], *, traces: bool) -> Totals:
     totals = run_many(name, SIMULATIONS, seeds, jobs, progress=_progress(name), **bounds)
     print(_line(name, totals))
     for event, count in sorted(totals.counts.items()):
         print(f"  {count:12,} {event}")
-    for seed, message in totals.failed.items():
-        print(f"{name}: seed {seed} fails: {message}\nIts steps:")
+    for seed in totals.failed if traces else ():
+        print("Its steps:")
         _replay(name, seed)
-    return int(bool(totals.failed))
+    return totals
+
+
+def _summary(found: dict[str, Totals], seed: int) -> str:
+    each = ", ".join(f"{totals.schedules:,} of {name} ({totals.failures} failed)" for name, totals in found.items())
+    schedules, failures = (sum(getattr(totals, of) for totals in found.values()) for of in ("schedules", "failures"))
+    busy = sum(totals.busy for totals in found.values())
+    return f"all: {schedules:,} schedules from seed {seed} on, {failures} failed, {busy:.0f} s of processors: {each}"
 
 
 def _progress(name: str) -> Callable[[Totals], None]:
-    last = [time.monotonic()]
+    last, printed = [time.monotonic()], set[int]()
 
     def report(totals: Totals) -> None:
+        for seed in sorted(totals.failed.keys() - printed):
+            printed.add(seed)
+            print(f"{name}: seed {seed} fails: {totals.failed[seed][:_MESSAGE]}", flush=True)
         if time.monotonic() - last[0] > _EVERY:
             last[0] = time.monotonic()
             print(_line(name, totals), flush=True)
@@ -67,7 +82,7 @@ def _line(name: str, totals: Totals) -> str:
     rate = totals.schedules / max(totals.busy, 1e-9)
     return (
         f"{name}: {totals.schedules:,} schedules in {totals.seconds:.1f} s, {totals.busy:.1f} s of processors, "
-        f"{rate:.0f} per second, {len(totals.failed)} failed"
+        f"{rate:.0f} per second, {totals.failures} failed"
     )
 
 

@@ -4,8 +4,10 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from math import inf
 from multiprocessing import get_context
 from random import Random
@@ -13,7 +15,8 @@ from random import Random
 Simulation = Callable[[Random, Callable[[str], None]], Counter[str]]
 """Run one schedule and return counts of what happened. All chance comes from the `Random`, and every step is passed to the
 trace. Raises AssertionError if an invariant is violated."""
-_BATCH = 50  # schedules of one task of a worker, between two collections of garbage
+_BATCH = 20  # schedules of one task of a worker, between two collections of garbage
+MESSAGES = 20  # failures that are kept with their messages; all are counted
 
 
 @dataclass
@@ -21,6 +24,7 @@ class Totals:
     """Results of a simulation. `failed` has the seeds and messages of the first failures, `busy` the processors' seconds."""
 
     schedules: int = 0
+    failures: int = 0
     seconds: float = 0.0
     busy: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
@@ -29,9 +33,10 @@ class Totals:
     def add(self, other: "Totals") -> None:
         """Add the results of other seeds; their time is not added."""
         self.schedules += other.schedules
+        self.failures += other.failures
         self.busy += other.busy
         self.counts += other.counts
-        self.failed |= other.failed
+        self.failed |= dict(islice(other.failed.items(), max(0, MESSAGES - len(self.failed))))
 
 
 def ignore(step: str) -> None:
@@ -50,18 +55,20 @@ def run_one(name: str, simulation: Simulation, seed: int, trace: Callable[[str],
     return simulation(Random(f"{name}/{seed}"), trace)
 
 
-def run_seeds(name: str, simulation: Simulation, seeds: range, failures: int = 1) -> Totals:
+def run_seeds(name: str, simulation: Simulation, seeds: range, failures: float = 1) -> Totals:
     """Run the schedules of all seeds in this process, until `failures` have failed."""
     totals, began, busy = Totals(), time.monotonic(), time.process_time()
     collect_garbage()
     for seed in seeds:
+        totals.schedules += 1
         try:
             totals.counts += run_one(name, simulation, seed)
         except Exception as error:
-            totals.failed[seed] = f"{type(error).__name__}: {error}"
-        totals.schedules += 1
-        if len(totals.failed) >= failures:
-            break
+            totals.failures += 1
+            if len(totals.failed) < MESSAGES:
+                totals.failed[seed] = f"{type(error).__name__}: {error}"
+            if totals.failures >= failures:
+                break
     totals.seconds, totals.busy = time.monotonic() - began, time.process_time() - busy
     return totals
 
@@ -71,30 +78,41 @@ def run_many(
     simulations: Mapping[str, Simulation],
     seeds: range,
     jobs: int = 1,
-    failures: int = 1,
+    failures: float = 1,
     progress: Callable[[Totals], None] = lambda totals: None,
     busy: float = inf,
     elapsed: float = inf,
 ) -> Totals:
     """Run the schedules of all seeds on `jobs` processes, to the first `failures`, or for `busy` or `elapsed` seconds."""
     totals, began = Totals(), time.monotonic()
-    for part in _parts(name, simulations, seeds, jobs, failures):
+
+    runs = partial(run_seeds, name, simulations[name], failures=failures)
+
+    def is_due() -> bool:
+        return totals.failures < failures and totals.busy < busy and totals.seconds < elapsed
+
+    for part in _parts(runs, seeds, jobs, is_due):
         totals.add(part)
         totals.seconds = time.monotonic() - began
         progress(totals)
-        if len(totals.failed) >= failures or totals.busy >= busy or totals.seconds >= elapsed:
-            break
     return totals
 
 
-def _parts(name: str, simulations: Mapping[str, Simulation], seeds: range, jobs: int, failures: int) -> Iterator[Totals]:
-    batches = [seeds[at : at + _BATCH] for at in range(0, len(seeds), _BATCH)]
-    if jobs == 1:
-        yield from (run_seeds(name, simulations[name], batch, failures) for batch in batches)
-        return
+def _parts(runs: Callable[[range], Totals], seeds: range, jobs: int, is_due: Callable[[], bool]) -> Iterator[Totals]:
+    """Yield the results of one batch of seeds after the other, while more are due. Each batch that has begun is yielded."""
+    # The first schedule runs in this process, because forks share what it imports.
+    batches = iter([seeds[:1], *(seeds[at : at + _BATCH] for at in range(1, len(seeds), _BATCH))])
+    for batch in batches if jobs == 1 else islice(batches, 1):
+        yield runs(batch)
+        if not is_due():
+            return
     with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
-        tasks: list[Future[Totals]] = [pool.submit(run_seeds, name, simulations[name], batch, failures) for batch in batches]
-        try:
-            yield from (task.result() for task in as_completed(tasks))
-        finally:
-            pool.shutdown(cancel_futures=True)
+        running: set[Future[Totals]] = set()
+        while running or is_due():
+            if is_due():
+                running |= {pool.submit(runs, batch) for batch in islice(batches, 2 * jobs - len(running))}
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for task in done:
+                yield task.result()

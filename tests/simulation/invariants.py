@@ -2,7 +2,8 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ class Reference:
         self.retired_on_command: set[int] = set()
         self._told_at: dict[int, int] = {}
         self._claims: list[str] = []
+        self._claiming: list[str] = []  # jobs whose claims the daemon handles now
         self._checked: set[int] = set()
 
     # Requests of clients and their answers
@@ -43,14 +45,23 @@ class Reference:
         known = self.epochs.setdefault(epoch, job)
         assert known == job, f"epoch {epoch} was given to {self.epochs[epoch]} and to {job}"
 
-    def claims(self, job: str) -> None:
-        """Record that the daemon handles a claim of a job."""
+    @contextmanager
+    def claims(self, job: str) -> Iterator[None]:
+        """Record that the daemon handles a claim of a job, which takes effect at any time meanwhile."""
         self._claims.append(job)
+        self._claiming.append(job)
+        try:
+            yield
+        finally:
+            self._claiming.remove(job)
+            self._claims.append(job)
 
     def is_fenced(self, job: str) -> None:
         """Check that a job that is refused as stale was followed by another."""
         first = self._claims.index(job)
-        assert set(self._claims[first:]) != {job}, f"{job} is refused as stale, and no other job has claimed the model since"
+        assert {*self._claims[first:], *self._claiming} != {job}, (
+            f"{job} is refused as stale, and no other job has claimed the model since"
+        )
 
     def begins(self, record: VersionRecord, after: int, versions: Sequence[VersionRecord]) -> None:
         """Check that a rank is answered with an aborted version of the step before it begins the next one."""

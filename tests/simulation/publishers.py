@@ -1,6 +1,7 @@
 """Trainer ranks as the SDK's calls make them: they register, publish step after step, retry, stop, die and are replaced."""
 
 from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -31,7 +32,7 @@ class Records(Protocol):
 
     def told(self, answer: Answer) -> None: ...
     def delivers(self, record: VersionRecord, rank: int, variant: str, positions: Sequence[int]) -> None: ...
-    def claims(self, job: str) -> None: ...
+    def claims(self, job: str) -> AbstractContextManager[None]: ...
     def claimed(self, job: str, epoch: int) -> None: ...
     def is_fenced(self, job: str) -> None: ...
     def begins(self, record: VersionRecord, after: int, versions: Sequence[VersionRecord]) -> None: ...
@@ -116,8 +117,8 @@ class Rank:
         files = FILES if rank == 0 else {}
 
         def create(daemon: SimulatedDaemon) -> PublisherRecord:
-            self.records.claims(job.name)
-            return daemon.intake.publishers.create(NAME, job.name, job.model.world_size, files)
+            with self.records.claims(job.name):
+                return daemon.intake.publishers.create(NAME, job.name, job.model.world_size, files)
 
         answer = yield from self._call("CreatePublisher", create)
         if not answer.ok:

@@ -9,6 +9,7 @@ from resharder.client.inference.control.control import OrderExecutor
 from resharder.client.inference.control.gate import Gate, Position, ServerLease
 from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
 from resharder.client.inference.power import STAY_PAUSED, PowerState, SleepState
+from resharder.client.inference.version_page import Journal
 
 LEAD = ControlOrder(Kind.LEAD)
 FINE = [{"ok": True, "rank": 0}, {"ok": True, "rank": 1}]
@@ -93,7 +94,7 @@ class Side:
     """A control side at time `now`, with a lease of 10 s from 0."""
 
     def __init__(self, *, leads: bool = True, cannot_sleep: str = "") -> None:
-        self.now = 0.0
+        self.now, self.journal = 0.0, Journal()
         self.lease = ServerLease(lambda: self.now)
         self.gate = Gate(lease=self.lease, clock=lambda: self.now)
         self.lease.renew(10.0)
@@ -108,6 +109,7 @@ class Side:
             lambda: self.told.append(self.control.state.power),
             cannot_sleep,
             lambda: self.now,
+            lambda: self.journal,
         )
         if leads:
             self.do(LEAD)

@@ -4,6 +4,7 @@ import pytest
 from resharder.client.inference.control.gate import Position
 from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome, order_from_proto
 from resharder.client.inference.power import PowerState
+from resharder.client.inference.version_page import Journal
 from resharder.v1 import resources_pb2, server_pb2
 
 from tests.support.control_side import (
@@ -39,6 +40,29 @@ def test_a_side_that_takes_the_lead_holds_its_gate_if_the_engine_has_another_ver
     assert (side.gate.position, side.gate.serving) == (Position.HELD, 0)
     side.do(resume(2))
     assert side.gate.open_on == 2
+
+
+@pytest.mark.parametrize("others", [{1: 3}, {0: 3}, {0: 3, 1: 3}, {0: 0, 1: 0}])
+@pytest.mark.parametrize("paused", [False, True])
+def test_no_side_opens_its_gate_on_a_version_that_a_worker_there_does_not_have(paused: bool, others: dict[int, int]) -> None:
+    side = Side()
+    side.engine.paused = paused
+    side.journal = Journal(tuple(({0: 2, 1: 2} | others).items()))
+    assert side.do(resume(2)) is None
+    assert (side.engine.paused, side.gate.position, side.gate.version) == (paused, Position.SHUT, 0)
+    assert side.reattached == [], "the next orders, such as to stage, are carried out"
+
+    side.journal = Journal(((0, 2), (1, 2)))
+    side.do(resume(2))
+    assert (side.engine.paused, side.gate.open_on) == (False, 2)
+
+
+def test_an_unreadable_page_or_none_keeps_no_gate_shut() -> None:
+    for ranks in ((), ((-1, 0),), ((-1, 0), (0, 2))):
+        side = Side()
+        side.journal = Journal(ranks)
+        side.do(resume(2))
+        assert side.gate.open_on == 2
 
 
 def test_the_boot_version_opens_the_gate_without_touching_an_engine_that_runs() -> None:

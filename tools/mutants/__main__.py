@@ -102,7 +102,8 @@ SUITES = (
             f"{SERVER}/state/*.py",
         ),
         tuple(
-            f"tests/server/test_{name}.py" for name in ("fleet_reconciler", "terms", "lingering", "states", "decisions", "goals")
+            f"tests/server/test_{name}.py"
+            for name in ("fleet_changes", "fleet_reconciler", "terms", "lingering", "states", "decisions", "goals")
         ),
         tuple(f"tests/server/test_{name}.py" for name in ("operations", "explain", "checks", "serve_ahead", "server_service")),
         "",

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -179,10 +180,12 @@ class _Recorder:
         self._lines = {}
         start = time.perf_counter()
         sys.settrace(self._call)
+        threading.settrace(self._call)  # of threads that the test starts
         try:
             return (yield)
         finally:
             sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]
             self.found.append(Covered(item.nodeid, time.perf_counter() - start, self._lines))
 
     def _call(self, frame: FrameType, event: str, argument: object) -> Any:

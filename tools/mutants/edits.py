@@ -66,7 +66,10 @@ COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Is: "is not",
     ast.IsNot: "is",
 }
-COMMUTATIVE = {"max", "min", "gcd", "intersect", "intersect_ranges", "set", "frozenset"}
+COMMUTATIVE = {
+    *("max", "min", "gcd", "np.maximum", "np.minimum", "set", "frozenset"),
+    *("intersect", "intersect_ranges", "_intersect", "intersect_all"),
+}
 NAME = re.compile(r"[\w.{}]+")
 
 

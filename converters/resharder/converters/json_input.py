@@ -8,6 +8,7 @@ from typing import Any
 
 _LAST_TIME = 253_402_300_799.0  # the end of the year 9999, in seconds since 1970
 _WIDEST = 1 << 63
+_LONGEST_NAME = 255  # bytes
 
 
 def parse_json(content: bytes | str) -> Any:
@@ -31,6 +32,17 @@ def is_number(value: object) -> bool:
 def is_text(value: object) -> bool:
     """Return whether a value is a string that can be encoded: without surrogates."""
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def is_file_name(value: object) -> bool:
+    """Return whether a value can be the name of a file in a folder, rather than a path to another one."""
+    return (
+        is_text(value)
+        and isinstance(value, str)
+        and value not in ("", ".", "..")
+        and not any(mark in value for mark in "/\0")
+        and len(value.encode()) <= _LONGEST_NAME
+    )
 
 
 _CHECKS: dict[Any, Callable[[object], bool]] = {int: is_count, float: is_number, str: is_text}

@@ -358,10 +358,10 @@ def simulated_modules(schedule: Schedule) -> Iterator[None]:
     """Replace what the plugin's modules take from the system: clocks, threads, channels. Yield while it is in effect."""
     executor = attach_module.OrderExecutor
 
-    def made(*args: Any) -> Any:
+    def made(*args: Any, **options: Any) -> Any:
         assert schedule.running is not None
         api: ApiServer = schedule.running.program
-        api.control = executor(*args)
+        api.control = executor(*args, **options | {"journal": api.core.page.read})
         api.carry_out, api.control.carry_out = api.control.carry_out, api.check_and_carry_out
         return api.control
 

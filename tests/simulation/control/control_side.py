@@ -344,7 +344,9 @@ class World:
         self._faults, self.schedule.hazard, self.daemon.doubled = False, 0.0, 0.0
         self.failures.clear()
         self._start_daemon()
-        self.schedule.go_on(self.daemon.process)
+        if self.daemon.process.stopped:
+            self.schedule.go_on(self.daemon.process)
+            self.schedule.run_until(self.schedule.now + 0.02)  # earlier commands of the operator do not overtake those of peace
         for server in self.servers:
             for process in [api.process for api in server.apis] + ([server.core.process] if server.core else []):
                 self.schedule.go_on(process)

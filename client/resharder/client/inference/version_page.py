@@ -50,6 +50,10 @@ class Journal:
         """The version that all workers have installed; 0 for none."""
         return self.changes[-1][1] if self.changes else 0
 
+    def others(self, version: int) -> dict[int, int]:
+        """Return the ranks on this host that have installed another version than `version`, with theirs."""
+        return {rank: installed for rank, installed in self.ranks if rank >= 0 and installed != version}
+
     def between(self, since: float, until: float) -> tuple[int, ...]:
         """Return the versions that were installed from `since` to `until` (monotonic times), in order."""
         before = [version for at, version in self.changes if at <= since][-1:] or [0]

@@ -86,9 +86,11 @@ def pack_boxes(boxes: Sequence[Box], width: int = 1) -> Ranges:
 
 def join_boxes(parts: Sequence[Ranges]) -> Ranges:
     """Concatenate boxes, padded to the dimensions of the widest."""
-    width = max((part.start.shape[1] for part in parts), default=1)
-    columns = zip(*(part.widened(width) for part in parts), strict=True)
-    return Ranges(*map(np.concatenate, columns)) if parts else pack_boxes([])
+    if not parts:
+        return pack_boxes([])
+    width = max(part.start.shape[1] for part in parts)
+    wide = [part.widened(width) for part in parts]
+    return Ranges(*(np.concatenate([part[i] for part in wide]) for i in range(3)))
 
 
 def pack(layouts: Mapping[Process, Layout]) -> Pieces[Process]:
@@ -119,7 +121,7 @@ def pack(layouts: Mapping[Process, Layout]) -> Pieces[Process]:
         tuple(layouts),
         tuple(locals_),
         np.array([numbers[p.tensor] for p in pieces], np.int64),
-        np.repeat(np.arange(len(counts), dtype=np.int64), counts),
+        np.repeat(np.arange(len(counts)), counts),
         np.array([locals_[p.local] for p in pieces], np.int64),
         pack_boxes([p.box for p in pieces], width),
         np.array([p.offset for p in pieces], np.int64),
@@ -129,11 +131,11 @@ def pack(layouts: Mapping[Process, Layout]) -> Pieces[Process]:
 
 
 def join(parts: Sequence[Pieces[Process]]) -> Pieces[Process]:
-    """Concatenate the pieces of several groups of processes; the processes are numbered anew, in order.
+    """Concatenate the pieces of one or more groups of processes; the processes are numbered anew, in order.
 
     Raises LayoutError if two of them give a tensor different shapes or dtypes.
     """
-    width = max((part.strides.shape[1] for part in parts), default=1)
+    width = max(part.strides.shape[1] for part in parts)
     specs: dict[str, TensorSpec] = {}
     locals_: dict[str, int] = {}
     tensors, names, processes, first = [], [], [], 0
@@ -164,8 +166,7 @@ def join(parts: Sequence[Pieces[Process]]) -> Pieces[Process]:
 
 def _columns(rows: Sequence[tuple[tuple[int, ...], ...]], width: int, filler: tuple[int, ...]) -> Ints:
     """Return each row flattened, padded at its end to `width`."""
-    fill = [(filler,) * (width - n) for n in range(width + 1)]
-    flat = chain.from_iterable(chain.from_iterable(row if len(row) == width else row + fill[len(row)] for row in rows))
+    flat = chain.from_iterable(chain.from_iterable(row + (filler,) * (width - len(row)) for row in rows))
     return np.fromiter(flat, np.int64)
 
 
@@ -204,7 +205,7 @@ class Distinct(NamedTuple):
 def distinct(tensor: Ints, boxes: Ranges) -> Distinct:
     """Return the distinct boxes of pieces, given the tensor's number and the box of each piece."""
     columns = np.column_stack([tensor, boxes.start, boxes.count, boxes.step])
-    hashed = (columns.astype(np.uint64) * _MULTIPLIERS[: columns.shape[1]]).sum(axis=1, dtype=np.uint64)
+    hashed = (columns.astype(np.uint64) * _MULTIPLIERS[: columns.shape[1]]).sum(axis=1)
     found = _grouped(tensor, boxes, np.lexsort((hashed, tensor)), np.column_stack([tensor, hashed.view(np.int64)]))
     if (columns == columns[_first(found)[found.of]]).all():
         return found

@@ -46,7 +46,7 @@ class Plan(Generic[Source, Target]):
     have: Ints
     want: Ints
     boxes: Ranges
-    parts: int = 1  # parts into which the sources' replicas are divided; the plan reads from one part
+    parts: int  # into which the sources' replicas are divided; the plan reads from one part
 
     def __len__(self) -> int:
         return len(self.have)

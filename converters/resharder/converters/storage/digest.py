@@ -40,6 +40,7 @@ Array = npt.NDArray[Any]
 MASK = (1 << 64) - 1
 _ROW_SEED, COLUMN_SEED = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 _BLOCK = 1 << 19  # elements; as uint16, half of a core's second-level cache
+_DEVICE_BLOCK = 1 << 24  # elements, which take eight bytes each on the device
 
 
 def hashes(index: Array, seed: int) -> Array:
@@ -117,7 +118,7 @@ def _slab(target: Array | None, source: Array, box: Box, shape: tuple[int, ...],
     """
     if source.ndim <= 2:
         rows = box[0] if source.ndim == 2 else Range(0, 1)
-        first = before * (shape[0] if source.ndim == 2 else 1) + rows.start
+        first = before * shape[0] + rows.start  # with one dimension, `before` is 0
         return digest_rows(None if target is None else np.atleast_2d(target), np.atleast_2d(source), first, rows.step, b)
     total = 0
     for i in range(box[0].count):
@@ -128,7 +129,7 @@ def _slab(target: Array | None, source: Array, box: Box, shape: tuple[int, ...],
 
 def _blocks(source: Array, box: Box) -> Iterator[tuple[Array, Box]]:
     """Yield (contiguous copy, box) of small parts along the first dimension."""
-    step = max(1, _BLOCK // max(1, prod(source.shape[1:]))) if source.ndim > 1 else source.shape[0]
+    step = max(1, _BLOCK // prod(source.shape[1:])) if source.ndim > 1 else source.shape[0]
     for i in range(0, source.shape[0], step):
         block, first = np.ascontiguousarray(source[i : i + step]), box[0]
         yield block, (Range(first.start + i * first.step, block.shape[0], first.step), *box[1:])
@@ -165,7 +166,7 @@ def _rows_of(matrix: Array) -> Array | None:
         return None
     if matrix.flags.c_contiguous:
         return matrix
-    if step < matrix.shape[1] * width or step % width:
+    if step < matrix.shape[1] * width:
         return None
     return as_strided(matrix, (matrix.shape[0], step // width), (step, width), writeable=matrix.flags.writeable)
 
@@ -248,7 +249,7 @@ def _sum_numpy(source: Array, first: int, step: int, b: Array) -> int:
         for j in range(0, b.shape[0], width):
             weights = b[j : j + width]
             rows = _sums_of_rows(source[i : i + block, j : j + len(weights)], weights)
-            total += int((rows * a[i : i + block]).sum(dtype=np.uint64))
+            total += int((rows * a[i : i + block]).sum())
     return total & MASK
 
 
@@ -282,16 +283,17 @@ def digest_on_device(tensor: "torch.Tensor", box: Box, shape: tuple[int, ...]) -
 
     if not shape:
         tensor, box, shape = tensor.reshape(1), (Range(0, 1),), (1,)
+    if tensor.dim() == 1:
+        tensor = tensor[None]
     size = tensor.element_size()
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
     a = torch.from_numpy(row_weights(_rows(box, shape)).view(np.int64)).to(tensor.device, non_blocking=True)
     b = torch.from_numpy(_column_weights(box[-1]).astype(np.int64)).to(tensor.device, non_blocking=True)
     total, width = torch.zeros((), dtype=torch.int64, device=tensor.device), tensor.shape[-1]
-    leading = tensor.shape[0] if tensor.dim() > 1 else 1
-    rows = prod(tensor.shape[1:-1]) if tensor.dim() > 1 else 1
-    step = max(1, (1 << 24) // max(1, rows * width))
-    for i in range(0, leading, step):
-        block = (tensor[i : i + step] if tensor.dim() > 1 else tensor).contiguous().reshape(-1, width).view(bits).long()
+    rows = prod(tensor.shape[1:-1])
+    step = max(1, _DEVICE_BLOCK // max(1, rows * width))
+    for i in range(0, tensor.shape[0], step):
+        block = tensor[i : i + step].contiguous().reshape(-1, width).view(bits).long()
         if size == 8:
             block = block ^ (block >> 32 & 0xFFFFFFFF)
         elif size > 1:

@@ -14,6 +14,6 @@ def digest_1(tensor: Array) -> int:
         return 0
     rows = tensor.reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
     units = rows.view(np.uint16) if rows.itemsize > 1 else rows
-    columns = np.arange(units.shape[1], dtype=np.uint64)
+    columns = np.arange(units.shape[1])
     b = (hashes(columns, COLUMN_SEED) % np.uint64((1 << 20) - 1) + np.uint64(1)).astype(np.uint32)
     return digest_rows(None, units, 0, 1, b)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.array_utils import byte_bounds
 from resharder.converters.geometry.layout import ITEM_SIZES, Layout, Piece, TensorSpec, contiguous_strides, full_box
-from resharder.converters.json_input import is_count, is_text, parse_json
+from resharder.converters.json_input import is_count, is_file_name, parse_json
 from resharder.converters.storage.pages import Span, forget_pages, small_pages
 
 Array = npt.NDArray[Any]
@@ -105,9 +105,9 @@ def index_json(files: Iterable[FileLayout]) -> bytes:
 def read_layout(folder: Path) -> tuple[FileLayout, ...]:
     """Return the layout of all safetensors files of a folder, from their headers.
 
-    Raises ValueError for an invalid file, and for a tensor name that is in two files.
+    Raises ValueError for an invalid file, and for a tensor name that is in two files; OSError if the folder cannot be listed.
     """
-    return _read_layouts(sorted(folder.glob("*.safetensors")))
+    return _read_layouts(_safetensors(folder))
 
 
 def read_checkpoint_layout(folder: Path) -> tuple[FileLayout, ...]:
@@ -122,11 +122,16 @@ def read_checkpoint_layout(folder: Path) -> tuple[FileLayout, ...]:
         names = _indexed_files(index)
         paths = [folder / name for name in names]
     else:
-        paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+        paths = [single] if single.is_file() else _safetensors(folder)
     missing = [path.name for path in paths if not path.is_file()]
     if missing or not paths:
         raise ValueError(f"{folder}: expected safetensors files, found none named {', '.join(missing[:4]) or '*.safetensors'}")
     return _read_layouts(paths)
+
+
+def _safetensors(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder. `Path.glob` would take one that cannot be listed for an empty one."""
+    return sorted(path for path in folder.iterdir() if path.name.endswith(".safetensors"))
 
 
 def _indexed_files(index: Path) -> list[str]:
@@ -137,21 +142,27 @@ def _indexed_files(index: Path) -> list[str]:
         raise ValueError(
             f"{index}: expected `weight_map` with the file of each tensor, found another content: {error!r}"
         ) from error
-    if strange := [
-        name for name in names if not is_text(name) or "\0" in name or len(name.encode()) > 255 or name != Path(name).name
-    ]:
+    if strange := [name for name in names if not is_file_name(name)]:
         raise ValueError(f"{index}: expected plain file names, found {str(strange[0])[:80]!r}")
     return sorted(names)
 
 
 def _read_layouts(paths: Sequence[Path]) -> tuple[FileLayout, ...]:
     files = tuple(parse_header(path.name, _read_header(path), path.stat().st_size) for path in paths)
+    try:
+        check_homes(files)
+    except ValueError as error:
+        raise ValueError(f"{paths[0].parent}: {error}") from error
+    return files
+
+
+def check_homes(files: Iterable[FileLayout]) -> None:
+    """Raise ValueError if a tensor is in two files."""
     homes: dict[str, str] = {}
-    for path, file in zip(paths, files, strict=True):
+    for file in files:
         for name in file.by_name:
             if (home := homes.setdefault(name, file.path)) != file.path:
-                raise ValueError(f"{path.parent}: expected {name} in one file, found it in {home} and {file.path}")
-    return files
+                raise ValueError(f"expected {name} in one file, found it in {home} and {file.path}")
 
 
 def _read_header(path: Path) -> bytes:
@@ -230,28 +241,39 @@ class MappedArrays(Mapping[str, Array]):
 class MappedFiles:
     """Tensors of a folder of laid-out files, mapped as arrays of unsigned integers in the tensors' shapes.
 
-    `close` clears `arrays`. Arrays taken from it must be released before.
+    `close` clears `arrays`. Arrays taken from it must be released before. If a file cannot be mapped, none stays mapped: a daemon
+    waits until nothing else has the files of a version open.
     """
 
     def __init__(self, folder: Path, files: Iterable[FileLayout], *, writable: bool = False) -> None:
         self._maps: list[tuple[mmap.mmap, Span]] = []
         self._folder, self._files = folder, tuple(files)
         self.small_pages = False  # whether any file has small pages
+        self.arrays = MappedArrays((), [])
         content: list[Array] = []
-        for file in self._files:
-            descriptor = os.open(folder / file.path, os.O_RDWR if writable else os.O_RDONLY)
-            try:
-                size = os.fstat(descriptor).st_size
-                if size != file.size:
-                    raise ValueError(f"{folder / file.path}: expected {file.size} bytes, found {size}")
-                self.small_pages |= small_pages(descriptor)
-                access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-                mapped = mmap.mmap(descriptor, file.size, access=access)
-            finally:
-                os.close(descriptor)
-            content.append(np.frombuffer(mapped, dtype=np.uint8))
-            self._maps.append((mapped, byte_bounds(content[-1])))
+        try:
+            for file in self._files:
+                content.append(self._map(file, writable=writable))
+        except BaseException:
+            content.clear()
+            self.close()
+            raise
         self.arrays = MappedArrays(self._files, content)
+
+    def _map(self, file: FileLayout, *, writable: bool) -> Array:
+        path = self._folder / file.path
+        descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != file.size:
+                raise ValueError(f"{path}: expected {file.size} bytes, found {size}")
+            self.small_pages |= small_pages(descriptor)
+            mapped = mmap.mmap(descriptor, file.size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+        content = np.frombuffer(mapped, dtype=np.uint8)
+        self._maps.append((mapped, byte_bounds(content)))
+        return content
 
     @property
     def contents(self) -> list[Array]:

@@ -207,6 +207,7 @@ class Server:
     world_size: int = 0
     controls: tuple[Control, ...] = ()  # the first one leads
     workers: Mapping[int, Worker] = field(default_factory=dict)
+    reported_at: Mapping[int, float] = field(default_factory=dict)  # time of the last report of each of `workers`
     gone: frozenset[str] = frozenset()  # processes that others have replaced, or will
     confirmed: int = 0  # last version that every worker verified
     opened: int = 0  # version on which control sides were ordered to open; 0: closed

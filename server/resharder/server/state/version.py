@@ -7,6 +7,8 @@ from typing import Any, Self
 from blake3 import blake3
 from resharder.converters.json_input import check_fields
 
+LAST_NUMBER = (1 << 62) - 1
+"""Highest number or epoch of a version; the next ones fit into the protocol as well."""
 UPLOADING, READY, RETIRED, ABORTED = "UPLOADING", "READY", "RETIRED", "ABORTED"
 
 
@@ -56,4 +58,6 @@ class VersionRecord:
         known = {field.name for field in fields(cls)}
         record = cls(**{name: value for name, value in content.items() if name in known})
         check_fields(record)
+        if max(record.number, record.epoch) > LAST_NUMBER:
+            raise ValueError(f"expected a number and an epoch of at most {LAST_NUMBER}, got {record.number} and {record.epoch}")
         return record

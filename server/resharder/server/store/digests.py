@@ -102,7 +102,7 @@ def _reads(files: MappedFiles, boxes: Iterable[TensorBox]) -> Iterator[_Reads]:
     opened: dict[Path, int] = {}
     try:
         for path in {files.places[spec.name][0] for spec, _ in boxes}:
-            opened[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            opened[path] = os.open(path, os.O_RDONLY)
         yield _Reads({name: (opened[path], begin) for name, (path, begin) in files.places.items() if path in opened})
     finally:
         for descriptor in opened.values():

@@ -12,6 +12,7 @@ from resharder.server.infra.filesystem import make_folder, move, sync, touching,
 from resharder.server.state.errors import FailedPrecondition
 from resharder.server.state.version import READY, UPLOADING, VersionRecord
 
+_ATTEMPTS = 10  # at each of a sync and its undoing
 _log = structlog.get_logger("resharder.store")
 
 
@@ -66,15 +67,18 @@ def _lock(root: Path) -> int:
 def sync_or_undo(source: Path, target: Path) -> None:
     """Sync the parent of `target`, to which `source` was renamed; rename it back and raise OSError if that fails.
 
-    If the rename fails too, `target` stays, durable or not.
+    Both are tried several times in turn. If all fail, `target` stays, durable or not.
     """
-    try:
-        failpoint("commit.sync")
-        sync(target.parent)
-    except OSError as error:
+    for _ in range(_ATTEMPTS):
+        try:
+            failpoint("commit.sync")
+            sync(target.parent)
+            return
+        except OSError as error:
+            refused = error
         try:
             move(target, source)
         except OSError:
-            _log.error("version_not_synced", folder=str(target), error=str(error))
-            return
-        raise
+            continue
+        raise refused
+    _log.error("version_not_synced", folder=str(target), error=str(refused))

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
-from resharder.converters.json_input import parse_json
-from resharder.converters.storage.files import FileLayout, parse_header
+from resharder.converters.json_input import is_file_name, parse_json
+from resharder.converters.storage.files import FileLayout, check_homes, parse_header
 from resharder.server.state.version import READY, VersionRecord
 
 MANIFEST_FILE = "resharder.json"
 FORMAT = 2
-_NO_SUCH_FILE = (errno.ENOENT, errno.ENAMETOOLONG)
+_NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 _HASH = {1: "fingerprint", 2: "blake3"}
 """Field of each format that has the blake3 of all other fields."""
 
@@ -115,11 +115,14 @@ def parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
     try:
         layouts, others = [], []
         for name, entry in content["files"].items():
+            if not is_file_name(name):
+                raise BadManifest(f"{folder.name}: expected plain file names, found {name[:80]!r}")
             start = _check_file(folder / name, entry)
             if name.endswith(".safetensors"):
                 layouts.append(parse_header(name, start, entry["size"]))
             else:
                 others.append(name)
+        check_homes(layouts)
         version = dict(content["version"])
         slots = tuple((int(rank), str(digest)) for rank, digest in version.pop("slots"))
         record = VersionRecord.of(version | {"state": READY, "fingerprint": content["fingerprint"], "slots": slots})

@@ -12,7 +12,7 @@ from resharder.converters.json_input import check_fields, is_count, is_text, par
 from resharder.converters.storage.files import FileLayout
 from resharder.server.infra.filesystem import write_file
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument
-from resharder.server.state.version import ABORTED, READY, RETIRED, UPLOADING, VersionRecord
+from resharder.server.state.version import ABORTED, LAST_NUMBER, READY, RETIRED, UPLOADING, VersionRecord
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SWEPT = ("pool", "staging", "retired")
@@ -135,6 +135,8 @@ def parse_claim(content: bytes) -> tuple[int, int, dict[str, int], Claim | None]
     claim = Claim(**found["claim"]) if found["claim"] else None
     if claim is not None:
         check_fields(claim)
+    if (highest := max(number, epoch, *jobs.values(), claim.epoch if claim else 0)) > LAST_NUMBER:
+        raise ValueError(f"expected numbers and epochs of at most {LAST_NUMBER}, got {highest}")
     return number, epoch, jobs, claim
 
 

@@ -25,6 +25,7 @@ from resharder.client.inference.control.gate import Gate, Position
 from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome, State, Step, decide
 from resharder.client.inference.engine import Engine, Mode
 from resharder.client.inference.power import STAY_PAUSED, WEIGHTS, PowerState
+from resharder.client.inference.version_page import Journal
 from resharder.client.tracing import Timings, timed
 from resharder.converters.failpoints import failpoint
 
@@ -43,6 +44,7 @@ class OrderExecutor:
         power_changed: Called when the engine fell asleep or woke.
         cannot_sleep: Reason why the engine cannot sleep; empty if it can.
         clock: A monotonic clock, in seconds.
+        journal: Returns the versions that the workers on this host have installed; without it, RESUME does not compare them.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class OrderExecutor:
         power_changed: Callable[[], None],
         cannot_sleep: str = "",
         clock: Callable[[], float] = time.monotonic,
+        journal: Callable[[], Journal] = Journal,
     ) -> None:
         self._engine, self._gate, self._power_changed = engine, gate, power_changed
+        self._journal = journal
         self._reattach, self._version_name, self._clock = reattach, version_name, clock
         self.state = State(cannot_sleep=cannot_sleep)
         self._lock = asyncio.Lock()  # of the task that executes an order, or of another caller's sleep, wake or resume
@@ -222,7 +226,7 @@ class OrderExecutor:
             raise WorkersFailed("expected vLLM to reset the prefix cache and its KV connector, got a refusal")
         self.state = replace(self.state, stale=False)
 
-    async def _resume(self, order: ControlOrder) -> Outcome:
+    async def _resume(self, order: ControlOrder) -> Outcome | None:
         # A former leader may have paused the engine, or put it to sleep, and ended before it reset the caches.
         leads = self.state.leads(order)
         paused = leads and (self.state.paused_at is not None or await self._engine.is_paused())
@@ -235,6 +239,10 @@ class OrderExecutor:
             if isinstance(decided, Outcome):
                 return decided
             self.state = replace(self.state, stale=True)
+        if others := self._journal().others(order.version):
+            found = ", ".join(f"worker {rank} has {installed or 'none'}" for rank, installed in others.items())
+            logger.warning("not resuming on version %d (%s): %s", order.version, order.install, found)
+            return None  # the daemon acted on a late report, and orders another version after the workers' next ones
         timings: Timings = []
         if leads and self.state.stale:
             with timed(timings, "reset"):

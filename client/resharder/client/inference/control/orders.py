@@ -8,7 +8,8 @@
     UNSTAGE  leads                                     `resharder_unstage` in every worker
     APPLY    leads, lease alive, weights awake,        hold the gate, pause, `resharder_apply`, reset caches; stays paused.
              not applied before                        An error closes the gate
-    RESUME   lease alive, awake, weights not dropped   resume the engine if it is paused, then open the gate
+    RESUME   lease alive, awake, weights not dropped,  resume the engine if it is paused, then open the gate
+             the workers on this host have the version
     CLOSE    with an install                           hold the gate: another control side is applying the install
              without                                   close the gate
     SLEEP    leads, lease alive                        close the gate, then put the engine to sleep
@@ -18,7 +19,8 @@ A repeated order gets the outcome of its first execution. A side that does not l
 require leadership. On an expired lease, APPLY, RESUME, SLEEP and WAKE are neither executed nor answered:
 the stream is ended, and the daemon sends the valid orders on the next one. The same applies to an order
 whose lease ends or whose stream breaks during its execution, and to one that the engine refuses
-(`fence.py`). Only RESUME opens the gate or resumes the engine.
+(`fence.py`). A RESUME on a version that a worker on this host does not have is neither executed nor answered,
+and the stream continues. Only RESUME opens the gate or resumes the engine.
 """
 
 from dataclasses import dataclass, field, replace

@@ -27,7 +27,7 @@ from resharder.client.inference.control.orders import ControlOrder, Outcome
 from resharder.client.inference.control.weight_update import WeightUpdates
 from resharder.client.inference.power import PowerState
 from resharder.client.inference.settings import PluginSettings
-from resharder.client.inference.version_page import page
+from resharder.client.inference.version_page import Journal, page
 from resharder.client.inference.vllm import native_updates, outputs, refusals
 from resharder.client.inference.vllm.engine_core import engines_are_here, guard, passes_kv
 from resharder.client.inference.vllm.sleep import cannot_sleep
@@ -114,6 +114,7 @@ async def attach(
     processor = getattr(engine, "output_processor", None)
     if processor is not None:
         outputs.watch_outputs(processor, page(), one_clock=engines_are_here(config))
+    journal = Journal if processor is None else page().read
     numbers = metrics.numbers()
     gate.watch(numbers)
     gate.lease.observe(numbers.renewed)
@@ -136,6 +137,7 @@ async def attach(
         lambda version: f"models/{thread.model}/versions/{version}",
         thread.report_now,
         cannot_sleep(config),
+        journal=journal,
     )
     gate.observe_empty(thread.report_now)
     if native_updates.is_selected(config):

@@ -8,26 +8,28 @@ from resharder.server.state.server import Install, InstallState, Server, Setting
 
 def worker_reported(server: Server, report: Worker, now: float, settings: Settings) -> Server:
     """Apply a worker's report. Reports of replaced processes and of ranks beyond the world size are ignored."""
-    if _is_replaced(server, report) or (server.world_size and report.rank >= server.world_size):
+    if _is_replaced(server, report, now, settings) or (server.world_size and report.rank >= server.world_size):
         return server
     if not server.attached:
         server = replace(server, seen=now, lost_at=None)
-    server = _worker_taken(server, report, now, settings)
+    server = _worker_taken(replace(server, reported_at={**server.reported_at, report.rank: now}), report, now, settings)
     kept = server.workers.get(report.rank)
     if kept is None or kept.process != report.process:
         return server
     return _keep_worker(server, replace(kept, verification=report.verification, released_bytes=report.released_bytes))
 
 
-def _is_replaced(server: Server, report: Worker) -> bool:
+def _is_replaced(server: Server, report: Worker, now: float, settings: Settings) -> bool:
     """Return whether another process has taken the rank of the report's process.
 
-    A report that arrives late can make a dead process the successor of the living one. The living one returns with its report
-    on the current install, whose id only the processes of the running engine have.
+    A report that arrives late, also the first one, can make a dead process the successor of the living one. The living one
+    returns with its report on the current install, whose id only the processes of the running engine have, or once the other
+    has been silent for a lease: living workers report every few seconds.
     """
     install = server.install
     ordered = install is not None and install.active and report.install == install.id
-    return report.process in server.gone and report.rank in server.workers and not ordered
+    silent = now > server.reported_at.get(report.rank, now) + settings.lease
+    return report.process in server.gone and report.rank in server.workers and not ordered and not silent
 
 
 def _altered(server: Server, known: Worker, report: Worker) -> Server:

@@ -6,17 +6,28 @@ from typing import Literal, get_args
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from resharder.server.direct.exchange import Cause
 from resharder.server.fleets.ports import FleetObserver
-from resharder.server.infra.event_log import Event
+from resharder.server.infra.event_log import Event, Kind
 from resharder.server.ingest.shared import IngestObserver, Phase
-from resharder.server.state.fleet import Fleet
+from resharder.server.state.fleet import Fleet, MoveState
 from resharder.server.state.server import Install, InstallState, Server, Worker
 from resharder.server.state.timing import Timing
+from resharder.server.state.version import ABORTED, READY, RETIRED, UPLOADING
+from resharder.v1 import resources_pb2
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 RATES = (1e6, 1e7, 1e8, 2.5e8, 5e8, 1e9, 2e9, 4e9, 8e9, 1.6e10, 3.2e10, 6.4e10, 1.28e11, 2.56e11, 5.12e11)
 CONTROL_PHASES = ("pause", "reset", "resume")
 InstallOutcome = Literal["committed", "failed", "given_up"]
 TRANSPORTS = ("grpc", "http", "node", "shared-memory", "direct")
+EVENTS: dict[Kind, tuple[str, ...]] = {
+    "daemon": ("started",),
+    "version": tuple(state.lower() for state in (UPLOADING, READY, RETIRED, ABORTED)),
+    "server": (*(name.lower() for name, state in resources_pb2.Server.State.items() if state), "left", "differs", "altered"),
+    "move": tuple(state.name.lower() for state in MoveState),
+    "archive": ("archived", "restored", "failed"),
+    "node": ("joined", "left", "lost"),
+}
+"""Events whose series begin at 0. Those of operators are named after their calls, and begin when they happen."""
 
 
 class Observed(IngestObserver, FleetObserver):
@@ -89,6 +100,9 @@ class Observed(IngestObserver, FleetObserver):
         self._begun = set[tuple[str, str]]()  # fleets and models whose series exist
         for cause in get_args(Cause):
             self._fallbacks.labels(cause)
+        for kind, whats in EVENTS.items():
+            for what in whats:
+                self._events.labels(kind, what)
 
     # Publishing
 

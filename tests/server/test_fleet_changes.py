@@ -1,0 +1,168 @@
+"""Changes by operators to fleets and servers: refused with a reason and no trace, or in effect, stored, recorded, signalled."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from resharder.server.fleets.fleets import Fleets
+from resharder.server.fleets.persistence import FleetFiles
+from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound
+from resharder.server.state.fleet import Fleet, FleetTarget, FleetTargetKind, View
+from resharder.server.state.server import InstallState, OrderKind, Server, Settings, Worker, WorkerState
+from resharder.server.state.server_events import Attached, Reported
+
+from tests.support.simulated_store import MODEL, SimulatedVersions
+from tests.support.waits import settled
+
+SETTINGS = Settings(lease=10, grace=10, boot=30, forget=1000)
+
+
+class Desk:
+    """A daemon with version 1, and server `a` with two workers in the model's fleet."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now, self.folder, self.versions = 100.0, folder, SimulatedVersions()
+        self.notes: list[tuple[Any, ...]] = []
+        self.versions.publish()
+        self.fleets = Fleets(
+            self.versions,
+            self.versions,
+            settings=SETTINGS,
+            files=FleetFiles(folder),
+            clock=lambda: self.now,
+            note=lambda *what, **details: self.notes.append((*what, details)),
+            tick_seconds=0,
+        )
+        self.changes, self.roster = self.fleets.changes, self.fleets.roster
+        settled(self.fleets.sessions.claim, "a", MODEL, "", wait_seconds=0, boot=True)
+
+    @property
+    def server(self) -> Server:
+        return self.roster.by_id["a"]
+
+    def serve(self) -> None:
+        """Let the server boot and serve version 1."""
+        attachment = self.fleets.sessions.attach("a", Attached("control", 2, "10.0.0.1:8000"))
+        for rank in range(2):
+            report = Worker(rank, WorkerState.BOOTED, 1, process=f"p{rank}", fingerprint="fingerprint 1")
+            self.fleets.sessions.report_worker("a", report)
+        attachment.report(Reported("control", self.server.opened_by, OrderKind.RESUME))
+        assert self.server.serving == 1
+        self.notes.clear()
+
+    def lose(self) -> None:
+        """Let the server's lease end."""
+        self.now += SETTINGS.boot + 1
+        self.fleets.ticker.tick()
+        assert self.server.lost_at is not None
+        self.notes.clear()
+
+    def stored(self) -> dict[str, Fleet]:
+        return FleetFiles(self.folder).load(self.now)
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+def to_none(fleet: Fleet, view: View) -> Fleet:
+    return replace(fleet, target=FleetTarget(FleetTargetKind.NONE))
+
+
+def test_a_change_is_stored_in_effect_on_servers_and_signalled(desk: Desk) -> None:
+    desk.serve()
+    before = desk.roster.changed.count
+    view = desk.changes.change(MODEL, to_none)
+    assert view.fleet.target.kind == desk.stored()[MODEL].target.kind == FleetTargetKind.NONE
+    assert desk.roster.changed.count > before
+    desk.versions.publish()
+    assert desk.changes.change(MODEL, lambda fleet, view: fleet).servers == ("a",)
+    assert desk.server.ready.keys() == {1, 2}, "a change looks at the store's versions"
+
+
+def test_a_change_without_an_effect_is_signalled_too(desk: Desk) -> None:
+    before = desk.roster.changed.count
+    desk.changes.change(MODEL, lambda fleet, view: fleet)
+    assert desk.roster.changed.count == before + 1
+
+
+def test_a_new_fleet_needs_a_model_unless_it_is_a_models_own(desk: Desk) -> None:
+    assert desk.changes.change("new", to_none, MODEL).fleet.model == MODEL
+    other = Desk(desk.folder / "other")
+    other.roster.remove(server="a", fleet=MODEL)
+    assert other.changes.change(MODEL, to_none).fleet.model == MODEL
+    with pytest.raises(ResourceNotFound, match=r"fleet 'x' is unknown, there are \['new', 'policy'\]; a new one needs a model"):
+        desk.changes.change("x", to_none)
+    with pytest.raises(ResourceNotFound, match=r"model 'm' is unknown; there are \['policy'\]"):
+        desk.changes.change("x", to_none, "m")
+    with pytest.raises(InvalidArgument, match="expected a fleet of at most 64 letters"):
+        desk.changes.change("no/name", to_none, MODEL)
+
+
+def test_a_profiled_install_is_repeated_by_a_server_at_rest_alone(desk: Desk) -> None:
+    with pytest.raises(ResourceNotFound, match="server 'b' is unknown"):
+        desk.changes.reinstall("b")
+    with pytest.raises(FailedPrecondition, match=r"expected server a to serve its target and do nothing else: .*workers"):
+        desk.changes.reinstall("a")
+    assert not any(note[0] == "operator" for note in desk.notes)
+    desk.serve()
+    install, workers = desk.changes.reinstall("a")
+    assert desk.server.install is not None
+    assert (desk.server.install.id, desk.server.install.state, workers) == (install, InstallState.STAGING, 2)
+    assert desk.server.install.profiled
+    assert desk.notes[-1] == ("operator", "servers/a", "profile", {"version": 1, "install": install})
+    with pytest.raises(FailedPrecondition, match="expected server a to serve its target") as refused:
+        desk.changes.reinstall("a")
+    assert refused.value.reason == "NOT_SERVING"
+    assert desk.server.install.id == install
+
+
+def test_a_lost_server_repeats_no_install_and_the_reason_is_how_long_it_has_been_silent(desk: Desk) -> None:
+    desk.lose()
+    with pytest.raises(FailedPrecondition, match="do nothing else: no control side attached for 31 s"):
+        desk.changes.reinstall("a")
+
+
+def test_no_install_is_repeated_while_the_fleet_moves(desk: Desk) -> None:
+    desk.serve()
+    desk.versions.publish()
+    desk.fleets.ticker.tick()
+    assert desk.roster.by_name[MODEL].moving is not None
+    before = desk.server.install
+    with pytest.raises(FailedPrecondition, match="do nothing else: fleet policy moves"):
+        desk.changes.reinstall("a")
+    assert desk.server.install is before
+
+
+def test_a_fleet_without_servers_is_deleted_with_its_file_and_pins(desk: Desk) -> None:
+    with pytest.raises(ResourceNotFound, match=r"fleet 'x' has no settings to delete; fleets with settings: \['policy'\]"):
+        desk.changes.delete("x")
+    with pytest.raises(FailedPrecondition, match="expected fleet policy to have no servers, it has a: stop them"):
+        desk.changes.delete(MODEL)
+    desk.changes.change("new", lambda fleet, view: fleet, MODEL)
+    desk.changes.change("new", to_none)
+    assert "fleets/new" in desk.versions.holders[1]
+    desk.notes.clear()
+    before = desk.roster.changed.count
+    desk.changes.delete("new")
+    assert "new" not in desk.roster.by_name
+    assert "new" not in desk.stored()
+    assert "fleets/new" not in desk.versions.holders[1]
+    assert (desk.notes, desk.roster.changed.count) == ([("operator", "fleets/new", "delete", {})], before + 1)
+
+
+def test_a_lost_server_alone_is_forgotten_with_its_pins_and_its_membership(desk: Desk) -> None:
+    with pytest.raises(ResourceNotFound, match="server 'b' is unknown"):
+        desk.changes.forget("b")
+    with pytest.raises(FailedPrecondition, match=r"expected server a to be LOST, it is not: ."):
+        desk.changes.forget("a")
+    desk.lose()
+    before = desk.roster.changed.count
+    desk.changes.forget("a")
+    assert desk.roster.by_id == {}
+    assert desk.stored()[MODEL].members == frozenset()
+    assert not any("servers/a" in holders for holders in desk.versions.holders.values())
+    assert desk.notes == [("operator", "servers/a", "forget", {})]
+    assert desk.roster.changed.count > before
