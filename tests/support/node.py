@@ -67,7 +67,7 @@ class Node:
     def files(self, version: str) -> dict[str, bytes]:
         """Return the content of a version's files."""
         _, model, _, number = version.split("/")
-        folder = self.folder / "versions" / model / f"{int(number):08}"
+        (folder,) = (self.folder / "versions" / model).glob(f"{int(number):08}-*")
         return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
     def __enter__(self) -> "Node":

@@ -1,14 +1,15 @@
 """Versions in the shared memory of a node's host: their files, and which pieces of them are held.
 
     <root>/nonce                             identifies the folder to workers on this host
-           versions/<model>/<number>/        the safetensors files of a version, with the store's names
-                                     whole   there once all pieces are held
+           versions/<model>/<number>-<nonce>/    the safetensors files of a version, with the store's names
+                                       whole   there once all pieces are held
 
 A file is as long as the version's from the start, and its pages come with the pieces. Workers map files that are whole. A version
 that is dropped is unlinked, never overwritten, so that a worker which has mapped it keeps it.
 """
 
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
@@ -101,7 +102,8 @@ class NodeCopies:
     def add(self, name: str, fingerprint: str, files: Sequence[FileLayout]) -> HeldVersion:
         """Create the files of a version. Raises ResourceExhausted (STORE_FULL), OSError."""
         model, number = name.split("/")[1::2]
-        folder = self._root / model / f"{int(number):08}"
+        # Never an earlier path: a worker with the path of an earlier copy must not map one that is not whole.
+        folder = self._root / model / f"{int(number):08}-{secrets.token_hex(4)}"
         version = HeldVersion(name, fingerprint, folder, files)
         self._check_capacity(version)
         failpoint("node.layout")

@@ -62,20 +62,22 @@ class HostNode:
             answer = self._ask(version, readable)
         held, since, pause = -1, self._clock(), _LOOK_SECONDS
         while answer.node and not answer.problem:
-            if answer.whole:
+            if self._appears(answer.folder, pause):
                 return NodeFiles(Path(answer.folder))
             if answer.held_bytes != held:
                 held, since = answer.held_bytes, self._clock()
             elif self._clock() - since > _PATIENCE:
-                return NodeFiles(None, f"{answer.node}: no piece of {version} for {_PATIENCE:.0f} s")
-            if self._appears(answer.folder, pause):
-                return NodeFiles(Path(answer.folder))
+                missing = f"{answer.folder} cannot be read here" if answer.whole else "no piece arrives"
+                return NodeFiles(None, f"{answer.node}: {missing}, for {_PATIENCE:.0f} s")
             pause = min(2 * pause, _ASK_SECONDS)
             answer = self._ask(version, readable)
         return NodeFiles(None, answer.problem or "no node on this host")
 
     def _appears(self, folder: str, seconds: float) -> bool:
-        """Return whether a node's version is whole, as soon as it is, or after some seconds."""
+        """Return whether a node's version is whole, as soon as it is, or after some seconds.
+
+        The folder decides: the node's last report to the daemon may concern an earlier copy.
+        """
         until, sign = self._clock() + seconds, os.path.join(folder, WHOLE_FILE)
         while not (there := bool(folder) and os.path.exists(sign)) and self._clock() < until:
             time.sleep(_LOOK_SECONDS)
