@@ -97,11 +97,11 @@ FAULTS = {
         "_exchanged",
         lambda self, version, measured: self._cast._at(self._cast.plan.received.at),
     ),
-    "scales left as they were": (QuantisedTensors, "_put_scales", lambda self, part, scale, region: None),
+    "scales left as they were": (QuantisedTensors, "_put_scales", lambda self, scales: None),
     "scales of another block": (
         QuantisedTensors,
         "_put_scales",
-        lambda self, part, scale, region, put=QuantisedTensors._put_scales: put(self, part, scale.roll(1, 0), region),
+        lambda self, scales, put=QuantisedTensors._put_scales: put(self, scales.roll(1)),
     ),
 }
 
