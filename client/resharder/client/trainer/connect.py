@@ -70,8 +70,8 @@ def connect(
         set_aside: The target `latest` of fleets skips the versions of this job while the model has others; `update N` serves
             them. The first version of a model is never set aside.
         quantization_config: Format to which ranks cast the attached model for each version, as in a config.json:
-            `{"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}`. None publishes tensors
-            in the trainer's dtype.
+            `{"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}`, or compressed-tensors'
+            form of FP8 by channel. None publishes tensors in the trainer's dtype.
         also: Further models that the same calls publish, each with its quantization_config or None. Each has its own versions;
             those of one step are READY together with that of `model`, or none is.
 

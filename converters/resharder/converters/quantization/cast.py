@@ -22,7 +22,7 @@ from resharder.converters.models.tensor_io import TORCH_DTYPES, read_piece
 from resharder.converters.quantization.blocks import Region, Run, runs_of
 from resharder.converters.quantization.layout import SCALES, WEIGHTS, Matrix, QuantisedLayout, quantised_layout, scale_blocks
 from resharder.converters.quantization.scheme import FP8_MAX, Scheme
-from resharder.converters.quantization.tiles import Tiles, is_supported
+from resharder.converters.quantization.tiles import CastTiles, is_supported
 
 Floats = npt.NDArray[np.float32]
 SMALLEST = 1e-4
@@ -63,7 +63,7 @@ class QuantisedTensors:
         self._scales = torch.empty(self.plan.scales, dtype=torch.float32, device=self._device)
         self._maxima = torch.zeros(self.plan.maxima, dtype=torch.float32, device=self._device)
         self._scale_blocks = torch.from_numpy(scale_blocks(self.plan)).to(self._device)
-        self._tiles = Tiles(self.plan, tensors, self._device) if is_supported(self.plan, self._device) else None
+        self._tiles = CastTiles(self.plan, tensors, self._device) if is_supported(self.plan, self._device) else None
         kept = {piece.local for piece in self.plan.layout.pieces} - {WEIGHTS, SCALES}
         made = {name: flat for name, flat in ((WEIGHTS, self._weights), (SCALES, self._scales)) if flat.numel()}
         self.tensors: dict[str, torch.Tensor] = {name: tensor for name, tensor in tensors.items() if name in kept} | made

@@ -30,7 +30,7 @@ def is_supported(plan: QuantisedLayout, device: torch.device) -> bool:
     return plain and device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY
 
 
-class Tiles:
+class CastTiles:
     """Tiles of all pieces of a rank's matrices, by the dtype of their elements."""
 
     def __init__(self, plan: QuantisedLayout, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
