@@ -15,7 +15,9 @@ compared with its value after the boot.
 
 The peer of the direct path is vLLM's own transfer, if FILE has its row from a preceding run of `benchmarks.direct_path`; rows are
 added to that file; `--ipc`: vLLM's CUDA IPC transfer within one GPU, in the same run; `--nccl`: its packed NCCL transfer, in the
-same run. The peer of the staged path is vLLM's `reload_weights` of the same files (`--reload`), and its limit is a copy
+same run; `--m2n SITE`: NCCL M2N with the fewest calls, before the installs and after them, on the GPUs of the first rank and the
+first worker. A server that answers a client meanwhile would share its GPU with a peer in slices of time. The
+peer of the staged path is vLLM's `reload_weights` of the same files (`--reload`), and its limit is a copy
 of a worker's bytes from pinned memory.
 """
 
@@ -26,13 +28,15 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks import vllm_reload, vllm_transfer
+from benchmarks import nccl_m2n, vllm_reload, vllm_transfer
 from benchmarks.direct_system import CPU_JOBS, GPU_JOBS, Client, Job, System
 from benchmarks.rows import Row, add, read, show
 from benchmarks.stores import fast_store
 from tests.support.observing import servers
 
 NAMES = {"staged": "staged", "direct": "direct", "ahead": "direct, ahead of READY,"}
+APART = {"staged": 4.0, "direct": 0.5, "ahead": 0.5}
+"""Seconds before an install. Between two staged ones, as in an RL run, workers register the next version's files."""
 
 
 class Seen(NamedTuple):
@@ -48,7 +52,7 @@ class Seen(NamedTuple):
 
 
 def install(system: System, clients: list[Client], path: str, seed: int | None = None) -> Seen:
-    time.sleep(0.5)
+    time.sleep(APART[path])
     for client in clients:
         client.longest()
     version = system.publish(seed, path != "staged")
@@ -76,6 +80,7 @@ def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
     for backend in ("ipc", "nccl"):
         if getattr(arguments, backend) and job.quantization is None:
             own_transfer = vllm_transfer.measure(job.name, each, "ipc" if backend == "ipc" else "nccl")
+    nccl_m2n.measure(arguments.m2n, job.name, arguments.gpus)
     with fast_store() as (folder, kind):
         own = {"gpus": arguments.gpus, "replicas": arguments.replicas, "store": folder / "store", "direct_seconds": 20}
         with System(job, each, each, count, cpu, eager=arguments.eager, **own) as system:
@@ -97,6 +102,7 @@ def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
         if kept is not None:
             peer = vllm_reload.measure(kept, system.gpus[0], max(1, arguments.staged))
             yield rows_of(job, arguments, found, peer, limit, own_transfer)
+    nccl_m2n.measure(arguments.m2n, job.name, arguments.gpus)
 
 
 def check(system: System, path: str, held: list[dict[str, int]], transfers: int) -> None:
@@ -168,6 +174,7 @@ def main() -> None:
     parser.add_argument("--gpus", default="", help="the ranks', then the servers', as 0,1,1,0")
     parser.add_argument("--ipc", action="store_true", help="measure vLLM's own CUDA IPC transfer in the same run")
     parser.add_argument("--nccl", action="store_true", help="measure vLLM's own packed NCCL transfer in the same run")
+    parser.add_argument("--m2n", type=Path, help="measure NCCL M2N in the same run, with the packages in this folder")
     parser.add_argument("--reload", action="store_true", help="measure vLLM's own reload_weights in the same run")
     parser.add_argument("--quantization", choices=["fp8"], help="format to which ranks cast")
     arguments = parser.parse_args()

@@ -110,6 +110,7 @@ def serving(ready: Any) -> Iterator[Case]:
         "ReportWorker": (server_pb2.ReportWorkerRequest(server="servers/one", worker=worker), S),
         "PutProfile": (server_pb2.PutProfileRequest(server="servers/one"), S),
         "GetManifest": (server_pb2.GetManifestRequest(version=ready.name), P | S | O),
+        "GetNextFiles": (server_pb2.GetNextFilesRequest(version=ready.name), P | S | O),
         "DigestBoxes": (boxes, P | S | O),
         "DownloadChunks": (boxes, P | S | O),
         "GetModel": (server_pb2.GetModelRequest(model="policy"), P | S | O),

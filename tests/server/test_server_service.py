@@ -388,6 +388,16 @@ def test_boxes_that_make_no_sense_are_refused_with_a_reason(site: Site, changes:
     assert refusal(lambda: list(site.stub.DownloadChunks(bad))) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
 
 
+def test_the_files_of_the_next_version_are_named_while_there_are_any(site: Site) -> None:
+    number, _ = site.publish()
+    asked = server_pb2.GetNextFilesRequest(version=f"models/policy/versions/{number}")
+    site.until(lambda: bool(site.stub.GetNextFiles(asked).folder))
+    folder = Path(site.stub.GetNextFiles(asked).folder)
+    assert {file.name for file in folder.iterdir()} == {"model.safetensors"}
+    missing = server_pb2.GetNextFilesRequest(version="models/policy/versions/99")
+    assert refusal(lambda: site.stub.GetNextFiles(missing)) == (grpc.StatusCode.NOT_FOUND, "VERSION_UNKNOWN")
+
+
 def test_names_that_make_no_sense_are_refused_with_a_reason(site: Site) -> None:
     number, _ = site.publish()
     invalid = grpc.StatusCode.INVALID_ARGUMENT

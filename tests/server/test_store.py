@@ -124,6 +124,21 @@ def test_files_that_a_reader_lets_go_of_soon_are_recycled(store: Store) -> None:
     assert len(set().union(*seen)) <= 3, "more files were made than are used in turn"
 
 
+def test_the_next_version_takes_the_files_that_were_named_for_it(store: Store) -> None:
+    publish(store, claim(store), 0)
+    for step in range(1, 5):
+        settle(store)
+        named = store.lifecycle.next_files("policy", step)
+        assert named is not None
+        files = inodes(named)
+        publish(store, store.catalogue.get("policy", step).epoch, step)
+        assert inodes(store.folder.path(store.catalogue.get("policy", step + 1))) == files
+    claim(store, job="successor")
+    assert store.lifecycle.next_files("policy", 5) is None, "files of another epoch may have another layout"
+    with pytest.raises(ResourceNotFound):
+        store.lifecycle.next_files("policy", 99)
+
+
 def test_files_of_another_size_are_not_recycled_when_a_job_is_back_with_other_shapes(root: Path) -> None:
     store = Store(root / "store", keep_count=2)
     epoch = claim(store)

@@ -17,6 +17,8 @@ NEEDS: dict[str, Any] = {"w": ()}
 class Source:
     """A staged version."""
 
+    registered = False
+
     def __init__(self, number: int) -> None:
         self.manifest = manifest(number)
         self.expected: dict[Any, int] = {("w", ()): number}

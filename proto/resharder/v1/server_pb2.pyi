@@ -152,6 +152,18 @@ class GetManifestRequest(_message.Message):
     version: str
     def __init__(self, version: _Optional[str] = ...) -> None: ...
 
+class GetNextFilesRequest(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    def __init__(self, version: _Optional[str] = ...) -> None: ...
+
+class NextFiles(_message.Message):
+    __slots__ = ("folder",)
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    folder: str
+    def __init__(self, folder: _Optional[str] = ...) -> None: ...
+
 class ManifestTensor(_message.Message):
     __slots__ = ("spec", "file", "offset", "digest")
     SPEC_FIELD_NUMBER: _ClassVar[int]

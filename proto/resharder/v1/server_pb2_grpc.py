@@ -62,6 +62,11 @@ class ServerServiceStub(object):
                 request_serializer=resharder_dot_v1_dot_server__pb2.GetManifestRequest.SerializeToString,
                 response_deserializer=resharder_dot_v1_dot_server__pb2.Manifest.FromString,
                 _registered_method=True)
+        self.GetNextFiles = channel.unary_unary(
+                '/resharder.v1.ServerService/GetNextFiles',
+                request_serializer=resharder_dot_v1_dot_server__pb2.GetNextFilesRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_server__pb2.NextFiles.FromString,
+                _registered_method=True)
         self.DigestBoxes = channel.unary_unary(
                 '/resharder.v1.ServerService/DigestBoxes',
                 request_serializer=resharder_dot_v1_dot_server__pb2.BoxesRequest.SerializeToString,
@@ -120,6 +125,14 @@ class ServerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetNextFiles(self, request, context):
+        """Returns the files that are laid out for the version after READY version `version`, so that a worker on this host can map them
+        before the version exists. They may be taken for it, or removed, at any time; a file is identified by its inode.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DigestBoxes(self, request, context):
         """Returns the digests of boxes, computed from the store.
         """
@@ -168,6 +181,11 @@ def add_ServerServiceServicer_to_server(servicer, server):
                     servicer.GetManifest,
                     request_deserializer=resharder_dot_v1_dot_server__pb2.GetManifestRequest.FromString,
                     response_serializer=resharder_dot_v1_dot_server__pb2.Manifest.SerializeToString,
+            ),
+            'GetNextFiles': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetNextFiles,
+                    request_deserializer=resharder_dot_v1_dot_server__pb2.GetNextFilesRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_server__pb2.NextFiles.SerializeToString,
             ),
             'DigestBoxes': grpc.unary_unary_rpc_method_handler(
                     servicer.DigestBoxes,
@@ -321,6 +339,33 @@ class ServerService(object):
             '/resharder.v1.ServerService/GetManifest',
             resharder_dot_v1_dot_server__pb2.GetManifestRequest.SerializeToString,
             resharder_dot_v1_dot_server__pb2.Manifest.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetNextFiles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.ServerService/GetNextFiles',
+            resharder_dot_v1_dot_server__pb2.GetNextFilesRequest.SerializeToString,
+            resharder_dot_v1_dot_server__pb2.NextFiles.FromString,
             options,
             channel_credentials,
             insecure,

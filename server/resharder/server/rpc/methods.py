@@ -82,6 +82,7 @@ METHODS = (
     Method(_S, "ReportWorker", _SERVER, About.FLEET, Cost.RENEWAL),
     Method(_S, "PutProfile", _SERVER, About.FLEET, Cost.TRANSFER, large=True),
     Method(_S, "GetManifest", _READER, About.MODEL, Cost.TRANSFER),
+    Method(_S, "GetNextFiles", _READER, About.MODEL),
     Method(_S, "DigestBoxes", _READER, About.MODEL, Cost.TRANSFER, large=True),
     Method(_S, "DownloadChunks", _READER, About.MODEL, Cost.TRANSFER, large=True),
     Method(_S, "GetModel", _READER, About.MODEL),

@@ -90,6 +90,11 @@ class ServerService:
         version = version_to_proto(self._store, manifest.record, self._fleets.roster.serving(model, number))
         return manifest_to_proto(version, manifest, self._data_address)
 
+    def GetNextFiles(self, request: server_pb2.GetNextFilesRequest, call: Call) -> server_pb2.NextFiles:
+        """Return the folder of the files for the version after a READY one."""
+        folder = self._store.lifecycle.next_files(*parse_name(request.version, "versions"))
+        return server_pb2.NextFiles(folder=str(folder or ""))
+
     def DigestBoxes(self, request: server_pb2.BoxesRequest, call: Call) -> server_pb2.BoxDigests:
         """Return the digests of boxes of a READY version, in the order of the boxes."""
         boxes = check_boxes(request, self._store.reader.manifest(*parse_name(request.version, "versions")))

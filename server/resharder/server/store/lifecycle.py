@@ -102,7 +102,7 @@ class VersionLifecycle:
                 self._pool.make_set(model, reservation)
             self._catalogue.wait()
             model.reserved(reservation.epoch)
-        return reservation.pool.pop()
+        return reservation.pool.pop(0)
 
     def _start(
         self, model: StoredModel, reservation: Reservation, path: Path, step: int, job: str, set_aside: bool
@@ -123,6 +123,16 @@ class VersionLifecycle:
     def layouts(self, record: VersionRecord) -> tuple[FileLayout, ...]:
         """Return the file layouts of an UPLOADING version. Raises FailedPrecondition (STALE_EPOCH)."""
         return self._catalogue.model(record.model).reserved(record.epoch).layouts
+
+    def next_files(self, name: str, number: int) -> Path | None:
+        """Return the files laid out for the version after a READY one; None without any, or if they have another layout.
+
+        Raises ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN).
+        """
+        with self._changed:
+            reservation = self._catalogue.model(name).reservation
+            same = reservation is not None and self._catalogue.get(name, number).epoch == reservation.epoch
+            return reservation.pool[0] if reservation is not None and same and reservation.pool else None
 
     @medium_errors()
     def commit(

@@ -4,7 +4,6 @@ On the daemon's host, the store's files are mapped. On other hosts, a helper pro
 the same files in shared memory, by HTTP ranges or the gRPC stream.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -19,8 +18,10 @@ from pathlib import Path
 import torch
 from numpy.lib.array_utils import byte_bounds
 from resharder.client.errors import ResharderError
-from resharder.client.gpu.pinned_pages import Busy, Registered, box_of, register
+from resharder.client.gpu.pinned_pages import Busy
 from resharder.client.inference.settings import HTTP, PluginSettings
+from resharder.client.inference.worker.next_files import NextFiles
+from resharder.client.inference.worker.source_files import Boxes, SourceFiles
 from resharder.client.rpc.channel import Channel
 from resharder.client.transport.shared_memory import shares_memory
 from resharder.client.versions.remote import Needs as Needs
@@ -30,7 +31,7 @@ from resharder.client.versions.remote import get_manifest as get_manifest
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Box, TensorSpec
 from resharder.converters.storage.digest import Array
-from resharder.converters.storage.files import FileLayout, MappedFiles
+from resharder.converters.storage.files import FileLayout
 from resharder.converters.storage.pages import map_pages
 from resharder.v1 import resources_pb2
 
@@ -50,8 +51,7 @@ class VersionSource:
 
     Args:
         manifest: The version's manifest.
-        folder: Folder of the files: the store's, or `/proc/self/fd` for a mirror.
-        files: The files; their paths are relative to `folder`.
+        files: Its files: the store's, or a mirror's.
         transport: `SHARED`, `http` or `grpc`.
         expected: The store's digest of each needed box, by HF tensor and box.
         whole: Whether all needed boxes are filled. In a mirror, other boxes are always empty.
@@ -60,15 +60,14 @@ class VersionSource:
     def __init__(
         self,
         manifest: VersionManifest,
-        folder: Path,
-        files: tuple[FileLayout, ...],
+        files: SourceFiles,
         transport: str,
         expected: dict[tuple[str, Box], int],
         whole: bool = True,
     ) -> None:
         self.manifest, self.transport, self.expected, self.whole = manifest, transport, expected, whole
-        self._files = MappedFiles(folder, files)
-        self._registered: Registered | None = None
+        self.registered = False  # whether kernels of a GPU can read the pages of the boxes
+        self._files = files
 
     @property
     def arrays(self) -> Mapping[str, Array]:
@@ -85,32 +84,18 @@ class VersionSource:
         for name in names:
             map_pages(byte_bounds(self.arrays[name]))
 
-    def register(self, boxes: Iterable[tuple[str, Box]], device: torch.device, serves: Busy) -> bool:
-        """Register the pages of these boxes with CUDA, so that kernels on `device` can read them.
-
-        Args:
-            boxes: HF tensors and boxes.
-            device: The GPU.
-            serves: Whether the server serves, here and while the pages are released. Half of the time is left to its kernels
-                then.
-
-        Returns:
-            Whether CUDA registered the pages.
-        """
-        self._registered = register((box_of(self.arrays[name], box) for name, box in boxes), device, serves)
-        return self._registered is not None
+    def register(self, boxes: Boxes, device: torch.device, serves: Busy) -> bool:
+        """Register the pages of these boxes, so that kernels on `device` can read them: see `SourceFiles.register`."""
+        self.registered = self._files.register(boxes, device, serves)
+        return self.registered
 
     def copyable(self, array: Array) -> Array:
         """Return an array in memory that CUDA copies from: itself, or a copy if only some of its pages are registered."""
-        return array.copy() if self._registered is not None and self._registered.splits(array) else array
+        return self._files.copyable(array)
 
     def close(self) -> None:
         """Unregister and unmap the pages. A reference to an array, e.g. in a traceback, delays the unmapping."""
-        if self._registered is not None:
-            self._registered.close()
-            self._registered = None
-        with contextlib.suppress(BufferError):
-            self._files.close()
+        self._files.close()
 
 
 class Stager:
@@ -120,10 +105,14 @@ class Stager:
         channel: Channel to the daemon.
         access: The store's folder and nonce.
         settings: The plugin's settings.
+        serves: Whether the server may serve requests now, so that the preparation of files must leave time to its kernels.
     """
 
-    def __init__(self, channel: Channel, access: resources_pb2.StoreAccess, settings: PluginSettings) -> None:
+    def __init__(
+        self, channel: Channel, access: resources_pb2.StoreAccess, settings: PluginSettings, serves: Busy = lambda: False
+    ) -> None:
         self._channel, self.shared = channel, not settings.transport and shares_memory(access)
+        self._next = NextFiles(channel, serves)
         self._mirror = Mirror(settings.staging_dir)
         self._lock = threading.Lock()
         self._remote = settings.transport or HTTP
@@ -152,9 +141,16 @@ class Stager:
                 folder, files = DESCRIPTORS, self._mirror.prepare(manifest.files)
                 self._fetch(manifest, fetched, expected, [file.path for file in files])
             failpoint("worker.stage.map")
-            source = VersionSource(manifest, folder, files, self.transport, expected, whole=self.shared or not without)
+            opened = self._next.take(folder, files) if self.shared else SourceFiles(folder, files)
+            source = VersionSource(manifest, opened, self.transport, expected, whole=self.shared or not without)
             source.populate(fetched)
             return source
+
+    def prepare_next(self, manifest: VersionManifest, boxes: Boxes, device: torch.device) -> None:
+        """Register the pages of these boxes in the files of the version after `manifest`'s, in the background."""
+        if self.shared:
+            with self._lock:
+                self._next.prepare(manifest, boxes, device)
 
     def _fetch(self, manifest: VersionManifest, needs: Needs, expected: dict[tuple[str, Box], int], files: list[str]) -> None:
         boxes = [(name, box) for name, found in needs.items() for box in found]
@@ -196,8 +192,9 @@ class Stager:
             )
 
     def close(self) -> None:
-        """Close the mirror's files."""
+        """Close the files of the mirror, and the prepared files of the next version."""
         self._mirror.close()
+        self._next.close()
 
 
 class Mirror:

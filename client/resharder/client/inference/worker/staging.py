@@ -82,7 +82,7 @@ class Staging:
     def open(self, access: resources_pb2.StoreAccess) -> Stager:
         """Choose the transport to the store; later calls return the same stager."""
         if self.stager is None:
-            self.stager = Stager(self._channel, access, self._settings)
+            self.stager = Stager(self._channel, access, self._settings, self._serves)
         return self.stager
 
     @property
@@ -121,6 +121,8 @@ class Staging:
         if staged.early is not None and staged.source is not None:
             self._keep(staged.source)
             staged.source = None
+        elif staged.source is not None and staged.source.registered and self.stager is not None:
+            self.stager.prepare_next(staged.source.manifest, self._boxed(), self._host.device)
         with self.lock:
             self.drop()
 
@@ -231,9 +233,13 @@ class Staging:
             return None
         return found
 
+    def _boxed(self) -> list[tuple[str, Box]]:
+        """Return the HF tensors and boxes that are copied straight into memory."""
+        return [(piece.tensor, piece.box) for part in self._parts.by_name.values() if part.route for piece in part.route.boxed]
+
     def _register(self, models: Models, staged: StagedInstall, source: VersionSource) -> None:
         """Register pages and prepare copies before the pause, so that the pause takes only the time of the transfer."""
-        boxed = [(piece.tensor, piece.box) for part in self._parts.by_name.values() if part.route for piece in part.route.boxed]
+        boxed = self._boxed()
         if self._host.device.type != "cuda" or staged.direct is not None or not boxed:
             return
         try:
