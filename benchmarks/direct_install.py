@@ -80,7 +80,7 @@ def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
     for backend in ("ipc", "nccl"):
         if getattr(arguments, backend) and job.quantization is None:
             own_transfer = vllm_transfer.measure(job.name, each, "ipc" if backend == "ipc" else "nccl")
-    nccl_m2n.measure(arguments.m2n, job.name, arguments.gpus)
+    nccl_m2n.measure(arguments.m2n if job.quantization is None else None, job.name, arguments.gpus)
     with fast_store() as (folder, kind):
         own = {"gpus": arguments.gpus, "replicas": arguments.replicas, "store": folder / "store", "direct_seconds": 20}
         with System(job, each, each, count, cpu, eager=arguments.eager, **own) as system:
@@ -102,7 +102,7 @@ def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
         if kept is not None:
             peer = vllm_reload.measure(kept, system.gpus[0], max(1, arguments.staged))
             yield rows_of(job, arguments, found, peer, limit, own_transfer)
-    nccl_m2n.measure(arguments.m2n, job.name, arguments.gpus)
+    nccl_m2n.measure(arguments.m2n if job.quantization is None else None, job.name, arguments.gpus)
 
 
 def check(system: System, path: str, held: list[dict[str, int]], transfers: int) -> None:
