@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from resharder.client.errors import UsageError
-from resharder.client.trainer.delivery import Then, Wake
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.model_files import Config, Tokenizer
 from resharder.client.trainer.publisher import Publisher
@@ -57,19 +56,11 @@ class TogetherPublisher(Publisher):
         self._others.close()
         super().close()
 
-    def _publish(
-        self,
-        step: int,
-        read: "Read",
-        *,
-        once: bool = False,
-        direct: bool = False,
-        wake: Wake | None = None,
-        then: Then | None = None,
-    ) -> Handle:
-        if wake is not None:
+    def _publish(self, step: int, read: "Read", **options: Any) -> Handle:
+        if options.get("wake") is not None:
             raise UsageError("expected generation(direct=False) with also=…: no version is READY before all are delivered")
-        return super()._publish(step, read, once=once, direct=direct, then=lambda first: self._deliver_others(first, direct))
+        direct = bool(options.get("direct"))
+        return super()._publish(step, read, **options, then=lambda first: self._deliver_others(first, direct))
 
     def _deliver_others(self, first: Handle, direct: bool) -> None:
         found = self._others.publish(first.step, direct=direct)
