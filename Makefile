@@ -36,7 +36,7 @@ test: setup lint types proto-check docs unit
 PURE := $(addprefix tests/client/test_,$(addsuffix .py,channel cli_fleets cli_options console_docs direct_links direct_sent_digests driver_lock errors generation grpo_example operator_verbs operator_waiting pages pinned_pages range_plan receiver to_host)) \
         $(addprefix tests/converters/test_,$(addsuffix .py,architectures chunks digest direct_messages files layout megatron_tables plan runs tables)) \
         $(addprefix tests/deploy/test_,$(addsuffix .py,architecture containers grafana kubernetes prometheus prose systemd)) \
-        $(addprefix tests/server/test_,$(addsuffix .py,checks digesting direct direct_offers explain fleet_clocks fleet_moves fleet_reconciler install_timings maxima newer_files older_files operations pause_admission security_rules serve_ahead server_service terms)) \
+        $(addprefix tests/server/test_,$(addsuffix .py,checks digesting direct direct_offers explain fleet_clocks fleet_moves fleet_reconciler install_timings maxima newer_files older_files operations pause_admission pieces reconciler_schedules security_rules serve_ahead server_service sources terms)) \
         $(addprefix tests/vllm/test_,$(addsuffix .py,gate gc_pauses labels pieces places prepared quantised settings verify))
 check: setup lint types
 	$(BIN)/pytest -q -n 2 --dist loadfile $(PURE) $(PYTEST)
@@ -96,14 +96,23 @@ test-compat: $(COMPAT)/.ready
 	$(PYTHON) -m venv .venv-verl
 	.venv-verl/bin/pip install -q 'pip>=25.1'
 	.venv-verl/bin/pip install -q torch==2.13.0
-	.venv-verl/bin/pip install -q verl==0.9.1 megatron-core==0.16.1 fastapi uvicorn pyzmq msgspec cachetools
+	.venv-verl/bin/pip install -q verl==0.9.1 ray==2.60.0 megatron-core==0.16.1 fastapi uvicorn pyzmq msgspec cachetools
 	.venv-verl/bin/pip install -q -e '.[server,client]' pytest pytest-timeout hypothesis psutil
 	touch $@
 
-# Training frameworks, one venv each: 15 minutes, most of them pip's.
-integrations: setup .venv-megatron-bridge/.ready .venv-verl/.ready
+# TRL, Ray and the part of SkyRL that imports without CUDA, over the packages of make setup.
+.venv-trl/.ready: $(VENV)/.ready
+	$(PYTHON) -m venv .venv-trl
+	echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages)')" > "$$(ls -d .venv-trl/lib/python3*/site-packages)/setup.pth"
+	.venv-trl/bin/pip install -q trl==1.16.0 ray==2.60.0
+	.venv-trl/bin/pip install -q --no-deps skyrl==0.3.0 skyrl-gym==0.4.0 omegaconf==2.4.0 jaxtyping==0.3.11
+	touch $@
+
+# Training frameworks, from venvs of their own: 10 minutes.
+integrations: setup .venv-megatron-bridge/.ready .venv-trl/.ready .venv-verl/.ready
 	RESHARDER_TEST_MEGATRON_BRIDGE="$$(ls -d $(CURDIR)/.venv-megatron-bridge/lib/python3*/site-packages)" \
 		$(BIN)/pytest -m integrations tests/client/test_megatron_bridge.py $(PYTEST)
+	.venv-trl/bin/python -m pytest -m integrations tests/integrations/test_trl.py tests/integrations/test_skyrl.py tests/integrations/test_ray.py $(PYTEST)
 	.venv-verl/bin/pytest -m integrations tests/integrations/test_verl*.py $(PYTEST)
 
 bench: setup
@@ -154,4 +163,4 @@ chart: setup
 	$(BIN)/python -m benchmarks.chart
 
 clean:
-	rm -rf $(VENV) .venv-proto $(COMPAT) .venv-megatron-bridge .venv-verl
+	rm -rf $(VENV) .venv-proto $(COMPAT) .venv-megatron-bridge .venv-trl .venv-verl

@@ -18,6 +18,7 @@ from tests.support.fake_operator import FakeOperator
 from tests.support.terminal import COLUMNS, on_terminal
 
 Fleet, Server, Version = resources_pb2.Fleet, resources_pb2.Server, resources_pb2.Version
+Node, NodeCopy = resources_pb2.Node, resources_pb2.NodeCopy
 GREEN, YELLOW, RED = "\x1b[32m", "\x1b[33m", "\x1b[31m"
 LOST = "fleet policy has LOST 1 of 3 servers: policy-rollout-replica-12 (its control side has been silent for 40 s)"
 LONG = (
@@ -146,3 +147,25 @@ def test_watch_prints_one_json_object_a_line_for_each_change(fake: FakeOperator)
 
 def test_fleets_prints_json(fake: FakeOperator) -> None:
     assert [fleet["name"] for fleet in answer("fleets")["fleets"]] == ["evaluation", "policy"]
+
+
+def test_nodes_are_shown_with_their_versions_lost_ones_first_and_drained_by_their_id(fake: FakeOperator) -> None:
+    version = "models/policy/versions/4"
+    fake.nodes = [
+        Node(
+            name="nodes/gpu-1", state=Node.LIVE, capacity_bytes=64 << 30, used_bytes=3 << 30, received_origin_bytes=1 << 30,
+            received_peer_bytes=2 << 30, sent_bytes=5 << 30,
+            copies=[NodeCopy(version=version, held_pieces=96, pieces=192, wanted=True)],
+        ),
+        Node(name="nodes/gpu-2", state=Node.LOST, copies=[NodeCopy(version=version, pieces=192, problem="memory full")]),
+    ]  # fmt: skip
+    rows = [line.split() for line in resharder("nodes", "--wide").out.splitlines()[1:]]
+    assert [row[:2] for row in rows] == [["nodes/gpu-2", "LOST"], ["nodes/gpu-1", "LIVE"]]
+    assert " ".join(rows[0]).endswith("policy/4: memory full")
+    assert " ".join(rows[1][2:]) == "3.00 GiB of 64.00 GiB 3.00 GiB 2.00 GiB 5.00 GiB policy/4 50 %"
+    found = json.loads(resharder("nodes", "--json").out)["nodes"]
+    assert [(node["name"], node["state"]) for node in found] == [("nodes/gpu-1", "LIVE"), ("nodes/gpu-2", "LOST")]
+    assert resharder("drain-node", "gpu-1").out == "nodes/gpu-1: drained\n"
+    assert resharder("resume-node", "nodes/gpu-1").out == "nodes/gpu-1: resumed\n"
+    requests = [operator_pb2.SetNodeDrainedRequest(node="nodes/gpu-1", drained=drained) for drained in (True, False)]
+    assert fake.asked == requests

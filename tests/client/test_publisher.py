@@ -1,4 +1,4 @@
-"""Publishing when something goes wrong: connections, daemons, other jobs, other ranks, mistakes."""
+"""Publishing when something goes wrong: connections, daemons, other jobs, other ranks."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,35 +14,26 @@ from typing import Any
 import pytest
 import torch
 from resharder.client.errors import (
-    DaemonUnreachable,
-    LayoutRejected,
-    MessageTooLarge,
     NotFound,
     OutOfRoom,
-    Refused,
-    ResharderError,
     StaleEpoch,
-    UsageError,
     VersionAborted,
     WaitTimeout,
 )
 from resharder.client.operator import Operator
 from resharder.client.operator.states import VersionState
 from resharder.client.rpc.channel import Channel
-from resharder.client.trainer.connect import DeclaredTensor, Publisher, connect
+from resharder.client.trainer.connect import DeclaredTensor, connect
 from resharder.client.transport.base import AssignedSlot
 from resharder.client.transport.shared_memory import SharedMemory
-from resharder.converters.architectures.checkpoint import expected_shapes
 from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.v1 import resources_pb2, server_pb2, server_pb2_grpc
 
-from tests.client.models import CONFIG, connected, declared, equal, exported, parts, publish_all, spread, together, weights
+from tests.client.models import CONFIG, connected, equal, exported, parts, publish_all, spread, together, weights
 from tests.client.proxy import Proxy
 from tests.support.daemon import Daemon
 from tests.support.observing import versions, wait_until
 from tests.support.released import Released
-
-Change = Callable[[dict[str, tuple[str, tuple[int, ...]]]], dict[str, tuple[str, tuple[int, ...]]]]
 
 
 @pytest.fixture
@@ -310,100 +301,6 @@ def test_replicas_are_sent_once_and_evenly() -> None:
     assert max(sent) < 1.1 * min(sent)
 
 
-def test_a_hole_is_refused_with_the_exact_difference(daemon: Daemon) -> None:
-    publisher = connect(daemon.endpoint, model="policy", job="hole", config=CONFIG)
-    with pytest.raises(LayoutRejected, match=r"w \[10, 4\]: element \[6, 0\] is held by no rank; so are 16 of its 40"):
-        publisher.attach_tensors([DeclaredTensor("w", torch.float32, (10, 4), (slice(0, 6),))])
-
-
-def test_another_rank_learns_of_the_refusal_as_well(daemon: Daemon) -> None:
-    publishers = [connect(daemon.endpoint, model="policy", job="two", rank=r, world_size=2, config=CONFIG) for r in range(2)]
-
-    def attach(rank: int) -> str:
-        with pytest.raises(LayoutRejected) as refusal:
-            publishers[rank].attach_tensors([DeclaredTensor("w", "F32", (10, 4))])
-        return str(refusal.value)
-
-    assert all("more than one rank" in message for message in together(attach, 2))
-
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 48, "tie_word_embeddings": True,
-}  # fmt: skip
-NORM = "model.norm.weight"
-
-
-@pytest.fixture(scope="module")
-def small() -> Iterator[Daemon]:
-    with Daemon(store_limit_bytes=16 << 20, keep_count=1) as running:
-        yield running
-
-
-def attach_llama(daemon: Daemon, job: str, change: Change = lambda tensors: tensors, model: str = "llama") -> Publisher:
-    """The Llama with its tensors changed: {name: (dtype, shape)}."""
-    tensors = change({name: ("F32", shape) for name, shape in expected_shapes(LLAMA).items()})
-    publisher = connect(daemon.endpoint, model=model, job=job, config=LLAMA)
-    publisher.attach_tensors([DeclaredTensor(name, dtype, shape) for name, (dtype, shape) in tensors.items()])
-    return publisher
-
-
-def publish_llama(publisher: Publisher) -> None:
-    ones = [(name, torch.ones(shape)) for name, shape in expected_shapes(LLAMA).items()]
-    with publisher:
-        publisher.publish_tensors(1, ones).wait_ready(60)
-
-
-@pytest.mark.parametrize(
-    ("change", "model", "kind", "reason", "said"),
-    [
-        (lambda t: {n: t[n] for n in t if n != NORM}, "llama", LayoutRejected, "LAYOUT_MISMATCH", f"{NORM}: expected [32], no"),
-        (lambda t: t | {"extra": ("F32", (2,))}, "llama", LayoutRejected, "LAYOUT_MISMATCH", "extra: not a tensor of this model"),
-        (lambda t: t | {NORM: ("F32", (31,))}, "llama", LayoutRejected, "LAYOUT_MISMATCH", f"{NORM}: expected [32], found [31]"),
-        (lambda t: t | {NORM: ("F8_E5M2", (32,))}, "llama", UsageError, "USAGE", f"{NORM}: expected one of BF16, F16, F32"),
-        (lambda t: t, "../llama", Refused, "MODEL_NAME", "that starts with a letter or digit, got '../llama'"),
-        (lambda t: t | {"b": ("U8", (16 << 20,))}, "other", OutOfRoom, "NO_ROOM", "do not fit in 16777216 bytes"),
-    ],
-    ids=["missing tensor", "extra tensor", "wrong shape", "wrong dtype", "path-like model name", "full store"],
-)
-def test_a_trainers_mistake_is_one_clear_error_and_changes_nothing_that_is_there(
-    small: Daemon, change: Change, model: str, kind: type[ResharderError], reason: str, said: str
-) -> None:
-    publish_llama(attach_llama(small, f"before {said}"))
-    before, known = held_by(small), versions(small)
-    with pytest.raises(kind) as refusal:
-        attach_llama(small, f"mistaken {said}", change, model)
-    assert (type(refusal.value), refusal.value.reason) == (kind, reason)
-    assert said in str(refusal.value)
-    assert (held_by(small), versions(small)) == (before, known)
-    publish_llama(attach_llama(small, f"after {said}"))  # the refused job is not in the way
-
-
-def held_by(daemon: Daemon) -> dict[str, bytes]:
-    """Every file of a READY version, and of the models' small files; and the names of folders outside of the store."""
-    found = {
-        str(path.relative_to(daemon.store)): path.read_bytes()
-        for part in ("versions", "files")
-        for path in daemon.store.glob(f"models/*/{part}/**/*")
-        if path.is_file()
-    }
-    return found | {str(path): b"" for path in daemon.folder.parent.glob("llama*")}
-
-
-def test_ranks_that_disagree_on_a_dtype_are_both_told(daemon: Daemon) -> None:
-    publishers = [connect(daemon.endpoint, model="policy", job="two", rank=r, world_size=2, config=CONFIG) for r in range(2)]
-
-    def attach(rank: int) -> tuple[str, str]:
-        half = slice(5 * rank, 5 * rank + 5)
-        with pytest.raises(LayoutRejected) as refusal:
-            publishers[rank].attach_tensors([DeclaredTensor("w", ("F32", "BF16")[rank], (10, 4), (half,))])
-        return refusal.value.reason, str(refusal.value)
-
-    for reason, message in together(attach, 2):
-        assert reason == "TENSOR_MISMATCH"
-        assert "as another rank has" in message
-
-
 def test_that_there_is_no_version_yet_is_an_answer_and_not_asked_for_again(daemon: Daemon) -> None:
     request, asked = server_pb2.ClaimServerRequest(server="s", model="policy", boot=True, wait_seconds=0.2), []
     with Channel(daemon.endpoint) as channel:
@@ -415,64 +312,6 @@ def test_that_there_is_no_version_yet_is_an_answer_and_not_asked_for_again(daemo
         with pytest.raises(WaitTimeout, match=r"no READY version after 0\.2 s") as refusal:
             channel.call(claim, request)
     assert (refusal.value.reason, len(asked)) == ("NO_VERSION", 1)
-
-
-def test_what_was_not_registered_or_does_not_come_is_named(daemon: Daemon) -> None:
-    (publisher,) = connected(daemon.endpoint, 1, "names")
-    full = weights(1)
-    with pytest.raises(UsageError, match="surprise: this rank registered no such tensor"):
-        publisher.publish_tensors(1, [("surprise", torch.zeros(3))])
-    with pytest.raises(UsageError, match="pieces are missing: norm"):
-        publisher.publish_tensors(1, [item for item in parts(full, spread(1)[0]) if item[0] != "norm"])
-    with pytest.raises(UsageError, match=r"norm\[0:7\]: expected F32 \[7\] as registered, got torch.float64"):
-        publisher.publish_tensors(1, [("norm", torch.zeros(7, dtype=torch.float64))])
-    with pytest.raises(UsageError, match="was given twice"):
-        publisher.publish_tensors(1, [("norm", full["norm"]), ("norm", full["norm"])])
-
-
-def test_ranks_that_never_register_end_the_wait(daemon: Daemon) -> None:
-    publisher = connect(daemon.endpoint, model="policy", job="alone", rank=0, world_size=2, config=CONFIG, register_timeout=0.5)
-    with pytest.raises(WaitTimeout, match=r"ranks have not registered: \[1\]"):
-        publisher.attach_tensors(declared(spread(2)[0]))
-
-
-def test_a_registration_that_is_too_large_for_the_daemon_is_refused_with_its_limit_and_how_to_raise_it() -> None:
-    many = [DeclaredTensor(f"a.rather.long.name.of.a.tensor.that.is.one.of.very.many.{i:06}", "F32", (1,)) for i in range(40_000)]
-    with (
-        Daemon(max_message_bytes=2 << 20) as daemon,
-        connect(daemon.endpoint, model="policy", job="large", config=CONFIG) as publisher,
-        pytest.raises(MessageTooLarge, match=r"at most 2097152 bytes.* RESHARDERD_MAX_MESSAGE_BYTES=") as caught,
-    ):
-        publisher.attach_tensors(many)
-    assert caught.value.reason == "MESSAGE_TOO_LARGE"
-
-
-def test_no_daemon_is_one_clear_error_in_bounded_time() -> None:
-    publisher = connect("127.0.0.1:1", model="policy", config=CONFIG, connect_timeout=0.5)
-    with pytest.raises(DaemonUnreachable, match=r"127\.0\.0\.1:1"):
-        publisher.attach_tensors(declared(spread(1)[0]))
-
-
-def test_a_forked_process_is_told_to_connect_by_itself(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    (publisher,) = connected(daemon.endpoint, 1, "fork")
-    mine = os.getpid()
-    monkeypatch.setattr(os, "getpid", lambda: mine + 1)
-    with pytest.raises(UsageError, match="forked"):
-        publisher.publish_tensors(1, [])
-
-
-def test_several_ranks_without_a_shared_job_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="RESHARDER_JOB"):
-        connect("127.0.0.1:1", model="policy")
-
-
-def test_half_an_environment_is_not_taken_for_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="RANK=None"):
-        connect("127.0.0.1:1", model="policy", job="x")
 
 
 def test_a_timeout_of_none_is_no_bound(daemon: Daemon) -> None:

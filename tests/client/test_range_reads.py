@@ -6,10 +6,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from resharder.client.errors import CorruptData
 from resharder.client.inference.settings import PluginSettings
@@ -23,6 +24,7 @@ from resharder.client.versions.range_reads import RangeReader, RangesUnavailable
 from resharder.client.versions.remote import VersionManifest, boxes_request, get_manifest
 from resharder.converters.geometry.layout import Box, Range, TensorSpec, full_box
 from resharder.converters.storage.files import MappedFiles
+from resharder.converters.wire.range_client import DataAddress, PartRequest, PortBusy, RangeConnection
 from resharder.converters.wire.ranges import CHECKSUM, PIECE_BYTES
 from resharder.server.data.connection import DataReads
 from resharder.server.data.port import DataPort
@@ -246,6 +248,21 @@ def test_the_longest_idle_connection_gives_way_to_a_new_one() -> None:
     assert threading.active_count() < before
     for connection in opened:
         connection.close()
+
+
+def test_a_port_that_sends_all_it_may_is_busy_over_the_same_connection() -> None:
+    places = threading.Semaphore(0)
+    reads = DataReads(None, lambda *caller: nullcontext(), local_only=True, places=places)  # type: ignore[arg-type]
+    port, target = DataPort("127.0.0.1", 0, reads), np.empty(4, np.uint8)
+    connection = RangeConnection(DataAddress("127.0.0.1", port.port))
+    part, opened = PartRequest("models/policy/versions/1", "f", "file", 9, 0, 4), []
+    for _ in range(2):
+        with pytest.raises(PortBusy, match="429: busy with other requests"):
+            list(connection.blocks(part, target))
+        opened.append(set(port._open))
+    assert opened[0] == opened[1]
+    connection.close()
+    port.close()
 
 
 def test_a_reader_needs_a_certificate_and_a_role_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

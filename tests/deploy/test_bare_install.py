@@ -100,6 +100,7 @@ def test_a_daemon_that_is_not_there_is_one_line(client: BareVenv) -> None:
 
 def test_with_the_extra_server_the_daemon_starts(server: BareVenv, tmp_path: Path) -> None:
     assert server.run("-m", "resharder.server", "--version").stdout.startswith("resharderd ")
+    assert server.run("-m", "resharder.server.node_main", "--version").stdout.startswith("resharder-node ")
     (tmp_path / "file").touch()
     (tmp_path / "security.yaml").write_text(
         f"security: {{certificate: {tmp_path}/none.pem, key: {tmp_path}/none.key, tokens: {tmp_path}/none, "
@@ -147,4 +148,4 @@ def test_a_wheel_has_the_packages_their_types_and_both_programs_but_no_tests(tmp
     assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= set(metadata.classifiers or ())
     assert str(metadata.requires_python) == ">=3.11"
     assert metadata.provides_extra == ["archive", "client", "megatron", "otel", "server", "vllm"]
-    assert {line.split(" = ")[0] for line in programs.splitlines()} >= {"resharder", "resharderd"}
+    assert {line.split(" = ")[0] for line in programs.splitlines()} >= {"resharder", "resharderd", "resharder-node"}

@@ -8,12 +8,14 @@ import pytest
 import yaml
 from resharder.client.inference.settings import PluginSettings
 from resharder.server.config import load
+from resharder.server.node_main import NodeConfig
 
 from tests.support.tools import checked, tool
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 COMPOSE = DEPLOY / "compose" / "compose.yaml"
+NODE = DEPLOY / "compose" / "node.yaml"
 CONTAINERS = sorted((DEPLOY / "containers").glob("*.Dockerfile"))
 USER = "10001:10001"
 
@@ -47,8 +49,22 @@ def test_the_images_are_those_that_compose_starts(services: dict[str, Any]) -> N
         assert services[name]["user"] == USER
 
 
-def test_the_compose_file_is_one() -> None:
-    checked(tool("check-jsonschema", "PyPI"), "--builtin-schema", "vendor.compose-spec", COMPOSE)
+@pytest.mark.parametrize("file", [COMPOSE, NODE], ids=lambda path: path.name)
+def test_a_compose_file_is_one(file: Path) -> None:
+    checked(tool("check-jsonschema", "PyPI"), "--builtin-schema", "vendor.compose-spec", file)
+
+
+def test_node_and_server_of_a_further_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    services = yaml.safe_load(NODE.read_text())["services"]
+    for key, value in services["node"]["environment"].items():
+        monkeypatch.setenv(key, "daemon:7677" if value.startswith("$") else value)
+    config = NodeConfig()
+    assert config.tls is not None
+    assert str(config.tls.certificate) == services["vllm"]["environment"]["RESHARDER_TLS_CERT"]
+    mounts = {volume for one in services.values() for volume in one["volumes"] if volume.startswith("memory:")}
+    assert len(mounts) == 1, "files are mapped where both see them at one path"
+    assert config.folder.is_relative_to(mounts.pop().removeprefix("memory:"))
+    assert {service["user"] for service in services.values()} == {USER}
 
 
 def test_daemon_and_server_take_their_environment(services: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

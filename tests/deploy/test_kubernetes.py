@@ -13,6 +13,7 @@ import yaml
 from resharder.client.cli import app
 from resharder.client.inference.settings import PluginSettings
 from resharder.server.config import Config, load
+from resharder.server.node_main import NodeConfig
 
 from tests.support.tools import checked, tool
 
@@ -266,3 +267,32 @@ def test_an_overlay_of_ones_own_may_let_trainers_and_servers_reach_each_other(tm
     trainers = more["spec"]["ingress"][0]["from"]
     assert trainers == more["spec"]["egress"][0]["to"]
     assert {one["podSelector"]["matchLabels"]["resharder-role"] for one in trainers} == {"trainer"}
+
+
+def test_an_overlay_of_ones_own_may_have_a_node_on_every_host_of_the_fleet(tmp_path: Path) -> None:
+    here = Path(os.path.relpath(KUBERNETES, tmp_path))
+    own = {"namespace": "resharder", "resources": [f"{here}/overlays/disk"], "components": [f"{here}/components/nodes"]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(own))
+    made = [*yaml.safe_load_all(checked(tool("kubectl", "the Kubernetes project's own package"), "kustomize", tmp_path))]
+    for one in (one for one in made if one["apiVersion"] not in NOT_KUBERNETES):
+        kubernetes_validate.validate(one, VERSIONS[-1], strict=True)
+    (node,) = of(made, "DaemonSet")
+    pod, fleet = node["spec"]["template"], pods(made)["fleet"]
+    (container,) = containers(pod)
+    given = {one["name"].removeprefix("RESHARDER_NODE_").lower(): one.get("value", "host-1") for one in container["env"]}
+    config = NodeConfig(**given)
+    assert config.endpoint == "resharderd:7677"
+    assert config.tls is not None
+    (certificate,) = of(made, "Certificate", "node")
+    assert config.tls.peer_name in certificate["spec"]["dnsNames"]
+    assert certificate["spec"]["secretName"] in {volume.get("secret", {}).get("secretName") for volume in pod["spec"]["volumes"]}
+    for sharing in (pod, fleet):
+        (mount,) = (m for m in [*containers(sharing)][-1]["volumeMounts"] if m["name"] == "node")
+        (volume,) = (v for v in sharing["spec"]["volumes"] if v["name"] == "node")
+        assert str(config.folder).startswith(f"{mount['mountPath']}/"), "a path that holds in both"
+        assert volume["hostPath"]["path"] == "/mnt/resharder-node"
+    users = {one["spec"]["securityContext"]["runAsUser"] for one in (pod, fleet)}
+    assert len(users) == 1, "only one user shares memory with the node"
+    (policy,) = of(made, "NetworkPolicy", "resharderd")
+    roles = policy["spec"]["ingress"][0]["from"][0]["podSelector"]["matchExpressions"][0]["values"]
+    assert pod["metadata"]["labels"]["resharder-role"] in roles

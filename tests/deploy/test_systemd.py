@@ -9,7 +9,7 @@ from tests.support.tools import checked, tool
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
 SYSTEM = Path("/usr/lib/systemd/system")
-PROGRAMS = ("opt/resharder/bin/resharderd", "opt/vllm/bin/resharder", "opt/vllm/bin/vllm")
+PROGRAMS = ("opt/resharder/bin/resharderd", "opt/resharder/bin/resharder-node", "opt/vllm/bin/resharder", "opt/vllm/bin/vllm")
 
 
 @pytest.fixture
@@ -31,11 +31,14 @@ def root(tmp_path: Path) -> Path:
 
 def test_the_units_are_what_systemd_takes(root: Path) -> None:
     analyze = tool("systemd-analyze", "systemd")
-    said = checked(analyze, "verify", "--man=no", f"--root={root}", "resharderd.service", "resharder-vllm@left.service")
+    units = ("resharderd.service", "resharder-node.service", "resharder-vllm@left.service")
+    said = checked(analyze, "verify", "--man=no", f"--root={root}", *units)
     assert said == "", "an option that systemd does not know is a warning only"
 
 
-@pytest.mark.parametrize(("unit", "exposure"), [("resharderd.service", 1.5), ("resharder-vllm@left.service", 4.0)])
+@pytest.mark.parametrize(
+    ("unit", "exposure"), [("resharderd.service", 1.5), ("resharder-node.service", 1.5), ("resharder-vllm@left.service", 4.0)]
+)
 def test_the_units_are_closed(root: Path, unit: str, exposure: float) -> None:
     analyze = tool("systemd-analyze", "systemd")
     checked(analyze, "security", "--offline=true", f"--threshold={int(10 * exposure)}", f"--root={root}", "--no-pager", unit)

@@ -16,8 +16,8 @@ def of_kubernetes() -> list[str]:
     return command
 
 
-def of_compose() -> list[str]:
-    service = yaml.safe_load((DEPLOY / "compose/compose.yaml").read_text())["services"]["vllm"]
+def of_compose(file: str) -> list[str]:
+    service = yaml.safe_load((DEPLOY / "compose" / file).read_text())["services"]["vllm"]
     assert 'exec vllm serve /model/config "$$@"' in service["entrypoint"][2]
     return ["vllm", "serve", "/model/config", *service["command"]]
 
@@ -28,7 +28,7 @@ def of_systemd() -> list[str]:
     return shlex.split(line.replace("$VLLM_OPTIONS", "--port 8000"))
 
 
-@pytest.mark.parametrize("command", [of_kubernetes(), of_compose(), of_systemd()], ids=["kubernetes", "compose", "systemd"])
+@pytest.mark.parametrize("command", [of_kubernetes(), of_compose("compose.yaml"), of_compose("node.yaml"), of_systemd()])
 def test_vllm_knows_every_option(command: list[str]) -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser

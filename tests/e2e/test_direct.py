@@ -172,9 +172,7 @@ def test_workers_hold_what_a_fresh_server_holds_and_answer_the_same(system: Syst
 
 def test_ranks_of_the_same_host_share_their_memory_where_it_is_asked_for(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [worker.path for worker in servers(system.daemon)[0].workers] != ["peer-memory", "peer-memory"]
-    system.trainer.kill()
-    monkeypatch.setenv("RESHARDER_PEER_MEMORY", "cpu")
-    system.start_trainer()
+    system.share_memory(monkeypatch)
     assert system.sent(system.publish(34)), system.transfers()
     assert [worker.path for worker in servers(system.daemon)[0].workers] == ["peer-memory", "peer-memory"]
     held = system.fingerprints()
@@ -187,7 +185,10 @@ def test_ranks_of_the_same_host_share_their_memory_where_it_is_asked_for(system:
     assert system.fingerprints() == held
 
 
-def test_a_generation_installs_from_the_ranks_memory_while_the_kv_cache_sleeps(system: System) -> None:
+def test_a_generation_installs_from_the_ranks_memory_while_the_kv_cache_sleeps(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system.share_memory(monkeypatch)
     with Operator(system.daemon.endpoint) as operator:
         operator.sleep("policy", level=2)
         wait_until(lambda: servers(system.daemon)[0].power == resources_pb2.ASLEEP_2, "the server sleeps")
@@ -209,7 +210,10 @@ def test_a_generation_installs_from_the_ranks_memory_while_the_kv_cache_sleeps(s
     assert system.sent(system.publish(42)), system.transfers()
 
 
-def test_a_rank_killed_while_its_memory_is_read_leaves_what_the_store_has(system: System) -> None:
+def test_a_rank_killed_while_its_memory_is_read_leaves_what_the_store_has(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system.share_memory(monkeypatch)
     system.trainer.ask(do="fault", rank=1, what="die")
     system.trainer.tell(do="publish", step=48)
     version = max(system.steps) + 1

@@ -3,6 +3,7 @@ that loads the exported folder itself, token by token and logprob by logprob.
 """
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from resharder.client import connect
+from resharder.v1 import resources_pb2
 
 from tests.support.daemon import Daemon
+from tests.support.node import Node, joined
 from tests.support.observing import export, wait_serving
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_engine import Engine
@@ -37,7 +40,7 @@ class Case:
 
 CASES = {
     # vLLM's CPU build cannot run MoE under data parallelism; a dense model at DP=2 is in tests/vllm/test_control_server.py
-    "MoE, TP=2, boxes by HTTP ranges and gRPC, pause wait": Case(
+    "MoE, TP=2, boxes by HTTP ranges and gRPC, then mapped from a node, pause wait": Case(
         "qwen3_moe", (("tensor_parallel_size", 2),), shared_memory=False, pause_mode="wait"
     ),
     "dense, tied, bf16, fp8 per channel, compiled, pause abort": Case(
@@ -60,14 +63,17 @@ def test_an_updated_server_answers_exactly_as_a_fresh_one(name: str, tmp_path: P
         publisher.publish_tensors(1, random_weights(config, 1, dtype).items()).wait_ready(60)
         environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "VLLM_PLUGINS": "resharder"}
         arguments = [*case.args, "--load-format", "resharder"]
-        with VllmServer(tmp_path, arguments, environment, dtype=case.dtype, eager=case.eager) as server:
+        with VllmServer(tmp_path, arguments, environment, dtype=case.dtype, eager=case.eager) as server, ExitStack() as stack:
             first = answers(server)
             assert {answer.version for answer in first} == {"1"}
+            assert transports(wait_serving(daemon, 1)) == {"shared-memory" if case.shared_memory else "http"}
+            if not case.shared_memory:
+                stack.enter_context(Node(daemon.endpoint, "one"))
+                joined(daemon, "one")
             publisher.publish_tensors(2, random_weights(config, 2, dtype).items()).wait_serving(120)
             installed = wait_serving(daemon, 2)
             updated = answers(server)
-        transports = {worker.transport for worker in installed.workers}
-        assert transports == {"shared-memory" if case.shared_memory else "http"}
+        assert transports(installed) == {"shared-memory" if case.shared_memory else "node"}
         assert {answer.version for answer in updated} == {"2"}
         exported = tmp_path / "exported"
         export(daemon, "models/policy/versions/2", exported)
@@ -75,6 +81,10 @@ def test_an_updated_server_answers_exactly_as_a_fresh_one(name: str, tmp_path: P
         reference = [tuple(fresh.logprobs(prompt, 12)) for prompt in PROMPTS]
     assert content(updated) == reference
     assert content(first) != reference
+
+
+def transports(server: resources_pb2.Server) -> set[str]:
+    return {worker.transport for worker in server.workers}
 
 
 def answers(server: VllmServer) -> list[Answer]:

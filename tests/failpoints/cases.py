@@ -9,13 +9,15 @@ from resharder.converters.failpoints import (
     ControlPoint,
     DaemonFilePoint,
     DaemonPoint,
+    NodeFilePoint,
+    NodePoint,
     OperatorFilePoint,
     OperatorPoint,
     TrainerFilePoint,
     TrainerPoint,
 )
 
-Place = Literal["daemon", "trainer", "operator", "server"]
+Place = Literal["daemon", "trainer", "operator", "server", "node"]
 LEASE = 2.0
 KINDS = {"kill": "kill", "stop": f"stop:{1.5 * LEASE}", "delay": "delay:0.5", "eio": "eio", "enospc": "enospc"}
 AT_ONCE = ("kill", "stop", "delay")
@@ -25,6 +27,7 @@ PASSES = {
     "commit.after-history": 2, "begin.after-number": 2, "begin.after-rename": 2, "journal.write": 4, "server.order": 4,
     "server.worker-report": 3, "deliver.begin": 2, "deliver.begun": 2, "deliver.seal": 2, "deliver.sealed": 2, "shared.open": 2,
     "shared.write": 2, "handle.wait": 2, "control.report": 5, "worker.report": 3, "worker.stage.map": 2, "sender.run": 1,
+    "node.sync": 3,
 }  # fmt: skip
 """The pass on which a point acts; 1 for all others."""
 RESTARTED = {"start.read", "serve.listen"}
@@ -54,6 +57,8 @@ def place_of(point: str) -> Place:
         return "daemon"
     if point in (*_names(TrainerPoint), *_names(TrainerFilePoint)):
         return "trainer"
+    if point in (*_names(NodePoint), *_names(NodeFilePoint)):
+        return "node"
     return "operator" if point in (*_names(OperatorPoint), *_names(OperatorFilePoint)) else "server"
 
 

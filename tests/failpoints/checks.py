@@ -59,7 +59,8 @@ def ready_versions_are_whole(cycle: Cycle, versions: Mapping[int, resources_pb2.
         if version.state != Version.READY:
             raise Failed(f"version {number} was READY, it is {Version.State.Name(version.state)}: {version.reason}")
     for number, version in versions.items():
-        if version.state == Version.READY and bits(read_folder(version.folder)) != expected(version.step):
+        folder = cycle.daemon.store / f"models/policy/versions/{number:08}"
+        if version.state == Version.READY and bits(read_folder(folder)) != expected(version.step):
             raise Failed(f"READY version {number} has other bytes than step {version.step}")
 
 
@@ -83,6 +84,10 @@ def nothing_is_left_behind(cycle: Cycle, ready: set[int]) -> None:
         time.sleep(0.1)
     if (stored := {int(path.name) for path in (folder / "versions").iterdir()}) != ready:
         raise Failed(f"READY are {sorted(ready)}, the store has {sorted(stored)}")
+    if cycle.node is not None:
+        cycle.node.let_go()
+        if (status := cycle.node.stop()) != 0:
+            raise Failed(f"the node ended with {status}")
     cycle.daemon.let_go()
     if (status := cycle.daemon.stop()) != 0:
         raise Failed(f"the daemon ended with {status}")

@@ -23,6 +23,7 @@ from tests.failpoints.cases import LEASE, REMOTE, RESTARTED, Case
 from tests.failpoints.light_server import LightServer
 from tests.failpoints.roles import Actor, Console, ForkedDaemon, Gone, Refusal, Trainer
 from tests.support.daemon import Daemon
+from tests.support.node import Node
 
 BOUND = 45.0
 IMPORTED = 100  # the step of an imported version; its weights are those of step 1
@@ -76,6 +77,29 @@ class KeptDaemon(Daemon):
         self._keeper.join()
 
 
+class KeptNode(Node):
+    """A node that a thread starts again whenever it has ended."""
+
+    def __init__(self, endpoint: str, environment: dict[str, str]) -> None:
+        super().__init__(endpoint, "one")
+        self._armed, self.starts = environment, 0
+
+    def keep(self) -> None:
+        self._closing = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, daemon=True)
+        self._keeper.start()
+
+    def _keep(self) -> None:
+        while not self._closing.wait(0.02):
+            if self.process is None or self.process.poll() is not None:
+                self.starts += 1
+                self.start(environment=self._armed)
+
+    def let_go(self) -> None:
+        self._closing.set()
+        self._keeper.join()
+
+
 class Cycle:
     """The processes of one case, in a folder of their own.
 
@@ -87,7 +111,12 @@ class Cycle:
         self.report = Report(case)
         self.folder = Path(tempfile.mkdtemp(prefix="resharder-cycle-"))
         self.mark, self.served = self.folder / "mark", self.folder / "served"
-        self.daemon = KeptDaemon(lease_seconds=LEASE, keep_count=20, archive_url=self.folder / "archive")
+        options: dict[str, Any] = {"lease_seconds": LEASE, "keep_count": 20, "archive_url": self.folder / "archive"}
+        with_node = case is not None and case.place == "node"
+        if with_node:  # the server is on the node's host
+            options |= {"shared_memory": False, "data_listen": "127.0.0.1:0"}
+        self.daemon = KeptDaemon(**options)
+        self.node = KeptNode(self.daemon.endpoint, self.environment_of(case, "node")) if with_node else None
         self.daemon.environment["RESHARDER_CYCLE"] = str(self.folder)
         self.actors: dict[str, Actor] = {}
         self.job: tuple[str, str, bool] = ("a", "auto", False)
@@ -96,8 +125,10 @@ class Cycle:
         self.steps: dict[int, int] = {}
 
     def environment(self, place: str) -> dict[str, str]:
+        return self.environment_of(self.report.case, place)
+
+    def environment_of(self, case: Case | None, place: str) -> dict[str, str]:
         given = {"RESHARDER_CYCLE": str(self.folder)}
-        case = self.report.case
         if case is not None and case.place == place:
             given |= {"RESHARDER_FAILPOINT": case.spec, "RESHARDER_FAILPOINT_MARK": str(self.mark)}
         return given
@@ -126,6 +157,8 @@ class Cycle:
         if point not in RESTARTED:
             self.daemon.environment |= self.environment("daemon")
         self.daemon.keep()
+        if self.node is not None:
+            self.node.keep()
         self.register("a", "auto")
         first = self.publish(1)
         self.follows(first)
@@ -325,6 +358,10 @@ class Cycle:
         for actor in self.actors.values():
             actor.close()
         self.actors.clear()
+        if self.node is not None:
+            self.node.let_go()
+            self.node.close()
+            self.report.deaths += ["node"] * (self.node.starts - 1)
         self.daemon.let_go()
         with suppress(OSError):
             shutil.copy(self.daemon.log, self.folder / "daemon.log")

@@ -4,7 +4,7 @@ import pytest
 from resharder.server.direct.state import Act, Task
 from resharder.server.state.errors import FailedPrecondition
 
-from tests.support.direct_site import LONG, Site, linked
+from tests.support.direct_site import LONG, Rank, Site, linked
 from tests.support.observing import wait_until
 from tests.support.waits import settled
 
@@ -14,10 +14,16 @@ def site() -> Site:
     return Site()
 
 
-def test_an_offer_ends_when_nobody_needs_it_and_when_its_time_is_over(site: Site) -> None:
+def offered(site: Site) -> list[Rank]:
+    """Version 1 is READY and offered to server `left` for 30 s more."""
     site.declare("left")
     ranks = site.offer(1, wait=30.0)
     ranks[0].look("READY")
+    return ranks
+
+
+def test_an_offer_ends_when_nobody_needs_it_and_when_its_time_is_over(site: Site) -> None:
+    ranks = offered(site)
     site.wanting.clear()
     assert [rank.task() for rank in ranks] == [None, None]
     site.wanting.add("left")
@@ -71,9 +77,7 @@ def test_an_aborted_version_is_offered_no_more_and_one_that_is_staging_is(site: 
 
 
 def test_an_offer_waits_for_workers_that_wait_for_its_transfer(site: Site) -> None:
-    site.declare("left")
-    ranks = site.offer(1, wait=30.0)
-    ranks[0].look("READY")
+    ranks = offered(site)
     group = linked(site, "left", ranks)
     site.now += 29.0
     first = site.begin(site.direct.transfers.start, site.worker("left", 0), group, "i-1")
@@ -86,9 +90,7 @@ def test_an_offer_waits_for_workers_that_wait_for_its_transfer(site: Site) -> No
 
 
 def test_an_offer_does_not_wait_for_workers_that_have_given_up(site: Site) -> None:
-    site.declare("left")
-    ranks = site.offer(1, wait=30.0)
-    ranks[0].look("READY")
+    ranks = offered(site)
     group = linked(site, "left", ranks)
     call = site.direct.transfers.start(site.worker("left", 0), group, "i-1")
     next(call)
@@ -108,9 +110,7 @@ def test_an_offer_does_not_wait_for_workers_that_have_given_up(site: Site) -> No
     ],
 )
 def test_a_worker_that_comes_too_late_is_told_what_ended_the_offer(site: Site, end: str, why: str) -> None:
-    site.declare("left")
-    ranks = site.offer(1, wait=30.0)
-    ranks[0].look("READY")
+    ranks = offered(site)
     if end == "wait":
         site.now += 31.0
     if end == "unneeded":
@@ -126,9 +126,7 @@ def test_a_worker_that_comes_too_late_is_told_what_ended_the_offer(site: Site, e
 
 
 def test_an_offer_that_ends_before_a_transfer_begins_leaves_the_group_alone(site: Site) -> None:
-    site.declare("left")
-    ranks = site.offer(1, wait=30.0)
-    ranks[0].look("READY")
+    ranks = offered(site)
     group = linked(site, "left", ranks)
     site.now += 31.0
     assert [rank.task() for rank in ranks] == [None, None]

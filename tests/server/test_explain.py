@@ -66,4 +66,4 @@ def test_a_sleep_that_failed_is_not_reported_as_an_install_that_went_wrong() -> 
 
 def test_a_worker_that_read_by_the_slower_way_is_named_with_the_reason() -> None:
     worker = Worker(0, WorkerState.BOOTED, 1, process="p0", fingerprint="one", transport="grpc", transport_reason="refused")
-    assert said(WorkerReported(worker)).endswith("; worker 0 read its version by gRPC, not HTTP: refused")
+    assert said(WorkerReported(worker)).endswith("; worker 0 read its version by gRPC: refused")

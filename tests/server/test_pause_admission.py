@@ -15,7 +15,8 @@ from resharder.server.state.server import Control, Install, InstallState, OrderK
 from resharder.server.state.server_events import Order
 from resharder.v1 import operator_pb2, resources_pb2
 
-from tests.support.simulated_fleet import FLEET, NAMES, FleetSimulation
+from tests.support.simulated_fleet import FleetSimulation
+from tests.support.simulated_fleet_servers import FLEET, NAMES
 
 
 class Site(FleetSimulation):

@@ -16,7 +16,7 @@ from resharder.converters.geometry.layout import TensorSpec, full_box
 from resharder.converters.storage.digest import digest
 from resharder.converters.wire.boxes import boxes_to_proto, spec_to_proto
 from resharder.server.rpc.methods import BY_PATH
-from resharder.v1 import direct_pb2, operator_pb2, publisher_pb2, resources_pb2, server_pb2
+from resharder.v1 import direct_pb2, node_pb2, operator_pb2, publisher_pb2, resources_pb2, server_pb2
 
 from tests.support.observing import wait_until
 from tests.support.publishing import Job, random_weights, reason_of, whole
@@ -31,13 +31,15 @@ CALLERS = {
     "operator": ["operator"],
     "operator-of-policy": ["operator:policy"],
     "viewer": ["viewer"],
+    "node": ["node:policy"],
     "publisher-of-other": ["publisher:other"],
     "server-of-other": ["server:other"],
     "operator-of-other": ["operator:other"],
+    "node-of-other": ["node:other"],
     "nobody": [],
 }
 
-P, S, O, F, V = ({name} for name in list(CALLERS)[:5])  # noqa: E741
+P, S, O, F, V, N = ({name} for name in list(CALLERS)[:6])  # noqa: E741
 OPERATORS = O | F | {"operator-of-other"}
 KNOWN = set(CALLERS) - {"nobody"}
 NO_ARCHIVE = "NO_ARCHIVE"
@@ -71,7 +73,14 @@ def cases(daemon: SecureDaemon) -> list[Case]:
     staging = job.begin(3)
     servers = daemon.channel.unary_unary("/resharder.v1.ServerService/ClaimServer")
     servers(server_pb2.ClaimServerRequest(server="one", model="policy", boot=True).SerializeToString())
-    return [*publishing(job, ready, staging, aborted), *serving(ready), *operating(ready), *direct(job, ready), *others()]
+    return [
+        *publishing(job, ready, staging, aborted),
+        *serving(ready),
+        *operating(ready),
+        *hosting(ready),
+        *direct(job, ready),
+        *others(),
+    ]
 
 
 def publishing(job: Job, ready: Any, staging: Any, aborted: Any) -> Iterator[Case]:
@@ -109,10 +118,10 @@ def serving(ready: Any) -> Iterator[Case]:
         "Attend": (server_pb2.ControlReport(server="one", control="control", world_size=1), S),
         "ReportWorker": (server_pb2.ReportWorkerRequest(server="servers/one", worker=worker), S),
         "PutProfile": (server_pb2.PutProfileRequest(server="servers/one"), S),
-        "GetManifest": (server_pb2.GetManifestRequest(version=ready.name), P | S | O),
+        "GetManifest": (server_pb2.GetManifestRequest(version=ready.name), P | S | O | N),
         "GetNextFiles": (server_pb2.GetNextFilesRequest(version=ready.name), P | S | O),
         "DigestBoxes": (boxes, P | S | O),
-        "DownloadChunks": (boxes, P | S | O),
+        "DownloadChunks": (boxes, P | S | O | N),
         "GetModel": (server_pb2.GetModelRequest(model="policy"), P | S | O),
     }
     for name, (request, allowed) in requests.items():
@@ -123,10 +132,12 @@ def operating(ready: Any) -> Iterator[Case]:
     fleet = resources_pb2.Fleet(name="policy", max_skew=0)
     requests: dict[str, tuple[Message, set[str], str]] = {
         "GetDaemon": (operator_pb2.GetDaemonRequest(), KNOWN, ""),
-        "ListVersions": (operator_pb2.ListVersionsRequest(model="policy"), P | S | OPERATORS | V, ""),
-        "GetVersion": (operator_pb2.GetVersionRequest(version=ready.name), P | S | OPERATORS | V, ""),
+        "ListVersions": (operator_pb2.ListVersionsRequest(model="policy"), P | S | OPERATORS | V | N, ""),
+        "GetVersion": (operator_pb2.GetVersionRequest(version=ready.name), P | S | OPERATORS | V | N, ""),
         "ListServers": (operator_pb2.ListServersRequest(), KNOWN, ""),
         "ListFleets": (operator_pb2.ListFleetsRequest(), KNOWN, ""),
+        "ListNodes": (operator_pb2.ListNodesRequest(), OPERATORS | V, ""),
+        "SetNodeDrained": (operator_pb2.SetNodeDrainedRequest(node="nodes/none"), O, "NODE_UNKNOWN"),
         "ListEvents": (operator_pb2.ListEventsRequest(), OPERATORS | V, ""),
         "ListArchive": (operator_pb2.ListArchiveRequest(), OPERATORS | V, NO_ARCHIVE),
         "ExportVersion": (operator_pb2.ExportVersionRequest(version=ready.name), P | S | O, ""),
@@ -145,6 +156,17 @@ def operating(ready: Any) -> Iterator[Case]:
     }
     for name, (request, allowed, ends) in requests.items():
         yield Case(f"/resharder.v1.OperatorService/{name}", request, allowed, ends)
+
+
+def hosting(ready: Any) -> Iterator[Case]:
+    part = {"file": "model.safetensors", "start": 1, "end": 2}
+    requests: dict[str, tuple[Message, set[str], str]] = {
+        "SyncNode": (node_pb2.SyncNodeRequest(node="nodes/one", instance="i", leaving=True), N | {"node-of-other"}, ""),
+        "GetPieceChecksums": (node_pb2.GetPieceChecksumsRequest(version=ready.name, **part), N, "NODE"),
+        "GetHostVersion": (node_pb2.GetHostVersionRequest(version=ready.name), S, ""),
+    }
+    for name, (request, allowed, ends) in requests.items():
+        yield Case(f"/resharder.v1.NodeService/{name}", request, allowed, ends)
 
 
 def direct(job: Job, ready: Any) -> Iterator[Case]:

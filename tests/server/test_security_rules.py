@@ -22,14 +22,14 @@ from resharder.server.security.resources import resource_of
 from resharder.server.security.roles import Grant, Roles
 from resharder.server.security.rules import Resource, decide
 from resharder.server.state.errors import DaemonError, ResourceExhausted
-from resharder.v1 import direct_pb2, operator_pb2, publisher_pb2, resources_pb2, server_pb2
+from resharder.v1 import direct_pb2, node_pb2, operator_pb2, publisher_pb2, resources_pb2, server_pb2
 
 PROTO = Path(__file__).parents[2] / "proto/resharder/v1"
 
 
 def methods() -> Iterator[tuple[str, MethodDescriptor]]:
     """Every call of every service that the daemon could offer."""
-    own = [file.DESCRIPTOR for file in (publisher_pb2, server_pb2, operator_pb2, direct_pb2)]
+    own = [file.DESCRIPTOR for file in (publisher_pb2, server_pb2, operator_pb2, direct_pb2, node_pb2)]
     for file in [*own, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR]:
         for service in file.services_by_name.values():
             for method in service.methods:
@@ -168,9 +168,10 @@ def test_a_caller_has_the_roles_of_all_its_rows_and_operators_are_viewers() -> N
         ({"trainer": ["viewer"]}, "expected a row as KIND:NAME with a KIND of dns, .*got 'trainer'"),
         ({"dns:": ["viewer"]}, "expected a row as KIND:NAME"),
         ({"host:a": ["viewer"]}, "got 'host:a'"),
-        ({"dns:a": ["root"]}, "dns:a: expected a role of publisher, server, operator, viewer, got 'root'"),
+        ({"dns:a": ["root"]}, "dns:a: expected a role of publisher, server, node, operator, viewer, got 'root'"),
         ({"dns:a": ["publisher"]}, "dns:a: expected publisher:MODEL, or publisher:\\* for every model"),
         ({"dns:a": ["server"]}, "expected server:FLEET"),
+        ({"dns:a": ["node"]}, "expected node:FLEET"),
         ({"dns:a": ["server:"]}, "dns:a: expected a name after the colon"),
         ({"dns:a": ["viewer:policy"]}, "dns:a: expected viewer alone"),
     ],
@@ -186,7 +187,8 @@ def test_a_wrong_row_is_refused_by_name(table: dict[str, list[str]], message: st
 )
 def test_more_roles_allow_more_and_what_is_anothers_stays_anothers(method: Method, grants: list[Grant]) -> None:
     theirs = Resource("models/c", "c", ("c",))
-    wider = [*grants, Grant(Role.PUBLISHER, "c"), Grant(Role.SERVER, "c"), Grant(Role.OPERATOR), Grant(Role.VIEWER)]
+    mine = [Grant(role, "c") for role in (Role.PUBLISHER, Role.SERVER, Role.NODE)]
+    wider = [*grants, *mine, Grant(Role.OPERATOR), Grant(Role.VIEWER)]
     assert not decide(wider, method, theirs)
     looks = [grant for grant in grants if grant.role is Role.VIEWER]
     if method.about is not About.NOTHING and not (looks and Role.VIEWER in method.who):

@@ -14,7 +14,8 @@ from resharder.server.state.server import OrderKind, Power, Worker, WorkerState
 from resharder.server.state.server_events import Order
 from resharder.v1 import operator_pb2, resources_pb2
 
-from tests.support.simulated_fleet import FLEET, NAMES, AheadSimulation, ServerModel
+from tests.support.simulated_fleet import AheadSimulation
+from tests.support.simulated_fleet_servers import FLEET, NAMES, ServerModel
 from tests.support.simulated_store import MODEL
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from resharder.client.operator import Operator
-from resharder.v1 import publisher_pb2
+from resharder.v1 import node_pb2, node_pb2_grpc, publisher_pb2
 
 from tests.support.browser import NARROW, WIDE, browser, needs_browser, resize, text
 from tests.support.daemon import Daemon
@@ -144,6 +144,20 @@ def test_names_and_reasons_are_text_whatever_stands_in_them(page: "Chrome", daem
         assert page.title == "Resharder"
         assert not page.execute_script("return document.querySelectorAll('main img, main script').length")
         assert not problems(page)
+
+
+def test_a_node_its_versions_and_its_problem_are_shown(page: "Chrome", daemon: Daemon) -> None:
+    shown = job(daemon, "hosted")
+    publish(shown, 1)
+    version = node_pb2.NodeVersion(version="models/hosted/versions/1", problem="memory full")
+    stub = node_pb2_grpc.NodeServiceStub(daemon.channel)
+    stub.SyncNode(node_pb2.SyncNodeRequest(node="nodes/gpu-7", instance="i", capacity_bytes=1 << 30, versions=[version]))
+    open_page(page, daemon)
+    wait_until(lambda: "models/hosted/versions/1: memory full" in text(page, "#nodes"), "the node is shown")
+    wait_until(lambda: "node gpu-7: models/hosted/versions/1 does not arrive: memory full" in text(page, "#problems"), "and why")
+    stub.SyncNode(node_pb2.SyncNodeRequest(node="nodes/gpu-7", instance="i", leaving=True))
+    wait_until(lambda: not page.execute_script("return document.getElementById('nodes').getClientRects().length"), "it has left")
+    assert not problems(page)
 
 
 def abort(job: Job, reason: str) -> None:

@@ -24,18 +24,30 @@ LEASE_SECONDS = 60.0  # a loaded machine may suspend a test and its clients for 
 
 
 class Daemon:
-    """Daemon process. `options` become its environment: `keep_count=2` is RESHARDERD_KEEP_COUNT=2."""
+    """Daemon process. `options` become its environment: `keep_count=2` is RESHARDERD_KEEP_COUNT=2.
 
-    def __init__(self, *, port: int | None = None, umask: int = -1, store: Path | None = None, **options: object) -> None:
+    `command` wraps its command line, as for a network namespace, of which `host` is the address.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        umask: int = -1,
+        store: Path | None = None,
+        command: tuple[str, ...] = (),
+        **options: object,
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="resharder-test-", dir="/dev/shm"))
         self.store = store or self.folder / "store"
         self.log = self.folder / "log"
         self.port = port or free_port()
-        self.endpoint = f"127.0.0.1:{self.port}"
+        self.endpoint = f"{host}:{self.port}"
         self.environment: dict[str, str] = {}  # besides the options
         self.options = {"lease_seconds": LEASE_SECONDS} | options
         self.process: subprocess.Popen[bytes] | None = None
-        self._umask = umask
+        self._umask, self._command = umask, command
         self._channel: grpc.Channel | None = None
 
     def connect(self, options: list[tuple[str, int]]) -> grpc.Channel:
@@ -78,7 +90,7 @@ class Daemon:
             environment["RESHARDER_FAILPOINT"] = failpoint
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "resharder.server.main"],
+                [*self._command, sys.executable, "-m", "resharder.server.main"],
                 env=os.environ | environment | self.environment,
                 stdout=log,
                 stderr=log,

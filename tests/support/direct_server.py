@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from resharder.client.operator import Operator
 from resharder.client.operator.states import ServeAhead
 from resharder.v1 import resources_pb2
@@ -35,9 +36,18 @@ class System:
     settings: dict[str, Any]  # the trainer's
     trainer: TrainerJob
     steps: dict[int, int] = field(default_factory=dict)  # {version: step}
+    shares: bool = False  # whether the trainer's ranks share their memory
 
     def start_trainer(self) -> None:
-        self.trainer = start_trainer(self.daemon, self.folder, self.settings, len(self.steps))
+        self.trainer, self.shares = start_trainer(self.daemon, self.folder, self.settings, len(self.steps)), False
+
+    def share_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Ranks that share their memory, from now on."""
+        if not self.shares:
+            self.trainer.kill()
+            monkeypatch.setenv("RESHARDER_PEER_MEMORY", "cpu")
+            self.start_trainer()
+            self.shares = True
 
     def publish(self, step: int) -> int:
         """A version with weights of its own, served; its number."""

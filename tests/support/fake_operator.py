@@ -18,6 +18,7 @@ class FakeOperator(operator_pb2_grpc.OperatorServiceServicer):
     def __init__(self, *fleets: resources_pb2.Fleet, servers: list[resources_pb2.Server] | None = None) -> None:
         self.fleets, self.servers = list(fleets), servers or []
         self.versions: list[resources_pb2.Version] = []
+        self.nodes: list[resources_pb2.Node] = []
         self.retired = operator_pb2.RetireVersionsResponse()
         self.asked: list[Message] = []
         self._later: deque[Callable[[], None]] = deque()
@@ -52,6 +53,13 @@ class FakeOperator(operator_pb2_grpc.OperatorServiceServicer):
         if self._later:
             self._later.popleft()()
         return operator_pb2.ListFleetsResponse(fleets=self.fleets)
+
+    def ListNodes(self, request: Message, context: grpc.ServicerContext) -> Message:
+        return operator_pb2.ListNodesResponse(nodes=self.nodes)
+
+    def SetNodeDrained(self, request: operator_pb2.SetNodeDrainedRequest, context: grpc.ServicerContext) -> Message:
+        self.asked.append(request)
+        return next(node for node in self.nodes if node.name == request.node)
 
     def UpdateFleet(self, request: operator_pb2.UpdateFleetRequest, context: grpc.ServicerContext) -> Message:
         self.asked.append(request)

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from tests.support import fakepg
+from tests.support import fakepg, tiny_hf
 from tests.support.megatron_models import build_model, fill_from_hf
+from tests.support.weights import random_weights
 
 # isort: split
 import torch
@@ -14,6 +15,12 @@ Checkpoint = dict[str, torch.Tensor]
 Chunks = list[torch.nn.Module]
 Model = tuple[dict[str, Any], Checkpoint]
 """A config and the weights of its checkpoint."""
+
+
+def model_of(family: str, **changes: Any) -> Model:
+    """A tiny model of a family, with random weights."""
+    config = tiny_hf.tiny_config(family, **changes)
+    return config, random_weights(config, 1)
 
 
 def rebuild(

@@ -10,6 +10,7 @@ Traffic stays on the bridge, which has no way out of this machine. Names and add
 import os
 import shutil
 import subprocess
+from pathlib import Path
 from types import TracebackType
 
 
@@ -39,6 +40,17 @@ class Hosts:
         """Return a command that runs `command` on a host."""
         return ["ip", "netns", "exec", _name(host), *command]
 
+    def address_of(self, host: int) -> str:
+        """Return the address of a host."""
+        return f"{self._network}.{host + 1}"
+
+    def sent_bytes(self, host: int) -> int:
+        """Return the bytes that a host has sent over its link."""
+        return int(Path(f"/sys/class/net/{self._link(host)}/statistics/rx_bytes").read_text())
+
+    def _link(self, host: int) -> str:
+        return f"{self._bridge}v{host}"
+
     def block(self, host: int, address: str) -> None:
         """Let a host send nothing to an address."""
         _run("ip", "-n", _name(host), "route", "add", "unreachable", f"{address}/32")
@@ -57,12 +69,12 @@ class Hosts:
         return self
 
     def _add(self, number: int) -> None:
-        name, link = _name(number), f"rh{os.getpid()}v{number}"
+        name, link = _name(number), self._link(number)
         shaped = ("root", "tbf", "rate", self._rate, "burst", "256kb", "latency", "50ms")
         _run("ip", "netns", "add", name)
         _run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
         _run("ip", "link", "set", link, "master", self._bridge, "up")
-        _run("ip", "-n", name, "addr", "add", f"{self._network}.{number + 1}/24", "dev", "eth0")
+        _run("ip", "-n", name, "addr", "add", f"{self.address_of(number)}/24", "dev", "eth0")
         for device in ("eth0", "lo"):
             _run("ip", "-n", name, "link", "set", device, "up")
         _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", *shaped)

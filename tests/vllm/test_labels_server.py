@@ -4,8 +4,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from resharder.client.operator import Operator
 from resharder.client.operator.states import RequestHandling
 
+from tests.support.api_sides import SHOW_SIDES, at_each_side
 from tests.support.observing import servers, wait_serving, wait_until
 from tests.support.vllm_deployment import PROMPT, Deployment, deployment
 from tests.support.vllm_server import Response, VllmServer, completion
@@ -23,7 +23,6 @@ from tests.support.weights import Reference, random_weights
 
 pytestmark = pytest.mark.compat
 RAW_MODE = Path(__file__).parents[1] / "support" / "raw_mode"
-SIDES = {"ApiServer_0", "ApiServer_1"}
 NATIVE = find_spec("vllm.entrypoints.rl") is not None  # vLLM stamps tokens with its own weight version
 _NEAR = 3e-2 if torch.cuda.is_available() else 1e-3  # of log-probabilities; TensorFloat-32 rounds to 2^-11
 
@@ -72,24 +71,13 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     deaf = folder / "deaf"
     path = os.pathsep.join([str(RAW_MODE), os.environ.get("PYTHONPATH", "")])
     environment = {"VLLM_PLUGINS": "resharder,deaf_side", "DEAF_SIDE": str(deaf), "PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1"}
-    options = ["--api-server-count", "2", "--middleware", "resharder_deaf_side.NamesItsSide", "--trust-request-chat-template"]
+    options = ["--api-server-count", "2", *SHOW_SIDES, "--trust-request-chat-template"]
     if find_spec("vllm.entrypoints.launchers"):  # later than 0.28: token-in-token-out is off by default
         options.append("--enable-scale-out")
     with deployment(folder, *options, environment=environment) as deployed:
         found = Scene(deployed, deaf)
         found.attend()
         yield found
-
-
-def at_each_side(ask: Callable[[], Response]) -> list[Response]:
-    """Asks, several at a time, until each API server has answered twice: one that is idle takes every connection."""
-    answers: list[Response] = []
-    with ThreadPoolExecutor(8) as pool:
-        for _ in range(30):
-            answers += pool.map(lambda _: ask(), range(8))
-            if all([answer.headers.get("x-side") for answer in answers].count(side) >= 2 for side in SIDES):
-                return answers
-    raise AssertionError(f"expected answers of {SIDES}, got {[answer.headers.get('x-side') for answer in answers]}")
 
 
 def events(answer: Response) -> list[dict[str, Any]]:

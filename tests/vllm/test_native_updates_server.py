@@ -20,12 +20,14 @@ from resharder.client import NotServed, Operator, ResharderTrainerInitInfo, Targ
 from resharder.client.integrations.vllm import ResharderTrainerEngine
 from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, ModuleSource, WeightTransferTrainerFactory
 
+from tests.support.api_sides import SHOW_SIDES, at_each_side
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_serving
 from tests.support.tiny_hf import load_model, save_checkpoint, tiny_config
 from tests.support.vllm_server import Response, VllmServer, completion
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vllm_api" / "trainer.py"
+RAW_MODE = Path(__file__).parents[1] / "support" / "raw_mode"
 PROMPTS = ([5, 17, 42, 7], [11, 2, 9], [77, 77, 77])  # the example's
 MODEL = "policy"
 
@@ -56,7 +58,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """The server begins with dummy weights, before any trainer."""
+    """A server with two API servers and two workers. It begins with dummy weights, before any trainer."""
     folder = save_checkpoint(tmp_path_factory.mktemp("model"), tiny_config("qwen3", num_hidden_layers=2), seed=3)
     config = tmp_path_factory.mktemp("config") / "model"
     shutil.copytree(folder, config, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -67,8 +69,10 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
             "RESHARDER_UNREACHABLE": "prefer",
             "VLLM_PLUGINS": "resharder",
             "VLLM_SERVER_DEV_MODE": "1",
+            "PYTHONPATH": str(RAW_MODE),
         }
         options = ["--load-format", "dummy", "--weight-transfer-config", json.dumps({"backend": "resharder"})]
+        options += ["--tensor-parallel-size", "2", "--api-server-count", "2", *SHOW_SIDES]
         with VllmServer(config, options, environment, timeout=900) as server:
             yield Scene(daemon, server, folder)
 
@@ -115,6 +119,23 @@ def test_every_send_is_a_version_to_which_the_fleet_can_return(scene: Scene) -> 
     assert scene.answer() == (served[first], str(first))
     engine.send_weights()
     assert scene.answer()[0] == served[second]
+    engine.shutdown()
+
+
+def test_each_call_of_an_update_may_reach_another_api_server(scene: Scene) -> None:
+    engine = scene.trainer(load_model(scene.folder))
+    engine.send_weights()
+    assert engine.handle is not None
+    version, fingerprint = engine.handle.version, engine.handle.get().fingerprint
+    calls = [
+        ("/init_weight_transfer_engine", {"init_info": {"model": MODEL}}),
+        ("/start_weight_update", {}),
+        ("/update_weights", {"update_info": {"version": version, "fingerprint": fingerprint}}),
+        ("/finish_weight_update", {"weight_version": str(version)}),
+    ]
+    for path, body in calls:
+        answers = at_each_side(lambda path=path, body=body: scene.server.request("POST", path, body))
+        assert {answer.status for answer in answers} == {200}, [(path, answer.body) for answer in answers]
     engine.shutdown()
 
 

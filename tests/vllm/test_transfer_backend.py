@@ -1,6 +1,8 @@
 """vLLM's weight transfer backend `resharder`: registration, errors at the start, and the trainer's half against a real daemon."""
 
-from collections.abc import Iterator
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +14,16 @@ pytest.importorskip("vllm.entrypoints.rl", reason="this vLLM has no factory for 
 
 from resharder.client import NotServed, Operator, ResharderTrainerInitInfo, ShardSource, UsageError
 from resharder.client.inference.vllm import register
-from resharder.client.inference.vllm.native_updates import ROUTES, is_selected
+from resharder.client.inference.vllm.native_updates import ROUTES, is_selected, replace_calls, take_over
 from resharder.client.inference.vllm.route_rules import RULES
 from resharder.client.integrations.vllm import ResharderTrainerEngine
 from resharder.client.integrations.weight_sources import DividedStream, owned_names
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer import ModuleSource, ParamMeta, WeightSource, WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.exceptions import VLLMServerError
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.support.daemon import Daemon
 from tests.support.forked_ranks import forked
@@ -101,6 +106,96 @@ def test_only_the_backends_own_configuration_selects_it() -> None:
     assert {("POST", route) for route in ROUTES} - RULES.keys() == {("POST", "/get_world_size")}, "which is a GET"
 
 
+class Updates:
+    """The control side's half, which notes the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+
+    async def init(self, info: Any) -> None:
+        self.calls.append(("init", info))
+
+    async def update(self, info: Any) -> None:
+        if info == {"version": 9}:
+            raise NotServed("the daemon has no version 9")
+        self.calls.append(("update", info))
+
+    async def finish(self, label: str | None) -> None:
+        self.calls.append(("finish", label))
+
+
+class Workers:
+    """An engine core's client, which notes the calls of the workers."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def collective_rpc_async(self, method: str, *_: Any) -> list[None]:
+        self.calls.append(method)
+        return [None]
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        pass
+
+
+def actor(attach: Callable[[Any], Awaitable[None]] | None) -> AsyncLLM:
+    """An engine without its processes, of a class that has copies of vLLM's methods, as Ray makes them for an actor."""
+    copies = {name: method for name, method in vars(AsyncLLM).items() if inspect.iscoroutinefunction(method)}
+    engine = type("Actor", (AsyncLLM,), copies | {"__init__": lambda self: None})()
+    engine.engine_core = Workers()
+    for _ in range(2):  # by the engine's class, and by `attach`
+        replace_calls(engine, attach)
+    return engine
+
+
+def test_methods_that_ray_bound_before_the_plugin_was_loaded_reach_the_control_side() -> None:
+    updates, attached = Updates(), []
+
+    async def attach(engine: Any) -> None:
+        attached.append(engine)
+        await asyncio.sleep(0)
+        take_over(engine, updates)
+
+    async def main() -> None:
+        engine = actor(attach)
+        init = WeightTransferInitRequest(init_info={"model": "policy"})
+        await asyncio.gather(*(AsyncLLM.init_weight_transfer_engine(engine, init) for _ in range(2)))
+        assert attached == [engine], "the first call attaches the engine, once"
+        await AsyncLLM.start_weight_update(engine)
+        await AsyncLLM.update_weights(engine, WeightTransferUpdateRequest(update_info={"version": 7}))
+        await AsyncLLM.finish_weight_update(engine)
+        await engine.finish_weight_update("7")
+        with pytest.raises(VLLMServerError, match="the daemon has no version 9"):
+            await engine.update_weights(WeightTransferUpdateRequest(update_info={"version": 9}))
+        with pytest.raises(ValueError, match="expected start_weight_update: a version has the drafter's weights too"):
+            await AsyncLLM.start_draft_weight_update(engine)
+        await AsyncLLM.shutdown_weight_transfer_engine(engine)
+        assert engine.engine_core.calls == []
+        await engine.collective_rpc("resharder_describe")
+        assert engine.engine_core.calls == ["resharder_describe"]
+
+    asyncio.run(main())
+    init = ("init", {"model": "policy"})
+    assert updates.calls == [init, init, ("update", {"version": 7}), ("finish", None), ("finish", "7")]
+
+
+def test_calls_of_an_engine_that_cannot_be_attached_are_errors() -> None:
+    async def attach(engine: Any) -> None:
+        raise UsageError("expected the daemon's endpoint")
+
+    async def main() -> None:
+        engine = actor(attach)
+        with pytest.raises(ValueError, match="expected the daemon's endpoint"):
+            await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"model": "policy"}))
+        await engine.update_weights(WeightTransferUpdateRequest(update_info={"version": 7}))
+        await engine.finish_weight_update()
+        assert engine.engine_core.calls == ["update_weights", "finish_weight_update"], (
+            "whose error names the missing control side"
+        )
+
+    asyncio.run(main())
+
+
 def test_a_modules_weights_become_versions_under_their_names_on_disk(daemon: Daemon, folder: Path, tmp_path: Path) -> None:
     model, client = load_model(folder), Client()
     engine = start(daemon, folder, ModuleSource(model), client, "module")
@@ -159,10 +254,14 @@ def test_what_a_server_answers_is_in_the_error_that_the_trainer_gets(daemon: Dae
     engine.client.refusal = ConnectionError("nobody answers")
     with pytest.raises(NotServed, match="versions/2 to be served, got ConnectionError: nobody answers"):
         engine.send_weights()
+    engine.client.refusal = RuntimeError("Traceback of an actor")
+    engine.client.refusal.cause = ValueError("server a is drained")  # as Ray's errors have it
+    with pytest.raises(NotServed, match="versions/3 to be served, got server a is drained"):
+        engine.send_weights()
     engine.client.refusal = None
     engine.send_weights()
     assert engine.handle is not None
-    assert engine.handle.version == 3
+    assert engine.handle.version == 4
     engine.shutdown()
 
 

@@ -8,7 +8,6 @@ import pytest
 from resharder.client.errors import NotServed, UsageError
 from resharder.client.inference.control.gate import Gate
 from resharder.client.inference.control.weight_update import WeightUpdates
-from resharder.client.inference.vllm import native_updates
 from resharder.client.operator import Operator
 from resharder.v1 import resources_pb2
 
@@ -148,16 +147,3 @@ def test_a_daemon_that_has_not_seen_the_server_yet_is_waited_for(daemon: FakeOpe
     daemon.servers.clear()
     with pytest.raises(NotServed, match=r"within 0.1 s, got vLLM's own weights: .*servers/a"):
         run(updates(daemon, Gate(prefer=True), timeout=0.1).finish("7"))
-
-
-def test_calls_that_this_vllm_lacks_are_left_out() -> None:
-    class Engine:  # as AsyncLLM of 0.28
-        async def finish_weight_update(self, weight_version: str | None = None) -> None:
-            raise AssertionError("vLLM's own")
-
-    native_updates.replace_calls(Engine)
-    engine = Engine()
-    native_updates.take_over(engine, WeightUpdates(Gate(), "s", lambda: "policy", Operator, timeout=1.0))
-    with pytest.raises(ValueError, match="expected update_weights with the version"):
-        asyncio.run(engine.finish_weight_update())
-    assert not hasattr(Engine, "shutdown_weight_transfer_engine")

@@ -57,8 +57,12 @@ WorkerPoint = Literal[
 """Points of the plugin's workers and their helper processes."""
 WorkerFilePoint = Literal["worker.boot.load", "worker.stage.mirror", "worker.stage.map", "worker.fetch.write"]
 """Points of the plugin's workers before a file operation."""
-FilePoint = Literal[DaemonFilePoint, TrainerFilePoint, OperatorFilePoint, WorkerFilePoint]
-Point = Literal[DaemonPoint, TrainerPoint, OperatorPoint, ControlPoint, WorkerPoint, FilePoint]
+NodePoint = Literal["node.sync", "node.manifest", "node.piece", "node.held"]
+"""Points of a node."""
+NodeFilePoint = Literal["node.layout", "node.write", "node.drop"]
+"""Points of a node before a file operation."""
+FilePoint = Literal[DaemonFilePoint, TrainerFilePoint, OperatorFilePoint, WorkerFilePoint, NodeFilePoint]
+Point = Literal[DaemonPoint, TrainerPoint, OperatorPoint, ControlPoint, WorkerPoint, NodePoint, FilePoint]
 """Every name that a call of `failpoint` may have."""
 
 POINTS: tuple[str, ...] = get_args(Point)

@@ -92,6 +92,30 @@ class ListFleetsResponse(_message.Message):
     next_page_token: str
     def __init__(self, fleets: _Optional[_Iterable[_Union[_resources_pb2.Fleet, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
+class ListNodesRequest(_message.Message):
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListNodesResponse(_message.Message):
+    __slots__ = ("nodes", "next_page_token")
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[_resources_pb2.Node]
+    next_page_token: str
+    def __init__(self, nodes: _Optional[_Iterable[_Union[_resources_pb2.Node, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class SetNodeDrainedRequest(_message.Message):
+    __slots__ = ("node", "drained")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    drained: bool
+    def __init__(self, node: _Optional[str] = ..., drained: bool = ...) -> None: ...
+
 class ExportVersionRequest(_message.Message):
     __slots__ = ("version",)
     VERSION_FIELD_NUMBER: _ClassVar[int]

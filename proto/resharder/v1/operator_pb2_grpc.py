@@ -61,6 +61,16 @@ class OperatorServiceStub(object):
                 request_serializer=resharder_dot_v1_dot_operator__pb2.ListFleetsRequest.SerializeToString,
                 response_deserializer=resharder_dot_v1_dot_operator__pb2.ListFleetsResponse.FromString,
                 _registered_method=True)
+        self.ListNodes = channel.unary_unary(
+                '/resharder.v1.OperatorService/ListNodes',
+                request_serializer=resharder_dot_v1_dot_operator__pb2.ListNodesRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_operator__pb2.ListNodesResponse.FromString,
+                _registered_method=True)
+        self.SetNodeDrained = channel.unary_unary(
+                '/resharder.v1.OperatorService/SetNodeDrained',
+                request_serializer=resharder_dot_v1_dot_operator__pb2.SetNodeDrainedRequest.SerializeToString,
+                response_deserializer=resharder_dot_v1_dot_resources__pb2.Node.FromString,
+                _registered_method=True)
         self.ExportVersion = channel.unary_stream(
                 '/resharder.v1.OperatorService/ExportVersion',
                 request_serializer=resharder_dot_v1_dot_operator__pb2.ExportVersionRequest.SerializeToString,
@@ -172,6 +182,20 @@ class OperatorServiceServicer(object):
 
     def ListFleets(self, request, context):
         """Lists fleets by name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListNodes(self, request, context):
+        """Lists nodes by name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetNodeDrained(self, request, context):
+        """Drains a node before maintenance of its host, or resumes it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -313,6 +337,16 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.ListFleets,
                     request_deserializer=resharder_dot_v1_dot_operator__pb2.ListFleetsRequest.FromString,
                     response_serializer=resharder_dot_v1_dot_operator__pb2.ListFleetsResponse.SerializeToString,
+            ),
+            'ListNodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListNodes,
+                    request_deserializer=resharder_dot_v1_dot_operator__pb2.ListNodesRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_operator__pb2.ListNodesResponse.SerializeToString,
+            ),
+            'SetNodeDrained': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetNodeDrained,
+                    request_deserializer=resharder_dot_v1_dot_operator__pb2.SetNodeDrainedRequest.FromString,
+                    response_serializer=resharder_dot_v1_dot_resources__pb2.Node.SerializeToString,
             ),
             'ExportVersion': grpc.unary_stream_rpc_method_handler(
                     servicer.ExportVersion,
@@ -526,6 +560,60 @@ class OperatorService(object):
             '/resharder.v1.OperatorService/ListFleets',
             resharder_dot_v1_dot_operator__pb2.ListFleetsRequest.SerializeToString,
             resharder_dot_v1_dot_operator__pb2.ListFleetsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListNodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.OperatorService/ListNodes',
+            resharder_dot_v1_dot_operator__pb2.ListNodesRequest.SerializeToString,
+            resharder_dot_v1_dot_operator__pb2.ListNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetNodeDrained(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/resharder.v1.OperatorService/SetNodeDrained',
+            resharder_dot_v1_dot_operator__pb2.SetNodeDrainedRequest.SerializeToString,
+            resharder_dot_v1_dot_resources__pb2.Node.FromString,
             options,
             channel_credentials,
             insecure,

@@ -574,3 +574,55 @@ class Server(_message.Message):
     ahead: bool
     verify_request: str
     def __init__(self, name: _Optional[str] = ..., fleet: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[Server.State, str]] = ..., reason: _Optional[str] = ..., version: _Optional[int] = ..., wanted_version: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., install: _Optional[_Union[Install, _Mapping]] = ..., lease_expire_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., address: _Optional[str] = ..., world_size: _Optional[int] = ..., control_sides: _Optional[int] = ..., power: _Optional[_Union[Power, str]] = ..., wanted_power: _Optional[_Union[Power, str]] = ..., drained: bool = ..., in_flight: _Optional[int] = ..., passes_kv: bool = ..., ahead: bool = ..., verify_request: _Optional[str] = ...) -> None: ...
+
+class Node(_message.Message):
+    __slots__ = ("name", "state", "data_address", "capacity_bytes", "used_bytes", "transfers", "received_origin_bytes", "received_peer_bytes", "sent_bytes", "report_time", "copies")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Node.State]
+        LIVE: _ClassVar[Node.State]
+        DRAINED: _ClassVar[Node.State]
+        LOST: _ClassVar[Node.State]
+    STATE_UNSPECIFIED: Node.State
+    LIVE: Node.State
+    DRAINED: Node.State
+    LOST: Node.State
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_ORIGIN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_PEER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REPORT_TIME_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    state: Node.State
+    data_address: str
+    capacity_bytes: int
+    used_bytes: int
+    transfers: int
+    received_origin_bytes: int
+    received_peer_bytes: int
+    sent_bytes: int
+    report_time: _timestamp_pb2.Timestamp
+    copies: _containers.RepeatedCompositeFieldContainer[NodeCopy]
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[Node.State, str]] = ..., data_address: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., received_origin_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., report_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., copies: _Optional[_Iterable[_Union[NodeCopy, _Mapping]]] = ...) -> None: ...
+
+class NodeCopy(_message.Message):
+    __slots__ = ("version", "held_pieces", "pieces", "wanted", "problem", "servers")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    HELD_PIECES_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    held_pieces: int
+    pieces: int
+    wanted: bool
+    problem: str
+    servers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., held_pieces: _Optional[int] = ..., pieces: _Optional[int] = ..., wanted: bool = ..., problem: _Optional[str] = ..., servers: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -3,6 +3,7 @@
 import os
 import shlex
 import socket
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -113,15 +114,20 @@ def load(file: Path | None, flags: dict[str, Any]) -> Config:
     try:
         return Loaded(**flags)
     except ValidationError as error:
-        raise ConfigError("; ".join(_problem(dict(found)) for found in error.errors())) from None
+        options = [name for name in Config.model_fields if name not in _FILE_ONLY]
+        raise ConfigError(problem_of(error, options)) from None
     except (OSError, YAMLError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"--config: expected options in YAML in {file}, got: {' '.join(str(error).split())}") from None
 
 
-def _problem(found: dict[str, Any]) -> str:
-    """Return one of pydantic's errors as a line."""
+def problem_of(error: ValidationError, options: Collection[str]) -> str:
+    """Return pydantic's errors as a line. `options` are the names of fields that are flags."""
+    return "; ".join(_problem(dict(found), options) for found in error.errors())
+
+
+def _problem(found: dict[str, Any], options: Collection[str]) -> str:
     place = ".".join(map(str, found["loc"]))
-    option = f"--{place.replace('_', '-')}" if place in Config.model_fields and place not in _FILE_ONLY else place
+    option = f"--{place.replace('_', '-')}" if place in options else place
     message = found["msg"].removeprefix("Value error, ")
     if found["type"] == "extra_forbidden":
         return f"{option}: there is no such option"

@@ -20,8 +20,10 @@ import typer
 from resharder.converters.failpoints import failpoint
 from resharder.server.archive.archive import Archive
 from resharder.server.config import Config, ConfigError, check_store, load, why_not_bound
+from resharder.server.data.checksums import PieceChecksums
 from resharder.server.data.connection import DataReads
 from resharder.server.data.port import DataPort
+from resharder.server.data.versions import StoredVersions
 from resharder.server.direct.coordinator import Direct
 from resharder.server.direct.offered_versions import OfferedVersions
 from resharder.server.fleets.canary_checks import Checks
@@ -38,10 +40,12 @@ from resharder.server.infra.filesystem import raise_malloc_thresholds
 from resharder.server.infra.medium import medium_error
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.logs import configure_logs, log_event
+from resharder.server.node.registry import NodeRegistry
 from resharder.server.observability.tracing.collector import Traced
 from resharder.server.observability.tracing.ids import Tracing
 from resharder.server.rpc.direct_service import DirectService
 from resharder.server.rpc.dispatch import Dispatcher
+from resharder.server.rpc.node_service import NodeService
 from resharder.server.rpc.operator_service import OperatorService
 from resharder.server.rpc.publisher_service import PublisherService
 from resharder.server.rpc.server import RpcServer
@@ -57,7 +61,7 @@ from resharder.server.state.server import Settings
 from resharder.server.state.version import VersionRecord
 from resharder.server.store.store import Store
 from resharder.server.web.server import RELEASE, Shown
-from resharder.v1 import direct_pb2_grpc, operator_pb2, operator_pb2_grpc, publisher_pb2_grpc, server_pb2_grpc
+from resharder.v1 import direct_pb2_grpc, node_pb2_grpc, operator_pb2, operator_pb2_grpc, publisher_pb2_grpc, server_pb2_grpc
 
 _log = structlog.get_logger("resharder.main")
 
@@ -116,6 +120,14 @@ class Daemon:
             traced = Traced(self.tracing, self.store.catalogue)
             self.intake.observe(traced)
             self.fleets.steering.observe(traced)
+        self.nodes = NodeRegistry(
+            self.store.reader.manifest,
+            self.store.catalogue.get,
+            lease_seconds=config.lease_seconds,
+            forget_seconds=config.forget_seconds,
+            note=self.events.add,
+        )
+        self.store.catalogue.subscribe(self.nodes.version_changed)
         self.archive = self._archive()
         limits = Limits(self.config.caller_rate, self.config.caller_calls)
         self.access = Access(self.config.security, limits, self.config.max_message_bytes, self.fleets.roster)
@@ -129,6 +141,7 @@ class Daemon:
             seconds=config.direct_seconds,
         )
         self.store.catalogue.subscribe(lambda record: self.direct.offers.version_changed(record.model))
+        self._versions, self._checksums = StoredVersions(self.store.reader), PieceChecksums()
         self.data = self._data()
         self.server = self._server()
         self._ended = threading.Event()
@@ -188,9 +201,10 @@ class Daemon:
             ServerService(
                 self.fleets, self.store, profiles, verifications, self.config.digest_threads, self._data_address()
             ): server_pb2_grpc.add_ServerServiceServicer_to_server,
+            NodeService(self.nodes, self._versions, self._checksums): node_pb2_grpc.add_NodeServiceServicer_to_server,
             DirectService(self.direct, self.intake): direct_pb2_grpc.add_DirectServiceServicer_to_server,
             OperatorService(
-                views, operations, self.events, self.archive, profiles, verifications, daemon
+                views, operations, self.nodes, self.events, self.archive, profiles, verifications, daemon
             ): operator_pb2_grpc.add_OperatorServiceServicer_to_server,
         }
 
@@ -201,7 +215,7 @@ class Daemon:
         security = self.config.security
         check, tls = (web.access_check(self.access), web.tls_context(security)) if security is not None else (None, None)
         try:
-            return Shown(self.config.web_listen, self.intake, self.fleets, self.events, check, tls)
+            return Shown(self.config.web_listen, self.intake, self.fleets, self.nodes, self.events, check, tls)
         except (OSError, ValueError) as error:
             why = why_not_bound(self.config.web_listen) or (error.strerror if isinstance(error, OSError) else error)
             raise ConfigError(f"--web-listen: cannot listen on {self.config.web_listen}: {why}") from error
@@ -211,7 +225,12 @@ class Daemon:
         listen, security = self.config.data_listen, self.config.security
         if not listen:
             return None
-        reads = DataReads(self.store.reader, self.access.reading, local_only=security is None and is_loopback(listen))
+        reads = DataReads(
+            self._versions,
+            self.access.reading,
+            local_only=security is None and is_loopback(listen),
+            checksums=self._checksums,
+        )
         tls = web.tls_context(security, required=True) if security is not None else None
         try:
             return DataPort(*parse_listen(listen), reads, tls)
@@ -242,6 +261,7 @@ class Daemon:
             descriptors.look()
             try:
                 self.intake.publishers.expire()
+                self.nodes.expire()
             except Exception as error:
                 _log.error("leases_failed", exc_info=error)
 

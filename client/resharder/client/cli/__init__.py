@@ -12,11 +12,11 @@ from collections.abc import Sequence
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC's core logs between lines of output; grpc reads it on import
 
 # isort: split
-from resharder.client.cli import check, fleets, power, probe, profile, show, verify, versions, watch
+from resharder.client.cli import check, fleets, nodes, power, probe, profile, show, verify, versions, watch
 from resharder.client.cli.app import app
 from resharder.client.errors import DaemonUnreachable, ResharderError, UsageError, WaitTimeout
 
-__all__ = ["app", "check", "fleets", "main", "power", "probe", "profile", "show", "verify", "versions", "watch"]
+__all__ = ["app", "check", "fleets", "main", "nodes", "power", "probe", "profile", "show", "verify", "versions", "watch"]
 
 _CODES: dict[type[ResharderError], int] = {UsageError: 2, DaemonUnreachable: 3, WaitTimeout: 6}
 

@@ -26,6 +26,11 @@ def servers(context: typer.Context, incomplete: str) -> list[str]:
     return _known(context, incomplete, lambda operator: (server.name.partition("/")[2] for server in operator.servers()))
 
 
+def nodes(context: typer.Context, incomplete: str) -> list[str]:
+    """Return ids of nodes."""
+    return _known(context, incomplete, lambda operator: (node.name.partition("/")[2] for node in operator.nodes()))
+
+
 def versions(context: typer.Context, incomplete: str) -> list[str]:
     """Return `latest` and the numbers of READY versions."""
     return [*(["latest"] if "latest".startswith(incomplete) else []), *numbers(context, incomplete)]

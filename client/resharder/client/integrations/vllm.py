@@ -210,8 +210,10 @@ def _answers(expected: str) -> Iterator[None]:
 
 
 def _said(error: Exception) -> str:
-    """Return a server's message from an error of vLLM's HTTP client, else the error's own."""
-    response = getattr(error, "response", None)
+    """Return a server's message from an error of vLLM's HTTP or Ray client, else the error's own."""
+    response, cause = getattr(error, "response", None), getattr(error, "cause", None)
+    if isinstance(cause, Exception):  # Ray's own message is the actor's traceback
+        return str(cause)
     try:
         return str(response.json()["error"]["message"])  # type: ignore[union-attr]
     except Exception:  # no response, or not one of vLLM's

@@ -11,11 +11,12 @@ Answers are frozen dataclasses (`answers`). A version is its number, with its mo
 """
 
 from resharder.client.operator.fleets import FleetCommands
+from resharder.client.operator.nodes import NodeCommands
 from resharder.client.operator.servers import ServerCommands
 from resharder.client.operator.versions import VersionCommands
 
 __all__ = ["Operator"]
 
 
-class Operator(FleetCommands, ServerCommands, VersionCommands):
+class Operator(FleetCommands, ServerCommands, NodeCommands, VersionCommands):
     """Connection to one daemon, with a method for every command of `resharder`."""

@@ -245,9 +245,9 @@ class WorkerStatus:
     needed_bytes: int
     """Bytes of HF tensors that the worker needs."""
     transport: str
-    """`shared-memory`, `http` or `grpc`."""
+    """`shared-memory`, `node`, `http` or `grpc`."""
     transport_reason: str
-    """Reason for gRPC in place of HTTP; empty if there is none."""
+    """Reason for gRPC in place of HTTP, or for either in place of a node; empty if there is none."""
     stage_seconds: float
     apply_seconds: float
     verified_tensors: int

@@ -26,11 +26,15 @@ class PieceChecksums:
                 self._known.move_to_end(key)
                 return known
         computed = read()
+        self.put(key, computed)
+        return computed
+
+    def put(self, key: tuple[str, str, int], checksum: int) -> None:
+        """Add the checksum of a piece."""
         with self._lock:
-            self._known[key] = computed
+            self._known[key] = checksum
             while len(self._known) > self._most:
                 self._known.popitem(last=False)
-        return computed
 
 
 def checksum_of(descriptor: int, start: int, end: int) -> int:

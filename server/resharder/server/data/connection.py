@@ -7,17 +7,18 @@ version between two of them. Without a request for `IDLE_SECONDS` it is closed.
 import os
 import socket
 import ssl
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 import h11
 from resharder.converters.wire.ranges import CHECKSUM, FilePart, is_piece, parse_part
 from resharder.server.data.checksums import PieceChecksums, checksum_of
+from resharder.server.data.versions import ServedVersion, ServedVersions
 from resharder.server.infra.addresses import names_address
 from resharder.server.infra.medium import medium_errors
 from resharder.server.state.errors import (
@@ -27,8 +28,6 @@ from resharder.server.state.errors import (
     ResourceNotFound,
     Unauthenticated,
 )
-from resharder.server.store.manifest import Manifest
-from resharder.server.store.reader import VersionReader
 
 IDLE_SECONDS = 30.0  # from one response to the whole head of the next request, and for the handshake
 RESPONSE_SECONDS = 120.0
@@ -56,14 +55,18 @@ class _Refused(Exception):
 
 @dataclass(frozen=True)
 class DataReads:
-    """Parts of the daemon that a connection needs."""
+    """Parts of the daemon or node that a connection needs."""
 
-    reader: VersionReader
+    versions: ServedVersions
     check: ReadCheck
     local_only: bool
     """Whether only a host that is an IP address or `localhost` is served, against DNS rebinding."""
     checksums: PieceChecksums = field(default_factory=PieceChecksums)
     clock: Callable[[], float] = time.monotonic
+    sent: Callable[[int], object] = lambda size: None
+    """Called with the bytes of each complete response."""
+    places: threading.Semaphore | None = None
+    """Responses at a time: a request without a place is refused with 429. None: no bound."""
 
 
 class DataConnection:
@@ -127,7 +130,7 @@ class DataConnection:
             headers.setdefault(name.decode("ascii"), []).append(value.decode("latin-1"))
         try:
             part = self._parsed(request, headers)
-            with self._reads.check(headers.get("authorization", []), self._certificate(), self._peer, part.model):
+            with self._reads.check(headers.get("authorization", []), self._certificate(), self._peer, part.model), self._place():
                 self._send(part, headers)
         except _Refused as refused:
             self._refuse(refused.status, str(refused), refused.headers)
@@ -145,19 +148,32 @@ class DataConnection:
         except ValueError as error:
             raise _Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
 
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        places = self._reads.places
+        if places is not None and not places.acquire(blocking=False):
+            raise _Refused(HTTPStatus.TOO_MANY_REQUESTS, "busy with other requests", ("Retry-After", "1"))
+        try:
+            yield
+        finally:
+            if places is not None:
+                places.release()
+
     def _certificate(self) -> Mapping[str, Any] | None:
         return self._socket.getpeercert() if isinstance(self._socket, ssl.SSLSocket) else None
 
     def _send(self, part: FilePart, headers: Mapping[str, Sequence[str]]) -> None:
         """Send a part of a file. Raises OSError if the peer does not take it in time, and then part of it may be sent."""
         version = self._pin(part.model, part.number)
-        tag = f'"{version.manifest.record.fingerprint}"'
+        tag = f'"{version.served.fingerprint}"'
         if any(wanted not in ("*", tag) for wanted in headers.get("if-match", [])):
             raise _Refused(HTTPStatus.PRECONDITION_FAILED, f"the version's fingerprint is {tag}")
         descriptor, size = version.open(part.file)
         if part.end > size:
             text = f"expected a range within {size} bytes, got {part.start}-{part.end - 1}"
             raise _Refused(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, text, ("Content-Range", f"bytes */{size}"))
+        if refusal := version.served.lacks(part):
+            raise _Refused(HTTPStatus.NOT_FOUND, refusal)
         answer = [
             ("Content-Type", "application/octet-stream"),
             ("Content-Length", str(part.end - part.start)),
@@ -165,7 +181,7 @@ class DataConnection:
             ("ETag", tag),
         ]
         if is_piece(part.start, part.end, size):
-            key = (version.manifest.record.fingerprint, part.file, part.start)
+            key = (version.served.fingerprint, part.file, part.start)
             checksum = self._reads.checksums.get(key, lambda: checksum_of(descriptor, part.start, part.end))
             answer.append((CHECKSUM, f"{checksum:016x}"))
         deadline = self._reads.clock() + RESPONSE_SECONDS
@@ -176,6 +192,7 @@ class DataConnection:
         else:
             self._sendfile(descriptor, part.start, part.end, deadline)
         self._http.send(h11.EndOfMessage())
+        self._reads.sent(part.end - part.start)
 
     def _sendfile(self, descriptor: int, at: int, end: int, deadline: float) -> None:
         with open(descriptor, "rb", buffering=0, closefd=False) as file:
@@ -208,7 +225,7 @@ class DataConnection:
     def _pin(self, model: str, number: int) -> "_PinnedVersion":
         if self._pinned is None or self._pinned.key != (model, number):
             self._unpin()
-            self._pinned = _PinnedVersion(self._reads.reader, model, number)
+            self._pinned = _PinnedVersion(self._reads.versions, model, number)
         return self._pinned
 
     def _unpin(self) -> None:
@@ -228,26 +245,23 @@ class _Body:
 
 
 class _PinnedVersion:
-    """A READY version, pinned, and its files that were opened. Raises as `VersionReader.folder` does."""
+    """A version, pinned, and its files that were opened. Raises as `ServedVersions.pinned` does."""
 
-    def __init__(self, reader: VersionReader, model: str, number: int) -> None:
+    def __init__(self, versions: ServedVersions, model: str, number: int) -> None:
         self.key = (model, number)
         self._stack = ExitStack()
-        self.manifest: Manifest
-        self._folder: Path
-        self.manifest, self._folder = self._stack.enter_context(reader.folder(model, number))
-        self._sizes = {file.path: file.size for file in self.manifest.files}
+        self.served: ServedVersion = self._stack.enter_context(versions.pinned(model, number))
         self._open: dict[str, int] = {}
 
     @medium_errors()
     def open(self, name: str) -> tuple[int, int]:
         """Return a descriptor and the size of a safetensors file. Raises ResourceNotFound (VERSION_UNKNOWN), Unavailable."""
-        if name not in self._sizes:
-            raise ResourceNotFound("VERSION_UNKNOWN", f"{self.manifest.record.name} has no safetensors file {name!r}")
+        if name not in self.served.sizes:
+            raise ResourceNotFound("VERSION_UNKNOWN", f"{self.served.name} has no safetensors file {name!r}")
         if name not in self._open:
-            self._open[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
+            self._open[name] = os.open(self.served.folder / name, os.O_RDONLY | os.O_CLOEXEC)
             self._stack.callback(os.close, self._open[name])
-        return self._open[name], self._sizes[name]
+        return self._open[name], self.served.sizes[name]
 
     def close(self) -> None:
         """Close the files and unpin the version."""

@@ -30,6 +30,12 @@ class DataPort:
         self._accepting = threading.Thread(target=self._accept, name="data-port", daemon=True)
         self._accepting.start()
 
+    @property
+    def transfers(self) -> int:
+        """Number of requests that are being answered."""
+        with self._lock:
+            return sum(connection.idle_since is None for connection in self._open)
+
     def _accept(self) -> None:
         while True:
             try:

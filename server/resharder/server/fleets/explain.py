@@ -64,10 +64,12 @@ def explain(server: Server, now: float, settings: Settings) -> str:
 
 
 def _slow_reads(server: Server) -> str:
-    """Return why workers read versions by gRPC in place of HTTP; empty if none does."""
-    reasons = {worker.transport_reason: rank for rank, worker in sorted(server.workers.items(), reverse=True)}
-    reasons.pop("", None)
-    return "".join(f"; worker {rank} read its version by gRPC, not HTTP: {reason}" for reason, rank in list(reasons.items())[:1])
+    """Return why workers read versions in another way than the best one; empty if none does."""
+    for rank, worker in sorted(server.workers.items()):
+        if worker.transport_reason:
+            way = "by gRPC" if worker.transport == "grpc" else "by HTTP from the daemon"
+            return f"; worker {rank} read its version {way}: {worker.transport_reason}"
+    return ""
 
 
 def _serving(server: Server) -> str:

@@ -29,7 +29,7 @@ from resharder.server.infra.filesystem import sync, touching
 from resharder.server.infra.journal import JournalFile, read_records
 from resharder.v1 import operator_pb2
 
-Kind = Literal["daemon", "publisher", "version", "server", "fleet", "move", "operator", "archive"]
+Kind = Literal["daemon", "publisher", "version", "server", "fleet", "move", "operator", "archive", "node"]
 
 _LONGEST = 2000  # characters of a reason or a detail
 _LAST = 100

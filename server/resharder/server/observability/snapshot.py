@@ -8,6 +8,8 @@ from typing import NamedTuple
 from resharder.server.fleets.roster import FleetView, Roster, ServerView
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.ingest.publisher import PublisherRecord
+from resharder.server.node.registry import NodeRegistry
+from resharder.server.node.reports import NodeView
 from resharder.server.state.errors import ResourceNotFound
 from resharder.server.state.version import READY, RETIRED, UPLOADING, VersionRecord
 
@@ -43,6 +45,7 @@ class Snapshot:
     publishers: Sequence[tuple[PublisherRecord, int]]  # with its ranks within their lease
     fleets: Sequence[FleetView]
     servers: Mapping[str, Sequence[ServerView]]  # by fleet
+    nodes: Sequence[NodeView] = ()
 
     def lag(self, view: FleetView) -> Lag:
         """Return the lag of a fleet in this snapshot."""
@@ -54,7 +57,7 @@ class Snapshot:
         return sum(view.server.serving == number for view in views)
 
 
-def take(intake: Intake, roster: Roster, wall: Callable[[], float] = time.time) -> Snapshot:
+def take(intake: Intake, roster: Roster, nodes: NodeRegistry, wall: Callable[[], float] = time.time) -> Snapshot:
     """Take a snapshot. Each part is read on its own, without a common lock; models that vanish meanwhile are left out."""
     store = intake.store
     versions: dict[str, list[VersionRecord]] = {}
@@ -76,6 +79,7 @@ def take(intake: Intake, roster: Roster, wall: Callable[[], float] = time.time) 
         [(publisher, intake.publishers.live_ranks(publisher)) for publisher in intake.publishers.all()],
         roster.fleets(),
         servers,
+        nodes.views(),
     )
 
 

@@ -9,6 +9,7 @@ class Role(Enum):
 
     PUBLISHER = "publisher"  # of models
     SERVER = "server"  # of fleets
+    NODE = "node"  # of fleets, whose versions it may hold
     OPERATOR = "operator"
     VIEWER = "viewer"
 
@@ -53,15 +54,17 @@ class Method:
         return f"/{self.service}/{self.name}"
 
 
+_NODE = frozenset({Role.NODE})
 _PUBLISHER, _SERVER, _OPERATOR = frozenset({Role.PUBLISHER}), frozenset({Role.SERVER}), frozenset({Role.OPERATOR})
 _READER = frozenset({Role.PUBLISHER, Role.SERVER, Role.OPERATOR})
+_COPIER = _READER | _NODE
 _MEMBER = frozenset({Role.PUBLISHER, Role.SERVER})
 _VIEWER = frozenset({Role.VIEWER})
 _ANY_ROLE = frozenset(Role)
 _EVERY_CALLER: frozenset[Role] = frozenset()
 
 OURS = "resharder.v1."
-_P, _S, _O, _D = (f"{OURS}{name}Service" for name in ("Publisher", "Server", "Operator", "Direct"))
+_P, _S, _O, _D, _N = (f"{OURS}{name}Service" for name in ("Publisher", "Server", "Operator", "Direct", "Node"))
 _HEALTH, _REFLECTION = "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"
 
 METHODS = (
@@ -81,16 +84,17 @@ METHODS = (
     Method(_S, "Attend", _SERVER, About.FLEET, Cost.WAIT),
     Method(_S, "ReportWorker", _SERVER, About.FLEET, Cost.RENEWAL),
     Method(_S, "PutProfile", _SERVER, About.FLEET, Cost.TRANSFER, large=True),
-    Method(_S, "GetManifest", _READER, About.MODEL, Cost.TRANSFER),
+    Method(_S, "GetManifest", _COPIER, About.MODEL, Cost.TRANSFER),
     Method(_S, "GetNextFiles", _READER, About.MODEL),
     Method(_S, "DigestBoxes", _READER, About.MODEL, Cost.TRANSFER, large=True),
-    Method(_S, "DownloadChunks", _READER, About.MODEL, Cost.TRANSFER, large=True),
+    Method(_S, "DownloadChunks", _COPIER, About.MODEL, Cost.TRANSFER, large=True),
     Method(_S, "GetModel", _READER, About.MODEL),
     Method(_O, "GetDaemon", _ANY_ROLE, About.NOTHING),  # its answer and those of lists are redacted: security/redaction.py
     Method(_O, "ListVersions", _ANY_ROLE, About.MODEL),
     Method(_O, "GetVersion", _ANY_ROLE, About.MODEL),
     Method(_O, "ListServers", _ANY_ROLE, About.NOTHING),
     Method(_O, "ListFleets", _ANY_ROLE, About.NOTHING),
+    Method(_O, "ListNodes", _VIEWER, About.NOTHING),
     Method(_O, "ListEvents", _VIEWER, About.NOTHING, Cost.WAIT),
     Method(_O, "ListArchive", _VIEWER, About.NOTHING, Cost.TRANSFER),
     Method(_O, "ExportVersion", _READER, About.MODEL, Cost.TRANSFER),
@@ -99,6 +103,7 @@ METHODS = (
     Method(_O, "DecideMove", _OPERATOR, About.FLEET),
     Method(_O, "SetPower", _OPERATOR, About.FLEET),
     Method(_O, "SetDrained", _OPERATOR, About.FLEET),
+    Method(_O, "SetNodeDrained", _OPERATOR, About.EVERYTHING),
     Method(_O, "DeleteFleet", _OPERATOR, About.FLEET),
     Method(_O, "ForgetServer", _OPERATOR, About.FLEET),
     Method(_O, "ProfileInstall", _OPERATOR, About.FLEET, Cost.WAIT),
@@ -116,6 +121,9 @@ METHODS = (
     # A group's id is a secret that the daemon sends to its members only.
     Method(_D, "SetGroupKey", _MEMBER, About.NOTHING, large=True),
     Method(_D, "GetGroupKey", _MEMBER, About.NOTHING, Cost.WAIT, large=True),
+    Method(_N, "SyncNode", _NODE, About.NOTHING, Cost.RENEWAL),
+    Method(_N, "GetPieceChecksums", _NODE, About.MODEL, Cost.TRANSFER),
+    Method(_N, "GetHostVersion", _SERVER, About.MODEL),
     Method(_HEALTH, "Check", _EVERY_CALLER, About.NOTHING, Cost.RENEWAL),
     Method(_HEALTH, "Watch", _EVERY_CALLER, About.NOTHING, Cost.WAIT),
     Method(_HEALTH, "List", _EVERY_CALLER, About.NOTHING),

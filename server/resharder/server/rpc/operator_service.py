@@ -14,9 +14,11 @@ from resharder.server.fleets.verifications import Verifications
 from resharder.server.infra.change_signal import Pause, Waiting
 from resharder.server.infra.event_log import Events, event_to_proto
 from resharder.server.ingest.shared import parse_name
+from resharder.server.node.registry import NodeRegistry
 from resharder.server.rpc.convert import fleet_to_proto, server_to_proto, store_access, timestamp
 from resharder.server.rpc.dispatch import Call
 from resharder.server.rpc.fleet_calls import FleetCalls
+from resharder.server.rpc.node_calls import NodeCalls
 from resharder.server.rpc.views import Views, page_of, seconds
 from resharder.server.state.version import VersionRecord
 from resharder.server.store.manifest import MANIFEST_FILE
@@ -26,13 +28,14 @@ from resharder.v1 import operator_pb2
 _PART_BYTES = 1 << 20
 
 
-class OperatorService(FleetCalls):
+class OperatorService(FleetCalls, NodeCalls):
     """Methods of `OperatorService`. Errors are those of the parts that each method calls."""
 
     def __init__(
         self,
         views: Views,
         operations: Operations,
+        nodes: NodeRegistry,
         events: Events,
         archive: Archive | None,
         profiles: Profiles,
@@ -40,7 +43,8 @@ class OperatorService(FleetCalls):
         daemon: operator_pb2.Daemon,
     ) -> None:
         self._intake, self._store, self._views, self._fleets = views.intake, views.store, views, views.fleets
-        super().__init__(views.fleets, operations)
+        FleetCalls.__init__(self, views.fleets, operations)
+        NodeCalls.__init__(self, nodes, events)
         self._events, self._archive, self._daemon = events, archive, daemon
         self._profiles, self._verifications = profiles, verifications
 

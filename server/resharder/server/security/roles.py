@@ -3,6 +3,7 @@
     roles:
       dns:trainer.rl.example:      [publisher:policy]        # a model
       dns:*.serve.example:         [server:policy]           # a fleet
+      dns:*.hosts.example:         [node:policy]             # a fleet, whose versions it may hold
       token:alice:                 [operator]
       token:bob:                   [operator:canaries]       # of one fleet
       token:prometheus:            [viewer]
@@ -25,7 +26,7 @@ _OF = re.compile(r"[A-Za-z0-9*][A-Za-z0-9*._-]{0,63}")
 
 @dataclass(frozen=True)
 class Grant:
-    """Role on a pattern of models (publisher) or fleets (server, operator)."""
+    """Role on a pattern of models (publisher) or fleets (server, node, operator)."""
 
     role: Role
     of: str = ALL
@@ -76,7 +77,7 @@ def _grants(who: str, said: str) -> tuple[Grant, ...]:
     if name not in {role.value for role in Role}:
         raise ValueError(f"{who}: expected a role of {', '.join(role.value for role in Role)}, got {said!r}")
     role = Role(name)
-    if role in (Role.PUBLISHER, Role.SERVER) and not colon:
+    if role in (Role.PUBLISHER, Role.SERVER, Role.NODE) and not colon:
         what = "model" if role is Role.PUBLISHER else "fleet"
         raise ValueError(f"{who}: expected {name}:{what.upper()}, or {name}:* for every {what}, got {said!r}")
     if colon and (role is Role.VIEWER or not _OF.fullmatch(of)):

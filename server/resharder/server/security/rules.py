@@ -39,8 +39,10 @@ def _covers(grant: Grant, about: About, resource: Resource) -> bool:
             return about is About.MODEL
         case Role.PUBLISHER:
             return bool(resource.model) and grant.covers(resource.model)
-        case Role.SERVER if about is About.MODEL:
+        case Role.SERVER | Role.NODE if about is About.MODEL:
             return any(map(grant.covers, resource.fleets))
+        case Role.NODE:
+            return False
         case Role.OPERATOR if about is not About.FLEET or grant.of == ALL:
             return grant.of == ALL
         case Role.SERVER | Role.OPERATOR:

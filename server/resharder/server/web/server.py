@@ -11,6 +11,7 @@ from resharder.server.fleets.fleets import Fleets
 from resharder.server.infra.addresses import is_loopback, parse_listen
 from resharder.server.infra.event_log import Events
 from resharder.server.ingest.coordinator import Intake
+from resharder.server.node.registry import NodeRegistry
 from resharder.server.observability import metrics, snapshot
 from resharder.server.web.app import AccessCheck, admit_all, check_host, web_app
 from resharder.server.web.listener import Listener
@@ -28,12 +29,13 @@ class Shown:
         listen: str,
         intake: Intake,
         fleets: Fleets,
+        nodes: NodeRegistry,
         events: Events,
         check: AccessCheck | None = None,
         tls: ssl.SSLContext | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._intake, self._fleets, self._events = intake, fleets, events
+        self._intake, self._fleets, self._nodes, self._events = intake, fleets, nodes, events
         self._since = wall()
         self._ready = False
         registry, self.observed = metrics.make(RELEASE)
@@ -61,7 +63,7 @@ class Shown:
             self._listener.close()
 
     def _look(self) -> snapshot.Snapshot:
-        return snapshot.take(self._intake, self._fleets.roster)
+        return snapshot.take(self._intake, self._fleets.roster, self._nodes)
 
     def _status(self) -> dict[str, Any]:
         return status(self._look(), self._events.last(_EVENTS), release=RELEASE, started=self._since, unready=self._unready())

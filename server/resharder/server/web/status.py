@@ -6,6 +6,7 @@ from typing import Any
 from resharder.server.fleets.roster import FleetView, ServerView
 from resharder.server.infra.event_log import Event
 from resharder.server.ingest.publisher import PublisherRecord
+from resharder.server.node.reports import NodeState, NodeView
 from resharder.server.observability.snapshot import Snapshot
 from resharder.server.state.fleet import FleetStrategy, FleetStrategyKind, FleetTarget, FleetTargetKind, Move, MoveState
 from resharder.server.state.server import Install, InstallState, Server, Settings, Worker, WorkerState
@@ -35,6 +36,7 @@ def status(now: Snapshot, events: Sequence[Event], **daemon: object) -> dict[str
             }
             for model, records in now.versions.items()
         ],
+        "nodes": [_node(view) for view in now.nodes],
         "events": [_event(event) for event in reversed(events)],
     }
 
@@ -46,6 +48,11 @@ def _problems(now: Snapshot) -> Iterator[str]:
     for publisher, live in now.publishers:
         if publisher.shown_state(live) == "REJECTED":
             yield f"model {publisher.model}: job {publisher.job} was rejected: {publisher.error}"
+    for node in now.nodes:
+        if node.state is NodeState.LOST:
+            yield f"node {node.report.node} is LOST: it has not called within its lease"
+        for copy in (copy for copy in node.copies if copy.problem and copy.wanted):
+            yield f"node {node.report.node}: {copy.version} does not arrive: {copy.problem}"
 
 
 def _fleet_problems(now: Snapshot, view: FleetView) -> Iterator[str]:
@@ -249,6 +256,29 @@ def _version(now: Snapshot, record: VersionRecord) -> dict[str, Any]:
         "ended": record.end_time,
         "set_aside": record.set_aside,
         "serving": now.serving(record.model, record.number),
+    }
+
+
+def _node(view: NodeView) -> dict[str, Any]:
+    report = view.report
+    return {
+        "id": report.node,
+        "state": view.state.name,
+        "address": report.data_address,
+        "used": report.used_bytes,
+        "limit": report.capacity_bytes,
+        "received": {"origin": report.received_origin_bytes, "peer": report.received_peer_bytes},
+        "sent": report.sent_bytes,
+        "versions": [
+            {
+                "name": copy.version,
+                "held": copy.held_pieces,
+                "pieces": copy.pieces,
+                "wanted": copy.wanted,
+                "problem": copy.problem,
+            }
+            for copy in view.copies
+        ],
     }
 
 

@@ -70,7 +70,13 @@ def register() -> None:
     engine_core.fence_engine_core()
     weight_version.watch_weight_version()
     if has_backend:
-        native_updates.watch_updates()
+        native_updates.watch_engines(_attach)
+
+
+async def _attach(engine: Any) -> None:
+    from resharder.client.inference.vllm.attach import attach_until_shutdown
+
+    await attach_until_shutdown(engine)
 
 
 def endpoint_plugin() -> Any:

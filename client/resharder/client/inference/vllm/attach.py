@@ -4,10 +4,13 @@
     await handle.wait(version=3)
     handle.version, handle.close()
 
-The endpoint plugin does the same for an API server, and adds the gate to its routes.
+The endpoint plugin does the same for an API server, and adds the gate to its routes. vLLM's first call for weight
+transfer attaches an engine that is not attached yet (`native_updates.py`).
 """
 
 import asyncio
+import atexit
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -143,6 +146,28 @@ async def attach(
         logger.warning("cannot determine yet whether the engine sleeps: %s", error)
     thread.start()
     return AttachedEngine(gate, thread)
+
+
+async def attach_until_shutdown(engine: Any) -> None:
+    """Attach an engine whose program has no use for the handle. The server leaves when its engine or the process ends.
+
+    Args:
+        engine: As for `attach`.
+
+    Raises:
+        UsageError: As for `attach`.
+    """
+    handle = await attach(engine)
+    atexit.register(handle.leave)
+    core = engine.engine_core  # `AsyncLLM.shutdown` may be bound to a Ray actor
+    shut_down = core.shutdown
+
+    @functools.wraps(shut_down)
+    def leave_and_shut_down(*args: Any, **kwargs: Any) -> None:
+        handle.leave()
+        shut_down(*args, **kwargs)
+
+    core.shutdown = leave_and_shut_down
 
 
 def _updates(gate: Gate, settings: PluginSettings, model: Callable[[], str]) -> WeightUpdates:

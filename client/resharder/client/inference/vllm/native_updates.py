@@ -2,12 +2,21 @@
 
 With `--weight-transfer-config '{"backend": "resharder"}'`, the four phases go to `control/weight_update.py`
 instead of the workers: a call of the workers would block the engine until the version is served, and the
-version could not be installed. The methods are replaced on the class, because Ray calls those of an
-actor's class.
+version could not be installed.
+
+The phases are recognised in `collective_rpc`, which each of vLLM's methods looks up in the engine. The
+attribute of the engine is replaced, not that of the class: Ray binds the methods of an actor's class before
+vLLM loads the plugin, and copies them to a class of its own. `finish_weight_update` is replaced too, because
+its label does not reach `collective_rpc`; vLLM's client for actors gives none.
+
+An engine without an API server has no control side until it is attached. The first call,
+`init_weight_transfer_engine`, attaches it.
 """
 
+import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from resharder.client.errors import ResharderError, UsageError
@@ -28,9 +37,11 @@ ROUTES = frozenset(
     )
 )
 """vLLM's routes that a trainer of this backend calls, at any position of the gate."""
-_UPDATES = "_resharder_updates"  # attribute of an engine
+_UPDATES, _LOCK = "_resharder_updates", "_resharder_attaching"  # attributes of an engine
+_INIT, _FINISH = "init_weight_transfer_engine", "finish_weight_update"
 
 Call = Callable[..., Awaitable[Any]]
+Attach = Callable[[Any], Awaitable[object]]
 
 
 def is_selected(vllm_config: Any) -> bool:
@@ -42,56 +53,103 @@ def is_selected(vllm_config: Any) -> bool:
 def take_over(engine: Any, updates: WeightUpdates) -> None:
     """Send an engine's calls for weight transfer to `updates`."""
     setattr(engine, _UPDATES, updates)
+    replace_calls(engine)
 
 
-def watch_updates() -> None:
-    """Make `AsyncLLM` ask for the engine's `WeightUpdates` in each call for weight transfer."""
+def watch_engines(attach: Attach) -> None:
+    """Replace the calls of each new `AsyncLLM` with this backend.
+
+    Args:
+        attach: Attaches an engine to the daemon, which calls `take_over`.
+    """
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    replace_calls(AsyncLLM)
-
-
-def replace_calls(kind: Any) -> None:
-    """Replace the calls for weight transfer that a class of engine clients has; 0.28 lacks `shutdown_weight_transfer_engine`."""
-    for name, instead in _INSTEAD.items():
-        if hasattr(kind, name):
-            _wrap(kind, name, instead)
-
-
-def _wrap(kind: Any, name: str, instead: Callable[..., Awaitable[None]]) -> None:
-    plain: Call = getattr(kind, name)
+    plain = AsyncLLM.__init__
     if hasattr(plain, BACKEND):
         return
 
     @functools.wraps(plain)
-    async def call(self: Any, *args: Any, **kwargs: Any) -> None:
-        updates = getattr(self, _UPDATES, None)
-        if updates is None:
-            await plain(self, *args, **kwargs)
-            return
-        try:
-            await instead(updates, *args, **kwargs)
-        except UsageError as error:
-            raise ValueError(str(error)) from error  # vLLM answers 400 with the message
-        except ResharderError as error:
-            from vllm.exceptions import VLLMServerError
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        if is_selected(self.vllm_config):
+            replace_calls(self, attach)
 
-            raise VLLMServerError(str(error)) from error  # 500 with the message
+    setattr(init, BACKEND, True)
+    AsyncLLM.__init__ = init
 
+
+def replace_calls(engine: Any, attach: Attach | None = None) -> None:
+    """Replace an engine's calls for weight transfer.
+
+    Args:
+        engine: An `AsyncLLM`.
+        attach: Attaches the engine at the first call, unless that happened before.
+    """
+    if hasattr(engine.collective_rpc, BACKEND):
+        return
+    call, finish = _phases(engine, engine.collective_rpc, attach), _labelled(engine, engine.finish_weight_update)
     setattr(call, BACKEND, True)
-    setattr(kind, name, call)
+    engine.collective_rpc, engine.finish_weight_update = call, finish
 
 
-async def _init(updates: WeightUpdates, request: Any) -> None:
-    await updates.init(request.init_info)
+def _phases(engine: Any, plain: Call, attach: Attach | None) -> Call:
+    @functools.wraps(plain)
+    async def collective_rpc(
+        method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if phase := _PHASES.get(method):
+            with _vllms_errors():
+                if method == _INIT and attach is not None:
+                    await _attached(engine, attach)
+                if updates := getattr(engine, _UPDATES, None):
+                    await phase(updates, **(kwargs or {}))
+                    return []
+        return await plain(method, timeout, args, kwargs)  # without a control side, the workers' error names what is missing
+
+    return collective_rpc
 
 
-async def _update(updates: WeightUpdates, request: Any) -> None:
-    await updates.update(request.update_info)
+def _labelled(engine: Any, plain: Call) -> Call:
+    @functools.wraps(plain)
+    async def finish_weight_update(weight_version: str | None = None) -> None:
+        if updates := getattr(engine, _UPDATES, None):
+            with _vllms_errors():
+                await updates.finish(weight_version)
+        else:
+            await plain(weight_version)
+
+    return finish_weight_update
 
 
-async def _finish(updates: WeightUpdates, weight_version: str | None = None) -> None:
-    await updates.finish(weight_version)
+async def _attached(engine: Any, attach: Attach) -> None:
+    async with engine.__dict__.setdefault(_LOCK, asyncio.Lock()):
+        if not hasattr(engine, _UPDATES):
+            await attach(engine)
+
+
+@contextmanager
+def _vllms_errors() -> Iterator[None]:
+    """Convert errors to ones whose message vLLM's routes return: 400 for a wrong argument, else 500."""
+    try:
+        yield
+    except UsageError as error:
+        raise ValueError(str(error)) from error
+    except ResharderError as error:
+        from vllm.exceptions import VLLMServerError
+
+        raise VLLMServerError(str(error)) from error
+
+
+async def _init(updates: WeightUpdates, init_info: Any) -> None:
+    await updates.init(init_info)
+
+
+async def _update(updates: WeightUpdates, update_info: Any) -> None:
+    await updates.update(update_info)
+
+
+async def _finish(updates: WeightUpdates) -> None:
+    await updates.finish(None)
 
 
 async def _start(updates: WeightUpdates) -> None:
@@ -102,11 +160,11 @@ async def _draft(updates: WeightUpdates) -> None:
     raise UsageError("expected start_weight_update: a version has the drafter's weights too")
 
 
-_INSTEAD: dict[str, Callable[..., Awaitable[None]]] = {
-    "init_weight_transfer_engine": _init,
+_PHASES: dict[str, Callable[..., Awaitable[None]]] = {
+    _INIT: _init,
     "shutdown_weight_transfer_engine": _start,
     "start_weight_update": _start,
     "start_draft_weight_update": _draft,
     "update_weights": _update,
-    "finish_weight_update": _finish,
+    _FINISH: _finish,
 }

@@ -1,7 +1,7 @@
 """The source of a version for a worker: a folder of safetensors files, either the store's or a mirror of the needed boxes.
 
-On the daemon's host, the store's files are mapped. On other hosts, a helper process fills a sparse copy of
-the same files in shared memory, by HTTP ranges or the gRPC stream.
+On the daemon's host, the store's files are mapped, and on a host with a node, the node's. On other hosts, a helper process fills
+a sparse copy of the same files in shared memory, by HTTP ranges or the gRPC stream.
 """
 
 import json
@@ -20,6 +20,7 @@ from numpy.lib.array_utils import byte_bounds
 from resharder.client.errors import ResharderError
 from resharder.client.gpu.pinned_pages import Busy
 from resharder.client.inference.settings import HTTP, PluginSettings
+from resharder.client.inference.worker.host_node import HostNode
 from resharder.client.inference.worker.next_files import NextFiles
 from resharder.client.inference.worker.source_files import Boxes, SourceFiles
 from resharder.client.rpc.channel import Channel
@@ -35,7 +36,7 @@ from resharder.converters.storage.files import FileLayout
 from resharder.converters.storage.pages import map_pages
 from resharder.v1 import resources_pb2
 
-SHARED = "shared-memory"
+SHARED, NODE = "shared-memory", "node"
 logger = logging.getLogger("vllm.resharder.worker")
 DESCRIPTORS = Path("/proc/self/fd")
 
@@ -51,8 +52,8 @@ class VersionSource:
 
     Args:
         manifest: The version's manifest.
-        files: Its files: the store's, or a mirror's.
-        transport: `SHARED`, `http` or `grpc`.
+        files: Its files: the store's, a node's, or a mirror's.
+        transport: `SHARED`, `NODE`, `http` or `grpc`.
         expected: The store's digest of each needed box, by HF tensor and box.
         whole: Whether all needed boxes are filled. In a mirror, other boxes are always empty.
     """
@@ -114,12 +115,13 @@ class Stager:
         self._channel, self.shared = channel, not settings.transport and shares_memory(access)
         self._next = NextFiles(channel, serves)
         self._mirror = Mirror(settings.staging_dir)
-        self._lock = threading.Lock()
+        self._lock, self._node_reason = threading.Lock(), ""
         self._remote = settings.transport or HTTP
         self.transport = SHARED if self.shared else self._remote
-        """`SHARED` if the store's files can be mapped, else `http` or `grpc`: that of the last version, or the one to try."""
+        """`SHARED` if the store's files can be mapped; else `NODE`, `http` or `grpc`, as the last version, or the one to try."""
         self.transport_reason = ""
-        """Reason for `grpc` in place of `http`; empty if there is none."""
+        """Reason for `grpc` in place of `http`, or for either in place of `NODE`; empty if there is none."""
+        self._node = HostNode(channel, settings.server) if not self.shared and not settings.transport else None
 
     def stage(self, manifest: VersionManifest, needs: Needs, without: frozenset[str] = frozenset()) -> VersionSource:
         """Make a version's boxes readable in this process.
@@ -133,16 +135,20 @@ class Stager:
             ResharderError: The boxes cannot be fetched, or their digests differ.
         """
         with self._lock:
+            self._node_reason = ""
             expected = expected_digests(self._channel, manifest, needs)
             fetched = {name: boxes for name, boxes in needs.items() if name not in without}
-            if self.shared:
-                folder, files = Path(manifest.folder), manifest.files
-            else:
-                folder, files = DESCRIPTORS, self._mirror.prepare(manifest.files)
-                self._fetch(manifest, fetched, expected, [file.path for file in files])
             failpoint("worker.stage.map")
-            opened = self._next.take(folder, files) if self.shared else SourceFiles(folder, files)
-            source = VersionSource(manifest, opened, self.transport, expected, whole=self.shared or not without)
+            if self.shared:
+                files = self._next.take(Path(manifest.folder), manifest.files)
+                source = VersionSource(manifest, files, SHARED, expected)
+            elif not without and (found := self._from_node(manifest, expected)) is not None:  # a node has whole versions
+                source = found
+            else:
+                mirror = self._mirror.prepare(manifest.files)
+                self._fetch(manifest, fetched, expected, [file.path for file in mirror])
+                files = SourceFiles(DESCRIPTORS, mirror)
+                source = VersionSource(manifest, files, self.transport, expected, whole=not without)
             source.populate(fetched)
             return source
 
@@ -151,6 +157,23 @@ class Stager:
         if self.shared:
             with self._lock:
                 self._next.prepare(manifest, boxes, device)
+
+    def _from_node(self, manifest: VersionManifest, expected: dict[tuple[str, Box], int]) -> VersionSource | None:
+        """Map the version of the node on this host; None if there is no node, or it does not have the version."""
+        if self._node is None:
+            return None
+        folder, self._node_reason = self._node.files(manifest.name)
+        if folder is not None:
+            try:
+                source = VersionSource(manifest, SourceFiles(folder, manifest.files), NODE, expected)
+            except (OSError, ValueError) as error:  # dropped in the meantime, or in a folder that this process cannot read
+                self._node_reason = str(error)
+            else:
+                self.transport, self.transport_reason = NODE, ""
+                return source
+        if self._node_reason and self._node_reason != self.transport_reason:
+            logger.warning("%s does not come from a node on this host: %s", manifest.name, self._node_reason)
+        return None
 
     def _fetch(self, manifest: VersionManifest, needs: Needs, expected: dict[tuple[str, Box], int], files: list[str]) -> None:
         boxes = [(name, box) for name, found in needs.items() for box in found]
@@ -184,7 +207,8 @@ class Stager:
             raise StagingFailed(f"{manifest.name}: {answer['error']}")
         if answer["reason"] and answer["reason"] != self.transport_reason:
             logger.warning("%s arrived by gRPC, not HTTP: %s", manifest.name, answer["reason"])
-        self.transport, self.transport_reason = answer["transport"], answer["reason"]
+        self.transport = answer["transport"]
+        self.transport_reason = "; ".join(reason for reason in (self._node_reason, answer["reason"]) if reason)
         wrong = [key for key, found in zip(boxes, answer["digests"], strict=True) if expected[key] != found]
         if wrong:
             raise StagingFailed(

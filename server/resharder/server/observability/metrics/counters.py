@@ -16,7 +16,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 RATES = (1e6, 1e7, 1e8, 2.5e8, 5e8, 1e9, 2e9, 4e9, 8e9, 1.6e10, 3.2e10, 6.4e10, 1.28e11, 2.56e11, 5.12e11)
 CONTROL_PHASES = ("pause", "reset", "resume")
 InstallOutcome = Literal["committed", "failed", "given_up"]
-TRANSPORTS = ("grpc", "http", "shared-memory", "direct")
+TRANSPORTS = ("grpc", "http", "node", "shared-memory", "direct")
 
 
 class Observed(IngestObserver, FleetObserver):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from resharder.server.node.reports import NodeState
 from resharder.server.observability.snapshot import Snapshot
 from resharder.server.state.fleet import MoveState
 from resharder.server.state.version import ABORTED, READY, RETIRED, UPLOADING, VersionRecord
@@ -35,6 +36,7 @@ def families(now: Snapshot) -> Iterator[Metric]:
     yield from _models(now)
     yield from _publishers(now)
     yield from _fleets(now)
+    yield from _nodes(now)
 
 
 def _models(now: Snapshot) -> Iterator[Metric]:
@@ -107,3 +109,35 @@ def _fleets(now: Snapshot) -> Iterator[Metric]:
                 moves.add_metric([*names, move.name], float(fleet.moving is not None and fleet.moving.state == move))
         going.add_metric(names, view.moving_for)
     yield from (servers, in_flight, wanted, served, behind, since, refused, moves, going)
+
+
+def _nodes(now: Snapshot) -> Iterator[Metric]:
+    states = GaugeMetricFamily("resharder_nodes", "Nodes by state", labels=["state"])
+    counts = Counter(view.state for view in now.nodes)
+    for state in NodeState:
+        states.add_metric([state.name], counts[state])
+    live = [view for view in now.nodes if view.state is not NodeState.LOST]
+    reports = [view.report for view in live]
+    memory = GaugeMetricFamily(
+        "resharder_node_used_bytes", "Bytes of versions on nodes", value=sum(r.used_bytes for r in reports)
+    )
+    limit = GaugeMetricFamily(
+        "resharder_node_limit_bytes", "Bound on the bytes of versions on nodes", value=sum(r.capacity_bytes for r in reports)
+    )
+    received = GaugeMetricFamily(
+        "resharder_node_received_bytes",
+        "Bytes that the present processes of nodes have received, by source: origin (the daemon) or peer (other nodes)",
+        labels=["source"],
+    )
+    received.add_metric(["origin"], sum(r.received_origin_bytes for r in reports))
+    received.add_metric(["peer"], sum(r.received_peer_bytes for r in reports))
+    wanted = [copy for view in live for copy in view.copies if copy.wanted]
+    missing = GaugeMetricFamily(
+        "resharder_node_missing_pieces",
+        "Pieces that nodes should hold and do not yet",
+        value=sum(copy.pieces - copy.held_pieces for copy in wanted),
+    )
+    stuck = GaugeMetricFamily(
+        "resharder_node_stuck_copies", "Versions that do not arrive on a node", value=sum(bool(copy.problem) for copy in wanted)
+    )
+    yield from (states, memory, limit, received, missing, stuck)

@@ -123,6 +123,19 @@ function drawInstall(install) {
   return said.join(", ") || "done";
 }
 
+function drawNode(node) {
+  const there = `${bytes(node.used)} of ${bytes(node.limit)}`;
+  const from = `${bytes(node.received.origin)} from the daemon, ${bytes(node.received.peer)} from nodes`;
+  const versions = node.versions.map((one) => {
+    const share = one.pieces && one.held < one.pieces ? `${Math.floor((100 * one.held) / one.pieces)} %` : "held";
+    return element("p", {}, `${one.name}: ${one.problem || share}`);
+  });
+  const head = div("head", element("h3", {}, node.id), chip(node.state), soft(node.address), span("", there));
+  const card = div("card", head, bar(node.used, node.limit, there), soft(`received ${from}; sent ${bytes(node.sent)}`), ...versions);
+  card.setAttribute("data-node", node.id);
+  return card;
+}
+
 function drawModel(model, now) {
   const { publisher } = model;
   const head = div("head", element("h3", {}, model.name));
@@ -187,6 +200,8 @@ function show(status) {
   draw("store", status.store, () => drawStore(status.store));
   draw("moving", status.moving, () => drawMoving(status.moving));
   draw("fleets", status.fleets, () => status.fleets.map(drawFleet));
+  document.getElementById("nodes-section").hidden = !status.nodes.length;
+  draw("nodes", status.nodes, () => status.nodes.map(drawNode));
   const lines = () => status.models.map((model) => drawModel(model, status.time));
   draw("models", [status.models, Math.round(status.time / 5)], lines); // the time line goes on while nothing happens
   draw("events", status.events, () => drawEvents(status.events));

@@ -1,0 +1,315 @@
+"""Simulated network of hosts that pass a version on to each other: the daemon's tracker and the nodes' choice are the real code.
+
+A discrete-event simulation in its own time. A link carries each of its transfers at an equal share of its rate; a transfer has
+the smaller share of its two ends, which is less than a fair network gives. A dead host sends nothing and closes no connection.
+"""
+
+import heapq
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+from resharder.server.node.piece_table import PieceTable
+from resharder.server.node.pieces import Bitmap
+from resharder.server.node.sources import (
+    LIMITS,
+    UPLOADS,
+    PeerOffer,
+    PeerRecord,
+    PieceRequest,
+    RequestLimits,
+    after_answer,
+    after_busy,
+    after_failure,
+    choose,
+)
+from resharder.server.node.tracker import SHORTEST, NodeReport, Tracker, TrackerAnswer
+
+VERSION = "models/policy/versions/1"
+ORIGIN = "origin"
+
+
+@dataclass(frozen=True)
+class Network:
+    """Hosts beside the origin, and what is sent to them.
+
+    Attributes:
+        hosts: Number of hosts.
+        pieces: Pieces of the version.
+        piece_bytes: Bytes of each.
+        rate: Bytes a second of each link, in each direction.
+        latency: Seconds from host to host.
+        lease: Seconds after which the daemon takes a silent host for gone.
+        deaths: When each of the first hosts dies, as a share of one transfer.
+        late: Hosts that join after half of one transfer.
+        seed: Seed of all choices.
+        limits: Bounds on each node's requests.
+        uploads: Requests that a host answers at a time; it refuses others as busy.
+    """
+
+    hosts: int
+    pieces: int
+    piece_bytes: int
+    rate: float
+    latency: float = 0.0005
+    lease: float = 10.0
+    deaths: tuple[float, ...] = ()
+    late: int = 0
+    seed: int = 1
+    limits: RequestLimits = LIMITS
+    uploads: int = UPLOADS
+
+    @property
+    def one_transfer(self) -> float:
+        """Seconds of the whole version over one link."""
+        return self.pieces * self.piece_bytes / self.rate
+
+
+@dataclass
+class Outcome:
+    """Result of a simulation.
+
+    Attributes:
+        seconds: Time until the last living host is complete.
+        first: Time until the first one is.
+        origin_sent: Bytes that the origin sent, as a multiple of the version's.
+        repeated: Pieces received more than once, as a share of all.
+        failed: Requests given up.
+        refused: Requests answered as busy.
+        reports: Reports that the daemon answered.
+        cpu: CPU seconds of the daemon's table, grants and answers.
+        answer_bytes: Mean bytes of the bitmaps in an answer.
+        table_bytes: Bytes of the daemon's table at the end.
+        choosing: CPU seconds of one node's choices, the mean of all nodes.
+    """
+
+    seconds: float = 0.0
+    first: float = 0.0
+    origin_sent: float = 0.0
+    repeated: float = 0.0
+    failed: int = 0
+    refused: int = 0
+    reports: int = 0
+    cpu: float = 0.0
+    answer_bytes: float = 0.0
+    table_bytes: int = 0
+    choosing: float = 0.0
+
+
+@dataclass(eq=False)
+class Flow:
+    """Transfer of a piece.
+
+    Attributes:
+        left: Bytes left at the time `at`, from which on `rate` holds.
+        due: Time of its event in the queue, never after its end.
+    """
+
+    piece: int
+    source: "Host"
+    target: "Host"
+    started: float
+    left: float
+    at: float
+    rate: float = 0.0
+    due: float = math.inf
+    ended: bool = False
+
+
+@dataclass(eq=False)
+class Host:
+    """Host with its node: the pieces that it holds, the daemon's last answer, and its transfers."""
+
+    name: str
+    held: Bitmap
+    gained: Bitmap
+    chance: np.random.Generator
+    scarce: Bitmap
+    granted: tuple[int, ...] = ()
+    offers: tuple[PeerOffer, ...] = ()
+    records: dict[str, PeerRecord] = field(default_factory=dict)
+    sending: list[Flow] = field(default_factory=list)
+    receiving: list[Flow] = field(default_factory=list)
+    alive: bool = True
+    done: float = math.inf
+
+
+class Swarm:
+    """One simulation; `run` returns its outcome."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._chance = np.random.default_rng(network.seed)
+        self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._number = count()
+        self._now = 0.0
+        self._outcome = Outcome()
+        self._sent = self._received = self._repeated = self._answered = 0
+        table = PieceTable()
+        table.add_version(VERSION, network.pieces)
+        table.add_origin(VERSION, ORIGIN)
+        self._tracker = Tracker(table)
+        self._origin = self._host(ORIGIN, Bitmap.full(network.pieces))
+        self._tracker.report(NodeReport(ORIGIN, VERSION, self._origin.held, whole=True), 0.0)
+        self._hosts = [self._host(f"host{i}", Bitmap(network.pieces)) for i in range(network.hosts)]
+        self._by_name = {host.name: host for host in [self._origin, *self._hosts]}
+        self._left = len(self._hosts)
+
+    def _host(self, name: str, held: Bitmap) -> Host:
+        chance = np.random.default_rng(int(self._chance.integers(1 << 32)))
+        return Host(name, held, Bitmap(held.count), chance, Bitmap(held.count))
+
+    def run(self) -> Outcome:
+        """Run until every living host holds the version. Raises RuntimeError when nothing more happens before."""
+        network, outcome = self._network, self._outcome
+        for i, host in enumerate(self._hosts):
+            late = i >= len(self._hosts) - network.late
+            start = network.one_transfer / 2 if late else float(self._chance.random()) * SHORTEST
+            self._at(start, self._report, host, True)
+        for host, share in zip(self._hosts, network.deaths, strict=False):
+            self._at(share * network.one_transfer, self._die, host)
+        while self._left:
+            if not self._events or self._now > 100 * network.one_transfer:
+                raise RuntimeError(f"expected {self._left} more hosts to complete, found no event that leads there")
+            self._now, _, act, arguments = heapq.heappop(self._events)
+            act(*arguments)
+        living = [host.done for host in self._hosts if host.alive]
+        outcome.seconds, outcome.first = max(living), min(living)
+        outcome.origin_sent = self._sent / network.pieces / network.piece_bytes
+        outcome.repeated = self._repeated / max(1, self._received)
+        outcome.answer_bytes = self._answered / max(1, outcome.reports)
+        outcome.table_bytes = self._tracker.table.nbytes
+        outcome.choosing /= len(self._hosts)
+        return outcome
+
+    def _at(self, when: float, act: Callable[..., None], *arguments: object) -> None:
+        heapq.heappush(self._events, (when, next(self._number), act, arguments))
+
+    # Reports
+
+    def _report(self, host: Host, whole: bool = False) -> None:
+        if host.alive:
+            report = NodeReport(host.name, VERSION, host.gained, whole=whole, load=len(host.sending))
+            host.gained = Bitmap(host.held.count)
+            self._at(self._now + self._network.latency, self._answer, host, report)
+
+    def _answer(self, host: Host, report: NodeReport) -> None:
+        before = time.process_time()
+        answer = self._tracker.report(report, self._now)
+        self._outcome.cpu += time.process_time() - before
+        self._outcome.reports += 1
+        self._answered += sum(offer.held.bits.nbytes for offer in answer.offers) + answer.scarce.bits.nbytes
+        self._at(self._now + self._network.latency, self._answered_to, host, answer)
+
+    def _answered_to(self, host: Host, answer: TrackerAnswer) -> None:
+        host.offers, host.scarce, host.granted = answer.offers, answer.scarce, answer.granted
+        self._at(self._now + answer.interval, self._report, host)
+        self._fill(host)
+
+    # Requests
+
+    def _fill(self, host: Host) -> None:
+        network = self._network
+        if not host.alive or host.done < math.inf:
+            return
+        requests = [PieceRequest(flow.piece, flow.source.name, flow.started, network.piece_bytes) for flow in host.receiving]
+        before = time.process_time()
+        wanted = Bitmap.full(network.pieces)
+        told = host.offers, host.scarce, host.granted
+        chosen = choose(host.held, wanted, *told, host.records, requests, self._now, host.chance, network.limits)
+        self._outcome.choosing += time.process_time() - before
+        for piece, peer in chosen:
+            flow = Flow(piece, self._by_name[peer], host, self._now, network.piece_bytes, self._now)
+            host.receiving.append(flow)
+            if flow.source.alive:
+                self._at(self._now + 2 * network.latency, self._start, flow)
+            else:
+                self._at(self._now + network.limits.stalled, self._give_up, flow)
+
+    def _start(self, flow: Flow) -> None:
+        if not flow.ended:
+            if len(flow.source.sending) >= self._network.uploads:
+                self._refuse(flow)
+                return
+            flow.at = self._now
+            flow.source.sending.append(flow)
+            self._share(flow.source, flow.target)
+
+    def _refuse(self, flow: Flow) -> None:
+        self._outcome.refused += 1
+        host, peer = flow.target, flow.source.name
+        record = host.records.get(peer, PeerRecord())
+        host.records[peer] = after_busy(record, self._network.piece_bytes, self._now, host.chance)
+        self._end(flow)
+        self._at(host.records[peer].retry_at, self._fill, host)
+
+    def _share(self, *ends: Host) -> None:
+        """Set the rates of all transfers of some hosts anew."""
+        link = self._network.rate
+        for flow in {flow for end in ends for flow in (*end.sending, *end.receiving)}:
+            rate = min(link / max(1, len(flow.source.sending)), link / len(flow.target.receiving))
+            if flow.source.alive and flow in flow.source.sending and rate != flow.rate:
+                flow.left -= flow.rate * (self._now - flow.at)
+                flow.at, flow.rate = self._now, rate
+                if (end := self._now + flow.left / rate) < flow.due:
+                    flow.due = end
+                    self._at(end, self._check, flow, end)
+
+    def _check(self, flow: Flow, due: float) -> None:
+        """End a transfer, or look again at its end if it has become slower."""
+        if flow.ended or flow.due != due or not flow.source.alive:
+            return
+        left = flow.left - flow.rate * (self._now - flow.at)
+        if left > 1:
+            flow.due = self._now + left / flow.rate
+            self._at(flow.due, self._check, flow, flow.due)
+        else:
+            self._complete(flow)
+
+    def _complete(self, flow: Flow) -> None:
+        host, size = flow.target, self._network.piece_bytes
+        self._received += 1
+        record = host.records.get(flow.source.name, PeerRecord())
+        host.records[flow.source.name] = after_answer(record, size, self._now - flow.started)
+        self._end(flow)
+        for other in [other for other in host.receiving if other.piece == flow.piece]:
+            self._repeated += 1
+            self._end(other)
+        host.held.add(flow.piece)
+        host.gained.add(flow.piece)
+        if host.held.whole():
+            host.done = self._now
+            self._left -= 1
+        self._fill(host)
+
+    def _end(self, flow: Flow) -> None:
+        flow.ended = True
+        flow.target.receiving.remove(flow)
+        if flow in flow.source.sending:
+            left = max(0.0, flow.left - flow.rate * (self._now - flow.at))
+            self._sent += (self._network.piece_bytes - left) * (flow.source is self._origin)
+            flow.source.sending.remove(flow)
+        self._share(flow.source, flow.target)
+
+    # Faults
+
+    def _die(self, host: Host) -> None:
+        host.alive = False
+        self._left -= host.done == math.inf
+        for flow in list(host.receiving):
+            self._end(flow)
+        for flow in host.sending:
+            self._at(self._now + self._network.limits.stalled, self._give_up, flow)
+        self._at(self._now + self._network.lease, self._tracker.remove_node, host.name)
+
+    def _give_up(self, flow: Flow) -> None:
+        if not flow.ended:
+            self._outcome.failed += 1
+            host = flow.target
+            record = host.records.get(flow.source.name, PeerRecord())
+            host.records[flow.source.name] = after_failure(record, self._now, self._network.limits)
+            self._end(flow)
+            self._fill(host)

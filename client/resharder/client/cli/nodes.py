@@ -1,0 +1,61 @@
+"""Commands about nodes: `nodes`, `drain-node`, `resume-node`."""
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated
+
+import typer
+from resharder.client.cli import completion
+from resharder.client.cli.app import AsJson, Endpoint, Section, Wide, command
+from resharder.client.cli.output import plain, print_json, print_table, size
+from resharder.client.cli.table import Columns, Row, paint
+from resharder.client.operator import Operator
+from resharder.client.operator.nodes import NodeCopyStatus, NodeLife, NodeStatus
+
+NODES = Columns(("node", "state", "memory", "received", "of that from nodes", "sent", "versions"), texts=1)
+NodeId = Annotated[str, typer.Argument(metavar="ID", help="A node.", autocompletion=completion.nodes)]
+
+
+def node_rows(nodes: Iterable[NodeStatus]) -> Iterator[Row]:
+    """Yield the rows of a table with columns `NODES`, lost nodes first."""
+    for node in sorted(nodes, key=lambda node: node.state != NodeLife.LOST):
+        received = node.received_origin_bytes + node.received_peer_bytes
+        yield (
+            node.name, paint(node.state.value), f"{size(node.used_bytes)} of {size(node.capacity_bytes)}", size(received),
+            size(node.received_peer_bytes), size(node.sent_bytes), "; ".join(map(_copy, node.copies)) or "–",
+        )  # fmt: skip
+
+
+def _copy(copy: NodeCopyStatus) -> str:
+    """Return a version as MODEL/NUMBER, with its progress, or the reason for which it does not arrive."""
+    _, model, _, number = copy.version.split("/")
+    if copy.problem:
+        return f"{model}/{number}: {copy.problem}"
+    if copy.held_pieces < copy.pieces:
+        return f"{model}/{number} {100 * copy.held_pieces // copy.pieces} %"
+    return f"{model}/{number}" + ("" if copy.wanted else " (to be dropped)")
+
+
+@command(Section.LOOK)
+def nodes(wide: Wide = False, endpoint: Endpoint = None, as_json: AsJson = False) -> None:
+    """Show every node: memory, bytes received and sent, versions and their progress."""
+    with Operator(endpoint) as operator:
+        found = operator.nodes()
+    if as_json:
+        return print_json({"nodes": [*map(plain, found)]})
+    print_table(NODES, node_rows(found), wide)
+
+
+@command(Section.MAINTAIN, "drain-node")
+def drain_node(node: NodeId, endpoint: Endpoint = None, as_json: AsJson = False) -> None:
+    """Before maintenance of a host: take no further version there, and drop versions that no worker maps."""
+    with Operator(endpoint) as operator:
+        found = operator.drain_node(node)
+    print_json(plain(found)) if as_json else print(f"{found.name}: drained")
+
+
+@command(Section.MAINTAIN, "resume-node")
+def resume_node(node: NodeId, endpoint: Endpoint = None, as_json: AsJson = False) -> None:
+    """After `drain-node`: take versions again."""
+    with Operator(endpoint) as operator:
+        found = operator.resume_node(node)
+    print_json(plain(found)) if as_json else print(f"{found.name}: resumed")

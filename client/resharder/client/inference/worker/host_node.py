@@ -1,0 +1,102 @@
+"""A version in the memory of the node on this host, which a worker maps as it maps the store on the daemon's host.
+
+A worker recognises its node by a nonce in a file that both can read, as it does the daemon. It asks for the version through the
+daemon, and then looks at the node's folder while pieces arrive there, so that many waiting workers cost the daemon little.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from resharder.client.errors import ResharderError
+from resharder.client.rpc.channel import Channel
+from resharder.converters.wire.ranges import WHOLE_FILE
+from resharder.v1 import node_pb2, node_pb2_grpc, resources_pb2
+
+_ASK_SECONDS = 5.0  # between questions to the daemon, apart from the first ones
+_LOOK_SECONDS = 0.05  # between looks at the node's folder
+_PATIENCE = 15.0  # seconds without a piece until the worker fetches the version itself
+_NONCE_BYTES = 64
+
+
+class NodeFiles(NamedTuple):
+    """Folder of a version's files on the host's node, or the reason for having none; both are empty without nodes."""
+
+    folder: Path | None
+    reason: str = ""
+
+
+class HostNode:
+    """The node on this host, if there is one.
+
+    Args:
+        channel: Channel to the daemon.
+        server: Id of the server.
+        clock: Seconds of a monotonic clock.
+    """
+
+    def __init__(self, channel: Channel, server: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._channel, self._server, self._clock = channel, server, clock
+        self._paths: tuple[str, ...] = ()
+
+    def files(self, version: str) -> NodeFiles:
+        """Return a version's files once the node holds all of it.
+
+        Args:
+            version: Full name of the READY version.
+        """
+        try:
+            return self._files(version)
+        except ResharderError as error:
+            return NodeFiles(None, "" if error.reason == "UNIMPLEMENTED" else f"{type(error).__name__}: {error}")
+
+    def _files(self, version: str) -> NodeFiles:
+        readable = _read(self._paths)
+        answer = self._ask(version, readable)
+        if not answer.node:
+            self._paths = tuple(answer.nonce_files)
+            if not (readable := _read(self._paths)):
+                return NodeFiles(None, "no node on this host" if self._paths else "")
+            answer = self._ask(version, readable)
+        held, since, pause = -1, self._clock(), _LOOK_SECONDS
+        while answer.node and not answer.problem:
+            if self._appears(answer.folder, pause):
+                return NodeFiles(Path(answer.folder))
+            if answer.held_bytes != held:
+                held, since = answer.held_bytes, self._clock()
+            elif self._clock() - since > _PATIENCE:
+                missing = f"{answer.folder} cannot be read here" if answer.whole else "no piece arrives"
+                return NodeFiles(None, f"{answer.node}: {missing}, for {_PATIENCE:.0f} s")
+            pause = min(2 * pause, _ASK_SECONDS)
+            answer = self._ask(version, readable)
+        return NodeFiles(None, answer.problem or "no node on this host")
+
+    def _appears(self, folder: str, seconds: float) -> bool:
+        """Return whether a node's version is whole, as soon as it is, or after some seconds.
+
+        The folder decides: the node's last report to the daemon may concern an earlier copy.
+        """
+        until, sign = self._clock() + seconds, os.path.join(folder, WHOLE_FILE)
+        while not (there := bool(folder) and os.path.exists(sign)) and self._clock() < until:
+            time.sleep(_LOOK_SECONDS)
+        return there
+
+    def _ask(self, version: str, readable: list[resources_pb2.StoreAccess]) -> node_pb2.HostVersion:
+        stub = node_pb2_grpc.NodeServiceStub(self._channel.grpc)
+        request = node_pb2.GetHostVersionRequest(version=version, server=f"servers/{self._server}", readable=readable)
+        answer: node_pb2.HostVersion = self._channel.call(stub.GetHostVersion, request)
+        return answer
+
+
+def _read(paths: Iterable[str]) -> list[resources_pb2.StoreAccess]:
+    """Return the nonce files that this process can read, with their content."""
+    found = []
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                found.append(resources_pb2.StoreAccess(nonce_file=path, nonce=file.read(_NONCE_BYTES)))
+        except OSError:
+            continue
+    return found

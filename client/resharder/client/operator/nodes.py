@@ -1,0 +1,99 @@
+"""Queries and commands about nodes, which hold versions in the memory of other hosts."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+
+from resharder.client.operator.convert import answer
+from resharder.client.operator.queries import OperatorQueries
+from resharder.v1 import operator_pb2
+
+
+class NodeLife(StrEnum):
+    """State of a node."""
+
+    UNSPECIFIED = "STATE_UNSPECIFIED"
+    LIVE = "LIVE"
+    DRAINED = "DRAINED"
+    """Takes no further version, and drops versions that no process maps."""
+    LOST = "LOST"
+    """No call within its lease."""
+
+
+@dataclass(frozen=True)
+class NodeCopyStatus:
+    """A version that a node holds or should hold."""
+
+    version: str
+    """`models/{model}/versions/{number}`."""
+    held_pieces: int
+    pieces: int
+    wanted: bool
+    """Whether the node should hold it."""
+    problem: str
+    """Reason for which it does not arrive; empty for none."""
+    servers: tuple[str, ...]
+    """Ids of the servers that asked for it."""
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """Process that holds versions in the shared memory of its host."""
+
+    name: str
+    """`nodes/{id}`."""
+    state: NodeLife
+    data_address: str
+    """`host:port` at which other nodes fetch pieces."""
+    capacity_bytes: int
+    used_bytes: int
+    transfers: int
+    """Pieces that it sends to other nodes now."""
+    received_origin_bytes: int
+    """Bytes that it received from the daemon since its process began."""
+    received_peer_bytes: int
+    """Bytes that it received from other nodes."""
+    sent_bytes: int
+    report_time: datetime | None
+    copies: tuple[NodeCopyStatus, ...]
+
+
+class NodeCommands(OperatorQueries):
+    """Queries and commands named as in `resharder`."""
+
+    def nodes(self) -> list[NodeStatus]:
+        """Return nodes, sorted by id."""
+        return list(self._pages(self._stub.ListNodes, operator_pb2.ListNodesRequest(), "nodes", NodeStatus))
+
+    def drain_node(self, node: str) -> NodeStatus:
+        """Let a node take no further version, and drop versions that no process maps.
+
+        Args:
+            node: Id, or `nodes/{id}`.
+
+        Returns:
+            The node after the change.
+
+        Raises:
+            NotFound: No such node.
+        """
+        return self._set_node_drained(node, True)
+
+    def resume_node(self, node: str) -> NodeStatus:
+        """Let a drained node take versions again.
+
+        Args:
+            node: Id, or `nodes/{id}`.
+
+        Returns:
+            The node after the change.
+
+        Raises:
+            NotFound: No such node.
+        """
+        return self._set_node_drained(node, False)
+
+    def _set_node_drained(self, node: str, drained: bool) -> NodeStatus:
+        name = f"nodes/{node.removeprefix('nodes/')}"
+        request = operator_pb2.SetNodeDrainedRequest(node=name, drained=drained)
+        return answer(NodeStatus, self._call(self._stub.SetNodeDrained, request))

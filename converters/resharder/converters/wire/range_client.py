@@ -1,0 +1,148 @@
+"""Reads of parts of a version's files from a data port, into memory, over one HTTP connection.
+
+The sender uses `sendfile`, and the kernel copies the bytes to their place. They are checked in blocks while they are in the
+core's cache. The pages of a part are mapped by one call before, because a fault for each costs more than the copy.
+"""
+
+import http.client
+import socket
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+import xxhash
+from numpy.lib.array_utils import byte_bounds
+from resharder.converters.storage.digest import Array
+from resharder.converters.storage.pages import map_pages
+from resharder.converters.wire.ranges import CHECKSUM, is_piece, path_of
+
+CONNECT_SECONDS = 3.0
+_BLOCK_BYTES = 1 << 20
+_SILENT_SECONDS = 20.0  # without a byte, until a connection is replaced
+
+
+class PartRefused(Exception):
+    """A data port that answers, and does not send the part."""
+
+
+class PortBusy(PartRefused):
+    """A data port that answers as many requests as it may. The connection can be used again."""
+
+
+class WrongBytes(Exception):
+    """Received bytes that differ from their checksum."""
+
+
+class Cut(Exception):
+    """A connection that ended before its response was complete."""
+
+
+BROKEN = (OSError, http.client.HTTPException, Cut)
+"""Errors after which the same part may be requested again over a new connection."""
+
+
+@dataclass(frozen=True)
+class PartRequest:
+    """Bytes `start` to `end`, exclusive, of a file of `size` bytes of the version with this fingerprint.
+
+    `checksum` is that of a whole piece, if the reader has it from elsewhere; None: that of the response is used.
+    """
+
+    version: str
+    fingerprint: str
+    file: str
+    size: int
+    start: int
+    end: int
+    checksum: int | None = None
+
+
+@dataclass(frozen=True)
+class DataAddress:
+    """Address of a data port, and how to connect: TLS settings and headers, both read anew for each use."""
+
+    host: str
+    port: int
+    tls_context: Callable[[], ssl.SSLContext] | None = None
+    server_name: str = ""
+    """Name in the port's certificate, if it differs from the host."""
+    headers: Callable[[], Mapping[str, str]] = field(default=dict)
+    silent_seconds: float = _SILENT_SECONDS
+
+
+class RangeConnection:
+    """One connection to a data port, opened when needed and again after `close`."""
+
+    def __init__(self, address: DataAddress) -> None:
+        self._address = address
+        self._http: http.client.HTTPConnection | None = None
+
+    def close(self) -> None:
+        """Close the connection, if it is open."""
+        if self._http is not None:
+            self._http.close()
+            self._http = None
+
+    def blocks(self, part: PartRequest, target: Array) -> Iterator[int]:
+        """Write a part to `target`, and yield the size of each block. The connection must be closed after an error.
+
+        Raises:
+            PartRefused: The port does not send the part.
+            WrongBytes: The bytes differ from the piece's checksum.
+            OSError, http.client.HTTPException, Cut: `BROKEN`, the connection.
+        """
+        response = self._request(part)
+        given, state, at = response.getheader(CHECKSUM, ""), xxhash.xxh3_64(), 0
+        expected = given if part.checksum is None else f"{part.checksum:016x}"
+        map_pages(byte_bounds(target), write=True)
+        while at < part.end - part.start:
+            block = target[at : at + _BLOCK_BYTES].data
+            size = response.readinto(block)
+            if not size:
+                raise Cut(f"expected {part.end - part.start} bytes, the connection ended after {at}")
+            if expected:
+                state.update(block[:size])
+            at += size
+            yield size
+        response.read()  # the end of the response, so that the connection can be used again
+        if is_piece(part.start, part.end, part.size) and expected != f"{state.intdigest():016x}":
+            raise WrongBytes(
+                f"{part.version}, {part.file}: expected checksum {expected or 'of a piece'} of bytes {part.start} to {part.end}, "
+                f"got {state.intdigest():016x}"
+            )
+
+    def _request(self, part: PartRequest) -> http.client.HTTPResponse:
+        """Request a part and return the checked head of its response."""
+        connection = self._http = self._http or _connect(self._address)
+        headers = {
+            "Range": f"bytes={part.start}-{part.end - 1}",
+            "If-Match": f'"{part.fingerprint}"',
+            **self._address.headers(),
+        }
+        connection.request("GET", path_of(part.version, part.file), headers=headers)
+        response = connection.getresponse()
+        if response.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            raise Cut("the data port has no connection left (503)")
+        at = f"{self._address.host}:{self._address.port}"
+        if response.status != HTTPStatus.PARTIAL_CONTENT:
+            reason = response.read(500).decode(errors="replace").strip()
+            refused = PortBusy if response.status == HTTPStatus.TOO_MANY_REQUESTS else PartRefused
+            raise refused(f"{at} answered {response.status}: {reason}")
+        expected = f"bytes {part.start}-{part.end - 1}/{part.size}"
+        if response.getheader("Content-Range") != expected or response.length != part.end - part.start:
+            raise PartRefused(f"{at}: expected {expected}, got {response.getheader('Content-Range')}, {response.length} bytes")
+        return response
+
+
+def _connect(address: DataAddress) -> http.client.HTTPConnection:
+    """Open a connection. Raises OSError (ssl.SSLError)."""
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=CONNECT_SECONDS)
+    connection.auto_open = 0  # never again without TLS
+    opened = socket.create_connection((address.host, address.port), CONNECT_SECONDS)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if address.tls_context is not None:
+        opened = address.tls_context().wrap_socket(opened, server_hostname=address.server_name or address.host)
+    opened.settimeout(address.silent_seconds)
+    connection.sock = opened
+    return connection

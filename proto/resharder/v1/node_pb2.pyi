@@ -1,0 +1,139 @@
+from resharder.v1 import resources_pb2 as _resources_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SyncNodeRequest(_message.Message):
+    __slots__ = ("node", "instance", "data_address", "store", "capacity_bytes", "used_bytes", "transfers", "versions", "received_origin_bytes", "received_peer_bytes", "sent_bytes", "seen", "wait_seconds", "drained", "leaving")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_ORIGIN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_PEER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    instance: str
+    data_address: str
+    store: _resources_pb2.StoreAccess
+    capacity_bytes: int
+    used_bytes: int
+    transfers: int
+    versions: _containers.RepeatedCompositeFieldContainer[NodeVersion]
+    received_origin_bytes: int
+    received_peer_bytes: int
+    sent_bytes: int
+    seen: int
+    wait_seconds: float
+    drained: bool
+    leaving: bool
+    def __init__(self, node: _Optional[str] = ..., instance: _Optional[str] = ..., data_address: _Optional[str] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeVersion, _Mapping]]] = ..., received_origin_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., seen: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., drained: bool = ..., leaving: bool = ...) -> None: ...
+
+class NodeVersion(_message.Message):
+    __slots__ = ("version", "folder", "held", "problem")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    folder: str
+    held: bytes
+    problem: str
+    def __init__(self, version: _Optional[str] = ..., folder: _Optional[str] = ..., held: _Optional[bytes] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class NodeOrders(_message.Message):
+    __slots__ = ("lease_seconds", "revision", "versions", "drained", "report_seconds")
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    REPORT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    lease_seconds: float
+    revision: int
+    versions: _containers.RepeatedCompositeFieldContainer[NodeOrder]
+    drained: bool
+    report_seconds: float
+    def __init__(self, lease_seconds: _Optional[float] = ..., revision: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeOrder, _Mapping]]] = ..., drained: bool = ..., report_seconds: _Optional[float] = ...) -> None: ...
+
+class NodeOrder(_message.Message):
+    __slots__ = ("version", "peers", "scarce", "granted", "readers")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    SCARCE_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    READERS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    peers: _containers.RepeatedCompositeFieldContainer[NodePeer]
+    scarce: bytes
+    granted: _containers.RepeatedScalarFieldContainer[int]
+    readers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., peers: _Optional[_Iterable[_Union[NodePeer, _Mapping]]] = ..., scarce: _Optional[bytes] = ..., granted: _Optional[_Iterable[int]] = ..., readers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class NodePeer(_message.Message):
+    __slots__ = ("node", "data_address", "held", "transfers", "origin")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    data_address: str
+    held: bytes
+    transfers: int
+    origin: bool
+    def __init__(self, node: _Optional[str] = ..., data_address: _Optional[str] = ..., held: _Optional[bytes] = ..., transfers: _Optional[int] = ..., origin: bool = ...) -> None: ...
+
+class GetPieceChecksumsRequest(_message.Message):
+    __slots__ = ("version", "file", "start", "end")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    file: str
+    start: int
+    end: int
+    def __init__(self, version: _Optional[str] = ..., file: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class PieceChecksums(_message.Message):
+    __slots__ = ("checksums",)
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GetHostVersionRequest(_message.Message):
+    __slots__ = ("version", "server", "readable")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    READABLE_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    server: str
+    readable: _containers.RepeatedCompositeFieldContainer[_resources_pb2.StoreAccess]
+    def __init__(self, version: _Optional[str] = ..., server: _Optional[str] = ..., readable: _Optional[_Iterable[_Union[_resources_pb2.StoreAccess, _Mapping]]] = ...) -> None: ...
+
+class HostVersion(_message.Message):
+    __slots__ = ("node", "folder", "held_bytes", "whole", "problem", "nonce_files")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FILES_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    folder: str
+    held_bytes: int
+    whole: bool
+    problem: str
+    nonce_files: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node: _Optional[str] = ..., folder: _Optional[str] = ..., held_bytes: _Optional[int] = ..., whole: bool = ..., problem: _Optional[str] = ..., nonce_files: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""Versions on many hosts: pieces, which node holds which of them, and from which node each is taken."""

@@ -1,0 +1,122 @@
+"""A node's calls of the daemon."""
+
+import importlib.metadata
+import ssl
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from resharder.converters.storage.files import FileLayout, parse_header
+from resharder.v1 import node_pb2, node_pb2_grpc, server_pb2, server_pb2_grpc
+from resharder.v1.revision import user_agent
+
+_SECONDS = 10.0
+_CHECKSUM_SECONDS = 60.0
+_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+@dataclass(frozen=True)
+class NodeTls:
+    """Certificates of a node, as PEM files, which are read again when they change.
+
+    Args:
+        ca: Authority of the certificates of the daemon and of other nodes.
+        certificate: The node's certificate, with which it calls and answers.
+        key: Its key.
+        daemon_name: Name in the daemon's certificate, if it differs from the endpoint's host.
+        peer_name: Name in the certificates of other nodes, if it differs from their addresses.
+    """
+
+    ca: Path
+    certificate: Path
+    key: Path
+    daemon_name: str = ""
+    peer_name: str = ""
+
+    def stamp(self) -> tuple[object, ...]:
+        """Return a value that changes with the files. Raises OSError if one is missing."""
+        found = [path.stat() for path in (self.ca, self.certificate, self.key)]
+        return tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in found)
+
+    def context(self) -> ssl.SSLContext:
+        """Return the context of a connection to a data port. Raises OSError (ssl.SSLError)."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(self.ca)
+        context.load_cert_chain(self.certificate, self.key, password="")  # never prompt on a terminal
+        return context
+
+
+@dataclass(frozen=True)
+class RemoteVersion:
+    """A READY version of the daemon. `data_address` is empty if the daemon has no data port."""
+
+    name: str
+    fingerprint: str
+    files: tuple[FileLayout, ...]
+    data_address: str
+
+
+class DaemonClient:
+    """Channel to the daemon. Thread-safe. Every call raises grpc.RpcError, and OSError for certificates that cannot be read."""
+
+    def __init__(self, endpoint: str, tls: NodeTls | None = None) -> None:
+        self.endpoint, self._tls = endpoint, tls
+        self._lock = threading.Lock()
+        self._stamp: tuple[object, ...] = ()
+        self._channel: grpc.Channel | None = None
+
+    def sync(self, request: node_pb2.SyncNodeRequest) -> node_pb2.NodeOrders:
+        """Report the node's state, and return its orders."""
+        stub = node_pb2_grpc.NodeServiceStub(self._opened())
+        return stub.SyncNode(request, timeout=_SECONDS + request.wait_seconds)  # type: ignore[no-any-return]
+
+    def version(self, name: str) -> RemoteVersion:
+        """Return a READY version."""
+        stub = server_pb2_grpc.ServerServiceStub(self._opened())
+        found = stub.GetManifest(server_pb2.GetManifestRequest(version=name), timeout=_CHECKSUM_SECONDS)
+        files = tuple(parse_header(Path(file.path).name, file.header, file.size_bytes) for file in found.files)
+        address: str = found.data_address
+        if address.startswith(":"):
+            address = f"{self.endpoint.rpartition(':')[0]}{address}"
+        return RemoteVersion(found.version.name, found.version.fingerprint, files, address)
+
+    def checksums(self, version: str, file: str, start: int, end: int) -> list[int]:
+        """Return the checksums of the pieces from `start` to `end` of a file."""
+        stub = node_pb2_grpc.NodeServiceStub(self._opened())
+        request = node_pb2.GetPieceChecksumsRequest(version=version, file=file, start=start, end=end)
+        return list(stub.GetPieceChecksums(request, timeout=_CHECKSUM_SECONDS).checksums)
+
+    def _opened(self) -> grpc.Channel:
+        """Return the channel, opened anew if the certificates have changed. Calls on the former one go on."""
+        stamp = self._tls.stamp() if self._tls else ()
+        with self._lock:
+            if self._channel is None or stamp != self._stamp:
+                self._stamp, self._channel = stamp, self._open()
+            return self._channel
+
+    def _open(self) -> grpc.Channel:
+        options: list[tuple[str, Any]] = [
+            *_OPTIONS,
+            ("grpc.primary_user_agent", user_agent(importlib.metadata.version("resharder"))),
+        ]
+        if self._tls is None:
+            return grpc.insecure_channel(self.endpoint, options=options)
+        pems = (path.read_bytes() for path in (self._tls.ca, self._tls.key, self._tls.certificate))
+        if self._tls.daemon_name:
+            options.append(("grpc.ssl_target_name_override", self._tls.daemon_name))
+        return grpc.secure_channel(self.endpoint, grpc.ssl_channel_credentials(*pems), options=options)
+
+    def close(self) -> None:
+        """Close the channel."""
+        with self._lock:
+            if self._channel is not None:
+                self._channel.close()

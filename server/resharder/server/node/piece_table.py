@@ -1,0 +1,206 @@
+"""The daemon's table: which node holds which piece of which version.
+
+Nodes report the pieces that they hold and have checked. The table keeps one row of packed bits for each node and version, and how
+many nodes hold each piece. A daemon that restarts has no rows: it adds its READY versions with the nodes that it awaits, and a
+piece that has not been reported is UNKNOWN until they have.
+
+Not thread-safe: callers hold a lock.
+"""
+
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from resharder.server.node.pieces import Bitmap, Bits, bytes_of, unpack
+
+
+class PieceState(IntEnum):
+    """State of a piece of a version."""
+
+    ABSENT = 0  # never held: the version is being written
+    HELD = 1
+    UNKNOWN = 2  # not held by a node that has reported, and some have not
+    LOST = 3  # held once, by no node now
+
+
+class PieceCounts(NamedTuple):
+    """Pieces of a version by state, and those of fewer than `replicas` nodes."""
+
+    absent: int
+    held: int
+    unknown: int
+    lost: int
+    short: int
+
+
+class VersionPieces:
+    """Rows of one version.
+
+    Attributes:
+        count: Number of its pieces.
+        nodes: Nodes with a row, in the order of the rows.
+        index: Row of each node.
+        rows: Packed bits, at least one row for each node; rows beyond are free.
+        copies: Nodes that hold each piece.
+        seen: Flag for each piece: held by a node at some time.
+        awaited: Nodes that held pieces before the daemon restarted and have not reported since.
+        origins: Nodes that the version's ranks write into.
+    """
+
+    def __init__(self, count: int, seen: bool, awaited: Iterable[str]) -> None:
+        self.count = count
+        self.nodes: list[str] = []
+        self.index: dict[str, int] = {}
+        self.rows: Bits = np.zeros((4, bytes_of(count)), np.uint8)
+        self.copies = np.zeros(count, np.int32)
+        self.seen = np.full(count, seen)
+        self.awaited = set(awaited)
+        self.origins: set[str] = set()
+
+    def row_of(self, node: str) -> int:
+        """Return the row of a node, a new one for a new node."""
+        if node not in self.index:
+            if len(self.nodes) == len(self.rows):
+                self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
+            self.index[node] = len(self.nodes)
+            self.nodes.append(node)
+        return self.index[node]
+
+    def set_row(self, node: str, bits: Bits) -> None:
+        """Replace the pieces of a node."""
+        row = self.row_of(node)
+        change = unpack(bits, self.count).astype(np.int32) - unpack(self.rows[row], self.count)
+        self.copies += change
+        self.seen |= change > 0
+        self.rows[row] = bits
+
+    def remove(self, node: str) -> None:
+        """Remove the row of a node; the last row takes its place."""
+        self.awaited.discard(node)
+        if node in self.index:
+            self.set_row(node, np.zeros(self.rows.shape[1], np.uint8))
+            row, last = self.index.pop(node), self.nodes.pop()
+            if last != node:
+                self.nodes[row], self.index[last] = last, row
+                self.rows[row] = self.rows[len(self.nodes)]
+                self.rows[len(self.nodes)] = 0
+        self.origins.discard(node)
+
+
+class PieceTable:
+    """Pieces of all versions on all nodes. Methods other than `add_version` raise KeyError for an unknown version."""
+
+    def __init__(self) -> None:
+        self._versions: dict[str, VersionPieces] = {}
+
+    def __contains__(self, version: str) -> bool:
+        return version in self._versions
+
+    def __getitem__(self, version: str) -> VersionPieces:
+        return self._versions[version]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows and counts: of a version about an eighth of a byte for each piece and node."""
+        return sum(v.rows.nbytes + v.copies.nbytes + v.seen.nbytes for v in self._versions.values())
+
+    def add_version(self, version: str, pieces: int, *, ready: bool = False, awaited: Iterable[str] = ()) -> None:
+        """Add a version. A no-op if it is there.
+
+        Args:
+            version: Resource name, `models/{model}/versions/{number}`.
+            pieces: Number of its pieces.
+            ready: Whether it was READY before the daemon restarted: then a piece that no node holds is unknown or lost.
+            awaited: Nodes that held pieces of it before the daemon restarted.
+        """
+        if version not in self._versions:
+            self._versions[version] = VersionPieces(pieces, ready, awaited)
+
+    def drop_version(self, version: str) -> None:
+        """Remove a version and what nodes hold of it. A no-op if it is not there."""
+        self._versions.pop(version, None)
+
+    def add_origin(self, version: str, node: str) -> None:
+        """Mark a node as one that the version's ranks write into."""
+        self._versions[version].origins.add(node)
+
+    def report(self, version: str, node: str, bitmap: Bitmap, *, whole: bool = False) -> bool:
+        """Record the pieces of a node.
+
+        Args:
+            version: The version.
+            node: The node.
+            bitmap: Pieces that the node has gained; with `whole`, all pieces that it holds.
+            whole: Whether the bitmap replaces earlier reports.
+
+        Returns whether the report was recorded. A report of gains by a node that has no row is not, as after a restart of the
+        daemon: the node has to report the whole.
+
+        Raises ValueError for a bitmap of another number of pieces.
+        """
+        found = self._versions[version]
+        if bitmap.count != found.count:
+            raise ValueError(f"expected a bitmap of the {found.count} pieces of {version}, got one of {bitmap.count}")
+        if whole:
+            found.set_row(node, bitmap.bits)
+            found.awaited.discard(node)
+        elif (row := found.index.get(node)) is not None:
+            found.set_row(node, found.rows[row] | bitmap.bits)
+        else:
+            return False
+        return True
+
+    def remove_node(self, node: str) -> list[str]:
+        """Remove all pieces of a node that is gone. Returns the versions that have lost pieces by it."""
+        hit = []
+        for name, version in self._versions.items():
+            if node in version.index or node in version.awaited:
+                before = self.counts(name).lost
+                version.remove(node)
+                if self.counts(name).lost > before:
+                    hit.append(name)
+        return hit
+
+    def bitmap(self, version: str, node: str) -> Bitmap:
+        """Return the pieces that a node holds."""
+        found = self._versions[version]
+        row = found.index.get(node)
+        return Bitmap(found.count, None if row is None else found.rows[row].copy())
+
+    def scarce(self, version: str) -> Bitmap:
+        """Return the pieces that one node alone holds."""
+        found = self._versions[version]
+        return Bitmap(found.count, np.packbits(found.copies == 1, bitorder="little"))
+
+    def holders(self, version: str, piece: int) -> tuple[str, ...]:
+        """Return the nodes that hold a piece."""
+        found = self._versions[version]
+        held = found.rows[: len(found.nodes), piece >> 3] >> (piece & 7) & 1
+        return tuple(found.nodes[row] for row in np.flatnonzero(held))
+
+    def complete_nodes(self, version: str) -> tuple[str, ...]:
+        """Return the nodes that hold all pieces."""
+        found = self._versions[version]
+        complete = (found.rows[: len(found.nodes)] == Bitmap.full(found.count).bits).all(axis=1)
+        return tuple(found.nodes[row] for row in np.flatnonzero(complete))
+
+    def states(self, version: str) -> npt.NDArray[np.uint8]:
+        """Return the `PieceState` of each piece."""
+        found = self._versions[version]
+        gone = PieceState.UNKNOWN if found.awaited else PieceState.LOST
+        return np.where(found.copies > 0, PieceState.HELD, np.where(found.seen, gone, PieceState.ABSENT)).astype(np.uint8)
+
+    def counts(self, version: str, replicas: int = 1) -> PieceCounts:
+        """Return how many pieces are in each state, and how many fewer than `replicas` nodes hold."""
+        absent, held, unknown, lost = np.bincount(self.states(version), minlength=len(PieceState)).tolist()
+        return PieceCounts(absent, held, unknown, lost, short=int((self._versions[version].copies < replicas).sum()))
+
+    def ready(self, version: str, replicas: int = 1) -> bool:
+        """Return whether at least `replicas` nodes hold each piece."""
+        return bool((self._versions[version].copies >= replicas).all())
+
+    def lost(self, version: str) -> tuple[int, ...]:
+        """Return the pieces that were held and that no node holds, once all awaited nodes have reported or are gone."""
+        return tuple(np.flatnonzero(self.states(version) == PieceState.LOST).tolist())

@@ -1,0 +1,347 @@
+"""The daemon's register of nodes: what each reports, which versions each should hold, and from which nodes it may fetch them.
+
+A version is wanted on a node from the first request of a worker on its host until the version is retired, or until newer ones
+need the node's capacity. After a restart of the daemon, nodes report what they hold, and those versions are wanted again.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import xxhash
+from resharder.server.infra.change_signal import ChangeSignal, Waiting
+from resharder.server.infra.event_log import Kind
+from resharder.server.ingest.shared import parse_name
+from resharder.server.node.piece_table import PieceTable
+from resharder.server.node.pieces import Bitmap, PieceNumbering, number_pieces
+from resharder.server.node.reports import (
+    CopyOrder,
+    CopyReport,
+    CopyView,
+    HostCopy,
+    NodeState,
+    NodeView,
+    Orders,
+    PeerSource,
+    StateReport,
+)
+from resharder.server.node.tracker import LONGEST, NodeReport, Tracker
+from resharder.server.state.errors import DaemonError, FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
+from resharder.server.state.version import READY, VersionRecord
+from resharder.server.store.manifest import Manifest
+
+DAEMON = "daemon"
+"""Id of the daemon's own row in the table: it holds all of every READY version."""
+
+
+@dataclass
+class _Node:
+    report: StateReport
+    caller: str
+    reported_at: float
+    report_time: float
+    drained: bool = False
+    lost: bool = False
+    former: deque[str] = field(default_factory=lambda: deque(maxlen=64))
+    """Earlier processes of this id."""
+    wants: dict[str, set[str]] = field(default_factory=dict)
+    """Ids of the servers that asked for each version; versions in the order of their last new request."""
+    changed: ChangeSignal = field(default_factory=ChangeSignal)
+
+
+class NodeRegistry:
+    """All nodes. Thread-safe.
+
+    Args:
+        manifest: Function that returns the manifest of a READY version, or raises a DaemonError.
+        record: Function that returns the record of a version, or raises a DaemonError.
+        lease_seconds: Time after its last report at which a node is lost.
+        forget_seconds: Time after its last report at which a lost node is forgotten.
+        note: Function that adds an event.
+    """
+
+    def __init__(
+        self,
+        manifest: Callable[[str, int], Manifest],
+        record: Callable[[str, int], VersionRecord],
+        *,
+        lease_seconds: float,
+        forget_seconds: float,
+        note: Callable[[Kind, str, str, str], object],
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._manifest, self._record, self.lease_seconds, self._note = manifest, record, lease_seconds, note
+        self._forget_seconds = forget_seconds
+        self._clock, self._wall = clock, wall
+        self._lock = threading.Lock()
+        self._nodes: dict[str, _Node] = {}
+        self._tracker = Tracker(PieceTable())
+        self._numberings: dict[str, PieceNumbering] = {}
+        self._readers: dict[str, set[str]] = {}
+
+    # Calls of nodes
+
+    def sync(self, report: StateReport, caller: str, seen: int, wait_seconds: float) -> Waiting[Orders]:
+        """Record a report, and return the node's orders once their revision differs from `seen` or the time has passed.
+
+        Args:
+            report: The report.
+            caller: Identity of the caller; empty without security.
+            seen: Revision of the orders that the node has.
+            wait_seconds: Bound on the wait.
+
+        Raises:
+            FailedPrecondition: NODE_REPLACED: a later process has this id.
+            PermissionDenied: NOT_ALLOWED: a live node of another identity has this id.
+            InvalidArgument: NODE: a bitmap of another number of pieces.
+        """
+        for copy in report.copies:
+            self._known(copy.version)
+        node = self._record_report(report, caller)
+        until = self._clock() + wait_seconds
+        while True:
+            count = node.changed.count
+            if node.report.instance != report.instance:
+                raise _replaced(report.node)
+            orders = self._orders(report.node)
+            if orders.revision != seen or (left := until - self._clock()) <= 0:
+                return orders
+            yield node.changed.pause(count, left)
+
+    def leave(self, node: str, instance: str) -> None:
+        """Remove a node whose process ends."""
+        with self._lock:
+            found = self._nodes.get(node)
+            if found is None or found.report.instance != instance:
+                return
+            del self._nodes[node]
+            self._tracker.remove_node(node)
+        found.changed.notify()
+        self._note("node", f"nodes/{node}", "left", "")
+
+    def admit(self, version: str, caller: str) -> None:
+        """Record that a caller may read a version's model, so that other nodes let it."""
+        name = caller.rpartition("@")[0]
+        with self._lock:
+            readers = self._readers.setdefault(_model_of(version), set())
+            if not name or name in readers:
+                return
+            readers.add(name)
+            told = list(self._nodes.values())
+        for node in told:
+            node.changed.notify()
+
+    # Calls of workers
+
+    def host_copy(self, version: str, server: str, readable: Iterable[tuple[str, bytes]]) -> HostCopy:
+        """Let the node of a worker's host hold a READY version, and return how far it is.
+
+        Args:
+            version: Resource name.
+            server: Id of the worker's server.
+            readable: Nonce files that the worker can read, and their content.
+
+        Raises ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN, VERSION_GONE).
+        """
+        if self._known(version) is None:
+            raise ResourceNotFound("VERSION_GONE", f"{version} is not READY")
+        found = self._reading(dict(readable))
+        if isinstance(found, HostCopy):
+            return found
+        if server not in found.wants.get(version, ()):
+            with self._lock:
+                if version in self._numberings:
+                    found.wants[version] = found.wants.pop(version, set()) | {server}
+            found.changed.notify()
+        return self._host_copy(found, version)
+
+    # Operators
+
+    def views(self) -> list[NodeView]:
+        """Return all nodes by id."""
+        with self._lock:
+            return [self._view(node) for _, node in sorted(self._nodes.items())]
+
+    def set_drained(self, id: str, drained: bool) -> NodeView:
+        """Drain a node, or resume it. Raises ResourceNotFound (NODE_UNKNOWN)."""
+        with self._lock:
+            node = self._nodes.get(id)
+            if node is None:
+                raise ResourceNotFound("NODE_UNKNOWN", f"node {id!r} is unknown; there are {sorted(self._nodes)}")
+            node.drained = drained
+            view = self._view(node)
+        node.changed.notify()
+        return view
+
+    # The daemon
+
+    def expire(self) -> None:
+        """Note the nodes whose lease has ended, whose pieces count no longer, and forget those lost for long."""
+        now, lost = self._clock(), list[tuple[str, _Node]]()
+        with self._lock:
+            for id, node in self._nodes.items():
+                if not node.lost and now - node.reported_at > self.lease_seconds:
+                    node.lost = True
+                    self._tracker.remove_node(id)
+                    lost.append((id, node))
+            for id in [id for id, node in self._nodes.items() if now - node.reported_at > self._forget_seconds]:
+                del self._nodes[id]
+        for id, node in lost:
+            node.changed.notify()
+            self._note("node", f"nodes/{id}", "lost", f"it has not called for {self.lease_seconds:g} s")
+
+    def version_changed(self, record: VersionRecord) -> None:
+        """Forget a version that is no longer READY."""
+        if record.state == READY:
+            return
+        with self._lock:
+            self._numberings.pop(record.name, None)
+            self._tracker.drop_version(record.name)
+            told = [node for node in self._nodes.values() if node.wants.pop(record.name, None) is not None]
+        for node in told:
+            node.changed.notify()
+
+    def _known(self, version: str) -> PieceNumbering | None:
+        """Return the numbering of a READY version's pieces, and add it to the table; None for any other version."""
+        with self._lock:
+            if (known := self._numberings.get(version)) is not None:
+                return known
+        try:
+            name, number = parse_name(version, "versions")
+            numbering = number_pieces(self._manifest(name, number).files)
+        except DaemonError:
+            return None
+        with self._lock:
+            self._numberings[version] = numbering
+            self._tracker.table.add_version(version, numbering.count)
+            self._tracker.table.add_origin(version, DAEMON)
+            self._tracker.table.report(version, DAEMON, Bitmap.full(numbering.count), whole=True)
+        if self._record(name, number).state != READY:  # retired in the meantime, perhaps before the table had it
+            self.version_changed(self._record(name, number))
+            return None
+        return numbering
+
+    def _record_report(self, report: StateReport, caller: str) -> _Node:
+        with self._lock:
+            node = self._nodes.get(report.node)
+            joined = node is None or node.lost or node.report.instance != report.instance
+            if node is None:
+                node = self._nodes[report.node] = _Node(report, caller, 0.0, 0.0, drained=report.drained)
+            elif report.instance in node.former:
+                raise _replaced(report.node)
+            elif caller != node.caller and not node.lost:
+                raise PermissionDenied(
+                    "NOT_ALLOWED", f"node {report.node!r} belongs to {node.caller or 'a caller without a name'}"
+                )
+            elif report.instance != node.report.instance:
+                node.former.append(node.report.instance)
+                self._tracker.remove_node(report.node)
+            self._record_pieces(report)
+            node.report, node.caller, node.lost = report, caller, False
+            node.reported_at, node.report_time = self._clock(), self._wall()
+            for copy in report.copies if joined else ():
+                if copy.version in self._numberings:
+                    node.wants.setdefault(copy.version, set())
+        if joined:
+            node.changed.notify()  # an earlier process of this id may wait
+            self._note("node", f"nodes/{report.node}", "joined", "")
+        return node
+
+    def _record_pieces(self, report: StateReport) -> None:
+        """Replace the node's rows of the table. Callers hold the lock. Raises InvalidArgument (NODE)."""
+        reported = {copy.version: copy for copy in report.copies}
+        for version, numbering in self._numberings.items():
+            copy = reported.get(version)
+            if copy is not None or report.node in self._tracker.table[version].index:
+                self._tracker.table.report(version, report.node, _bitmap(numbering.count, copy), whole=True)
+
+    def _orders(self, id: str) -> Orders:
+        with self._lock:
+            node = self._nodes.get(id)
+            if node is None:
+                return Orders(0, (), False, LONGEST)
+            reported = {copy.version: copy for copy in node.report.copies}
+            wanted = [] if node.drained else self._chosen(node)
+            answers = [self._copy_order(id, node, version, reported.get(version)) for version in wanted]
+            readers = sorted({name for order, _ in answers for name in order.readers})
+            stamp = xxhash.xxh3_64_intdigest("\n".join([str(node.drained), *sorted(wanted), *readers]).encode())
+            soonest = min((seconds for _, seconds in answers), default=LONGEST)
+            return Orders(stamp or 1, tuple(order for order, _ in answers), node.drained, soonest)
+
+    def _chosen(self, node: _Node) -> list[str]:
+        """Return the versions that a node should hold, the last requested first, as many as fit."""
+        left, chosen = node.report.capacity_bytes, list[str]()
+        for version in reversed([version for version in node.wants if version in self._numberings]):
+            size = self._numberings[version].total
+            if not chosen or size <= left:
+                chosen.append(version)
+                left -= size
+        return chosen
+
+    def _copy_order(self, id: str, node: _Node, version: str, copy: CopyReport | None) -> tuple[CopyOrder, float]:
+        held = _bitmap(self._numberings[version].count, copy)
+        report = NodeReport(id, version, held, whole=True, load=node.report.transfers)
+        answer = self._tracker.report(report, self._clock())
+        peers = [PeerSource(offer, self._address(offer.peer)) for offer in answer.offers]
+        readers = tuple(sorted(self._readers.get(_model_of(version), ())))
+        order = CopyOrder(version, tuple(peers), answer.scarce.to_bytes(), answer.granted, readers)
+        return order, answer.interval
+
+    def _address(self, peer: str) -> str:
+        return "" if peer == DAEMON else self._nodes[peer].report.data_address
+
+    def _reading(self, readable: Mapping[str, bytes]) -> "_Node | HostCopy":
+        with self._lock:
+            live = [node for node in self._nodes.values() if not node.lost and node.report.nonce_file]
+        for node in live:
+            if readable.get(node.report.nonce_file) == node.report.nonce:
+                return node
+        return HostCopy(nonce_files=tuple(dict.fromkeys(node.report.nonce_file for node in live)))
+
+    def _host_copy(self, node: _Node, version: str) -> HostCopy:
+        with self._lock:
+            name, numbering = f"nodes/{node.report.node}", self._numberings.get(version)
+            copy = next((copy for copy in node.report.copies if copy.version == version), None)
+            problem = copy.problem if copy is not None else ""
+            if numbering is None:
+                problem = f"{version} is no longer READY"
+            elif node.lost or self._nodes.get(node.report.node) is not node:
+                problem = "it is lost"
+            elif node.drained:
+                problem = "it is drained"
+            if problem or copy is None or numbering is None:
+                return HostCopy(name, problem=f"{name}: {problem}" if problem else "")
+            held = _bitmap(numbering.count, copy)
+            return HostCopy(name, copy.folder, held.whole(), len(held) * numbering.piece_bytes)
+
+    def _view(self, node: _Node) -> NodeView:
+        state = NodeState.LOST if node.lost else NodeState.DRAINED if node.drained else NodeState.LIVE
+        reported = {copy.version: copy for copy in node.report.copies}
+        chosen = set(self._chosen(node)) if state is NodeState.LIVE else set()
+        copies = []
+        for version in sorted({*reported, *node.wants}):
+            numbering, copy = self._numberings.get(version), reported.get(version)
+            count = numbering.count if numbering else 0
+            held = len(self._tracker.table.bitmap(version, node.report.node)) if numbering else 0
+            servers = tuple(sorted(node.wants.get(version, ())))
+            copies.append(CopyView(version, held, count, version in chosen, copy.problem if copy else "", servers))
+        return NodeView(replace(node.report, nonce=b""), state, node.report_time, tuple(copies))
+
+
+def _replaced(id: str) -> FailedPrecondition:
+    return FailedPrecondition("NODE_REPLACED", f"another process has become node {id!r}: it has to end")
+
+
+def _bitmap(count: int, copy: CopyReport | None) -> Bitmap:
+    """Return the pieces of a report. Raises InvalidArgument (NODE) for a bitmap of another length."""
+    try:
+        return Bitmap.from_bytes(count, copy.held) if copy is not None and copy.held else Bitmap(count)
+    except ValueError as error:
+        raise InvalidArgument("NODE", f"{copy.version if copy else ''}: {error}") from None
+
+
+def _model_of(version: str) -> str:
+    return version.split("/")[1]

@@ -1,0 +1,107 @@
+"""Reports of nodes, the daemon's orders to them, and views of both for operators and workers."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from resharder.server.node.sources import PeerOffer
+
+
+class NodeState(Enum):
+    """State of a node, as operators see it."""
+
+    LIVE = 1
+    DRAINED = 2
+    LOST = 3
+
+
+@dataclass(frozen=True)
+class CopyReport:
+    """A node's report on one version. `held` is the packed bitmap of its pieces."""
+
+    version: str
+    folder: str
+    held: bytes
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class StateReport:
+    """A node's report on itself. `instance` names the lifetime of its process."""
+
+    node: str
+    instance: str
+    data_address: str
+    nonce_file: str
+    nonce: bytes
+    capacity_bytes: int
+    used_bytes: int
+    transfers: int = 0
+    received_origin_bytes: int = 0
+    received_peer_bytes: int = 0
+    sent_bytes: int = 0
+    drained: bool = False
+    """Whether its last orders drained it, for a daemon that has restarted since."""
+    copies: tuple[CopyReport, ...] = ()
+
+
+@dataclass(frozen=True)
+class PeerSource:
+    """A peer's pieces, and its data port; an empty address is the daemon's."""
+
+    offer: PeerOffer
+    data_address: str
+
+
+@dataclass(frozen=True)
+class CopyOrder:
+    """A version that a node should hold."""
+
+    version: str
+    peers: tuple[PeerSource, ...] = ()
+    scarce: bytes = b""
+    granted: tuple[int, ...] = ()
+    readers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Orders:
+    """Answer to a report. `revision` changes with the set of versions, their readers, and `drained`."""
+
+    revision: int
+    versions: tuple[CopyOrder, ...]
+    drained: bool
+    report_seconds: float
+
+
+@dataclass(frozen=True)
+class CopyView:
+    """A version on a node, for display."""
+
+    version: str
+    held_pieces: int
+    pieces: int
+    wanted: bool
+    problem: str
+    servers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """A node for display. `report_time` is in seconds since 1970."""
+
+    report: StateReport
+    state: NodeState
+    report_time: float
+    copies: tuple[CopyView, ...]
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """State of a version on the node of a worker's host. `folder` is empty until the node has created it."""
+
+    node: str = ""
+    folder: str = ""
+    whole: bool = False
+    held_bytes: int = 0
+    problem: str = ""
+    nonce_files: tuple[str, ...] = ()

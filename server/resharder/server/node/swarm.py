@@ -1,0 +1,157 @@
+"""The fetching of a node's versions: which piece comes next and from where (`sources.py`), and the requests in flight."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+
+import grpc
+import numpy as np
+import structlog
+from resharder.converters.failpoints import failpoint
+from resharder.server.node.copies import HeldVersion
+from resharder.server.node.pieces import Bitmap
+from resharder.server.node.sources import (
+    LIMITS,
+    PeerOffer,
+    PeerRecord,
+    PieceChoice,
+    PieceRequest,
+    RequestLimits,
+    after_answer,
+    after_busy,
+    after_failure,
+    choose,
+)
+from resharder.server.node.transfers import PieceBusy, PieceFailed, PieceFetcher, ReceivedBytes
+
+_log = structlog.get_logger("resharder.node")
+
+
+@dataclass(frozen=True)
+class PieceOffers:
+    """The daemon's answer about one version. `addresses` has the data port of each peer."""
+
+    peers: tuple[PeerOffer, ...]
+    addresses: Mapping[str, str]
+    scarce: Bitmap
+    granted: tuple[int, ...]
+
+
+class Swarm:
+    """Requests of a node for the pieces of its versions, one version at a time. Thread-safe.
+
+    Args:
+        fetcher: Fetcher of pieces.
+        changed: Called after each piece, whether it has arrived or failed.
+    """
+
+    def __init__(
+        self,
+        fetcher: PieceFetcher,
+        received: ReceivedBytes,
+        changed: Callable[[], object],
+        limits: RequestLimits = LIMITS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fetcher, self._received, self._changed = fetcher, received, changed
+        self._limits, self._clock = limits, clock
+        self._pool = ThreadPoolExecutor(limits.requests, thread_name_prefix="piece")
+        self._chance = np.random.default_rng()
+        self._lock, self._ids = threading.Lock(), count()
+        self._records: dict[str, PeerRecord] = {}
+        self._requests: dict[str, dict[int, PieceRequest]] = {}  # by version
+        self._problems: dict[str, str] = {}
+
+    def problem(self, version: str) -> str:
+        """Return why the last request for a version failed; empty if it did not."""
+        with self._lock:
+            return self._problems.get(version, "")
+
+    def busy(self) -> int:
+        """Return the number of requests in flight."""
+        with self._lock:
+            return sum(map(len, self._requests.values()))
+
+    def fill(self, version: HeldVersion, offers: PieceOffers) -> int:
+        """Start as many requests for pieces of a version as the limits allow, and return their number."""
+        held, now = version.held(), self._clock()
+        with self._lock:
+            flying = [request for requests in self._requests.values() for request in requests.values()]
+            mine = self._requests.get(version.name, {})
+            free = self._limits.requests - len(flying) + len(mine)  # requests of other versions take their places
+            if free <= len(mine):
+                return 0
+            chosen = choose(
+                held,
+                Bitmap.full(held.count),
+                offers.peers,
+                offers.scarce - held,
+                [piece for piece in offers.granted if piece not in held],
+                self._records,
+                list(mine.values()),
+                now,
+                self._chance,
+                self._limits,
+            )
+            chosen = chosen[: free - len(mine)]
+            started = [(next(self._ids), choice) for choice in chosen]
+            for id, choice in started:
+                span = version.numbering.span(choice.piece)
+                request = PieceRequest(choice.piece, choice.peer, now, span.end - span.start)
+                self._requests.setdefault(version.name, {})[id] = request
+        for id, choice in started:
+            origin = offers.addresses[choice.peer], next(o.origin for o in offers.peers if o.peer == choice.peer)
+            self._pool.submit(self._fetch, id, version, choice, *origin)
+        return len(started)
+
+    def _fetch(self, id: int, version: HeldVersion, choice: PieceChoice, address: str, origin: bool) -> None:
+        began, failure, size, busy = self._clock(), "", 0, False
+        try:
+            size = self._fetcher.fetch(version, choice.piece, address, origin=origin)
+            if choice.piece not in version.held():
+                failpoint("node.held")
+                version.add(choice.piece)
+                self._received.add(size, origin=origin)
+        except PieceBusy:
+            busy = True
+        except (PieceFailed, OSError) as error:
+            failure = str(error)
+        except grpc.RpcError as error:
+            failure = f"the daemon: {error.details() or error.code().name}"
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+            _log.error("piece_failed", version=version.name, piece=choice.piece, exc_info=error)
+        now = self._clock()
+        with self._lock:
+            record = self._records.get(choice.peer, PeerRecord())
+            requests = self._requests.get(version.name, {})
+            request = requests.pop(id)
+            if busy:
+                record = after_busy(record, request.size, now, self._chance)
+            elif failure:
+                record = after_failure(record, now, self._limits)
+            else:
+                record = after_answer(record, size, now - began)
+            self._records[choice.peer] = record
+            self._problems[version.name] = failure
+            if not requests:
+                self._requests.pop(version.name, None)
+            idle = not self._requests and version.held().whole()
+        if idle:
+            self._fetcher.close_idle()  # a connection pins its version at the sender
+        if failure:
+            _log.warning("piece_refused", version=version.name, piece=choice.piece, peer=choice.peer, reason=failure)
+        self._changed()
+
+    def forget(self, version: str) -> None:
+        """Forget the problem of a version that was dropped."""
+        with self._lock:
+            self._problems.pop(version, None)
+
+    def close(self) -> None:
+        """Start no further requests, and wait for those in flight."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._fetcher.close_idle()

@@ -1,0 +1,191 @@
+"""Fetching of one piece: over a pooled connection, checked against the daemon's checksums, then written to the version's file."""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+from resharder.converters.failpoints import failpoint
+from resharder.converters.storage.digest import Array
+from resharder.converters.wire.range_client import (
+    BROKEN,
+    DataAddress,
+    PartRefused,
+    PartRequest,
+    PortBusy,
+    RangeConnection,
+    WrongBytes,
+)
+from resharder.converters.wire.ranges import PIECE_BYTES
+from resharder.server.data.checksums import PieceChecksums
+from resharder.server.infra.addresses import parse_listen
+from resharder.server.node.copies import HeldVersion
+from resharder.server.node.daemon_client import DaemonClient, NodeTls
+from resharder.server.node.pieces import PieceSpan
+
+_BATCH_BYTES = 64 * PIECE_BYTES  # pieces whose checksums one call returns
+_MOST_IDLE = 32
+_BUSY_SECONDS = 0.05  # until a busy port is asked again for the rest of a piece
+
+
+class PieceFailed(Exception):
+    """A piece that a peer does not deliver."""
+
+
+class PieceBusy(PieceFailed):
+    """A piece that a peer does not deliver now, because it delivers others."""
+
+
+@dataclass
+class ReceivedBytes:
+    """Bytes that were received, by source, since the process began."""
+
+    origin: int = 0
+    peers: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, size: int, *, origin: bool) -> None:
+        """Count the bytes of a checked piece."""
+        with self._lock:
+            if origin:
+                self.origin += size
+            else:
+                self.peers += size
+
+
+class CheckedPieces:
+    """The daemon's checksums of pieces, fetched in batches when first needed. Thread-safe. The data port shares `known`."""
+
+    def __init__(self, daemon: DaemonClient) -> None:
+        self._daemon, self.known = daemon, PieceChecksums()
+
+    def of(self, version: HeldVersion, part: PieceSpan) -> int:
+        """Return the checksum of a part. Raises grpc.RpcError, OSError."""
+        return self.known.get((version.fingerprint, part.file, part.start), lambda: self._fetch(version, part))
+
+    def _fetch(self, version: HeldVersion, part: PieceSpan) -> int:
+        begin = part.start - part.start % _BATCH_BYTES
+        end = min(begin + _BATCH_BYTES, version.sizes[part.file])
+        found = self._daemon.checksums(version.name, part.file, begin, end)
+        for start, checksum in zip(range(begin, end, PIECE_BYTES), found, strict=True):
+            self.known.put((version.fingerprint, part.file, start), checksum)
+        return found[(part.start - begin) // PIECE_BYTES]
+
+
+class PieceFetcher:
+    """Fetcher of pieces, for many threads at once. Connections and buffers are reused.
+
+    Args:
+        checksums: The daemon's checksums.
+        tls: Certificates; None connects without TLS.
+        silent_seconds: Time without a byte after which a connection is given up.
+    """
+
+    def __init__(
+        self,
+        checksums: CheckedPieces,
+        tls: NodeTls | None,
+        silent_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._checksums, self._tls, self._silent = checksums, tls, silent_seconds
+        self._lock = threading.Lock()
+        self._idle: OrderedDict[RangeConnection, str] = OrderedDict()  # with their address, longest idle first
+        self._buffers: list[Array] = []
+
+    def fetch(self, version: HeldVersion, piece: int, address: str, *, origin: bool) -> int:
+        """Fetch a piece from a data port, and return its bytes.
+
+        Args:
+            version: The version.
+            piece: Number of the piece.
+            address: `host:port` of the port.
+            origin: Whether the port is the daemon's.
+
+        Raises:
+            PieceBusy: The port is busy.
+            PieceFailed: The port does not deliver it, or delivers other bytes.
+            OSError: The piece cannot be written.
+            grpc.RpcError: The daemon does not return the checksums.
+        """
+        size, began = 0, self._clock()
+        for part in version.numbering.parts(piece):
+            expected = self._checksums.of(version, part)
+            failpoint("node.piece")
+            request = PartRequest(
+                version.name, version.fingerprint, part.file, version.sizes[part.file], part.start, part.end, expected
+            )
+            buffer = self._buffer()
+            try:
+                target = buffer[: part.end - part.start]
+                self._read_patiently(request, address, target, origin, busy_until=began + self._silent if size else 0.0)
+                version.write(part, target)
+            finally:
+                with self._lock:
+                    self._buffers.append(buffer)
+            size += part.end - part.start
+        return size
+
+    def _read_patiently(self, request: PartRequest, address: str, target: Array, origin: bool, busy_until: float) -> None:
+        """Read a part; until a time, a busy port is asked again, so that the parts before it were not read in vain."""
+        while True:
+            try:
+                return self._read(request, address, target, origin)
+            except PieceBusy:
+                if self._clock() >= busy_until:
+                    raise
+                threading.Event().wait(_BUSY_SECONDS)
+
+    def _read(self, request: PartRequest, address: str, target: Array, origin: bool) -> None:
+        connection = self._connection(address, origin)
+        try:
+            for _ in connection.blocks(request, target):
+                pass
+        except PortBusy as error:
+            self._keep(connection, address)
+            raise PieceBusy(str(error)) from error
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, (*BROKEN, PartRefused, WrongBytes)):
+                raise PieceFailed(f"{address}: {error or type(error).__name__}") from error
+            raise
+        self._keep(connection, address)
+
+    def _keep(self, connection: RangeConnection, address: str) -> None:
+        closed = []
+        with self._lock:
+            self._idle[connection] = address
+            while len(self._idle) > _MOST_IDLE:
+                closed.append(self._idle.popitem(last=False)[0])
+        for former in closed:
+            former.close()
+
+    def _connection(self, address: str, origin: bool) -> RangeConnection:
+        with self._lock:
+            found = next((connection for connection, at in reversed(self._idle.items()) if at == address), None)
+            if found is not None:
+                del self._idle[found]
+                return found
+        host, port = parse_listen(address)
+        if self._tls is None:
+            return RangeConnection(DataAddress(host, port, silent_seconds=self._silent))
+        name = self._tls.daemon_name if origin else self._tls.peer_name
+        return RangeConnection(DataAddress(host, port, self._tls.context, name, silent_seconds=self._silent))
+
+    def _buffer(self) -> Array:
+        with self._lock:
+            if self._buffers:
+                return self._buffers.pop()
+        return np.empty(PIECE_BYTES, np.uint8)
+
+    def close_idle(self) -> None:
+        """Close the idle connections."""
+        with self._lock:
+            idle, self._idle = list(self._idle), OrderedDict()
+        for connection in idle:
+            with suppress(OSError):
+                connection.close()

@@ -1,0 +1,28 @@
+"""Operators' calls about nodes."""
+
+from google.protobuf.message import Message
+from resharder.server.infra.event_log import Events
+from resharder.server.node.registry import NodeRegistry
+from resharder.server.rpc.dispatch import Call
+from resharder.server.rpc.node_service import node_id, node_to_proto
+from resharder.server.rpc.views import page_of
+from resharder.v1 import operator_pb2
+
+
+class NodeCalls:
+    """Methods of `OperatorService` about nodes. Errors are those of the parts that each method calls."""
+
+    def __init__(self, nodes: NodeRegistry, events: Events) -> None:
+        self._nodes, self._node_events = nodes, events
+
+    def ListNodes(self, request: operator_pb2.ListNodesRequest, call: Call) -> Message:
+        """List nodes by id, in pages. Raises InvalidArgument (PAGE_SIZE, PAGE_TOKEN)."""
+        views = [(view.report.node, view) for view in self._nodes.views()]
+        page, token = page_of(views, request.page_size, request.page_token)
+        return operator_pb2.ListNodesResponse(nodes=map(node_to_proto, page), next_page_token=token)
+
+    def SetNodeDrained(self, request: operator_pb2.SetNodeDrainedRequest, call: Call) -> Message:
+        """Drain a node, or resume it. Raises InvalidArgument (NODE), ResourceNotFound (NODE_UNKNOWN)."""
+        view = self._nodes.set_drained(node_id(request.node), request.drained)
+        self._node_events.add("operator", request.node, "drain" if request.drained else "resume")
+        return node_to_proto(view)

@@ -1,0 +1,177 @@
+"""NodeService: calls of nodes, and of workers on their hosts."""
+
+import re
+from collections.abc import Callable, Iterable
+
+from resharder.converters.wire.ranges import PIECE_BYTES, is_piece
+from resharder.server.data.checksums import PieceChecksums, checksum_of
+from resharder.server.data.versions import ServedVersions
+from resharder.server.infra.caller import CALLER
+from resharder.server.infra.change_signal import Waiting
+from resharder.server.infra.medium import medium_errors
+from resharder.server.ingest.shared import parse_name
+from resharder.server.node.registry import NodeRegistry
+from resharder.server.node.reports import CopyOrder, CopyReport, NodeState, NodeView, StateReport
+from resharder.server.rpc.convert import timestamp
+from resharder.server.rpc.dispatch import Call
+from resharder.server.rpc.views import seconds
+from resharder.server.state.errors import InvalidArgument, ResourceNotFound
+from resharder.v1 import node_pb2, resources_pb2
+
+_MOST_PIECES = 256
+_MOST_COPIES = 1024
+_MOST_WAIT = 10.0  # seconds
+_ID = re.compile(r"nodes/(?P<id>[A-Za-z0-9][A-Za-z0-9._-]{0,63})")
+
+
+class NodeService:
+    """Methods of `NodeService`. Errors are those of the parts that each method calls.
+
+    Args:
+        nodes: The register.
+        versions: READY versions of the store.
+        checksums: Known checksums of pieces, which the data port shares.
+    """
+
+    def __init__(self, nodes: NodeRegistry, versions: ServedVersions, checksums: PieceChecksums) -> None:
+        self._nodes, self._versions, self._checksums = nodes, versions, checksums
+
+    def SyncNode(self, request: node_pb2.SyncNodeRequest, call: Call) -> Waiting[node_pb2.NodeOrders]:
+        """Record a node's report, and return its orders."""
+        report = _report(request)
+        if request.leaving:
+            self._nodes.leave(report.node, report.instance)
+            return node_pb2.NodeOrders()
+        orders = yield from self._nodes.sync(report, CALLER.get(), request.seen, min(seconds(request.wait_seconds), _MOST_WAIT))
+        return node_pb2.NodeOrders(
+            lease_seconds=self._nodes.lease_seconds,
+            revision=orders.revision,
+            drained=orders.drained,
+            report_seconds=orders.report_seconds,
+            versions=map(_order, orders.versions),
+        )
+
+    @medium_errors()
+    def GetPieceChecksums(self, request: node_pb2.GetPieceChecksumsRequest, call: Call) -> node_pb2.PieceChecksums:
+        """Return the checksums of consecutive pieces of a file. The caller may fetch them from other nodes from then on."""
+        with self._versions.pinned(*parse_name(request.version, "versions")) as served:
+            size = served.sizes.get(request.file)
+            if size is None:
+                raise ResourceNotFound("VERSION_UNKNOWN", f"{served.name} has no safetensors file {request.file[:200]!r}")
+            pieces = _pieces(request.start, request.end, size)
+            with open(served.folder / request.file, "rb", buffering=0) as file:
+                found = [
+                    self._checksums.get((served.fingerprint, request.file, start), _reading(file.fileno(), start, end))
+                    for start, end in pieces
+                ]
+        self._nodes.admit(request.version, CALLER.get())
+        return node_pb2.PieceChecksums(checksums=found)
+
+    def GetHostVersion(self, request: node_pb2.GetHostVersionRequest, call: Call) -> node_pb2.HostVersion:
+        """Let the node on the caller's host hold a READY version, and return how far it is."""
+        parse_name(request.version, "versions")
+        readable = [(access.nonce_file, access.nonce) for access in request.readable]
+        found = self._nodes.host_copy(request.version, request.server.removeprefix("servers/"), readable)
+        return node_pb2.HostVersion(
+            node=found.node,
+            folder=found.folder,
+            whole=found.whole,
+            held_bytes=found.held_bytes,
+            problem=found.problem,
+            nonce_files=found.nonce_files,
+        )
+
+
+def node_id(name: str) -> str:
+    """Return the id in `nodes/{id}`. Raises InvalidArgument (NODE)."""
+    if (found := _ID.fullmatch(name)) is None:
+        raise InvalidArgument("NODE", f"expected nodes/ID with an id of letters, digits, '.', '_' and '-', got {name[:200]!r}")
+    return found["id"]
+
+
+def node_to_proto(view: NodeView) -> resources_pb2.Node:
+    """Convert a node for operators."""
+    report = view.report
+    return resources_pb2.Node(
+        name=f"nodes/{report.node}",
+        state=_STATES[view.state],
+        data_address=report.data_address,
+        capacity_bytes=report.capacity_bytes,
+        used_bytes=report.used_bytes,
+        transfers=report.transfers,
+        received_origin_bytes=report.received_origin_bytes,
+        received_peer_bytes=report.received_peer_bytes,
+        sent_bytes=report.sent_bytes,
+        report_time=timestamp(view.report_time),
+        copies=[
+            resources_pb2.NodeCopy(
+                version=copy.version,
+                held_pieces=copy.held_pieces,
+                pieces=copy.pieces,
+                wanted=copy.wanted,
+                problem=copy.problem,
+                servers=copy.servers,
+            )
+            for copy in view.copies
+        ],
+    )
+
+
+_STATES = {
+    NodeState.LIVE: resources_pb2.Node.LIVE,
+    NodeState.DRAINED: resources_pb2.Node.DRAINED,
+    NodeState.LOST: resources_pb2.Node.LOST,
+}
+
+
+def _report(request: node_pb2.SyncNodeRequest) -> StateReport:
+    if not request.instance or len(request.versions) > _MOST_COPIES:
+        raise InvalidArgument("NODE", f"expected an instance and at most {_MOST_COPIES} versions, got {len(request.versions)}")
+    return StateReport(
+        node=node_id(request.node),
+        instance=request.instance[:64],
+        data_address=request.data_address[:300],
+        nonce_file=request.store.nonce_file[:4096],
+        nonce=request.store.nonce[:64],
+        capacity_bytes=max(0, request.capacity_bytes),
+        used_bytes=max(0, request.used_bytes),
+        transfers=max(0, request.transfers),
+        received_origin_bytes=max(0, request.received_origin_bytes),
+        received_peer_bytes=max(0, request.received_peer_bytes),
+        sent_bytes=max(0, request.sent_bytes),
+        drained=request.drained,
+        copies=tuple(CopyReport(copy.version, copy.folder[:4096], copy.held, copy.problem[:500]) for copy in request.versions),
+    )
+
+
+def _order(order: CopyOrder) -> node_pb2.NodeOrder:
+    return node_pb2.NodeOrder(
+        version=order.version,
+        scarce=order.scarce,
+        granted=order.granted,
+        readers=order.readers,
+        peers=[
+            node_pb2.NodePeer(
+                node=f"nodes/{source.offer.peer}",
+                data_address=source.data_address,
+                held=source.offer.held.to_bytes(),
+                transfers=source.offer.load,
+                origin=source.offer.origin,
+            )
+            for source in order.peers
+        ],
+    )
+
+
+def _pieces(start: int, end: int, size: int) -> Iterable[tuple[int, int]]:
+    """Return the pieces from `start` to `end` of a file. Raises InvalidArgument (NODE) unless both are borders of pieces."""
+    bounds = [(at, min(at + PIECE_BYTES, end)) for at in range(start, min(end, start + _MOST_PIECES * PIECE_BYTES), PIECE_BYTES)]
+    if start < 0 or not bounds or bounds[-1][1] != end or not all(is_piece(*bound, size) for bound in bounds):
+        raise InvalidArgument(
+            "NODE", f"expected 1 to {_MOST_PIECES} whole pieces of a file of {size} bytes, got {start} to {end}"
+        )
+    return bounds
+
+
+def _reading(descriptor: int, start: int, end: int) -> Callable[[], int]:
+    return lambda: checksum_of(descriptor, start, end)

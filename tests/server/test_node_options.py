@@ -1,0 +1,32 @@
+"""Options of a node: a wrong one is one line with its name, what was expected and what came."""
+
+import pytest
+from resharder.server.config import ConfigError
+from resharder.server.node_main import load
+
+TLS = {"tls_ca": "/tls/ca.crt", "tls_cert": "/tls/tls.crt", "tls_key": "/tls/tls.key"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"name": "a/b"}, "--name: .*got 'a/b'"),
+        ({"limit_bytes": -5}, "--limit-bytes: expected .*greater than or equal to 0, got -5"),
+        ({"listen": "nonsense"}, "--listen: expected host:port, got 'nonsense'"),
+        ({"endpoint": "daemon"}, "--endpoint: expected host:port, got 'daemon'"),
+        ({"log_level": "loud"}, "--log-level: expected .*got 'loud'"),
+        ({"tls_ca": "/tls/ca.crt"}, "expected tls_ca, tls_cert and tls_key together"),
+        ({"listen": "0.0.0.0:7679"}, "expected a loopback address without certificates, got 0.0.0.0:7679"),
+    ],
+)
+def test_a_wrong_option_is_named(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(flags)
+
+
+def test_flags_precede_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESHARDER_NODE_ENDPOINT", "other:7677")
+    monkeypatch.setenv("RESHARDER_NODE_LIMIT_BYTES", "1000")
+    found = load({"endpoint": "daemon:7677", "listen": "0.0.0.0:7679", **TLS})
+    assert (found.endpoint, found.limit_bytes) == ("daemon:7677", 1000)
+    assert found.tls is not None

@@ -1,0 +1,191 @@
+"""The daemon's register of nodes, with a clock of its own: leases, names, capacity, readers, and what restarts leave."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from resharder.converters.geometry.layout import TensorSpec
+from resharder.converters.storage.files import lay_out
+from resharder.server.infra.change_signal import Pause
+from resharder.server.node.pieces import Bitmap, number_pieces
+from resharder.server.node.registry import NodeRegistry
+from resharder.server.node.reports import CopyReport, NodeState, Orders, StateReport
+from resharder.server.observability.metrics.gauges import NOTHING, families
+from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
+from resharder.server.state.version import READY, RETIRED, VersionRecord
+from resharder.server.store.manifest import Manifest
+
+FILES = tuple(lay_out([TensorSpec("a", "BF16", (40 << 10, 1024))]))
+SIZE, PIECES = number_pieces(FILES).total, number_pieces(FILES).count
+LEASE, FORGET = 10.0, 100.0
+NAMES = [f"models/policy/versions/{number}" for number in range(1, 4)]
+
+
+class World:
+    """A register over versions 1 to 3 of one model."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events: list[tuple[str, str]] = []
+        self.records = {number: VersionRecord("policy", number, READY, 1, number, "job", SIZE, 1, 0.0) for number in (1, 2, 3)}
+        self.nodes = self.restart()
+
+    def restart(self) -> NodeRegistry:
+        self.nodes = NodeRegistry(
+            lambda model, number: Manifest(self.records[number], FILES, {}, ()),
+            lambda model, number: self.records[number],
+            lease_seconds=LEASE,
+            forget_seconds=FORGET,
+            note=lambda kind, subject, what, reason: self.events.append((subject, what)),
+            clock=lambda: self.now,
+            wall=lambda: self.now,
+        )
+        return self.nodes
+
+    def sync(self, node: StateReport, caller: str = "", seen: int = 0, wait: float = 0.0) -> Orders:
+        """The answer to a report; a wait ends at its first pause."""
+        waiting = self.nodes.sync(node, caller, seen, wait)
+        try:
+            pause = next(waiting)
+            assert isinstance(pause, Pause)
+            self.now += pause.seconds
+            next(waiting)
+        except StopIteration as ended:
+            return ended.value  # type: ignore[no-any-return]
+        raise AssertionError("it waits on")
+
+    def want(self, version: str, node: str = "one") -> None:
+        self.nodes.host_copy(version, "server", [(f"/{node}/nonce", node.encode())])
+
+    def retire(self, number: int) -> None:
+        self.records[number] = replace(self.records[number], state=RETIRED)
+        self.nodes.version_changed(self.records[number])
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    return World()
+
+
+def report(node: str = "one", instance: str = "i", capacity: int = 10 * SIZE, **held: Bitmap | None) -> StateReport:
+    copies = [
+        CopyReport(NAMES[int(name[1:]) - 1], f"/{node}/{name}", bits.to_bytes() if bits else b"") for name, bits in held.items()
+    ]
+    return StateReport(node, instance, f"{node}:7679", f"/{node}/nonce", node.encode(), capacity, 0, copies=tuple(copies))
+
+
+def ordered(orders: Orders) -> list[str]:
+    return [order.version for order in orders.versions]
+
+
+def test_a_node_is_told_what_workers_on_its_host_need_the_newest_request_first(world: World) -> None:
+    assert ordered(world.sync(report())) == []
+    world.want(NAMES[0])
+    world.want(NAMES[1])
+    orders = world.sync(report())
+    assert ordered(orders) == [NAMES[1], NAMES[0]]
+    (source,) = orders.versions[0].peers
+    assert (source.offer.origin, source.data_address, source.offer.held.whole()) == (True, "", True)
+    assert len(orders.versions[0].granted) > 0
+    assert world.sync(report(), seen=orders.revision, wait=5.0) == orders, "once the time has passed"
+
+
+def test_versions_that_do_not_fit_beside_newer_ones_and_retired_ones_are_to_be_dropped(world: World) -> None:
+    world.sync(report(capacity=2 * SIZE))
+    for name in NAMES:
+        world.want(name)
+    assert ordered(world.sync(report(capacity=2 * SIZE))) == [NAMES[2], NAMES[1]]
+    world.retire(3)
+    assert ordered(world.sync(report(capacity=2 * SIZE))) == [NAMES[1], NAMES[0]]
+    with pytest.raises(ResourceNotFound, match="is not READY"):
+        world.want(NAMES[2])
+
+
+def test_a_worker_learns_of_the_nonce_files_and_then_of_its_own_hosts_node(world: World) -> None:
+    assert world.nodes.host_copy(NAMES[0], "s", []).nonce_files == ()
+    world.sync(report("one"))
+    world.sync(report("two"))
+    assert world.nodes.host_copy(NAMES[0], "s", []).nonce_files == ("/one/nonce", "/two/nonce")
+    assert world.nodes.host_copy(NAMES[0], "s", [("/one/nonce", b"another")]).node == ""
+    found = world.nodes.host_copy(NAMES[0], "s", [("/two/nonce", b"two")])
+    assert (found.node, found.folder, found.whole) == ("nodes/two", "", False)
+    world.sync(report("two", v1=Bitmap.of(PIECES, [0])))
+    assert not world.nodes.host_copy(NAMES[0], "s", [("/two/nonce", b"two")]).whole
+    world.sync(report("two", v1=Bitmap.full(PIECES)))
+    found = world.nodes.host_copy(NAMES[0], "s", [("/two/nonce", b"two")])
+    assert (found.folder, found.whole, found.problem) == ("/two/v1", True, "")
+
+
+def test_pieces_that_a_node_holds_are_offered_to_others_until_it_is_lost(world: World) -> None:
+    world.sync(report("one", v1=Bitmap.full(PIECES)))
+    world.sync(report("two"))
+    world.want(NAMES[0], "two")
+    offered = world.sync(report("two")).versions[0].peers
+    assert {source.data_address for source in offered} == {"", "one:7679"}
+    world.now += LEASE + 1
+    world.sync(report("two"))
+    world.nodes.expire()
+    assert [source.data_address for source in world.sync(report("two")).versions[0].peers] == [""]
+    assert world.nodes.host_copy(NAMES[0], "s", [("/one/nonce", b"one")]).node == ""
+    assert [view.state for view in world.nodes.views()] == [NodeState.LOST, NodeState.LIVE]
+    assert ("nodes/one", "lost") in world.events
+    world.now += FORGET
+    world.sync(report("two"))
+    world.nodes.expire()
+    assert [view.report.node for view in world.nodes.views()] == ["two"]
+
+
+def test_a_daemon_that_restarts_takes_up_what_nodes_report(world: World) -> None:
+    world.restart()
+    held = report(v2=Bitmap.full(PIECES))
+    assert ordered(world.sync(replace(held, drained=True))) == []
+    assert world.nodes.set_drained("one", False).state is NodeState.LIVE
+    assert ordered(world.sync(held)) == [NAMES[1]]
+    world.sync(report("two"))
+    world.want(NAMES[1], "two")
+    assert "one:7679" in {source.data_address for source in world.sync(report("two")).versions[0].peers}
+
+
+def test_the_newest_process_of_a_name_is_the_node_and_with_an_identity_its_owner_alone(world: World) -> None:
+    world.sync(report(instance="former"), "dns:one@host")
+    world.sync(report(instance="newer"), "dns:one@host")
+    with pytest.raises(FailedPrecondition, match="another process has become node 'one'"):
+        world.sync(report(instance="former"), "dns:one@host")
+    with pytest.raises(PermissionDenied, match="belongs to dns:one@host"):
+        world.sync(report(instance="other"), "dns:other@host")
+    known = world.sync(report(instance="newer"), "dns:one@host").revision
+    waiting = world.nodes.sync(report(instance="newer"), "dns:one@host", known, 5.0)
+    next(waiting)
+    world.sync(report(instance="newest"), "dns:one@host")
+    with pytest.raises(FailedPrecondition, match="another process"):
+        next(waiting)
+    world.nodes.leave("one", "former")
+    assert [view.report.instance for view in world.nodes.views()] == ["newest"]
+    world.nodes.leave("one", "newest")
+    assert world.nodes.views() == []
+
+
+def test_a_node_hears_at_once_who_may_read_a_model(world: World) -> None:
+    world.sync(report())
+    world.want(NAMES[0])
+    before = world.sync(report())
+    world.nodes.admit(NAMES[0], "dns:two@host")
+    after = world.sync(report(), seen=before.revision, wait=5.0)
+    assert (before.versions[0].readers, after.versions[0].readers) == ((), ("dns:two",))
+
+
+def test_a_bitmap_of_another_version_is_refused(world: World) -> None:
+    with pytest.raises(InvalidArgument, match="expected"):
+        world.sync(report(v1=Bitmap.full(8 * PIECES)))
+
+
+def test_gauges_count_nodes_their_bytes_and_missing_pieces(world: World) -> None:
+    world.sync(replace(report(v1=Bitmap.of(PIECES, [0])), received_origin_bytes=7, received_peer_bytes=5, used_bytes=3))
+    world.sync(report("two"))
+    world.nodes.set_drained("two", True)
+    now = replace(NOTHING, nodes=world.nodes.views())
+    found = {(s.name, *s.labels.values()): s.value for family in families(now) for s in family.samples}
+    assert [found["resharder_nodes", state] for state in ("LIVE", "DRAINED", "LOST")] == [1, 1, 0]
+    assert [found["resharder_node_received_bytes", source] for source in ("origin", "peer")] == [7, 5]
+    assert found[("resharder_node_missing_pieces",)] == PIECES - 1
+    assert found[("resharder_node_used_bytes",)] == 3

@@ -1,0 +1,203 @@
+"""Nodes on one host, each with a folder of its own: real daemon and node processes, and workers that map their files."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from resharder.client.inference.settings import PluginSettings
+from resharder.client.inference.worker import host_node
+from resharder.client.inference.worker.source import Stager
+from resharder.client.rpc.channel import Channel
+from resharder.client.versions.remote import get_manifest
+from resharder.converters.geometry.layout import TensorSpec, full_box
+from resharder.converters.wire.ranges import PIECE_BYTES
+from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
+
+from tests.support.daemon import Daemon
+from tests.support.node import Node, holds, joined, nodes, stored
+from tests.support.observing import wait_until
+from tests.support.publishing import Job, random_weights, whole
+from tests.support.secure import PROBE, Authority, SecureDaemon
+from tests.support.staging_process import stage
+
+SPECS = [TensorSpec("big", "BF16", (40 << 10, 1024)), TensorSpec("small", "F32", (7,))]
+PIECES = 6
+ARRIVED = {"verified": True, "transport": "node", "reason": ""}
+
+
+def publish(daemon: Daemon, step: int) -> str:
+    job = Job(daemon.channel, SPECS, [whole(SPECS)], job="job").connect()
+    return job.publish(step, random_weights(SPECS, step)).name
+
+
+def drain(daemon: Daemon, name: str, drained: bool) -> None:
+    stub = operator_pb2_grpc.OperatorServiceStub(daemon.channel)
+    stub.SetNodeDrained(operator_pb2.SetNodeDrainedRequest(node=f"nodes/{name}", drained=drained))
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon(data_listen="127.0.0.1:0", keep_count=2, lease_seconds=5) as running:
+        yield running
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_node, "_ASK_SECONDS", 0.2)
+    monkeypatch.setattr(host_node, "_PATIENCE", 1.0)
+
+
+def test_a_worker_maps_the_version_of_the_node_on_its_host(daemon: Daemon) -> None:
+    version = publish(daemon, 1)
+    with Node(daemon.endpoint, "a") as node:
+        joined(daemon, "a")
+        assert stage(daemon.endpoint, version) == ARRIVED
+        assert node.files(version) == stored(daemon, version)
+        wait_until(lambda: holds(daemon, "a", version))
+        copy = nodes(daemon)["nodes/a"].copies[0]
+        assert (copy.version, copy.held_pieces, copy.pieces) == (version, PIECES, PIECES)
+        assert (copy.wanted, list(copy.servers)) == (True, ["server"])
+        assert node.stop() == 0
+        assert "nodes/a" not in nodes(daemon)
+        assert not list(node.folder.glob("versions/*/*"))
+
+
+def test_a_node_takes_pieces_from_another_and_refuses_bytes_that_are_wrong(daemon: Daemon) -> None:
+    version = publish(daemon, 2)
+    with Node(daemon.endpoint, "b") as first:
+        joined(daemon, "b")
+        stage(daemon.endpoint, version)
+        path = next(first.folder.glob("versions/*/*/model.safetensors"))
+        with path.open("r+b") as file:
+            file.seek(PIECE_BYTES + 5)
+            file.write(bytes(8))
+        (first.folder / "nonce").rename(first.folder / "hidden")  # from here on, workers are on the host of the second one
+        with Node(daemon.endpoint, "two") as second:
+            joined(daemon, "two")
+            assert stage(daemon.endpoint, version) == ARRIVED
+            assert second.files(version) == stored(daemon, version)
+            wait_until(lambda: nodes(daemon)["nodes/two"].received_peer_bytes > 0)
+            assert nodes(daemon)["nodes/two"].received_origin_bytes < 3 * PIECE_BYTES
+            assert "expected checksum" in second.log.read_text()
+
+
+def test_a_version_that_a_worker_has_mapped_outlives_its_retirement(daemon: Daemon) -> None:
+    version = publish(daemon, 3)
+    with Node(daemon.endpoint, "c") as node, Channel(daemon.endpoint) as channel:
+        joined(daemon, "c")
+        manifest = get_manifest(channel, version)
+        stager = Stager(channel, resources_pb2.StoreAccess(), PluginSettings(daemon.endpoint, "server"))
+        needs = {name: (full_box(spec.shape),) for name, spec in manifest.specs.items()}
+        rest = stager.stage(manifest, needs, frozenset({"big"}))
+        assert (rest.transport, rest.whole) == ("http", False), "for what arrives on the direct path, no node fetches a version"
+        rest.close()
+        source = stager.stage(manifest, needs)
+        assert source.transport == "node"
+        folder = next(node.folder.glob("versions/policy/*"))
+        for step in (4, 5):
+            publish(daemon, step)
+        wait_until(lambda: not any(copy.wanted for copy in nodes(daemon)["nodes/c"].copies))
+        assert source.arrays["small"].tobytes() == random_weights(SPECS, 3)["small"].tobytes()
+        assert folder.exists()
+        source.close()
+        wait_until(lambda: not folder.exists())
+        stager.close()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_after_the_death_of_its_node_a_worker_reads_from_the_daemon_and_says_why(daemon: Daemon) -> None:
+    version = publish(daemon, 6)
+    with Node(daemon.endpoint, "d").start(failpoint="node.held@3=kill") as node:
+        joined(daemon, "d")
+        found = stage(daemon.endpoint, version)
+        assert (found["verified"], found["transport"]) == (True, "http")
+        assert str(found["reason"]).startswith("nodes/d: ")
+        node.wait()
+        node.start()  # with the same name: it is told what it held, and begins anew
+        wait_until(lambda: holds(daemon, "d", version))
+        assert stage(daemon.endpoint, version) == ARRIVED
+        assert node.files(version) == stored(daemon, version)
+
+
+def test_after_a_restart_of_the_daemon_a_node_has_what_it_had(daemon: Daemon) -> None:
+    version = publish(daemon, 7)
+    with Node(daemon.endpoint, "e") as node:
+        joined(daemon, "e")
+        stage(daemon.endpoint, version)
+        inode = next(node.folder.glob("versions/*/*/model.safetensors")).stat().st_ino
+        daemon.kill()
+        daemon.start()
+        wait_until(lambda: "nodes/e" in nodes(daemon) and holds(daemon, "e", version))
+        assert stage(daemon.endpoint, version) == ARRIVED
+        assert next(node.folder.glob("versions/*/*/model.safetensors")).stat().st_ino == inode
+
+
+def test_a_node_without_memory_for_a_version_says_so_and_the_worker_reads_elsewhere(daemon: Daemon) -> None:
+    version = publish(daemon, 8)
+    with Node(daemon.endpoint, "small", limit_bytes=1 << 20):
+        joined(daemon, "small")
+        found = stage(daemon.endpoint, version)
+        assert (found["verified"], found["transport"]) == (True, "http")
+        assert "nodes/small: memory full: it needs" in str(found["reason"])
+        assert "memory full" in nodes(daemon)["nodes/small"].copies[0].problem
+
+
+def test_a_drained_node_drops_its_versions_and_takes_none_until_it_is_resumed(daemon: Daemon) -> None:
+    version = publish(daemon, 9)
+    with Node(daemon.endpoint, "g") as node:
+        joined(daemon, "g")
+        stage(daemon.endpoint, version)
+        drain(daemon, "g", True)
+        wait_until(lambda: not list(node.folder.glob("versions/*/*")))
+        assert nodes(daemon)["nodes/g"].state == resources_pb2.Node.DRAINED
+        found = stage(daemon.endpoint, version)
+        assert (found["transport"], found["reason"]) == ("http", "nodes/g: it is drained")
+        drain(daemon, "g", False)
+        assert stage(daemon.endpoint, version) == ARRIVED
+
+
+def test_the_newest_process_of_a_name_is_the_node(daemon: Daemon) -> None:
+    with Node(daemon.endpoint, "h") as former:
+        joined(daemon, "h")
+        with Node(daemon.endpoint, "h"):
+            assert former.wait() == 1
+            assert "another process has become node 'h'" in former.log.read_text()
+
+
+def test_a_node_serves_pieces_to_nodes_that_the_daemon_lets_read_the_model(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "pki")
+    roles = {f"dns:{PROBE}": ["publisher:*", "server:*", "operator"]}
+    roles |= {f"dns:{name}.test": [f"node:{fleet}"] for name, fleet in (("one", "policy"), ("two", "policy"), ("three", "other"))}
+    with SecureDaemon(authority, roles, data_listen="127.0.0.1:0") as daemon:
+        version = publish(daemon, 1)
+
+        def node(name: str) -> Node:
+            tls = authority.tls(f"{name}.test")
+            files = {"tls_ca": tls.ca, "tls_cert": tls.certificate, "tls_key": tls.key}
+            return Node(daemon.endpoint, name, **files, tls_peer_name="one.test")
+
+        with node("one") as first, node("two") as second, pytest.MonkeyPatch.context() as patch:
+            for name, value in authority.environment(PROBE).items():
+                patch.setenv(name, value)
+            joined(daemon, "one", "two")
+
+            def stage_on(here: Node, there: Node, version: str) -> dict[str, object]:
+                """Stage a version on the host of one node, as the files of the other one cannot be read there."""
+                (there.folder / "nonce").rename(there.folder / "hidden")
+                found = stage(daemon.endpoint, version)
+                (there.folder / "hidden").rename(there.folder / "nonce")
+                assert here.files(version) == stored(daemon, version)
+                return found
+
+            assert stage_on(second, first, version) == ARRIVED
+            newer = publish(daemon, 2)
+            assert stage_on(first, second, newer) == ARRIVED
+            assert stage_on(second, first, newer) == ARRIVED
+            wait_until(lambda: nodes(daemon)["nodes/two"].received_peer_bytes > 0)
+            for each in (first, second):
+                (each.folder / "nonce").rename(each.folder / "hidden")
+            with node("three"):
+                joined(daemon, "three")
+                found = stage(daemon.endpoint, version)
+                assert (found["verified"], found["transport"]) == (True, "http")
+                assert "may not call GetManifest: expected a role for models/policy, got node:other" in str(found["reason"])

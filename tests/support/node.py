@@ -1,0 +1,112 @@
+"""A real `resharder-node` process, with its folder in shared memory.
+
+with Node(daemon.endpoint, "one") as node:
+    node.kill(); node.start()   # SIGKILL, then the same name and folder again
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+
+from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
+
+from tests.support.daemon import Daemon
+from tests.support.observing import wait_until
+
+
+class Node:
+    """Node process. `options` become its environment; `command` wraps its command line, as for a network namespace."""
+
+    def __init__(self, endpoint: str, name: str, *, command: tuple[str, ...] = (), **options: object) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="resharder-node-test-", dir="/dev/shm"))
+        self.folder, self.log, self.name = self.root / "node", self.root / "log", name
+        self._command = command
+        self._options = {"endpoint": endpoint, "name": name, "folder": self.folder, "listen": "127.0.0.1:0"} | options
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, failpoint: str = "", environment: Mapping[str, str] = MappingProxyType({})) -> "Node":
+        """Start the process."""
+        given = {f"RESHARDER_NODE_{key.upper()}": str(value) for key, value in self._options.items()} | dict(environment)
+        if failpoint:
+            given["RESHARDER_FAILPOINT"] = failpoint
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*self._command, sys.executable, "-m", "resharder.server.node_main"],
+                env=os.environ | given,
+                stdout=log,
+                stderr=log,
+            )
+        return self
+
+    def kill(self) -> None:
+        """End the process with SIGKILL."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> int:
+        """Send SIGTERM, and return the exit status."""
+        return self._end(signal.SIGTERM)
+
+    def wait(self, timeout: float = 60) -> int:
+        """Wait until the process ends by itself, and return its exit status."""
+        assert self.process is not None
+        status = self.process.wait(timeout)
+        self.process = None
+        return status
+
+    def _end(self, sign: signal.Signals) -> int:
+        assert self.process is not None
+        self.process.send_signal(sign)
+        return self.wait()
+
+    def files(self, version: str) -> dict[str, bytes]:
+        """Return the content of a version's files."""
+        _, model, _, number = version.split("/")
+        (folder,) = (self.folder / "versions" / model).glob(f"{int(number):08}-*")
+        return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+    def __enter__(self) -> "Node":
+        return self if self.process is not None else self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the process, and remove its folder."""
+        if self.process is not None:
+            self.kill()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def stored(daemon: Daemon, version: str) -> dict[str, bytes]:
+    """The content of a version's files in the daemon's store."""
+    _, model, _, number = version.split("/")
+    folder = daemon.store / f"models/{model}/versions/{int(number):08}"
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def nodes(daemon: Daemon) -> dict[str, resources_pb2.Node]:
+    """All nodes by name."""
+    stub = operator_pb2_grpc.OperatorServiceStub(daemon.channel)
+    return {node.name: node for node in stub.ListNodes(operator_pb2.ListNodesRequest()).nodes}
+
+
+def joined(daemon: Daemon, *names: str) -> None:
+    """Wait until these nodes are live."""
+
+    def live() -> bool:
+        found = nodes(daemon)
+        return all(f"nodes/{name}" in found and found[f"nodes/{name}"].state == resources_pb2.Node.LIVE for name in names)
+
+    wait_until(live)
+
+
+def holds(daemon: Daemon, name: str, version: str) -> bool:
+    """Whether a node has reported all of a version."""
+    copies = {copy.version: copy for copy in nodes(daemon)[f"nodes/{name}"].copies}
+    return version in copies and copies[version].held_pieces == copies[version].pieces > 0

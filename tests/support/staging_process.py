@@ -1,0 +1,30 @@
+"""Stage versions as a worker does, and verify them: for each line `ENDPOINT VERSION` of the input, a line of JSON."""
+
+import json
+import sys
+
+from resharder.client.inference.settings import PluginSettings
+from resharder.client.inference.worker.source import Stager
+from resharder.client.rpc.channel import Channel
+from resharder.client.versions.remote import get_manifest
+from resharder.converters.geometry.layout import full_box
+from resharder.converters.storage.digest import digest
+from resharder.v1 import resources_pb2
+
+
+def stage(endpoint: str, version: str) -> dict[str, object]:
+    """Return how a version arrives on this host, and whether every tensor has its digest."""
+    with Channel(endpoint) as channel:
+        manifest = get_manifest(channel, version)
+        stager = Stager(channel, resources_pb2.StoreAccess(), PluginSettings(endpoint, "server"))
+        needs = {name: (full_box(spec.shape),) for name, spec in manifest.specs.items()}
+        source = stager.stage(manifest, needs)
+        found = {name: digest(array, full_box(array.shape), array.shape) for name, array in source.arrays.items()}
+        source.close()
+        stager.close()
+    return {"verified": found == manifest.digests, "transport": source.transport, "reason": stager.transport_reason}
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(json.dumps(stage(*line.split())), flush=True)
