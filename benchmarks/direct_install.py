@@ -4,7 +4,8 @@ two workers on two others. `python -m benchmarks.direct_install [--rounds N] [--
 with `--replicas 2`: a rank to each server, concurrently, on four.
 `--gpus` lists the GPUs, repeated where processes share one: `0,1,1` for two servers, `0,1,1,0` for two ranks that send to two
 workers across two GPUs (NCCL joins no two processes on one GPU: in the dense shape these exchange nothing). `--cpu-tiny` runs
-on a CPU, as a trial. Servers run with CUDA graphs, unless `--eager` is given.
+on a CPU, as a trial. Servers run with CUDA graphs, unless `--eager` is given. With `--quantization fp8`, ranks cast to FP8
+blocks; if FILE has the rows of BF16 from a preceding run, the fractions of BF16's times are rows too.
 
 For each version, it measures the pause as the server reports it, the pause as a client observes it (the longest wait between two
 tokens of an answer that continues through the install), the workers' phases, and the time from the trainer's call of `publish`
@@ -22,7 +23,7 @@ of a worker's bytes from pinned memory.
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -42,7 +43,8 @@ class Seen(NamedTuple):
     """Durations of one install in seconds, each of the slowest server or worker."""
 
     publish: float
-    served: float  # from the beginning of `publish`
+    ready: float  # from the beginning of `publish`
+    served: float  # the same
     stage: float
     apply: float
     pause: float
@@ -66,7 +68,7 @@ def install(system: System, clients: list[Client], path: str, seed: int | None =
         f"staged in {stage:.2f} s, pause {_ms(pauses)} ms, client {_ms(waits)} ms until "
         f"{', '.join(f'{at - system.began:.2f}' for _, at in longest)} s, applied in {apply * 1000:.0f} ms"
     )
-    return Seen(system.published_seconds, happened["served"], stage, apply, max(pauses), max(waits))
+    return Seen(system.published_seconds, happened["READY"], happened["served"], stage, apply, max(pauses), max(waits))
 
 
 def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
@@ -76,9 +78,9 @@ def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
     found: dict[str, list[Seen]] = {}
     own_transfer = None
     for backend in ("ipc", "nccl"):
-        if getattr(arguments, backend):
+        if getattr(arguments, backend) and job.quantization is None:
             own_transfer = vllm_transfer.measure(job.name, each, "ipc" if backend == "ipc" else "nccl")
-    nccl_m2n.measure(arguments.m2n, job.name, arguments.gpus)
+    nccl_m2n.measure(arguments.m2n if job.quantization is None else None, job.name, arguments.gpus)
     with fast_store() as (folder, kind):
         own = {"gpus": arguments.gpus, "replicas": arguments.replicas, "store": folder / "store", "direct_seconds": 20}
         with System(job, each, each, count, cpu, eager=arguments.eager, **own) as system:
@@ -100,7 +102,7 @@ def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
         if kept is not None:
             peer = vllm_reload.measure(kept, system.gpus[0], max(1, arguments.staged))
             yield rows_of(job, arguments, found, peer, limit, own_transfer)
-    nccl_m2n.measure(arguments.m2n, job.name, arguments.gpus)
+    nccl_m2n.measure(arguments.m2n if job.quantization is None else None, job.name, arguments.gpus)
 
 
 def check(system: System, path: str, held: list[dict[str, int]], transfers: int) -> None:
@@ -136,6 +138,7 @@ def rows_of(
         if seen:
             middle, what = Seen(*map(median, zip(*seen[1:], strict=True))), f"{NAMES[path]} {job.name}{whom}"
             peer = reload if path == "staged" else transfer or (sent.peer if sent else None)
+            rows.append(Row(f"{what}, from publish to READY", middle.ready, None, None))
             rows.append(Row(f"{what}, from publish to served", middle.served, peer, None))
             rows.append(Row(f"{what}, pause", middle.pause, peer, None))
             rows.append(Row(f"{what}, pause as a client sees it", middle.client, peer, None))
@@ -144,6 +147,12 @@ def rows_of(
                 rows.append(Row(f"{what}, publish", middle.publish, None, limit))
                 rows.append(Row(f"{what}, to stage while the server serves", middle.stage, None, None))
     return rows
+
+
+def fractions(rows: Sequence[Row], before: Mapping[str, Row]) -> list[Row]:
+    """Return a row for each workload in FP8 of which `before` has the same in BF16: the fraction of BF16's time that it takes."""
+    pairs = [(row, before.get(row.work.replace(" FP8", ""))) for row in rows if " FP8" in row.work]
+    return [Row(f"{fp8.work}, of BF16's", fp8.ours / bf16.ours, None, None, "") for fp8, bf16 in pairs if bf16 is not None]
 
 
 def _ms(seconds: list[float]) -> str:
@@ -167,9 +176,13 @@ def main() -> None:
     parser.add_argument("--nccl", action="store_true", help="measure vLLM's own packed NCCL transfer in the same run")
     parser.add_argument("--m2n", type=Path, help="measure NCCL M2N in the same run, with the packages in this folder")
     parser.add_argument("--reload", action="store_true", help="measure vLLM's own reload_weights in the same run")
+    parser.add_argument("--quantization", choices=["fp8"], help="format to which ranks cast")
     arguments = parser.parse_args()
-    for job in CPU_JOBS if arguments.cpu_tiny else GPU_JOBS:
-        for rows in run(job, arguments) if arguments.only in (None, job.name) else ():
+    jobs = [job for job in (CPU_JOBS if arguments.cpu_tiny else GPU_JOBS) if arguments.only in (None, job.name)]
+    for job in jobs:
+        before = read(arguments.json) if arguments.json else {}
+        for rows in run(job.in_fp8() if arguments.quantization else job, arguments):
+            rows += fractions(rows, before)
             if arguments.json:
                 add(rows, arguments.json)
             show(rows)

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import psutil
 from resharder.client.operator import Operator
+from resharder.converters.architectures.checkpoint import expected_shapes
+from resharder.converters.quantization.scheme import scheme_of
 
 from benchmarks import shapes
 from benchmarks.direct_layouts import DENSE, EXPERTS
@@ -48,6 +50,22 @@ class Job(NamedTuple):
     name: str
     config: dict[str, Any]
     kind: str  # of the trainer's parallelism
+    quantization: dict[str, Any] | None = None  # format to which ranks cast
+
+    def in_fp8(self) -> "Job":
+        """Return the same shape, cast to FP8 blocks by the ranks."""
+        return self._replace(name=f"{self.name} FP8", quantization=FP8)
+
+    @property
+    def served_config(self) -> dict[str, Any]:
+        """Content of the served model's config.json."""
+        if self.quantization is None:
+            return self.config
+        quantization = scheme_of(self.quantization).config(expected_shapes(self.config))
+        return self.config | {"quantization_config": quantization}
+
+
+FP8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 
 GPU_JOBS = (Job("Qwen3-8B", shapes.QWEN3_8B, "tp"), Job("Qwen3-30B-A3B", shapes.QWEN3_30B_A3B, "ep"))
@@ -129,7 +147,7 @@ class System:
         self._trains_on = own[:ranks]
         self.folder = Path(tempfile.mkdtemp())
         save_tokenizer(self.folder, job.config["vocab_size"])
-        (self.folder / "config.json").write_text(json.dumps(job.config))
+        (self.folder / "config.json").write_text(json.dumps(job.served_config))
         self.daemon = Daemon(keep_count=1, log_format="json", **options)
         arguments = ["--load-format", "resharder", "--tensor-parallel-size", str(workers)]
         arguments += ["--kv-cache-memory-bytes", str(64 << 20 if cpu else KV_CACHE), *more, *(() if cpu else SHARED)]
@@ -149,7 +167,7 @@ class System:
         return raw | {
             "RESHARDER_ENDPOINT": self.daemon.endpoint,
             "RESHARDER_SERVER_ID": f"server-{i}",  # the same after a restart
-            "VLLM_PLUGINS": "resharder,raw_mode,raw_experts" if cpu else "resharder",
+            "VLLM_PLUGINS": "resharder,raw_mode,raw_experts,reference_fp8" if cpu else "resharder",
             "VLLM_SERVER_DEV_MODE": "1",
             "CUDA_VISIBLE_DEVICES": ",".join(self.gpus[i]),
         }
@@ -190,7 +208,8 @@ class System:
         self._jobs += 1
         own = self.folder / f"trainer-{self._jobs}"
         own.mkdir()
-        settings = {"config": self.job.config, self.job.kind: self.ranks, "connect": {"direct_wait": 120.0}}
+        options = {"direct_wait": 120.0, "quantization_config": self.job.quantization}
+        settings = {"config": self.job.config, self.job.kind: self.ranks, "connect": options}
         before = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._trains_on)
         try:

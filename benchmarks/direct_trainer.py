@@ -1,6 +1,7 @@
 """One of the Megatron ranks of `benchmarks.direct_system`: a model of a real shape on its GPU, which publishes on request.
 
-Weights are a hash of each element's tensor, position and step, small enough for a model to run with. `fault`: action of rank 0 in
+Weights are a hash of each element's tensor, position and step, small enough for a model to run with, and of other sizes in each
+block of 128 by 128: of equal scales, a worker cannot observe where they are. `fault`: action of rank 0 in
 the middle of its next transfer: "stop" (SIGSTOP), "die" (SIGKILL), or a number of seconds to sleep.
 """
 # ruff: noqa: E402, I001 - megatron-core on a CPU needs something to be imported first
@@ -36,9 +37,12 @@ _fault = ""
 
 def values(piece: Piece, shape: tuple[int, ...], step: int, device: torch.device) -> torch.Tensor:
     place = torch.full((), sum(piece.tensor.encode()) * 7919 + step * 104729, dtype=torch.int64, device=device)
+    block = torch.zeros((), dtype=torch.float32, device=device)
     for r, n in zip(piece.box, shape, strict=True):
-        place = place.unsqueeze(-1) * n + torch.arange(r.start, r.last + 1, r.step, device=device)
-    return (place.mul_(0x9E3779B1).bitwise_right_shift_(13).bitwise_and_(0xFFFF).to(torch.float32) / 65536 - 0.5).mul_(0.04)
+        indices = torch.arange(r.start, r.last + 1, r.step, device=device)
+        place, block = place.unsqueeze(-1) * n + indices, block.unsqueeze(-1) + indices // 128
+    found = place.mul_(0x9E3779B1).bitwise_right_shift_(13).bitwise_and_(0xFFFF).to(torch.float32) / 65536 - 0.5
+    return found.mul_(block.remainder_(7).add_(7).mul_(0.04 / 13))
 
 
 def run(self: Transfer, *arguments: Any) -> Seconds:

@@ -25,7 +25,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     config, options = settings.pop("config"), settings.pop("connect", {})
-    chunks = build_model(config, **settings)
+    dtype = getattr(torch, settings.pop("dtype", "float32"))
+    chunks = build_model(config, **settings, dtype=dtype)
     if dist.get_rank() == 0:
         save_tokenizer(folder / "tokenizer", config["vocab_size"])
     dist.barrier()

@@ -97,11 +97,11 @@ FAULTS = {
         "_exchanged",
         lambda self, version, measured: self._cast._at(self._cast.plan.received.at),
     ),
-    "scales left as they were": (QuantisedTensors, "_put_scales", lambda self, part, scale, region: None),
+    "scales left as they were": (QuantisedTensors, "_put_scales", lambda self, scales: None),
     "scales of another block": (
         QuantisedTensors,
         "_put_scales",
-        lambda self, part, scale, region, put=QuantisedTensors._put_scales: put(self, part, scale.roll(1, 0), region),
+        lambda self, scales, put=QuantisedTensors._put_scales: put(self, scales.roll(1)),
     ),
 }
 
@@ -164,3 +164,20 @@ def test_tensors_given_one_by_one_are_not_cast() -> None:
 def test_a_format_that_is_not_supported_is_refused_with_those_that_are() -> None:
     with pytest.raises(UsageError, match=r"expected \{'quant_method': 'fp8'.*got \{'quant_method': 'awq'\}"):
         connect("127.0.0.1:1", model="policy", quantization_config={"quant_method": "awq"})
+
+
+def test_tensors_that_are_quantised_already_pass_bit_for_bit_with_their_config(daemon: Daemon, tmp_path: Path) -> None:
+    """MXFP8: elements in F8_E4M3 and a power of two for each 32; MXFP4: two elements in each byte."""
+    generator = torch.Generator().manual_seed(1)
+    config = tiny_config("qwen3") | {"quantization_config": {"quant_method": "mxfp8"}}
+    shapes = {"a.weight": (64, 64), "a.weight_scale": (64, 2), "b.blocks": (4, 8, 2, 16), "b.scales": (4, 8, 2)}
+    bits = {name: torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8) for name, shape in shapes.items()}
+    kinds = {"a.weight": torch.float8_e4m3fn, "a.weight_scale": torch.float8_e8m0fnu}
+    tensors = {name: tensor.view(kinds.get(name, torch.uint8)) for name, tensor in bits.items()}
+    with connect(daemon.endpoint, model="as-it-is", job="j", rank=0, world_size=1, config=config) as publisher:
+        handle = publisher.publish_tensors(1, tensors.items())
+        handle.wait_ready(60)
+    found = exported(daemon.endpoint, handle.name, tmp_path / "out")
+    assert {name: tensor.dtype for name, tensor in found.items()} == {name: tensor.dtype for name, tensor in tensors.items()}
+    assert all(torch.equal(found[name].view(torch.uint8), tensor) for name, tensor in bits.items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"] == {"quant_method": "mxfp8"}

@@ -18,6 +18,7 @@ from resharder.converters.geometry.tiling import Held, check_tiling
 from resharder.converters.models.tensor_io import read_piece, view_of
 from resharder.converters.quantization.cast import QuantisedTensors, quantise_whole
 from resharder.converters.quantization.checkpoint import expected_tensors
+from resharder.converters.quantization.scheme import CHANNELS as CHANNEL_CONFIG
 from resharder.converters.quantization.scheme import Scheme, check_family, scheme_of
 from resharder.converters.storage.digest import MASK, digest
 from resharder.server.ingest.maxima import RankBlocks, VersionMaxima, plan_shared, read_shared
@@ -30,6 +31,7 @@ from tests.support.tiny_hf import tiny_config
 from tools.formats_table import PAGE, page
 
 NAME, SCALES = "a.weight", "a.weight_scale_inv"
+BLOCKS, CHANNELS = Scheme(), Scheme(channels=True)
 
 
 @st.composite
@@ -57,7 +59,9 @@ def interleaved(draw: st.DrawFn, n: int) -> Iterator[Range]:
     return (Range(first, count, step if count > 1 else 1) for first, count in enumerate(counts))
 
 
-def quantised(whole: torch.Tensor, held: list[list[tuple[Box, bool]]], transposed: bool = False) -> list[QuantisedTensors]:
+def quantised(
+    whole: torch.Tensor, held: list[list[tuple[Box, bool]]], transposed: bool = False, scheme: Scheme = BLOCKS
+) -> list[QuantisedTensors]:
     """Each rank's cast tensors, after an exchange through the daemon's own functions."""
     spec, ranks = TensorSpec(NAME, "BF16", tuple(whole.shape)), []
     for boxes in held:
@@ -67,11 +71,11 @@ def quantised(whole: torch.Tensor, held: list[list[tuple[Box, bool]]], transpose
             part = part.T.contiguous().T if transposed else part.contiguous()
             local[str(number)] = part
             pieces.append(Piece(NAME, box, str(number), 0, part.stride(), replica))
-        ranks.append(QuantisedTensors(Layout({NAME: spec} if pieces else {}, tuple(pieces)), local, Scheme()))
+        ranks.append(QuantisedTensors(Layout({NAME: spec} if pieces else {}, tuple(pieces)), local, scheme))
     keys = {}
     for rank, made in enumerate(ranks):
         specs = list(made.plan.layout.tensors.values())
-        numbers = [0 if spec.name == SCALES else 1 for spec in specs]
+        numbers = [0 if spec.name == scheme.scale_of(NAME) else 1 for spec in specs]
         both = (
             [
                 publisher_pb2.SharedBlocks(tensor=[s.name for s in specs].index(name), blocks=blocks)
@@ -102,15 +106,16 @@ def random_matrix(shape: tuple[int, int], seed: int) -> torch.Tensor:
 
 
 @settings(max_examples=60, derandomize=True, deadline=None, database=None)
-@given(tiling=tilings(), seed=st.integers(0, 99), transposed=st.booleans())
+@given(tiling=tilings(), seed=st.integers(0, 99), transposed=st.booleans(), scheme=st.sampled_from([BLOCKS, CHANNELS]))
 def test_any_tiling_with_an_exchange_of_maxima_is_one_cast_of_the_whole(
-    tiling: tuple[Any, Any], seed: int, transposed: bool
+    tiling: tuple[Any, Any], seed: int, transposed: bool, scheme: Scheme
 ) -> None:
     shape, held = tiling
     whole = random_matrix(shape, seed)
-    ranks = quantised(whole, held, transposed)
-    want = cast({NAME: whole}, {"quantization_config": {"modules_to_not_convert": []}})
-    boxes: dict[str, list[Held]] = {NAME: [], SCALES: []}
+    ranks = quantised(whole, held, transposed, scheme)
+    blocks = {"quantization_config": {"modules_to_not_convert": []}}
+    want = by_channel(whole) if scheme.channels else cast({NAME: whole}, blocks)
+    boxes: dict[str, list[Held]] = {NAME: [], scheme.scale_of(NAME): []}
     sums = dict.fromkeys(boxes, 0)
     for rank, made in enumerate(ranks):
         for position, piece in enumerate(made.plan.layout.pieces):
@@ -123,6 +128,13 @@ def test_any_tiling_with_an_exchange_of_maxima_is_one_cast_of_the_whole(
     for name, tensor in want.items():
         check_tiling(specs[name], boxes[name])
         assert sums[name] & MASK == digest(bits(tensor), full_box(tuple(tensor.shape)), tuple(tensor.shape))
+
+
+def by_channel(whole: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The cast by channel, written anew."""
+    found = whole.float()
+    scales = found.abs().amax(1, keepdim=True).clamp(min=1e-4) / torch.tensor(448.0)
+    return {NAME: (found * (1 / scales)).clamp(-448, 448).to(torch.float8_e4m3fn), f"{NAME}_scale": scales}
 
 
 def test_a_rank_that_has_whole_blocks_waits_for_no_other() -> None:
@@ -179,6 +191,9 @@ REFUSED: list[Any] = [
     FP8 | {"activation_scheme": "static"},
     FP8 | {"scale_fmt": "ue8m0"},
     FP8 | {"modules_to_not_convert": "lm_head"},
+    CHANNEL_CONFIG | {"ignore": ["re:.*gate$"]},
+    CHANNEL_CONFIG | {"format": "int-quantized"},
+    CHANNEL_CONFIG | {"kv_cache_scheme": {"num_bits": 8}},
     "fp8",
 ]
 
@@ -191,6 +206,24 @@ def test_a_dictionary_of_released_checkpoints_is_accepted_and_written_back() -> 
         assert set(given_.get("modules_to_not_convert", ())) | {"lm_head", "model.embed_tokens"} == set(
             written["modules_to_not_convert"]
         )
+
+
+def test_the_form_of_released_checkpoints_by_channel_is_accepted_and_written_back() -> None:
+    shapes = expected_shapes(tiny_config("qwen3"))
+    group = CHANNEL_CONFIG["config_groups"]["group_0"]
+    weights = group["weights"] | {"actorder": None, "block_structure": None, "group_size": None, "observer": "minmax"}
+    released = CHANNEL_CONFIG | {
+        "config_groups": {"group_0": group | {"output_activations": None, "weights": weights}},
+        "ignore": ["lm_head", "model.layers.0.self_attn.q_proj"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+        "global_compression_ratio": 1.46,
+    }
+    scheme = scheme_of(released)
+    assert (scheme.channels, scheme.kept) == (True, {"lm_head", "model.layers.0.self_attn.q_proj"})
+    written = scheme.config(shapes)
+    assert set(written.pop("ignore")) == {"lm_head", "model.embed_tokens", "model.layers.0.self_attn.q_proj"}
+    assert CHANNEL_CONFIG.items() <= written.items()
 
 
 @pytest.mark.parametrize("config", REFUSED, ids=repr)

@@ -1,6 +1,7 @@
 """`demo.trainer` whose ranks go wrong in mid-transfer when they are told to.
 
-`fault`: {"rank": 1, "what": "sleep" | "die" | "change"} happens in that rank's next transfer. `reseed`: {"step": 13, "seed": 11}
+`fault`: {"rank": 1, "what": "sleep" | "die" | "change" | "old scale" | "other block"} happens in that rank's
+next transfer; the last two give the first block of a matrix an old scale, or its neighbour's. `reseed`: {"step": 13, "seed": 11}
 gives a step the weights of another. `hold`: {"rank": 1, "until": PATH, "change": false}: that rank's next delivery to the daemon
 begins when the file is there, with other weights by then if `change` says so. `withhold`: the next version is not offered.
 `generate`: a generation over the direct path, whose block ends when the file is there.
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from resharder.client.direct.transfer import Seconds, Transfer
 from resharder.client.transport.shared_memory import SharedMemory
+from resharder.converters.quantization.layout import SCALES
 
 SLEEP = 25.0  # seconds: beyond what the daemon of these tests allows a transfer
 _plain_run = Transfer.run
@@ -91,6 +93,9 @@ def run(self: Transfer, *arguments: Any) -> Seconds:
         time.sleep(SLEEP)
     if what == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if what in ("old scale", "other block"):
+        scales = self._sources[SCALES]
+        scales[:1] = 1e-3 if what == "old scale" else scales[1:2].clone()
     if what == "change":
         for source in self._sources.values():
             with torch.no_grad():

@@ -1,159 +1,27 @@
 """The direct path with real parts: two Megatron ranks, a daemon, one vLLM server of two workers, over gloo.
 
-The tests share the server and run in order; each leaves it serving. vLLM's linear layers and experts are plain ones here, so that
-boxes reach their parameters.
+The tests share the server and run in order; each leaves it serving.
 """
 
-import json
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import pytest
 from resharder.client.operator import Operator
-from resharder.client.operator.states import ServeAhead
 from resharder.v1 import resources_pb2
 
-from demo.trainer_job import TrainerJob
-from tests.support.daemon import Daemon
+from tests.support.direct_server import PROMPT, System, running
 from tests.support.metrics import read
-from tests.support.observing import SERVING, servers, versions, wait_serving, wait_until
-from tests.support.ports import free_port
-from tests.support.tiny_hf import save_tokenizer, tiny_config
-from tests.support.vllm_server import VllmServer
+from tests.support.observing import servers, versions, wait_serving, wait_until
+from tests.support.tiny_hf import tiny_config
 
 CONFIG = tiny_config("qwen3_moe")
-PLUGINS = Path(__file__).parents[1] / "support" / "raw_mode"
-PROMPT = [5, 17, 42, 7, 300, 11]
-SECONDS = 12.0  # for members to meet, and for a transfer
 TRAINER = {"config": CONFIG, "ep": 2, "connect": {"direct_wait": 60.0}}
-
-
-@dataclass
-class System:
-    daemon: Daemon
-    folder: Path
-    server: VllmServer
-    trainer: TrainerJob
-    steps: dict[int, int] = field(default_factory=dict)  # {version: step}
-    shares: bool = False  # whether the trainer's ranks share their memory
-
-    def start_trainer(self) -> None:
-        self.trainer, self.shares = start_trainer(self.daemon, self.folder, len(self.steps)), False
-
-    def share_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Ranks that share their memory, from now on."""
-        if not self.shares:
-            self.trainer.kill()
-            monkeypatch.setenv("RESHARDER_PEER_MEMORY", "cpu")
-            self.start_trainer()
-            self.shares = True
-
-    def publish(self, step: int) -> int:
-        """A version with weights of its own, served; its number."""
-        version = int(self.trainer.ask(do="publish", step=step)["version"])
-        self.steps[version] = step
-        self.serves(version)
-        return version
-
-    def serves(self, version: int) -> None:
-        wait_serving(self.daemon, version)
-        assert self.server.generate(PROMPT, 12).version == str(version)
-        assert self.server.request("GET", "/weight_info").json() == {"weight_version": str(version)}
-
-    def fingerprints(self) -> list[dict[str, int]]:
-        """Return the fingerprints of every tensor that each worker reads."""
-        said = self.server.request("POST", "/collective_rpc", {"method": "resharder_fingerprint"}).json()["results"]
-        assert all(one["ok"] for one in said), said
-        return [one["tensors"] for one in said]
-
-    def transfers(self) -> list[dict[str, Any]]:
-        """What the daemon's log says of them."""
-        lines = [json.loads(line) for line in self.daemon.log.read_text().splitlines() if line.startswith("{")]
-        return [line for line in lines if line["event"].startswith("direct_")]
-
-    def failures(self) -> list[str]:
-        return [line["reason"] for line in self.transfers() if line["event"] == "direct_failed"]
-
-    def began(self) -> int:
-        """The version of the last transfer that began."""
-        return max((line["version"] for line in self.transfers() if line["event"] == "direct_turn"), default=0)
-
-    def happened(self, what: str) -> list[str]:
-        """What the journal says of the server's last events of a kind."""
-        with Operator(self.daemon.endpoint) as operator:
-            return [event.reason for event in operator.events(last=200, subject="servers/direct") if event.what == what]
-
-    @contextmanager
-    def ahead(self) -> Iterator[None]:
-        """The fleet serves ahead of READY meanwhile, by default."""
-        with Operator(self.daemon.endpoint) as operator:
-            assert operator.set_fleet("policy", serve_ahead=ServeAhead.AUTO).serve_ahead
-            try:
-                yield
-            finally:
-                operator.set_fleet("policy", serve_ahead=False)
-
-    def publish_held(self, step: int, change: bool = False) -> tuple[int, int, Path]:
-        """Begins to publish; one rank's delivery waits for a file. The version, the request and the file."""
-        go = self.folder / f"go-{step}"
-        self.trainer.ask(do="hold", rank=1, until=str(go), change=change)
-        version = max(self.steps) + 1
-        self.steps[version] = step
-        return version, self.trainer.requests.send(do="publish", step=step), go
-
-    def wait_proven(self, version: int) -> resources_pb2.Server:
-        """Until it serves a version that is READY, and that it has found to be the store's."""
-
-        def proven() -> bool:
-            (server,) = servers(self.daemon)
-            return (server.state, server.version, server.ahead) == (SERVING, version, False)
-
-        wait_until(proven, f"version {version} is served, and the store's")
-        assert versions(self.daemon)[version] == "READY"
-        return servers(self.daemon)[0]
-
-    def sent(self, version: int) -> bool:
-        return any(line["event"] == "direct_transfer" and line["version"] == version for line in self.transfers())
-
-
-def start_trainer(daemon: Daemon, folder: Path, number: int) -> TrainerJob:
-    own = folder / f"trainer-{number}"
-    own.mkdir()
-    return TrainerJob(daemon.endpoint, "policy", own, TRAINER, ranks=2, module="tests.e2e.direct_trainer")
 
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    folder = tmp_path_factory.mktemp("config")
-    save_tokenizer(folder, CONFIG["vocab_size"])
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    with Daemon(direct_seconds=SECONDS, log_format="json", web_listen=f"127.0.0.1:{free_port()}") as daemon:
-        environment = {
-            "RESHARDER_ENDPOINT": daemon.endpoint,
-            "RESHARDER_SERVER_ID": "direct",  # the same after a restart
-            "RESHARDER_PEER_MEMORY": "cpu",  # ranks share theirs only if they have the same setting
-            "VLLM_PLUGINS": "resharder,raw_mode,raw_experts",
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(PLUGINS), os.environ.get("PYTHONPATH")))),
-            "VLLM_SERVER_DEV_MODE": "1",
-        }
-        server = VllmServer(folder, ["--load-format", "resharder", "--tensor-parallel-size", "2"], environment)
-        built = System(daemon, folder, server, start_trainer(daemon, folder, 0))
-        try:
-            server.start()
-            version = int(built.trainer.ask(do="publish", step=1)["version"])
-            built.steps[version] = 1
-            server.wait_ready()
-            built.serves(version)
-            with Operator(daemon.endpoint) as operator:
-                operator.set_fleet("policy", serve_ahead=False)  # where a test is about READY versions
-            yield built
-        finally:
-            built.trainer.kill()
-            server.stop()
+    with running(tmp_path_factory.mktemp("config"), CONFIG, TRAINER) as built:
+        yield built
 
 
 def test_a_version_goes_from_the_ranks_memory_to_the_workers(system: System) -> None:

@@ -52,13 +52,14 @@ class Job:
         model: str = "policy",
         files: Mapping[str, bytes] | None = None,
         world_size: int | None = None,
+        together: Sequence[str] = (),
     ) -> None:
         self.stub = publisher_pb2_grpc.PublisherServiceStub(channel)
         self.operator = operator_pb2_grpc.OperatorServiceStub(channel)
         self.upload_raw = channel.stream_unary("/resharder.v1.PublisherService/UploadChunks", request_serializer=None)
         self.specs, self.holdings, self.job, self.model = specs, holdings, job, model
         self.files = {"config.json": b'{"architectures": ["None"]}'} if files is None else files
-        self.world_size = world_size or len(holdings)
+        self.world_size, self.together = world_size or len(holdings), together
         self.name, self.epoch, self.chunk_bytes = "", 0, 0
         self.sends: dict[int, list[Held]] = {}
 
@@ -66,7 +67,7 @@ class Job:
         files = [resources_pb2.ModelFile(path=path, content=content) for path, content in self.files.items()]
         model = resources_pb2.Model(name=self.model, files=files)
         publisher = self.stub.CreatePublisher(
-            publisher_pb2.CreatePublisherRequest(model=model, job=self.job, world_size=self.world_size)
+            publisher_pb2.CreatePublisherRequest(model=model, job=self.job, world_size=self.world_size, together=self.together)
         )
         self.name, self.epoch = publisher.name, publisher.epoch
         return publisher

@@ -13,6 +13,7 @@ import torch
 import vllm
 from packaging.version import Version
 from resharder.client.inference.power import KV_CACHE, WEIGHTS
+from resharder.converters.quantization.scheme import CHANNELS
 
 from tests.support.daemon import Daemon
 from tests.support.fp8_checkpoint import fp8_config, save_fp8
@@ -65,17 +66,20 @@ def running(request: pytest.FixtureRequest, daemon: Daemon, tmp_path_factory: py
         yield Running(family, engine, *versions, state(engine), state_b)
 
 
-def from_ranks(daemon: Daemon, family: str, folder: Path) -> tuple[list[Path], list[str]]:
-    """Publish A and B from Megatron ranks with TP 2 and EP 2, which cast BF16 weights, and export them."""
+def from_ranks(
+    daemon: Daemon, family: str, folder: Path, model: str = "", quantization: dict[str, Any] | None = None
+) -> tuple[list[Path], list[str]]:
+    """Publish A and B from Megatron ranks with TP 2, and EP 2 if there are experts, which cast BF16 weights, and export them."""
     from tests.client.models import exported
     from tests.support.fp8_ranks import Ranks  # needs megatron-core
 
     config = fp8_config(family)
-    quantization, folders, versions = config.pop("quantization_config"), list[Path](), list[str]()
-    with Ranks(daemon, family, config, 2, {"tp": 2, "ep": 2}, quantization_config=quantization) as ranks:
+    layout = {"tp": 2, "ep": 2} if "num_experts" in config else {"tp": 2}
+    blocks, model, folders, versions = config.pop("quantization_config"), model or family, list[Path](), list[str]()
+    with Ranks(daemon, model, config, 2, layout, quantization_config=quantization or blocks) as ranks:
         for step, name in enumerate("ab", 1):
             ranks.fill(random_weights(config, step, torch.bfloat16))
-            versions.append(f"models/{family}/versions/{ranks.publish(step)}")
+            versions.append(f"models/{model}/versions/{ranks.publish(step)}")
             folders.append(folder / name)
             exported(daemon.endpoint, versions[-1], folders[-1])
             save_tokenizer(folders[-1], config["vocab_size"])
@@ -120,3 +124,19 @@ def test_a_scale_left_old_and_a_scale_of_the_wrong_block_fail_the_install(runnin
     assert running.engine.one("resharder_describe")["version"] == 0
     install(running, running.version_b, f"after {fault}")
     assert state(running.engine) == running.b
+
+
+def test_weights_cast_by_channel_leave_what_a_fresh_engine_has(daemon: Daemon, tmp_path: Path) -> None:
+    """Two ranks share the channels of projections that tensor parallelism cuts along their rows."""
+    (a, b), versions = from_ranks(daemon, "qwen3", tmp_path, "channels", CHANNELS)
+    environment = {"RESHARDER_ENDPOINT": daemon.endpoint, "RESHARDER_MODEL": "channels", "VLLM_PLUGINS": PLUGINS}
+    with Engine(b, environment=environment, dtype="bfloat16") as fresh:
+        state_b = state(fresh)
+    with Engine(a, environment=environment, dtype="bfloat16") as engine:
+        state_a = state(engine)
+        assert any(path.endswith("weight_scale") for path in state_a[0])
+        assert state_a[1] != state_b[1]
+        for turn, (version, expected) in enumerate([(versions[0], state_a), (versions[1], state_b)] * 2):
+            answer = engine.install(version, f"turn-{turn}")
+            assert answer["ok"], answer["error"]
+            assert state(engine) == expected, turn

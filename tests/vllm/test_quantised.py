@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from resharder.client.inference.recording import inventory
-from resharder.client.inference.recording.recorder import record
+from resharder.client.inference.recording.recorder import Local, Recording, record
 from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.model_part import MODEL, ModelPart
-from resharder.client.inference.worker.routing import decide, gather_evidence
-from resharder.converters.geometry.layout import TensorSpec, box_index
+from resharder.client.inference.worker.routing import Evidence, decide, gather_evidence
+from resharder.converters.geometry.layout import Layout, Piece, TensorSpec, box_index, full_box
 from resharder.converters.models.tensor_io import TORCH_DTYPES
 from resharder.converters.storage.digest import digest
 
@@ -125,3 +125,18 @@ def test_scales_of_one_value_prove_no_place_so_they_are_loaded(uniform: bool, tu
     }
     evidence = gather_evidence(model, recording, SimpleNamespace(**vars(source), expected=expected))
     assert bool(decide(recording, evidence).loaded) == (uniform or turned)
+
+
+def test_a_parameter_that_no_tensor_fills_leaves_no_module_to_process() -> None:
+    """Such as the scales of a KV cache, which vLLM deletes: an install of boxes alone has no time for an inventory."""
+    recording = Recording(
+        Layout({"w": TensorSpec("w", "U8", (2, 4))}, (Piece("w", full_box((2, 4)), "linear.weight", 0, (4, 1)),)),
+        {
+            "linear.weight": Local((2, 4), (4, 1), torch.uint8, ("linear",)),
+            "attention.k_scale": Local((1,), (1,), torch.float32, ("attention",)),
+        },
+        {"w": frozenset({"linear.weight"})},
+        {},
+    )
+    route = decide(recording, Evidence(frozenset({"attention.k_scale"}), {}))
+    assert (route.loaded, route.modules, len(route.boxed)) == (frozenset(), frozenset(), 1)

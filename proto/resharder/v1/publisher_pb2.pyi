@@ -7,14 +7,16 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class CreatePublisherRequest(_message.Message):
-    __slots__ = ("model", "job", "world_size")
+    __slots__ = ("model", "job", "world_size", "together")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TOGETHER_FIELD_NUMBER: _ClassVar[int]
     model: _resources_pb2.Model
     job: str
     world_size: int
-    def __init__(self, model: _Optional[_Union[_resources_pb2.Model, _Mapping]] = ..., job: _Optional[str] = ..., world_size: _Optional[int] = ...) -> None: ...
+    together: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[_Union[_resources_pb2.Model, _Mapping]] = ..., job: _Optional[str] = ..., world_size: _Optional[int] = ..., together: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RegisterSlotRequest(_message.Message):
     __slots__ = ("publisher", "rank", "tensors", "boxes", "process", "contributed", "received")

@@ -33,13 +33,19 @@ def apply_linear(self, layer, x, bias=None, **_):  # type: ignore[no-untyped-def
     return linear(x, dequantised(layer.weight, layer.weight_scale_inv).to(x.dtype), bias)
 
 
-def apply_experts(self, output, hidden_states, w1, w2, topk_weights, topk_ids, *_, **__):  # type: ignore[no-untyped-def]
-    """The scales are those of the kernel's own configuration, as in vLLM's kernels."""
+def apply_experts(  # type: ignore[no-untyped-def]
+    self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map=None, *_, **__
+):
+    """The scales are those of the kernel's own configuration, as in vLLM's kernels.
+
+    `expert_map`: number of each expert in this worker; -1 for other workers' experts.
+    """
     import torch
     from torch.nn.functional import linear, silu
 
     output.zero_()
-    for expert in topk_ids.unique().tolist():
+    topk_ids = topk_ids if expert_map is None else expert_map[topk_ids]
+    for expert in topk_ids[topk_ids >= 0].unique().tolist():
         token, place = torch.where(topk_ids == expert)
         gate, up = linear(hidden_states[token], dequantised(w1[expert], self.w1_scale[expert])).chunk(2, -1)
         there = linear(silu(gate) * up, dequantised(w2[expert], self.w2_scale[expert]))

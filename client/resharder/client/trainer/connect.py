@@ -8,8 +8,9 @@ publisher.attach(model_chunks, hf_config, tokenizer)
 handle = publisher.publish(step)     # every rank; the weights may change as soon as it returns
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from resharder.client.errors import UsageError
@@ -20,6 +21,7 @@ from resharder.client.trainer.identity import identify
 from resharder.client.trainer.model_files import Config, Tokenizer
 from resharder.client.trainer.publisher import Publisher
 from resharder.client.trainer.rank_layout import DeclaredTensor
+from resharder.client.trainer.together import TogetherPublisher
 from resharder.converters.errors import ConversionError
 from resharder.converters.quantization.scheme import Scheme, scheme_of
 
@@ -44,6 +46,7 @@ def connect(
     tls: Tls | None = None,
     set_aside: bool = False,
     quantization_config: Mapping[str, Any] | None = None,
+    also: Mapping[str, Mapping[str, Any] | None] | None = None,
 ) -> Publisher:
     """Return this rank's publisher of a model. The daemon is not called before something is attached.
 
@@ -67,8 +70,10 @@ def connect(
         set_aside: The target `latest` of fleets skips the versions of this job while the model has others; `update N` serves
             them. The first version of a model is never set aside.
         quantization_config: Format to which ranks cast the attached model for each version, as in a config.json:
-            `{"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}`. None publishes tensors
-            in the trainer's dtype.
+            `{"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}`, or compressed-tensors'
+            form of FP8 by channel. None publishes tensors in the trainer's dtype.
+        also: Further models that the same calls publish, each with its quantization_config or None. Each has its own versions;
+            those of one step are READY together with that of `model`, or none is.
 
     Returns:
         The publisher, a context manager.
@@ -76,20 +81,32 @@ def connect(
     Raises:
         UsageError: An argument is missing or wrong.
     """
-    publisher = Publisher(
-        Channel(endpoint_or_default(endpoint), connect_timeout, tls),
-        model,
-        replace(identify(job, rank, world_size), set_aside=set_aside),
-        transport=transport,
-        max_ahead=max_ahead,
-        staging_timeout=bound(staging_timeout),
-        register_timeout=bound(register_timeout),
-        direct_wait=direct_wait,
-        scheme=_scheme_of(quantization_config),
-    )
+    if model in (also or {}):
+        raise UsageError(f"expected models other than {model!r} in also, got it too")
+    formats = {model: quantization_config, **(also or {})}
+    together = tuple(formats) if also else ()
+    identity = replace(identify(job, rank, world_size), set_aside=set_aside, together=together)
+    publisher: Publisher | None = None
+    for name, format_ in reversed(formats.items()):
+        publisher = _publisher(publisher)(
+            Channel(endpoint_or_default(endpoint), connect_timeout, tls),
+            name,
+            identity,
+            transport=transport,
+            max_ahead=max_ahead,
+            staging_timeout=bound(staging_timeout),
+            register_timeout=bound(register_timeout),
+            direct_wait=direct_wait,
+            scheme=_scheme_of(format_),
+        )
+    assert publisher is not None
     if config is not None:
         publisher.attach_config(config, tokenizer)
     return publisher
+
+
+def _publisher(next_: Publisher | None) -> Callable[..., Publisher]:
+    return Publisher if next_ is None else partial(TogetherPublisher, others=next_)
 
 
 def _scheme_of(quantization_config: Mapping[str, Any] | None) -> Scheme | None:

@@ -5,7 +5,7 @@
 A daemon that restarts loses versions that were not READY. A delivery that gets `NotFound` starts over, a few times.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,8 +23,10 @@ from resharder.converters.failpoints import failpoint
 from resharder.v1 import publisher_pb2, publisher_pb2_grpc, resources_pb2
 
 if TYPE_CHECKING:
+    import torch
     from resharder.client.direct.sender import Sender
     from resharder.client.transport.base import Item
+    from resharder.converters.geometry.layout import Layout
 
     Read = Callable[[Sequence[int]], Iterable[Item]]
     """Function from positions in the rank's layout to items."""
@@ -36,6 +38,20 @@ Prepare = Callable[[resources_pb2.Version], None]
 
 Wake = Callable[[Handle], None]
 """Called with a version that this rank has delivered, while its memory is still offered: wakes the servers that take it."""
+
+Then = Callable[[Handle], None]
+"""Called at the same time: delivers the versions of other models that are READY together with it."""
+
+
+def sender_of(
+    channel: Channel, rank: int, layout: "Layout", tensors: "Mapping[str, torch.Tensor]", direct_wait: float
+) -> "Sender | None":
+    """Return the sender of a rank's memory on the direct path; None if `direct_wait` is 0."""
+    if direct_wait <= 0:
+        return None
+    from resharder.client.direct.sender import Sender
+
+    return Sender(channel, rank, layout, tensors)
 
 
 class Delivery:
@@ -88,7 +104,15 @@ class Delivery:
         self._sender = None
 
     def deliver(
-        self, step: int, read: "Read", timings: tracing.Timings, *, direct: bool, once: bool, wake: Wake | None = None
+        self,
+        step: int,
+        read: "Read",
+        timings: tracing.Timings,
+        *,
+        direct: bool,
+        once: bool,
+        wake: Wake | None = None,
+        then: Then | None = None,
     ) -> Handle:
         """Deliver this rank's part of a version.
 
@@ -99,6 +123,7 @@ class Delivery:
             direct: Offer the version on the direct path.
             once: Whether `read` can be called only once, so that the delivery cannot start over.
             wake: Wakes servers that sleep until the version is READY; None if they are awake.
+            then: Delivers versions that are READY together with this one; None if there are none.
 
         Raises as `Publisher.publish`; the version is then aborted.
         """
@@ -110,6 +135,9 @@ class Delivery:
                 self._prepared(version, slot.rank, timings)
                 with self._offered(version, direct, servers_sleep=wake is not None):
                     handle = self._send(slot, positions, version, read, timings)
+                    if then is not None:
+                        with self._aborting(version, slot.rank):
+                            then(handle)
                     if wake is not None:
                         wake(handle)
                     return handle

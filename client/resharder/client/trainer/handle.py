@@ -36,6 +36,7 @@ class Handle:
         version: Number of the version.
         step: The trainer's label.
         trace: W3C traceparent of the version's trace; empty without traces.
+        also: Handles of the versions that are READY together with this one, by model.
     """
 
     def __init__(self, channel: Channel, version: resources_pb2.Version) -> None:
@@ -45,6 +46,7 @@ class Handle:
         self.version: int = version.number
         self.step: int = version.step
         self.trace: str = version.trace
+        self.also: dict[str, Handle] = {}
 
     def wait_ready(self, timeout: float | None = 600.0) -> None:
         """Wait until the version is READY.

@@ -5,7 +5,7 @@ READY when every rank has sealed its slot.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -17,7 +17,7 @@ from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel, bound
 from resharder.client.trainer.backpressure import Backpressure
 from resharder.client.trainer.colocate import Generation, GenerationPart, SharedFleet
-from resharder.client.trainer.delivery import Delivery, Wake
+from resharder.client.trainer.delivery import Delivery, Then, Wake, sender_of
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.identity import RankIdentity
 from resharder.client.trainer.model_checks import compare_replicas, refuse_stale
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from resharder.client.trainer.offload import Aside
     from resharder.client.trainer.quantised import QuantisedModel
     from resharder.client.trainer.rank_layout import TensorItem
-    from resharder.converters.geometry.layout import Layout
     from resharder.converters.models.hf_names import Model, Rename
     from resharder.converters.quantization.scheme import Scheme
 
@@ -136,7 +135,9 @@ class Publisher:
             self._live = LiveTensors(layout, tensors)
             self._model, self._chunks = model, megatron_chunks(model)
             self._delivery.close()
-            self._delivery = self._delivery_of(self._live, self._sender(layout, tensors))
+            self._delivery = self._delivery_of(
+                self._live, sender_of(self._channel, self.identity.rank, layout, tensors, self._direct_wait)
+            )
             self._register(rank_layout, wait)
 
     def attach_config(self, hf_config: Config, tokenizer: Tokenizer | None = None) -> None:
@@ -360,13 +361,6 @@ class Publisher:
         refuse_stale(self._chunks, sync=False)
         return self._publish(step, self._live.items, direct=True, wake=wake)
 
-    def _sender(self, layout: "Layout", tensors: "Mapping[str, torch.Tensor]") -> "Sender | None":
-        if self._direct_wait <= 0:
-            return None
-        from resharder.client.direct.sender import Sender
-
-        return Sender(self._channel, self.identity.rank, layout, tensors)
-
     def _delivery_of(self, live: LiveTensors | None, sender: "Sender | None" = None) -> Delivery:
         transports = TransportSelector(self._channel, self._transport, lambda: live.device if live is not None else None)
         parts = self._channel, self._session, transports, sender
@@ -387,11 +381,20 @@ class Publisher:
         if wait:
             self._session.assignment()
 
-    def _publish(self, step: int, read: "Read", *, once: bool = False, direct: bool = False, wake: Wake | None = None) -> Handle:
+    def _publish(
+        self,
+        step: int,
+        read: "Read",
+        *,
+        once: bool = False,
+        direct: bool = False,
+        wake: Wake | None = None,
+        then: Then | None = None,
+    ) -> Handle:
         timings: tracing.Timings = []
         self._session.start_publish(step)
         self._backpressure.wait(timings)
-        handle = self._delivery.deliver(step, read, timings, direct=direct, once=once, wake=wake)
+        handle = self._delivery.deliver(step, read, timings, direct=direct, once=once, wake=wake, then=then)
         self._session.published(handle)
         self._backpressure.add(handle)
         return handle

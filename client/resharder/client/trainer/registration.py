@@ -90,6 +90,7 @@ def register(
         model=resources_pb2.Model(name=model, files=files if identity.rank == 0 else ()),
         job=identity.job,
         world_size=identity.world_size,
+        together=identity.together,
     )
     failpoint("register.claim")
     publisher = channel.call(stub.CreatePublisher, claim)

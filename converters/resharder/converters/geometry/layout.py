@@ -165,7 +165,7 @@ ITEM_SIZES = {
     "BF16": 2, "F16": 2, "I16": 2, "U16": 2, "F32": 4, "I32": 4, "U32": 4, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
 
-PUBLISHABLE = ("BF16", "F16", "F32", "F64", "F8_E4M3", "BOOL", "U8", "I8", "I16", "I32", "I64")
+PUBLISHABLE = ("BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E8M0", "BOOL", "U8", "I8", "I16", "I32", "I64")
 """safetensors' names of the dtypes that can be published."""
 
 

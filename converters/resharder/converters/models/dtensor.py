@@ -17,7 +17,7 @@ from resharder.converters.models.hf_names import Model, Rename, Stored, local_of
 from resharder.converters.models.tensor_io import DTYPES
 from torch.distributed.tensor import DTensor
 
-_PLAIN = {dtype: name for dtype, name in DTYPES.items() if name != "F8_E4M3"}
+_PLAIN = {dtype: name for dtype, name in DTYPES.items() if not name.startswith("F8_")}
 """Dtypes of parameters. Those in FP8 have scales beside them, which no table describes."""
 
 

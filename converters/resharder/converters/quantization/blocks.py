@@ -11,24 +11,24 @@ from typing import NamedTuple
 import numpy as np
 from resharder.converters.geometry.layout import Box, Range, TensorSpec, intersect_ranges
 from resharder.converters.geometry.piece_arrays import Ints
-from resharder.converters.quantization.scheme import BLOCK, Scheme
+from resharder.converters.quantization.scheme import Block, Scheme
 
 
-def grid_of(shape: tuple[int, ...]) -> tuple[int, int]:
+def grid_of(shape: tuple[int, ...], block: Block) -> tuple[int, int]:
     """Return the number of blocks along each dimension of a matrix, which is the shape of its scales."""
-    rows, columns = (-(-n // size) for n, size in zip(shape, BLOCK, strict=True))
+    rows, columns = (-(-n // size) for n, size in zip(shape, block, strict=True))
     return rows, columns
 
 
 def scale_spec(spec: TensorSpec, scheme: Scheme) -> TensorSpec:
     """Return the tensor of a matrix's scales."""
-    return TensorSpec(scheme.scale_of(spec.name), "F32", grid_of(spec.shape))
+    return TensorSpec(scheme.scale_of(spec.name), "F32", grid_of(spec.shape, scheme.block_of(spec.shape)))
 
 
-def scale_box(box: Box, shape: tuple[int, ...]) -> Box | None:
+def scale_box(box: Box, shape: tuple[int, ...], block: Block) -> Box | None:
     """Return the scales of the blocks whose first element is in `box`; None if there are none."""
     found = []
-    for r, n, size in zip(box, shape, BLOCK, strict=True):
+    for r, n, size in zip(box, shape, block, strict=True):
         blocks = -(-n // size)
         first = intersect_ranges(r, Range(0, blocks, size if blocks > 1 else 1))
         if first is None:
@@ -52,6 +52,8 @@ class Run(NamedTuple):
 @lru_cache(maxsize=1 << 14)
 def runs_of(r: Range, size: int) -> tuple[Run, ...]:
     """Return the blocks of `size` indices that a range touches, in order."""
+    if size == 1 and (r.step == 1 or r.count == 1):
+        return (Run(r.start, 0, r.count, 1),)
     runs: list[Run] = []
     for block, at, length in _touched(r, size):
         last = runs[-1] if runs else None
@@ -73,23 +75,32 @@ def _touched(r: Range, size: int) -> Iterator[tuple[int, int, int]]:
 
 
 class Region(NamedTuple):
-    """Rectangle of the blocks of a tensor: the first block along each dimension, and the number of blocks."""
+    """Rectangle of the blocks of a tensor.
+
+    Attributes:
+        first: First block along each dimension.
+        shape: Number of blocks along each dimension.
+        block: Rows and columns of a block.
+    """
 
     first: tuple[int, int]
     shape: tuple[int, int]
+    block: Block
 
 
-def region_of(boxes: Iterable[Box]) -> Region:
+def region_of(boxes: Iterable[Box], block: Block) -> Region:
     """Return the smallest region that has all blocks that the boxes touch."""
-    ends = [[(r.start // size, r.last // size + 1) for r, size in zip(box, BLOCK, strict=True)] for box in boxes]
+    ends = [[(r.start // size, r.last // size + 1) for r, size in zip(box, block, strict=True)] for box in boxes]
     low = tuple(min(end[d][0] for end in ends) for d in range(2))
     high = tuple(max(end[d][1] for end in ends) for d in range(2))
-    return Region((low[0], low[1]), (high[0] - low[0], high[1] - low[1]))
+    return Region((low[0], low[1]), (high[0] - low[0], high[1] - low[1]), block)
 
 
 def elements_in_blocks(box: Box, region: Region) -> Ints:
     """Return the number of elements of a box in each block of a region."""
-    rows, columns = (_counts(r, size, low, n) for r, size, low, n in zip(box, BLOCK, *region, strict=True))
+    rows, columns = (
+        _counts(r, size, low, n) for r, size, low, n in zip(box, region.block, region.first, region.shape, strict=True)
+    )
     found: Ints = rows[:, None] * columns[None, :]
     return found
 
@@ -104,6 +115,6 @@ def _counts(r: Range, size: int, low: int, blocks: int) -> Ints:
 
 def whole_blocks(shape: tuple[int, ...], region: Region) -> Ints:
     """Return the number of elements of each block of a region in the whole tensor, at whose end blocks may be smaller."""
-    first = [low * size for low, size in zip(region.first, BLOCK, strict=True)]
-    ends = [min(n, at + blocks * size) for n, at, blocks, size in zip(shape, first, region.shape, BLOCK, strict=True)]
+    first = [low * size for low, size in zip(region.first, region.block, strict=True)]
+    ends = [min(n, at + blocks * size) for n, at, blocks, size in zip(shape, first, region.shape, region.block, strict=True)]
     return elements_in_blocks(tuple(Range(at, end - at) for at, end in zip(first, ends, strict=True)), region)

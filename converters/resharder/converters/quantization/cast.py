@@ -1,4 +1,4 @@
-"""Cast of a rank's matrices to FP8, on the device that has them.
+"""Cast of a rank's matrices to FP8, in blocks or by channel, on the device that has them.
 
     scale    = max(amax, 1e-4) / 448          amax: largest absolute value of the block, in float32
     weight   = float8_e4m3fn(clamp(float32(w) * (1 / scale), -448, 448))
@@ -20,8 +20,9 @@ from resharder.converters.errors import UnsupportedModel
 from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, box_shape, full_box
 from resharder.converters.models.tensor_io import TORCH_DTYPES, read_piece
 from resharder.converters.quantization.blocks import Region, Run, runs_of
-from resharder.converters.quantization.layout import SCALES, WEIGHTS, CastPiece, Matrix, QuantisedLayout, quantised_layout
-from resharder.converters.quantization.scheme import BLOCK, FP8_MAX, Scheme
+from resharder.converters.quantization.layout import SCALES, WEIGHTS, Matrix, QuantisedLayout, quantised_layout, scale_blocks
+from resharder.converters.quantization.scheme import FP8_MAX, Scheme
+from resharder.converters.quantization.tiles import CastTiles, is_supported
 
 Floats = npt.NDArray[np.float32]
 SMALLEST = 1e-4
@@ -61,6 +62,8 @@ class QuantisedTensors:
         self._weights = torch.empty(self.plan.weights, dtype=torch.float8_e4m3fn, device=self._device)
         self._scales = torch.empty(self.plan.scales, dtype=torch.float32, device=self._device)
         self._maxima = torch.zeros(self.plan.maxima, dtype=torch.float32, device=self._device)
+        self._scale_blocks = torch.from_numpy(scale_blocks(self.plan)).to(self._device)
+        self._tiles = CastTiles(self.plan, tensors, self._device) if is_supported(self.plan, self._device) else None
         kept = {piece.local for piece in self.plan.layout.pieces} - {WEIGHTS, SCALES}
         made = {name: flat for name, flat in ((WEIGHTS, self._weights), (SCALES, self._scales)) if flat.numel()}
         self.tensors: dict[str, torch.Tensor] = {name: tensor for name, tensor in tensors.items() if name in kept} | made
@@ -73,10 +76,13 @@ class QuantisedTensors:
         """
         self._allocate()
         self._maxima.zero_()
-        for matrix in self.plan.matrices:
-            maxima = _region(self._maxima, matrix)
-            for part in matrix.pieces:
-                add_maxima(maxima, matrix.region, read_piece(self._own, part.source), part.source.box)
+        if self._tiles is not None:
+            self._tiles.measure(self._maxima)
+        else:
+            for matrix in self.plan.matrices:
+                maxima = _region(self._maxima, matrix)
+                for part in matrix.pieces:
+                    add_maxima(maxima, matrix.region, read_piece(self._own, part.source), part.source.box)
         if not bool(torch.isfinite(self._maxima).all()):
             bad = next(m.spec.name for m in self.plan.matrices if not bool(torch.isfinite(_region(self._maxima, m)).all()))
             raise UnsupportedModel(f"{bad}: expected finite values to cast to FP8, found an infinity or NaN")
@@ -91,21 +97,20 @@ class QuantisedTensors:
         positions = torch.from_numpy(self.plan.received.at).to(self._device)
         self._maxima[positions] = torch.from_numpy(np.asarray(received, np.float32)).to(self._device)
         scales, factors = scales_of(self._maxima)
+        self._put_scales(scales)
+        if self._tiles is not None:
+            self._tiles.cast(factors, self._weights)
+            return
         for matrix in self.plan.matrices:
-            scale, factor = _region(scales, matrix), _region(factors, matrix)
+            factor = _region(factors, matrix)
             for part in matrix.pieces:
                 shape = box_shape(part.source.box)
                 target = self._weights[part.at : part.at + shape[0] * shape[1]].view(shape)
                 cast_box(target, read_piece(self._own, part.source), part.source.box, factor, matrix.region)
-                self._put_scales(part, scale, matrix.region)
 
-    def _put_scales(self, part: CastPiece, scale: torch.Tensor, region: Region) -> None:
-        if part.scales is not None:
-            shape = box_shape(part.scales)
-            within = tuple(
-                slice(r.start - low, r.last - low + 1, r.step) for r, low in zip(part.scales, region.first, strict=True)
-            )
-            self._scales[part.scales_at : part.scales_at + shape[0] * shape[1]].view(shape).copy_(scale[within])
+    def _put_scales(self, scales: torch.Tensor) -> None:
+        """Write the scales that the rank delivers, of all blocks that it touches, in the order of the maxima."""
+        torch.index_select(scales, 0, self._scale_blocks, out=self._scales)
 
     def free(self) -> None:
         """Free the GPU memory of the cast weights and scales. `measure` allocates it again, at another address."""
@@ -140,8 +145,9 @@ class _Part(NamedTuple):
     length: int
 
 
-def _row_parts(rows: Range, columns: int, low: int) -> Iterator[_Part]:
-    for run in runs_of(rows, BLOCK[0]):
+def _row_parts(rows: Range, columns: int, region: Region) -> Iterator[_Part]:
+    low = region.first[0]
+    for run in runs_of(rows, region.block[0]):
         step = max(1, _PART // max(1, run.length * columns))
         for i in range(0, run.blocks, step):
             yield _Part(run.block - low + i, run.at + i * run.length, min(step, run.blocks - i), run.length)
@@ -149,8 +155,8 @@ def _row_parts(rows: Range, columns: int, low: int) -> Iterator[_Part]:
 
 def add_maxima(maxima: torch.Tensor, region: Region, values: torch.Tensor, box: Box) -> None:
     """Raise the maxima of a region's blocks, in place, to the largest absolute values of a box's elements."""
-    columns = runs_of(box[1], BLOCK[1])
-    for part in _row_parts(box[0], box[1].count, region.first[0]):
+    columns = runs_of(box[1], region.block[1])
+    for part in _row_parts(box[0], box[1].count, region):
         rows = values[part.at : part.at + part.blocks * part.length]
         block_rows = _split(rows, 0, part.blocks, part.length).abs().amax(1)
         for run in columns:
@@ -173,8 +179,8 @@ def _columns_of(rows: torch.Tensor, run: Run) -> torch.Tensor:
 def cast_box(target: torch.Tensor, values: torch.Tensor, box: Box, factors: torch.Tensor, region: Region) -> None:
     """Cast the elements of a box into `target`, with the factors of a region's blocks."""
     indices = torch.arange(box[1].count, device=factors.device) * box[1].step + box[1].start
-    columns = torch.div(indices, BLOCK[1], rounding_mode="floor") - region.first[1]
-    for part in _row_parts(box[0], box[1].count, region.first[0]):
+    columns = torch.div(indices, region.block[1], rounding_mode="floor") - region.first[1]
+    for part in _row_parts(box[0], box[1].count, region):
         rows = slice(part.at, part.at + part.blocks * part.length)
         factor = factors[part.block : part.block + part.blocks].index_select(1, columns)[:, None, :]
         scaled = _split(values[rows], 0, part.blocks, part.length) * factor

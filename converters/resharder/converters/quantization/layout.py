@@ -107,7 +107,7 @@ def quantised_layout(layout: Layout, scheme: Scheme) -> QuantisedLayout:
         if not scheme.converts(spec.name, spec.shape):
             pieces.append(piece)
             continue
-        scales_box = scale_box(piece.box, spec.shape)
+        scales_box = scale_box(piece.box, spec.shape, scheme.block_of(spec.shape))
         cast = places.add(piece, scales_box)
         by_matrix[spec.name].append(cast)
         pieces.append(_at(piece, piece.tensor, piece.box, WEIGHTS, cast.at))
@@ -115,13 +115,27 @@ def quantised_layout(layout: Layout, scheme: Scheme) -> QuantisedLayout:
             pieces.append(_at(piece, scheme.scale_of(piece.tensor), scales_box, SCALES, cast.scales_at))
     matrices, maxima = [], 0
     for name, parts in by_matrix.items():
-        region = region_of(part.source.box for part in parts)
+        block = scheme.block_of(layout.tensors[name].shape)
+        region = region_of((part.source.box for part in parts), block)
         matrices.append(Matrix(layout.tensors[name], region, maxima, tuple(parts)))
         maxima += region.shape[0] * region.shape[1]
     contributed, received = _shared(matrices, scheme)
     return QuantisedLayout(
         Layout(specs, tuple(pieces)), tuple(matrices), places.weights, places.scales, maxima, contributed, received
     )
+
+
+def scale_blocks(plan: QuantisedLayout) -> Ints:
+    """Return the position among the rank's maxima of the block of each element of the tensor `SCALES`."""
+    found = np.zeros(plan.scales, np.int64)
+    for matrix in plan.matrices:
+        first, (_, across) = matrix.region.first, matrix.region.shape
+        for part in matrix.pieces:
+            if part.scales is not None:
+                rows, columns = (np.arange(r.start, r.last + 1, r.step) - low for r, low in zip(part.scales, first, strict=True))
+                blocks = matrix.maxima_at + rows[:, None] * across + columns[None, :]
+                found[part.scales_at : part.scales_at + blocks.size] = blocks.ravel()
+    return found
 
 
 class _Places:
@@ -163,7 +177,7 @@ def _shared(matrices: Iterable[Matrix], scheme: Scheme) -> tuple[Shared, Shared]
             if mask.any():
                 at.append(matrix.maxima_at + np.flatnonzero(mask))
                 rows, columns = np.nonzero(mask)
-                found = (rows + region.first[0]) * grid_of(shape)[1] + columns + region.first[1]
+                found = (rows + region.first[0]) * grid_of(shape, region.block)[1] + columns + region.first[1]
                 numbers[scheme.scale_of(matrix.spec.name)] = found.tolist()
     first, second = (
         Shared(np.concatenate([np.zeros(0, np.int64), *at]), by_name) for at, by_name in zip(positions, blocks, strict=True)

@@ -64,6 +64,7 @@ class PublisherRecord:
     job: str
     epoch: int
     world_size: int
+    together: frozenset[str] = frozenset()  # other models whose versions of a step are READY together with this one's
     created: float = 0.0  # by ingest's clock
     state: str = REGISTERING
     error: DaemonError | None = None

@@ -1,6 +1,6 @@
 """Publishers: claims of a model by jobs, registration of their ranks' slots, leases."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import structlog
 from resharder.converters.errors import LayoutError
@@ -36,7 +36,9 @@ class Publishers:
         self.lease_seconds = lease_seconds
         self._by_model: dict[str, PublisherRecord] = {}
 
-    def create(self, model: str, job: str, world_size: int, files: Mapping[str, bytes]) -> PublisherRecord:
+    def create(
+        self, model: str, job: str, world_size: int, files: Mapping[str, bytes], together: Collection[str] = ()
+    ) -> PublisherRecord:
         """Return the publisher of a job; create it and fence earlier ones if it is new.
 
         Args:
@@ -44,6 +46,7 @@ class Publishers:
             job: Id of the job.
             world_size: Ranks of the job.
             files: Contents of config.json and tokenizer files by path; from one rank at least.
+            together: Other models of the job, whose versions of a step are READY together with this model's.
 
         Raises:
             InvalidArgument: MODEL_NAME, MODEL_FILE, JOB, WORLD_SIZE.
@@ -53,6 +56,7 @@ class Publishers:
         """
         check_model_name(model)
         check_files(files)
+        models = frozenset(check_model_name(other) for other in together) - {model}
         if not job or len(job) > 256:
             raise InvalidArgument("JOB", f"expected a job of 1 to 256 characters, got {len(job)}")
         if not 1 <= world_size <= MAX_WORLD:
@@ -61,7 +65,10 @@ class Publishers:
             self._shared.check_not_draining()
             publisher = self._by_model.get(model)
             if publisher is None or publisher.job != job:
-                publisher = self._claim(model, job, world_size)
+                publisher = self._claim(model, job, world_size, models)
+            if publisher.together != models:
+                known, given = sorted(publisher.together), sorted(models)
+                raise InvalidArgument("JOB", f"{publisher.name}: job {job!r} publishes it with {known}, this call with {given}")
             if publisher.world_size != world_size:
                 raise AlreadyExists(
                     "WORLD_SIZE", f"{publisher.name}: job {job!r} has {publisher.world_size} ranks, this call has {world_size}"
@@ -70,7 +77,7 @@ class Publishers:
                 publisher.files = dict(files)
             return publisher
 
-    def _claim(self, model: str, job: str, world_size: int) -> PublisherRecord:
+    def _claim(self, model: str, job: str, world_size: int, together: frozenset[str]) -> PublisherRecord:
         before = self._store.epochs.claim(model)
         if before is None or before.job != job:
             stale = self._store.epochs.of_job(model, job)
@@ -79,7 +86,7 @@ class Publishers:
             before = self._store.epochs.begin(model, job, world_size)
             self._fence(model)
             _log.info("publisher_created", model=model, job=job, epoch=before.epoch, world_size=world_size)
-        publisher = PublisherRecord(model, before.job, before.epoch, before.world_size, created=self._shared.clock())
+        publisher = PublisherRecord(model, before.job, before.epoch, before.world_size, together, self._shared.clock())
         self._by_model = self._by_model | {model: publisher}
         return publisher
 

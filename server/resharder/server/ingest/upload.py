@@ -208,16 +208,6 @@ class Upload:
             asked = range(self.publisher.world_size) if among is None else among
             return [rank for rank in asked if rank not in self._sealed]
 
-    def is_left(self, rank: int, process: str, step: int | None = None) -> bool:
-        """Return whether a former process of the rank has begun the version and left it incomplete.
-
-        It is incomplete without the rank's slot, or with a stale one because the rank has returned to `step`.
-        """
-        if self.begun.get(rank, process) == process:
-            return False
-        back = step is not None and self.record.step >= step
-        return bool(self.open_ranks(None if back else [rank]))
-
     def progress(self) -> list[tuple[int, bool, int, int]]:
         """Return (rank, sealed, bytes, received bytes) of every slot."""
         with self._lock:

@@ -1,18 +1,18 @@
 """UPLOADING versions: their slots, the commit after the last seal, and aborts."""
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.chunk_frame import ChunkHeader
-from resharder.server.infra.medium import medium_error
+from resharder.server.ingest.committer import Committer
 from resharder.server.ingest.publisher import FENCED, PublisherRecord
-from resharder.server.ingest.shared import IngestObserver, IngestShared, Phase
-from resharder.server.ingest.upload import ProofFailed, Upload, hash_digests
-from resharder.server.state.errors import AlreadyExists, DaemonError, FailedPrecondition, Reason
-from resharder.server.state.timing import Timing, timed
+from resharder.server.ingest.shared import IngestObserver, IngestShared
+from resharder.server.ingest.upload import Upload, hash_digests
+from resharder.server.ingest.version_group import VersionGroups
+from resharder.server.state.errors import AlreadyExists, FailedPrecondition, Reason
+from resharder.server.state.timing import Timing
 from resharder.server.state.version import ABORTED, READY, RETIRED, UPLOADING, VersionRecord
 
 CLOSED: dict[str, Reason] = {
@@ -32,12 +32,14 @@ class Uploads:
 
     def __init__(self, shared: IngestShared, writer_patience: float) -> None:
         self._shared, self._store = shared, shared.store
-        self._patience = writer_patience
         self._open: dict[tuple[str, int], Upload] = {}
+        self._groups = VersionGroups(shared.lock)
+        self._committer = Committer(shared, self._groups, writer_patience, self._forget, self._abort)
 
     def add(self, upload: Upload) -> None:
         """Add a version that a rank has begun. Callers hold the shared lock."""
         self._open[upload.record.model, upload.record.number] = upload
+        self._groups.add(upload)
 
     def find(self, model: str, number: int) -> Upload | None:
         """Return the upload of a version; None unless it is UPLOADING."""
@@ -135,42 +137,13 @@ class Uploads:
         if last:
             for observer in self._shared.observers:
                 observer.publish_phase("upload", model, now - upload.created)
-            threading.Thread(target=self._commit, args=(upload,), name="commit").start()
+            threading.Thread(target=self._committer.commit, args=(upload,), name="commit").start()
         return self._store.catalogue.get(model, number)
-
-    @contextmanager
-    def _timed(self, phase: Phase, upload: Upload) -> Iterator[None]:
-        with timed(upload.timings, phase):
-            yield
-        for observer in self._shared.observers:
-            observer.publish_phase(phase, upload.record.model, upload.timings[-1].seconds)
-
-    def _commit(self, upload: Upload) -> None:
-        record = upload.record
-        try:
-            failpoint("commit.before-proof")
-            with self._timed("verify", upload):
-                digests = upload.prove(self._patience)
-            failpoint("commit.after-proof")
-            with self._timed("commit", upload):
-                self._store.lifecycle.commit(record, digests, upload.slot_digests())
-        except ProofFailed as error:
-            self._store.lifecycle.abort(record.model, record.number, str(error))
-        except (DaemonError, OSError) as error:
-            known = error if isinstance(error, DaemonError) else medium_error(error)
-            if self._store.catalogue.get(record.model, record.number).state != ABORTED:  # an abort has removed the files
-                _log.error("commit_failed", version=record.name, reason=known.reason, error=str(known))
-                self._store.lifecycle.abort(record.model, record.number, f"the commit failed: {known.reason}: {known}")
-        except Exception as error:
-            if self._store.catalogue.get(record.model, record.number).state != ABORTED:
-                _log.error("commit_failed", version=record.name, exc_info=error)
-                self._store.lifecycle.abort(record.model, record.number, f"the commit failed: {error!r}")
-        finally:
-            self._forget(upload)
 
     def _forget(self, upload: Upload) -> None:
         with self._shared.lock:
             known = self._open.pop((upload.record.model, upload.record.number), None)
+            self._groups.remove(upload)
             self._shared.changed.notify()
         if known is not None:
             record = self._store.catalogue.get(upload.record.model, upload.record.number)
@@ -178,10 +151,13 @@ class Uploads:
                 observer.version_ended(upload, record)
 
     def _abort(self, upload: Upload, reason: str) -> VersionRecord:
-        upload.close(aborted=True)
-        done = self._store.lifecycle.abort(upload.record.model, upload.record.number, reason)
-        self._forget(upload)
-        return done
+        """Abort a version and the others of its group."""
+        also = f"{upload.record.name} of the same step was aborted: {reason}"
+        for each, why in [(upload, reason), *((other, also) for other in self._groups.others(upload))]:
+            each.close(aborted=True)
+            self._store.lifecycle.abort(each.record.model, each.record.number, why)
+            self._forget(each)
+        return self._store.catalogue.get(upload.record.model, upload.record.number)
 
     def abort(self, model: str, number: int, epoch: int, reason: str) -> VersionRecord:
         """Abort a version if it is UPLOADING, and return its record.
@@ -208,15 +184,26 @@ class Uploads:
         """
         process = publisher.processes.get(rank, "")
         with self._shared.lock:
-            left = [u for u in self._open.values() if u.publisher is publisher and u.is_left(rank, process, step)]
+            ours = [upload for upload in self._open.values() if upload.publisher is publisher]
+            left = [upload for upload in ours if self._is_left(upload, rank, process, step)]
         for upload in left:
             self._abort(upload, f"the process of rank {rank} was replaced by another")
+
+    def _is_left(self, upload: Upload, rank: int, process: str, step: int | None) -> bool:
+        """Return whether a former process of the rank has begun the version and left it incomplete.
+
+        It is incomplete without the rank's slot, or with a stale one because the rank has returned to `step`.
+        """
+        if upload.begun.get(rank, process) == process:
+            return False
+        back = step is not None and upload.record.step >= step
+        return bool(self._groups.open_ranks(upload, None if back else [rank]))
 
     def abort_overtaken(self, publisher: PublisherRecord, ranks: Sequence[int] | None = None) -> None:
         """Abort versions that wait for a rank that has started a later step: one of `ranks`, or any."""
         with self._shared.lock:
             ours = [upload for upload in self._open.values() if upload.publisher is publisher]
-            late = [(upload, publisher.overtaken(upload.record.step, upload.open_ranks(ranks))) for upload in ours]
+            late = [(upload, publisher.overtaken(upload.record.step, self._groups.open_ranks(upload, ranks))) for upload in ours]
         for upload, reason in late:
             if reason:
                 self._abort(upload, reason)
@@ -225,7 +212,7 @@ class Uploads:
         """Abort the versions of ranks that are silent for longer than their lease."""
         now = self._shared.clock()
         for upload in list(self._open.values()):
-            for rank in upload.open_ranks():
+            for rank in self._groups.open_ranks(upload):
                 silent = now - max(upload.created, upload.publisher.seen.get(rank, 0.0))
                 if silent > lease_seconds:
                     for observer in self._shared.observers:

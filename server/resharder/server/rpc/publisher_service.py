@@ -33,7 +33,8 @@ class PublisherService:
     def CreatePublisher(self, request: publisher_pb2.CreatePublisherRequest, call: Call) -> Message:
         """Claim a model for a job, which fences earlier jobs. Idempotent for every rank of the job."""
         files = {file.path: file.content for file in request.model.files}
-        return self._views.publisher(self._intake.publishers.create(request.model.name, request.job, request.world_size, files))
+        create = self._intake.publishers.create
+        return self._views.publisher(create(request.model.name, request.job, request.world_size, files, request.together))
 
     def RegisterSlot(self, request: publisher_pb2.RegisterSlotRequest, call: Call) -> Message:
         """Register a rank's tensors and boxes. The last rank's call checks that the slots tile the model."""

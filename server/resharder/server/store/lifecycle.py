@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from resharder.converters.failpoints import failpoint
 from resharder.converters.storage.files import FileLayout
-from resharder.server.infra.filesystem import make_durable_folder, make_folder, move, sync, touching, write_file
+from resharder.server.infra.filesystem import make_folder, move, sync, touching, write_file
 from resharder.server.infra.medium import medium_error, medium_errors
 from resharder.server.state.errors import FailedPrecondition, ResourceExhausted
 from resharder.server.state.version import ABORTED, READY, UPLOADING, VersionRecord
@@ -14,11 +15,20 @@ from resharder.server.store import manifest
 from resharder.server.store.capacity import Capacity
 from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.file_pool import FilePool
-from resharder.server.store.folder import StoreFolder, sync_or_undo
+from resharder.server.store.folder import StoreFolder
 from resharder.server.store.history import History
 from resharder.server.store.manifest import MANIFEST_FILE
 from resharder.server.store.model_state import Reservation, StoredModel
+from resharder.server.store.renames import rename_together
 from resharder.server.store.retirement import Retirer
+
+
+class ProvenVersion(NamedTuple):
+    """UPLOADING version whose bytes are verified: the digest of each tensor, and the hash of each rank's digests."""
+
+    record: VersionRecord
+    digests: Mapping[str, int]
+    slots: tuple[tuple[int, str], ...]
 
 
 class VersionLifecycle:
@@ -125,45 +135,47 @@ class VersionLifecycle:
             return reservation.pool[0] if reservation is not None and same and reservation.pool else None
 
     @medium_errors()
-    def commit(self, record: VersionRecord, digests: Mapping[str, int], slots: tuple[tuple[int, str], ...]) -> VersionRecord:
-        """Make an UPLOADING version READY. Its bytes must be complete and verified, and no process may still write to them.
+    def commit(
+        self, record: VersionRecord, digests: Mapping[str, int], slots: tuple[tuple[int, str], ...], *others: ProvenVersion
+    ) -> VersionRecord:
+        """Make an UPLOADING version READY, together with `others`: all or none.
+
+        Their bytes must be complete and verified, and no process may still write to them.
 
         Raises FailedPrecondition (STALE_EPOCH, VERSION_ABORTED), Unavailable (STORE_FAILED), ResourceExhausted (STORE_FULL,
         NO_DESCRIPTORS).
         """
-        folder = self._folder.path(record)
-        done = self._write_manifest(folder, record, digests, slots)
+        proven = (ProvenVersion(record, digests, slots), *others)
+        ready = [self._write_manifest(self._folder.path(each.record), each) for each in proven]
         with self._changed:
-            model = self._catalogue.model(record.model)
-            current = model.records[record.number]
-            if current.state != UPLOADING:
-                raise FailedPrecondition("VERSION_ABORTED", f"{record.name} was aborted: {current.reason}")
-            target = self._folder.path(done)
-            make_durable_folder(target.parent)
-            failpoint("commit.before-rename")
-            move(folder, target)
-            failpoint("commit.after-rename")
-            sync_or_undo(folder, target)
-            failpoint("commit.after-sync")
-            model.put(done)
-            self._history.add(done)
-            failpoint("commit.after-history")
-            retired = self._retirer.retain(model)
+            models = [self._catalogue.model(each.record.model) for each in proven]
+            for model, each in zip(models, proven, strict=True):
+                current = model.records[each.record.number]
+                if current.state != UPLOADING:
+                    raise FailedPrecondition("VERSION_ABORTED", f"{current.name} was aborted: {current.reason}")
+            path = self._folder.path
+            rename_together(self._folder.root, [(path(each.record), path(r)) for each, r in zip(proven, ready, strict=True)])
+            for model, done in zip(models, ready, strict=True):
+                model.put(done)
+            retired = list[VersionRecord]()
+            for model, done in zip(models, ready, strict=True):
+                self._history.add(done)
+                failpoint("commit.after-history")
+                retired += self._retirer.retain(model)
             self._changed.notify_all()
-        self._catalogue.notify_subscribers([done, *retired])
-        return done
+        self._catalogue.notify_subscribers([*ready, *retired])
+        return ready[0]
 
-    def _write_manifest(
-        self, folder: Path, record: VersionRecord, digests: Mapping[str, int], slots: tuple[tuple[int, str], ...]
-    ) -> VersionRecord:
+    def _write_manifest(self, folder: Path, proven: ProvenVersion) -> VersionRecord:
         """Sync the version's files, write its manifest, and return the READY record."""
+        record = proven.record
         layouts = {layout.path: layout for layout in self.layouts(record)}
         with touching(folder, "reading"):
             names = [path.name for path in folder.iterdir() if path.name not in layouts]
             content = {name: (folder / name).read_bytes() for name in names} | {k: v.header for k, v in layouts.items()}
         sizes = {name: len(content[name]) for name in names} | {k: v.size for k, v in layouts.items()}
-        record = replace(record, slots=slots, ready_time=round(self._clock(), 6))
-        encoded, fingerprint = manifest.encode(record, content, sizes, digests)
+        record = replace(record, slots=proven.slots, ready_time=round(self._clock(), 6))
+        encoded, fingerprint = manifest.encode(record, content, sizes, proven.digests)
         for name in layouts:
             sync(folder / name)
         failpoint("commit.before-manifest")

@@ -12,6 +12,7 @@ from resharder.server.state.version import READY, RETIRED
 from resharder.server.store import manifest, model_files
 from resharder.server.store.history import read_history
 from resharder.server.store.model_state import MODEL_NAME, StoredModel, parse_claim
+from resharder.server.store.renames import complete_decision
 from resharder.server.store.verification import redigest
 
 _log = structlog.get_logger("resharder.store")
@@ -23,6 +24,7 @@ def restore_models(root: Path) -> dict[str, StoredModel]:
     Removes unfinished versions and damaged ones. Raises OSError for a file that cannot be read, whose version may be undamaged.
     """
     failpoint("start.read")
+    complete_decision(root)
     folders = sorted(make_durable_folder(root / "models").iterdir())
     sync(root / "models")
     models = {folder.name: _restore_model(folder) for folder in folders if MODEL_NAME.fullmatch(folder.name)}

@@ -1,6 +1,7 @@
 """Versions as checkpoint folders, in shared memory or on disk. The folders are authoritative; the history is not.
 
-    <root>/models/<model>/claim.json            the last version number and epoch assigned, and the epochs' jobs
+    <root>/decision.json                        versions that become READY together, while they are renamed
+           models/<model>/claim.json            the last version number and epoch assigned, and the epochs' jobs
                           files/<epoch>.<n>/    config.json, tokenizer, index of the newest ACTIVE publisher
                           pool/<epoch>-<n>/     safetensors files for future versions, with headers and allocated pages
                           staging/<number>/     UPLOADING

@@ -1,0 +1,92 @@
+"""The rename that makes versions READY: of one version, or of several that become READY together, all or none.
+
+    decision.json, durable -> rename and sync each version -> remove decision.json, durable
+
+A daemon that starts with a decision completes it. If a file operation fails, the renames are undone before the decision is
+removed, so that a daemon that is killed in between completes it instead. If that fails too, not all versions are complete at the
+next start, and the renamed ones are dropped.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+from resharder.converters.failpoints import failpoint
+from resharder.converters.json_input import parse_json
+from resharder.server.infra.filesystem import make_durable_folder, move, sync, touching, write_file
+from resharder.server.store import manifest
+from resharder.server.store.folder import sync_or_undo
+
+DECISION = "decision.json"
+Rename = tuple[Path, Path]
+"""Source and target, folders of one version."""
+_log = structlog.get_logger("resharder.store")
+
+
+def rename_together(root: Path, renames: Sequence[Rename]) -> None:
+    """Rename the folders of versions in the store at `root`, durably, all or none. Callers hold the catalogue's lock.
+
+    Raises OSError after the renames are undone.
+    """
+    if len(renames) == 1:
+        _rename(*renames[0])
+        return
+    decision, done = root / DECISION, list[Rename]()
+    write_file(decision, json.dumps({"renames": [[str(path.relative_to(root)) for path in each] for each in renames]}).encode())
+    try:
+        for source, target in renames:
+            _rename(source, target)
+            done.append((source, target))
+        _remove(decision)
+    except OSError as error:
+        _log.error("versions_not_ready", versions=[str(target) for _, target in renames], error=str(error))
+        for source, target in reversed(done):
+            move(target, source)
+        _remove(decision)
+        raise
+
+
+def _rename(source: Path, target: Path) -> None:
+    make_durable_folder(target.parent)
+    failpoint("commit.before-rename")
+    move(source, target)
+    failpoint("commit.after-rename")
+    sync_or_undo(source, target)
+    failpoint("commit.after-sync")
+
+
+def _remove(decision: Path) -> None:
+    with touching(decision, "removing"):
+        decision.unlink(missing_ok=True)
+    sync(decision.parent)
+
+
+def complete_decision(root: Path) -> None:
+    """Complete a decision of a daemon that was killed; called before a store's models are read. Raises OSError."""
+    decision = root / DECISION
+    if not decision.exists():
+        return
+    try:
+        renames = [(root / source, root / target) for source, target in parse_json(decision.read_bytes())["renames"]]
+    except (ValueError, KeyError, TypeError) as error:
+        _log.error("decision_unreadable", error=repr(error))
+        renames = []
+    whole = all(_is_complete(source) or _is_complete(target) for source, target in renames)
+    for source, target in renames:
+        if whole and not target.exists():
+            make_durable_folder(target.parent)
+            move(source, target)
+            sync(target.parent)
+        elif not whole and target.exists():
+            shutil.rmtree(target)
+    _remove(decision)
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        manifest.read(folder)
+    except ValueError:
+        return False
+    return True
