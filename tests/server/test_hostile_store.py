@@ -71,6 +71,21 @@ def test_a_version_whose_manifest_names_other_content_is_dropped_and_the_store_p
     again.close()
 
 
+@pytest.mark.parametrize(
+    "content", ["{}", "[", '{"renames": [["models/policy/staging/9", "models/policy/versions/00000001"]], "blake3": "0"}']
+)
+def test_a_damaged_decision_removes_no_version(tmp_path: Path, content: str) -> None:
+    store = Store(tmp_path)
+    publish(store, claim(store), 0)
+    store.close()
+    (tmp_path / "decision.json").write_text(content)
+    store = Store(tmp_path)
+    assert numbers(store) == [1]
+    assert not (tmp_path / "decision.json").exists()
+    publish(store, claim(store), 1)
+    store.close()
+
+
 @pytest.mark.parametrize("highest", [LAST_NUMBER + 1, (1 << 63) - 1])
 @pytest.mark.parametrize("field", ["version", "epoch", "jobs", "claim"])
 def test_numbers_of_a_claim_that_have_no_successor_do_not_count(tmp_path: Path, field: str, highest: int) -> None:

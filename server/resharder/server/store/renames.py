@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
+from blake3 import blake3
 from resharder.converters.failpoints import failpoint
 from resharder.converters.json_input import parse_json
 from resharder.server.infra.filesystem import make_durable_folder, move, sync, touching, write_file
@@ -33,8 +34,10 @@ def rename_together(root: Path, renames: Sequence[Rename]) -> None:
     if len(renames) == 1:
         _rename(*renames[0])
         return
+    complete_decision(root)  # one whose undo failed
     decision, done = root / DECISION, list[Rename]()
-    write_file(decision, json.dumps({"renames": [[str(path.relative_to(root)) for path in each] for each in renames]}).encode())
+    named = [[str(path.relative_to(root)) for path in each] for each in renames]
+    write_file(decision, json.dumps({"renames": named, "blake3": _hash(named)}).encode())
     try:
         for source, target in renames:
             _rename(source, target)
@@ -44,6 +47,7 @@ def rename_together(root: Path, renames: Sequence[Rename]) -> None:
         _log.error("versions_not_ready", versions=[str(target) for _, target in renames], error=str(error))
         for source, target in reversed(done):
             move(target, source)
+            sync(target.parent)
         _remove(decision)
         raise
 
@@ -63,13 +67,25 @@ def _remove(decision: Path) -> None:
     sync(decision.parent)
 
 
+def _parse(root: Path, content: bytes) -> list[Rename]:
+    """Return the renames of a decision. Raises ValueError, KeyError or TypeError for other content."""
+    found = parse_json(content)
+    if found["blake3"] != _hash(found["renames"]):
+        raise ValueError("expected the hash of its other content")
+    return [(root / source, root / target) for source, target in found["renames"]]
+
+
+def _hash(named: object) -> str:
+    return blake3(json.dumps(named).encode()).hexdigest()
+
+
 def complete_decision(root: Path) -> None:
-    """Complete a decision of a daemon that was killed; called before a store's models are read. Raises OSError."""
+    """Complete a decision that a kill or a failing medium left behind, or drop what it renamed. Raises OSError."""
     decision = root / DECISION
     if not decision.exists():
         return
     try:
-        renames = [(root / source, root / target) for source, target in parse_json(decision.read_bytes())["renames"]]
+        renames = _parse(root, decision.read_bytes())
     except (ValueError, KeyError, TypeError) as error:
         _log.error("decision_unreadable", error=repr(error))
         renames = []
