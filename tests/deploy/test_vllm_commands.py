@@ -1,4 +1,4 @@
-"""What starts vLLM, in manifests, compose file and unit, before vLLM's own parser: a renamed option ends a server's start."""
+"""Commands that start vLLM, in manifests, compose file and unit, parsed by vLLM: a renamed option would end a server's start."""
 
 import shlex
 from pathlib import Path

@@ -90,7 +90,7 @@ def test_every_stream_and_every_call_that_may_wait_has_places() -> None:
 
 @contextmanager
 def connection(daemon: Daemon) -> Iterator[grpc.Channel]:
-    """Of windows that do not grow: a download that nobody reads stays open, on a slow machine too."""
+    """A daemon whose windows do not grow: a download without a reader stays open, on a slow machine too."""
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1), ("grpc.http2.bdp_probe", 0)]
     with closing(grpc.insecure_channel(daemon.endpoint, options=options)) as channel:
         yield channel
@@ -150,7 +150,7 @@ class Flood:
 
 
 class Renewals:
-    """Of one rank, all the time; `count` were answered."""
+    """Renewals of one rank, without a pause; `count` were answered."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._ended = job, threading.Event()
@@ -207,7 +207,7 @@ def assert_served(channel: grpc.Channel, job: Job) -> None:
 
 
 def test_a_client_whose_model_has_too_many_calls_open_tries_again_and_says_so_when_its_patience_ends() -> None:
-    """Of 8 calls that wait, one model may hold 4."""
+    """A daemon of 8 waiting calls, of which one model may hold 4."""
     with Daemon(threads=8) as daemon, connection(daemon) as wire, Channel(daemon.endpoint) as channel:
         job = Job(wire, SPECS, [whole(SPECS)]).connect()
         version = job.publish(1, random_weights(SPECS, 1))

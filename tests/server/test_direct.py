@@ -310,7 +310,7 @@ def columns(rank: int) -> Pieces[int]:
 
 
 def said(task: Task, sent: Pieces[int]) -> list[int]:
-    """What a rank says whose half of the rows is that of VALUES."""
+    """Declaration of a rank that has half of the rows of VALUES."""
     assert task.act is Act.DIGEST
     boxes = [sent.boxes.box(i, 2) for i in range(len(sent))]
     return [digest(VALUES[box_index(box)], box, VALUES.shape) for box in boxes]

@@ -1,4 +1,4 @@
-"""What is said of a server, in words."""
+"""Explanations of a server's state."""
 
 from resharder.server.fleets.explain import explain
 from resharder.server.fleets.reconciler.step import step

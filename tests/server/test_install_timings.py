@@ -1,4 +1,4 @@
-"""What a server's state keeps of an install that ended, for metrics and traces, though the next one begins in the same step."""
+"""Timings of an ended install stay in a server's state for metrics and traces, also if the next one begins in the same step."""
 
 from resharder.server.fleets.reconciler.step import step
 from resharder.server.state.server import InstallState, OrderKind, Server, Settings, Worker, WorkerState

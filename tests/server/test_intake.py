@@ -1,4 +1,4 @@
-"""What publishers may do and what is refused, over the wire of a real daemon; leases on a clock of the test's own."""
+"""Calls of publishers to a real daemon, permitted and refused; leases on a clock of the test."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Who only looks, renews a lease or waits for a version is not held up by those who change something, however long they take."""
+"""Queries, renewals of leases and waits for a version are not held up by changes, however long these take."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ PATIENCE = 60.0
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    """Of one READY version, one publisher and one attached server; it listens to nobody."""
+    """A daemon with one READY version, one publisher and one attached server, without a listener."""
     made = Daemon(Config(listen="127.0.0.1:0", web_listen="", store=tmp_path / "store", shared_memory=False, lease_seconds=600))
     record = ready_version(made.store)
     made.intake.publishers.create("policy", "job", 1, FILES)

@@ -272,7 +272,7 @@ def test_every_file_operation_of_a_version_that_comes_back_can_fail(root: Path, 
 
 
 def restore_twice(place: Path, url: str, record: VersionRecord, faults: Faults) -> None:
-    """What fails the first time is there the second time, and a store that never said READY has nothing."""
+    """An operation that failed succeeds when repeated, and a store without a READY version has no files."""
     other = opened(place)
     archive = Archive(other, url)
     refusal = ""

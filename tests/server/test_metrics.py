@@ -1,4 +1,4 @@
-"""What Prometheus gets: of a real daemon, and of steps of servers and fleets."""
+"""Metrics of a real daemon, and of steps of servers and fleets."""
 
 import re
 import shutil

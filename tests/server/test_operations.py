@@ -1,4 +1,4 @@
-"""What operators ask of fleets: refused with a reason and no trace, or kept on the medium before it is answered."""
+"""Commands of operators: refused with a reason and without a trace, or durable before they are answered."""
 
 from collections.abc import Callable
 from pathlib import Path

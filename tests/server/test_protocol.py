@@ -17,7 +17,7 @@ from resharder.v1.revision import OLDEST, REVISION, named, user_agent
 from tests.support.daemon import Daemon
 
 BEGINNING = Path(__file__).with_name(f"protocol_{REVISION}.json")
-"""What the revision began with. A new one gets a file of its own: `wire()` as JSON."""
+"""Wire format at the beginning of the revision. A new revision gets its own file: `wire()` as JSON."""
 
 
 def speaking(agent: str, daemon: Daemon) -> grpc.Channel:

@@ -112,7 +112,7 @@ class Reconciling(RuleBasedStateMachine):
                 self.plant.queues[order.control].append(order)
 
     def check(self, order: Order) -> None:
-        """What holds for every order at the moment it is given."""
+        """Check the invariants of each order when it is given."""
         server = self.server
         assert any(control.nonce == order.control for control in server.controls)
         if order.kind in (OrderKind.STAGE, OrderKind.APPLY):

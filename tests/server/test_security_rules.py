@@ -1,4 +1,4 @@
-"""Who may do what, as a decision: the table of roles, the rules of every call, what a request is about, a caller's limits."""
+"""Decisions about access: the table of roles, the rule of each call, the resource of a request, a caller's limits."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -213,7 +213,7 @@ def test_a_token_that_is_taken_away_ends_the_streams_that_it_opened(authority: A
 
 
 def test_a_caller_has_half_of_the_places_however_many_connections_it_makes(authority: Authority) -> None:
-    """Of 8; what it names is no lane of its own."""
+    """A caller's lane of 8 calls; the name that it gives opens no other lane."""
     authority.allow(alice="a" * 32, probe="p" * 32)
     streams: list[Iterator[operator_pb2.Event]] = []  # one that nobody holds is cancelled
     with SecureDaemon(authority, ROLES, certificates=False, threads=8) as daemon, ExitStack() as ended:

@@ -32,7 +32,7 @@ class Schedule(RuleBasedStateMachine):
                 self.folder.cleanup()
 
     def ask(self, number: int, step: int) -> VersionRecord | None:
-        """What a rank is answered at the start of a publish, and whether that answer is right."""
+        """Answer to a rank that begins a publish, checked against the protocol."""
         rank, before = self.ranks[number], {record.number: record for record in self.site.open()}
         known = set(rank.given)
         rank.started = step
@@ -150,7 +150,7 @@ class Schedule(RuleBasedStateMachine):
                     assert self.ranks[number].started <= staged.record.step, f"{staged.record.name} waits for rank {number}"
 
     def peace(self, step: int) -> None:
-        """Nobody stalls, and every rank publishes the step, again where there is no place yet."""
+        """Let every rank publish the step, again where there is no place yet, without stalls."""
         self.stalled.clear()
         for _ in range(3):
             self.tick()

@@ -90,7 +90,7 @@ def wait_trace(collector: Collector, traceparent: str, names: list[str]) -> list
 
 
 def ways(spans: list[Span]) -> set[str]:
-    """Of every span: what it is under, and whose it is."""
+    """The parent and the owner of each span."""
     by_id = {span.id: span for span in spans}
 
     def way(span: Span) -> str:

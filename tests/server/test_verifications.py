@@ -24,7 +24,7 @@ def daemon() -> Iterator[Daemon]:
 
 
 def say(daemon: Daemon, **fields: object) -> Server:
-    """What server `a`'s worker reports besides what it holds, and the daemon's answer."""
+    """Report of server `a`'s worker with a verification, and the daemon's answer."""
     worker = servers(daemon)[0].workers[0]
     for name in ("verification", "altered"):
         worker.ClearField(name)
@@ -34,7 +34,7 @@ def say(daemon: Daemon, **fields: object) -> Server:
 
 
 def verified(daemon: Daemon, **fields: object) -> list[resources_pb2.Verification]:
-    """What an operator gets who asks while the worker answers so, with `fields` of the worker beside."""
+    """Answer to an operator while the worker reports this verification, with further `fields`."""
     with ThreadPoolExecutor(1) as pool, Operator(daemon.endpoint) as operator:
         asked = pool.submit(operator.verify, "a", timeout=30)
         request = ""

@@ -1,4 +1,4 @@
-"""Who looks at the status page with a token: a real Chromium is asked for a password, and shows what that opens.
+"""The status page with a token: a real Chromium asks for a password, and shows the pages that it opens.
 
 Nobody types here: the first address has the password in it, so that Chromium has an answer when the daemon asks. It keeps that
 for the daemon's realm, as it does what a person types, and every address after it has none.

@@ -34,7 +34,7 @@ def resharder(*arguments: object) -> Done:
 
 
 def answer(*arguments: object) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Output of `--json`."""
     done = resharder(*arguments, "--json")
     assert done.code == 0, done.err
     found: dict[str, Any] = json.loads(done.out)

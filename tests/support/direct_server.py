@@ -68,7 +68,7 @@ class System:
         return [one["tensors"] for one in said]
 
     def transfers(self) -> list[dict[str, Any]]:
-        """What the daemon's log says of them."""
+        """Lines of the daemon's log about them."""
         lines = [json.loads(line) for line in self.daemon.log.read_text().splitlines() if line.startswith("{")]
         return [line for line in lines if line["event"].startswith("direct_")]
 
@@ -80,7 +80,7 @@ class System:
         return max((line["version"] for line in self.transfers() if line["event"] == "direct_turn"), default=0)
 
     def happened(self, what: str) -> list[str]:
-        """What the journal says of the server's last events of a kind."""
+        """Entries of the journal about the server's last events of a kind."""
         with Operator(self.daemon.endpoint) as operator:
             return [event.reason for event in operator.events(last=200, subject="servers/direct") if event.what == what]
 

@@ -18,7 +18,7 @@ METHODS = ("resharder_stage", "resharder_unstage", "resharder_apply")
 
 
 class Core:
-    """What an engine core holds. `done`: what changed it, in order."""
+    """State of an engine core. `done`: its changes, in order."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.fence = Fence(clock)

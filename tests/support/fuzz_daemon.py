@@ -249,7 +249,7 @@ def _hashes(folder: Path) -> dict[str, int]:
 
 
 class Follower(SimulatedServer):
-    """Of a model; `life` makes its process another one."""
+    """Rank of a model; `life` names its process."""
 
     def __init__(self, door: Door, id: str, model: str, life: int) -> None:
         self.process = f"process-{model}-{life}"

@@ -107,7 +107,7 @@ def replicas(folder: Path) -> dict[str, str]:
 
 
 def complaint(held: Layout, tensors: Mapping[str, torch.Tensor]) -> str:
-    """What `check_replicas` raises on this rank, the same as on every other."""
+    """Error of `check_replicas` on this rank, the same as on every other."""
     said, everyone = "", [""] * dist.get_world_size()
     try:
         check_replicas(held, tensors)

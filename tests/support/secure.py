@@ -50,7 +50,7 @@ class Authority:
         self._new(name).rename(self.folder / name)
 
     def tls(self, name: str = "", **options: str | Path) -> Tls:
-        """Of a client whose certificate has this name, or of one without a certificate."""
+        """Channel of a client whose certificate has this name, or which has none."""
         if not name:
             return Tls(self.folder / "ca.pem", **options)
         if not (self.folder / f"{name}.pem").exists():

@@ -290,7 +290,7 @@ class SimulatedServers(RuleBasedStateMachine):
         assert len(away) < self.at_a_time, f"at most so many at a time: {plant.id} beside {beside}, {self.reasons()}"
 
     def reasons(self) -> dict[str, str]:
-        """What the daemon says of everything."""
+        """Explanations of all servers and fleets."""
         return {view.server.id: view.reason for view in self.fleets.roster.servers()} | {
             FLEET: self.fleets.roster.fleet(FLEET).reason
         }

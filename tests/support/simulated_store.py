@@ -69,7 +69,7 @@ class SimulatedVersions:
         ]
 
     def sent_as(self, number: int) -> str:
-        """What workers hold it by that have it from the ranks."""
+        """Fingerprint of workers that received it from the ranks."""
         return VersionRecord(MODEL, number, UPLOADING, 1, number, "job", 1, 1, 0.0).ahead_fingerprint
 
     def pin(self, name: str, number: int, holder: str) -> VersionRecord:

@@ -255,7 +255,7 @@ def _add_mtp(directory: Path, config: dict[str, Any], generator: torch.Generator
 
 
 def load_model(directory: Path) -> PreTrainedModel:
-    """What transformers makes of a folder, in fp32."""
+    """The model that transformers loads from a folder, in FP32."""
     config = _transformers_config(json.loads((directory / "config.json").read_text()))
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         directory, config=config, dtype=torch.float32, attn_implementation="eager"

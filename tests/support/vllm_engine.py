@@ -80,7 +80,7 @@ class Engine:
         return bool(self._ask("paused"))
 
     def core(self, method: str, *args: Any) -> Any:
-        """What a method of the engine core answers, called as its clients call it."""
+        """Answer of a method of the engine core, called as its clients call it."""
         return self._ask("core", method, args)
 
     def environ(self, **values: str) -> None:

@@ -72,7 +72,7 @@ def decide(recording: Recording, evidence: Evidence) -> Route:
             holders[tensor].add(module)
     if "" in recording.impure:
         return Route((), frozenset(recording.needs), frozenset(sources) | frozenset(evidence.derived), ())
-    # Of modules that no HF tensor fills, such as those of a KV cache's scales, an install changes nothing.
+    # An install leaves modules that no HF tensor fills, such as those of a KV cache's scales, as they are.
     through = {m for name in evidence.unlike for m in recording.locals[name].modules if m in sources}
     through |= {module for tensor in recording.impure for module in holders[tensor]}
     for module, below in evidence.derived.items():

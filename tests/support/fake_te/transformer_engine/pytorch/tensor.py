@@ -2,4 +2,4 @@ import torch
 
 
 class QuantizedTensor(torch.Tensor):
-    """What FP8 primary parameters are instances of."""
+    """Class of FP8 primary parameters."""
