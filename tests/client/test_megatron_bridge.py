@@ -15,6 +15,7 @@ from resharder.client import Operator, UsageError, VersionState
 from resharder.client.integrations.megatron_bridge import PublishCallback
 
 from tests.support.daemon import Daemon
+from tests.support.observing import wait_until
 from tests.support.tiny_hf import load_checkpoint, load_model, save_checkpoint, tiny_config
 
 
@@ -61,7 +62,7 @@ def train(
 def test_versions_are_published_at_the_start_every_nth_step_and_at_the_end(job: Job, tmp_path: Path) -> None:
     callback = job.callback("every", every=2)
     train(callback, job.model, iterations=5)
-    assert job.versions("every") == [(step, VersionState.READY) for step in (0, 2, 4, 5)]
+    wait_until(lambda: job.versions("every") == [(step, VersionState.READY) for step in (0, 2, 4, 5)], "all are READY")
     assert callback.handle is not None
     with Operator(job.daemon.endpoint) as operator:
         operator.export(callback.handle.version, tmp_path / "last", model="every")

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -43,11 +44,18 @@ def ignore(step: str) -> None:
     """Trace of runs that print nothing."""
 
 
-def collect_garbage() -> None:
-    """Collect now, and not again by itself: all else that is alive are imported modules, which take long to look through."""
+@contextmanager
+def collections_paused() -> Iterator[None]:
+    """Collect garbage now, and not inside of the block: all else that is alive are imported modules, whose visit takes long."""
+    was_enabled = gc.isenabled()
     gc.collect()
     gc.freeze()
     gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def run_one(name: str, simulation: Simulation, seed: int, trace: Callable[[str], None] = ignore) -> Counter[str]:
@@ -58,17 +66,17 @@ def run_one(name: str, simulation: Simulation, seed: int, trace: Callable[[str],
 def run_seeds(name: str, simulation: Simulation, seeds: range, failures: float = 1) -> Totals:
     """Run the schedules of all seeds in this process, until `failures` have failed."""
     totals, began, busy = Totals(), time.monotonic(), time.process_time()
-    collect_garbage()
-    for seed in seeds:
-        totals.schedules += 1
-        try:
-            totals.counts += run_one(name, simulation, seed)
-        except Exception as error:
-            totals.failures += 1
-            if len(totals.failed) < MESSAGES:
-                totals.failed[seed] = f"{type(error).__name__}: {error}"
-            if totals.failures >= failures:
-                break
+    with collections_paused():
+        for seed in seeds:
+            totals.schedules += 1
+            try:
+                totals.counts += run_one(name, simulation, seed)
+            except Exception as error:
+                totals.failures += 1
+                if len(totals.failed) < MESSAGES:
+                    totals.failed[seed] = f"{type(error).__name__}: {error}"
+                if totals.failures >= failures:
+                    break
     totals.seconds, totals.busy = time.monotonic() - began, time.process_time() - busy
     return totals
 
