@@ -126,9 +126,9 @@ def measure(count: int, rate: str, megabytes: int, *, kill: bool = False, limit:
             time.sleep(0.1)
         sent = hosts.sent_bytes(0) - before
         same = all(
-            filecmp.cmp(file, node.folder / "versions" / "policy" / "00000001" / file.name, shallow=False)
-            for file in stored(daemon)
+            filecmp.cmp(file, node.copy_of("models/policy/versions/1") / file.name, shallow=False)
             for node in living.values()
+            for file in stored(daemon)
         )
         return LabRun(sorted(done.values()), size, sent, received, same)
 

@@ -64,11 +64,15 @@ class Node:
         self.process.send_signal(sign)
         return self.wait()
 
-    def files(self, version: str) -> dict[str, bytes]:
-        """Return the content of a version's files."""
+    def copy_of(self, version: str) -> Path:
+        """Return the folder of a version."""
         _, model, _, number = version.split("/")
         (folder,) = (self.folder / "versions" / model).glob(f"{int(number):08}-*")
-        return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+        return folder
+
+    def files(self, version: str) -> dict[str, bytes]:
+        """Return the content of a version's files."""
+        return {path.name: path.read_bytes() for path in self.copy_of(version).glob("*.safetensors")}
 
     def __enter__(self) -> "Node":
         return self if self.process is not None else self.start()
