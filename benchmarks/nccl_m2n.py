@@ -1,8 +1,8 @@
 """Peer of the direct path: NCCL M2N (`nccl-extensions`, vLLM's `m2n` backend), from one GPU to the next, without vLLM.
 
-Two processes hold a model's tensors, and one reshards all of them to the other. M2N verifies nothing; both processes compare the
-sum of all elements after the first round. `checkpoint`: one call for each tensor of the checkpoint; `fused`: one for each of
-vLLM's tensors, the experts of a layer in two: the fewest that M2N could be given. Five rounds are printed:
+Two processes hold a model's tensors, and one reshards all of them to the other. M2N verifies nothing; here the sums of all
+elements of both are compared after the first round. `checkpoint`: one call for each tensor of the checkpoint; `fused`: one for
+each of vLLM's tensors, the experts of a layer in two: the fewest that M2N could be given. Five rounds are printed:
 `python -m benchmarks.nccl_m2n NAME CALLS --site SITE`.
 """
 

@@ -174,18 +174,6 @@ class PieceTable:
         found = self._versions[version]
         return Bitmap(found.count, np.packbits(found.copies == 1, bitorder="little"))
 
-    def holders(self, version: str, piece: int) -> tuple[str, ...]:
-        """Return the nodes that hold a piece."""
-        found = self._versions[version]
-        held = found.rows[: len(found.nodes), piece >> 3] >> (piece & 7) & 1
-        return tuple(found.nodes[row] for row in np.flatnonzero(held))
-
-    def complete_nodes(self, version: str) -> tuple[str, ...]:
-        """Return the nodes that hold all pieces."""
-        found = self._versions[version]
-        complete = (found.rows[: len(found.nodes)] == Bitmap.full(found.count).bits).all(axis=1)
-        return tuple(found.nodes[row] for row in np.flatnonzero(complete))
-
     def states(self, version: str) -> npt.NDArray[np.uint8]:
         """Return the `PieceState` of each piece."""
         found = self._versions[version]
