@@ -18,6 +18,7 @@ from resharder.client.direct.rendezvous import DaemonStore, connect, make_group
 from resharder.client.direct.transfer import Follower, Seconds, Transfer
 from resharder.client.errors import ResharderError
 from resharder.client.gpu.schedule import Schedule, quota_of, schedule
+from resharder.client.gpu.streams import on_stream
 from resharder.client.gpu.table import Tensors
 from resharder.client.rpc.channel import Channel
 from resharder.converters.errors import ConversionError
@@ -248,6 +249,5 @@ class TransferLinks:
         if self._device.type != "cuda":
             yield
             return
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+        with on_stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
             yield

@@ -68,16 +68,18 @@ class CastTiles:
         from resharder.converters.quantization.kernels import measure
 
         bases, launches = self._launches()
-        for table, kind, aligned in launches:
-            measure(table, bases, maxima, kind, BLOCK, aligned)
+        with torch.cuda.device(self._device):
+            for table, kind, aligned in launches:
+                measure(table, bases, maxima, kind, BLOCK, aligned)
 
     def cast(self, factors: torch.Tensor, weights: torch.Tensor) -> None:
         """Cast all elements into `weights`, with the factors of their blocks, on the current stream."""
         from resharder.converters.quantization.kernels import cast
 
         bases, launches = self._launches()
-        for table, kind, aligned in launches:
-            cast(table, bases, factors, weights, kind, BLOCK, aligned)
+        with torch.cuda.device(self._device):
+            for table, kind, aligned in launches:
+                cast(table, bases, factors, weights, kind, BLOCK, aligned)
 
 
 def tiles_of(matrix: Matrix, part: CastPiece, local: int) -> Ints:
