@@ -3,8 +3,10 @@
     serve FILE FOLDER                  answers requests of (offset, size) by sendfile; with FOLDER, over TLS by its certificates
     plain PORT SIZE FOLDER             reads all of it into a warm mapped file
     version ENDPOINT NAME TRANSPORT    reads a version as a worker's helper does, into a warm mirror
+    rank ENDPOINT TRANSPORT HELD       publishes a version as a rank does that holds `rows` (whole tensors) or `columns` (halves)
 
-Each prints one line when it is ready. A reader reads once for each line of its input, and prints `{"seconds": …, "cpu": …}`.
+Each prints one line when it is ready. A reader reads, and a rank publishes, once for each line of its input, the step, and
+prints `{"seconds": …, "cpu": …}`; a rank's seconds end when the daemon has all bytes, its `ready` at READY.
 """
 
 import json
@@ -100,6 +102,35 @@ def version(endpoint: str, name: str, transport: str) -> None:
         _rounds(read)
 
 
+def rank(endpoint: str, transport: str, held: str) -> None:
+    import torch
+    from resharder.client import connect
+    from resharder.client.trainer.connect import DeclaredTensor
+
+    from benchmarks.shapes import QWEN3_0_6B
+    from tests.support.weights import random_weights
+
+    parts: list[tuple[str, tuple[slice, ...], torch.Tensor]] = []
+    declared = []
+    for name, tensor in random_weights(QWEN3_0_6B, 1, torch.bfloat16).items():
+        half, columns = tensor.shape[-1] // 2, held == "columns" and tensor.dim() == 2
+        for cut in (slice(half), slice(half, None)) if columns else (slice(None),):
+            index = (*[slice(None)] * (tensor.dim() - 1), cut)
+            parts.append((name, index, tensor[index].contiguous()))
+            declared.append(DeclaredTensor(name, torch.bfloat16, tuple(tensor.shape), index))
+    with connect(endpoint, model="policy", job="j", rank=0, world_size=1, config=QWEN3_0_6B, transport=transport) as publisher:
+        publisher.attach_tensors(declared)
+        print("{}", flush=True)
+        for step in sys.stdin:
+            cpu, began = time.process_time(), time.perf_counter()
+            handle = publisher.publish_tensors(int(step), parts)
+            took = {"seconds": time.perf_counter() - began, "cpu": time.process_time() - cpu}
+            handle.wait_ready(300)
+            if handle.transport != transport:
+                raise SystemExit(f"expected to publish over {transport}, got {handle.transport}: {handle.transport_reason}")
+            print(json.dumps(took | {"ready": time.perf_counter() - began}), flush=True)
+
+
 def _rounds(read: Callable[[], None]) -> None:
     print("{}", flush=True)
     for _ in sys.stdin:
@@ -115,4 +146,4 @@ def cpu_of(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    {"serve": serve, "plain": plain, "version": version}[sys.argv[1]](*sys.argv[2:])
+    {"serve": serve, "plain": plain, "version": version, "rank": rank}[sys.argv[1]](*sys.argv[2:])

@@ -1,9 +1,12 @@
-"""One version to a reader on another host, on the loopback: `python -m benchmarks.hosts [--rounds N] [--json FILE]`.
+"""One version to and from another host, on the loopback: `python -m benchmarks.hosts [--rounds N] [--json FILE] [--plain]`.
 
 A version with the tensors of Qwen3-0.6B (1.2 GB) is read by HTTP ranges from the daemon's data port, every piece and digest
 checked. Peer: the gRPC stream, checked as well. Limit: one plain TCP connection with `sendfile`, which checks nothing. Then the
-same over mutual TLS, where the limit is Python's ssl module over one connection. Rounds of all ways in turn; the first of each is
-left out. CPU seconds are those of both processes.
+same over mutual TLS (unless `--plain`), where the limit is Python's ssl module over one connection. Rounds of all ways in turn;
+the first of each is left out. CPU seconds are those of both processes.
+
+One rank publishes the same tensors, whole and as halves of their columns, by HTTP to the data port and by gRPC, until the daemon
+has all bytes. The limit is the same TCP connection, in the same rounds.
 """
 
 import argparse
@@ -35,24 +38,26 @@ from tests.support.weights import random_weights
 VERSION = "models/policy/versions/1"
 ROLES = {"dns:trainer.test": ["publisher:policy"], "dns:reader.test": ["server:policy"], "dns:probe.test": ["viewer"]}
 READER = "reader.test"
+WAYS = ("http", "grpc", "tcp")
+HELD = ("rows", "columns")
 
 
 @dataclass(frozen=True)
 class Way:
-    """A reader process, and the id of the process that it reads from."""
+    """A process that reads or publishes, and the id of the process at the other end."""
 
-    reader: "subprocess.Popen[str]"
-    sender: int
+    process: "subprocess.Popen[str]"
+    other: int
 
-    def read(self) -> tuple[float, float]:
-        """Read once; return seconds, and CPU seconds of both processes."""
-        assert self.reader.stdin is not None
-        assert self.reader.stdout is not None
-        before = cpu_of(self.sender)
-        self.reader.stdin.write("go\n")
-        self.reader.stdin.flush()
-        took: dict[str, float] = json.loads(self.reader.stdout.readline())
-        return took["seconds"], took["cpu"] + cpu_of(self.sender) - before
+    def run(self, step: int) -> tuple[float, float, float]:
+        """Read or publish once; return seconds, CPU seconds of both processes, and the seconds until READY of a publish."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        before = cpu_of(self.other)
+        self.process.stdin.write(f"{step}\n")
+        self.process.stdin.flush()
+        took: dict[str, float] = json.loads(self.process.stdout.readline())
+        return took["seconds"], took["cpu"] + cpu_of(self.other) - before, took.get("ready", took["seconds"])
 
 
 @contextmanager
@@ -83,11 +88,32 @@ def publish(daemon: Daemon, weights: dict[str, torch.Tensor], tls: Tls | None) -
     return whole
 
 
+@dataclass(frozen=True)
+class Times:
+    """Medians of one way."""
+
+    seconds: float
+    cpu: float
+    ready: float
+
+
+def timed(ways: dict[str, Way], rounds: int) -> dict[str, Times]:
+    """Run all ways in turn, and return the medians of all rounds but the first."""
+    taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for position, (name, way) in enumerate(ways.items()):
+            taken[name].append(way.run(len(ways) * number + position))
+    return {name: Times(*(median(values) for values in zip(*found[1:], strict=True))) for name, found in taken.items()}
+
+
+def daemon_of(authority: Authority | None) -> Daemon:
+    options: dict[str, Any] = {"data_listen": "127.0.0.1:0", "keep_count": 1}
+    return Daemon(**options) if authority is None else SecureDaemon(authority, ROLES, **options)
+
+
 def measure(weights: dict[str, torch.Tensor], rounds: int, authority: Authority | None) -> list[Row]:
     with ExitStack() as ended:
-        options: dict[str, Any] = {"data_listen": "127.0.0.1:0", "keep_count": 1}
-        daemon = Daemon(**options) if authority is None else SecureDaemon(authority, ROLES, **options)
-        ended.enter_context(daemon)
+        daemon = ended.enter_context(daemon_of(authority))
         file = publish(daemon, weights, authority.tls("trainer.test") if authority else None)
         size, folder = file.stat().st_size, str(authority.folder) if authority else ""
         environment = authority.environment(READER) if authority else {}
@@ -96,16 +122,30 @@ def measure(weights: dict[str, torch.Tensor], rounds: int, authority: Authority 
         for name in ("http", "grpc"):
             reader, _ = ended.enter_context(started("version", daemon.endpoint, VERSION, name, environment=environment))
             ways[name] = Way(reader, daemon.pid)
-        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-        for _ in range(rounds + 1):
-            for name, way in ways.items():
-                taken[name].append(way.read())
-    seconds = {name: median(each[0] for each in found[1:]) for name, found in taken.items()}
-    cpu = {name: median(each[1] for each in found[1:]) / size * 1e9 for name, found in taken.items()}
-    over = "mutual TLS" if authority else "plain TCP"
+        read = timed(ways, rounds)
+        over = "mutual TLS" if authority else "plain TCP"
+        rows = [
+            Row(f"read {size / 1e9:.1f} GB over {over}: HTTP, gRPC, unchecked TCP", *(read[name].seconds for name in WAYS)),
+            Row(f"CPU of both sides over {over}", *(read[name].cpu / size * 1e9 for name in WAYS), "CPU s/GB"),
+        ]
+        tcp = ways["tcp"]
+        return rows + [row for held in HELD for row in published(held, size, over, tcp, rounds, authority)]
+
+
+def published(held: str, size: int, over: str, tcp: Way, rounds: int, authority: Authority | None) -> list[Row]:
+    """Return the rows of one rank that publishes what it holds; the limit is measured in the same rounds."""
+    environment = authority.environment("trainer.test") if authority else {}
+    with ExitStack() as ended:
+        daemon, ways = ended.enter_context(daemon_of(authority)), {"tcp": tcp}
+        for name in ("http", "grpc"):
+            rank, _ = ended.enter_context(started("rank", daemon.endpoint, name, held, environment=environment))
+            ways[name] = Way(rank, daemon.pid)
+        found = timed(ways, rounds)
+    what = f"publish {size / 1e9:.1f} GB as {held} over {over}"
     return [
-        Row(f"read {size / 1e9:.1f} GB over {over}: HTTP, gRPC, unchecked TCP", seconds["http"], seconds["grpc"], seconds["tcp"]),
-        Row(f"CPU of both sides over {over}", cpu["http"], cpu["grpc"], cpu["tcp"], "CPU s/GB"),
+        Row(f"{what}: HTTP, gRPC, unchecked TCP", *(found[name].seconds for name in WAYS)),
+        Row(f"{what}, to READY", *(found[name].ready for name in WAYS)),
+        Row(f"{what}, CPU of both sides", *(found[name].cpu / size * 1e9 for name in WAYS), "CPU s/GB"),
     ]
 
 
@@ -113,13 +153,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plain", action="store_true", help="without TLS")
     arguments = parser.parse_args()
     weights = random_weights(QWEN3_0_6B, 1, torch.bfloat16)
     rows = measure(weights, arguments.rounds, None)
-    with tempfile.TemporaryDirectory() as folder:
-        authority = Authority(Path(folder))
-        authority.tls(READER)
-        rows += measure(weights, arguments.rounds, authority)
+    if not arguments.plain:
+        with tempfile.TemporaryDirectory() as folder:
+            authority = Authority(Path(folder))
+            authority.tls(READER)
+            rows += measure(weights, arguments.rounds, authority)
     show(rows)
     if arguments.json:
         write(rows, arguments.json)

@@ -197,7 +197,7 @@ FILE = "/models/policy/versions/1/model.safetensors"
         (FILE.replace("policy", "nothing"), {"Range": "bytes=0-1"}, 404, b"MODEL_UNKNOWN"),
         (FILE, {"Range": "bytes=0-1", "If-Match": '"x"'}, 412, b"fingerprint"),
         (FILE, {"Range": "bytes=0-1", "Host": "evil.example"}, 421, b"expected an IP address"),
-        (FILE, {"Range": "bytes=0-1", "method": "PUT"}, 405, b"expected GET"),
+        (FILE, {"Range": "bytes=0-1", "method": "DELETE"}, 405, b"expected GET"),
     ],
 )
 def test_a_request_that_names_no_part_of_a_version_is_refused(

@@ -10,7 +10,14 @@ from resharder.client.errors import Conflict
 from tests.client.models import connected, declared, equal, exported, parts, publish_all, spread, together, weights
 from tests.support.daemon import Daemon
 
-pytestmark = pytest.mark.parametrize("transport", ["grpc", "shared-memory"])
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon(data_listen="127.0.0.1:0") as running:
+        yield running
+
+
+pytestmark = pytest.mark.parametrize("transport", ["grpc", "http", "shared-memory"])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -20,6 +27,7 @@ def test_what_is_exported_is_what_the_ranks_held_bit_for_bit(daemon: Daemon, tra
     handles = publish_all(publishers, 1, full)
     handles[0].wait_ready(60)
     assert len({handle.version for handle in handles}) == 1
+    assert {(handle.transport, handle.transport_reason) for handle in handles} == {(transport, "")}
     assert equal(exported(daemon.endpoint, str(handles[0].version), tmp_path / "out"), full)
 
 

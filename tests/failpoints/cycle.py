@@ -112,9 +112,10 @@ class Cycle:
         self.folder = Path(tempfile.mkdtemp(prefix="resharder-cycle-"))
         self.mark, self.served = self.folder / "mark", self.folder / "served"
         options: dict[str, Any] = {"lease_seconds": LEASE, "keep_count": 20, "archive_url": self.folder / "archive"}
+        options["data_listen"] = "127.0.0.1:0"
         with_node = case is not None and case.place == "node"
         if with_node:  # the server is on the node's host
-            options |= {"shared_memory": False, "data_listen": "127.0.0.1:0"}
+            options["shared_memory"] = False
         self.daemon = KeptDaemon(**options)
         self.node = KeptNode(self.daemon.endpoint, self.environment_of(case, "node")) if with_node else None
         self.daemon.environment["RESHARDER_CYCLE"] = str(self.folder)
@@ -181,7 +182,7 @@ class Cycle:
             self.follows(self.publish(step))
         self.archived(first)
         self.imported(first)
-        self.register("d", "auto")
+        self.register("d", "http")
         self.follows(self.publish(6))
         check(self)
 

@@ -33,7 +33,7 @@ DaemonFilePoint = Literal[
 """Points of the daemon before a file operation."""
 TrainerPoint = Literal[
     "register.claim", "register.slot", "register.assigned", "lease.renew", "deliver.begin", "deliver.begun", "deliver.seal",
-    "deliver.sealed", "chunks.upload", "handle.wait", "sender.declare", "sender.offer", "sender.link", "sender.run",
+    "deliver.sealed", "chunks.upload", "chunks.put", "handle.wait", "sender.declare", "sender.offer", "sender.link", "sender.run",
     "sender.digest",
 ]  # fmt: skip
 """Points of a trainer's rank; `sender`: the direct path."""

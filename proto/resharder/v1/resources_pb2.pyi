@@ -121,7 +121,7 @@ class Profile(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., install: _Optional[str] = ..., trace: _Optional[bytes] = ..., table: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Publisher(_message.Message):
-    __slots__ = ("name", "model", "job", "epoch", "world_size", "state", "reason", "registered_slots", "store", "lease_seconds", "live_ranks", "newest_version")
+    __slots__ = ("name", "model", "job", "epoch", "world_size", "state", "reason", "registered_slots", "store", "lease_seconds", "live_ranks", "newest_version", "data_address")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Publisher.State]
@@ -148,6 +148,7 @@ class Publisher(_message.Message):
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
     NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
     job: str
@@ -160,7 +161,8 @@ class Publisher(_message.Message):
     lease_seconds: float
     live_ranks: int
     newest_version: int
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., job: _Optional[str] = ..., epoch: _Optional[int] = ..., world_size: _Optional[int] = ..., state: _Optional[_Union[Publisher.State, str]] = ..., reason: _Optional[str] = ..., registered_slots: _Optional[int] = ..., store: _Optional[_Union[StoreAccess, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., live_ranks: _Optional[int] = ..., newest_version: _Optional[int] = ...) -> None: ...
+    data_address: str
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., job: _Optional[str] = ..., epoch: _Optional[int] = ..., world_size: _Optional[int] = ..., state: _Optional[_Union[Publisher.State, str]] = ..., reason: _Optional[str] = ..., registered_slots: _Optional[int] = ..., store: _Optional[_Union[StoreAccess, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., live_ranks: _Optional[int] = ..., newest_version: _Optional[int] = ..., data_address: _Optional[str] = ...) -> None: ...
 
 class Slot(_message.Message):
     __slots__ = ("rank", "state", "size_bytes", "received_bytes")
@@ -612,17 +614,19 @@ class Node(_message.Message):
     def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[Node.State, str]] = ..., data_address: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., received_origin_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., report_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., copies: _Optional[_Iterable[_Union[NodeCopy, _Mapping]]] = ...) -> None: ...
 
 class NodeCopy(_message.Message):
-    __slots__ = ("version", "held_pieces", "pieces", "wanted", "problem", "servers")
+    __slots__ = ("version", "held_pieces", "pieces", "wanted", "problem", "servers", "wanted_pieces")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     HELD_PIECES_FIELD_NUMBER: _ClassVar[int]
     PIECES_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_PIECES_FIELD_NUMBER: _ClassVar[int]
     version: str
     held_pieces: int
     pieces: int
     wanted: bool
     problem: str
     servers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., held_pieces: _Optional[int] = ..., pieces: _Optional[int] = ..., wanted: bool = ..., problem: _Optional[str] = ..., servers: _Optional[_Iterable[str]] = ...) -> None: ...
+    wanted_pieces: int
+    def __init__(self, version: _Optional[str] = ..., held_pieces: _Optional[int] = ..., pieces: _Optional[int] = ..., wanted: bool = ..., problem: _Optional[str] = ..., servers: _Optional[_Iterable[str]] = ..., wanted_pieces: _Optional[int] = ...) -> None: ...

@@ -21,6 +21,7 @@ from resharder.converters.failpoints import failpoint
 from resharder.server.archive.archive import Archive
 from resharder.server.config import Config, ConfigError, check_store, load, why_not_bound
 from resharder.server.data.checksums import PieceChecksums
+from resharder.server.data.chunk_writes import ChunkWrites
 from resharder.server.data.connection import DataReads
 from resharder.server.data.port import DataPort
 from resharder.server.data.versions import StoredVersions
@@ -186,7 +187,7 @@ class Daemon:
             raise ConfigError(f"--listen: cannot listen on {config.listen}: {why}") from error
 
     def _services(self) -> dict[Any, Callable[[Any, Any], None]]:
-        views = Views(self.intake, self.fleets, self.tracing)
+        views = Views(self.intake, self.fleets, self.tracing, self._data_address())
         daemon = operator_pb2.Daemon(
             release=RELEASE,
             store_folder=str(self.config.store),
@@ -232,6 +233,7 @@ class Daemon:
             self.access.reading,
             local_only=security is None and is_loopback(listen),
             checksums=self._checksums,
+            writes=ChunkWrites(self.access.writing, partial(self.intake.uploads.land, transport="http"), self.config.chunk_bytes),
         )
         tls = web.tls_context(security, required=True) if security is not None else None
         try:

@@ -58,7 +58,8 @@ def connect(
         world_size: Number of ranks; by default torch.distributed's, else WORLD_SIZE, else 1.
         config: transformers config or content of config.json, for `publish_tensors`.
         tokenizer: Object with `save_pretrained`, or a folder, for `publish_tensors`.
-        transport: `auto` writes into the daemon's shared memory if possible; `grpc` and `shared-memory` force one.
+        transport: `auto` writes into the daemon's shared memory if possible, else sends by HTTP to its data port, else by gRPC.
+            `shared-memory`, `http` and `grpc` force one; `http` continues by gRPC where the port cannot be used.
         max_ahead: `publish` waits until fewer than this number of the trainer's versions are not served yet; None is no bound.
         connect_timeout: Seconds for which calls are retried while the daemon cannot be reached; None is no bound.
         staging_timeout: Seconds to wait for capacity among UPLOADING versions, or for servers; None is no bound.

@@ -223,7 +223,8 @@ class Delivery:
         if not slot.boxes:
             return Handle(self._channel, version)
         with self._aborting(version, slot.rank):
-            transport = None if delivered(version, slot.rank) else self._transports.select(self._session.registration.store)
+            reach = self._session.registration.store, self._session.registration.data_address
+            transport = None if delivered(version, slot.rank) else self._transports.select(*reach)
             with tracing.timed(timings, "deliver"):
                 items = read(positions)
                 if transport is None:
@@ -242,4 +243,6 @@ class Delivery:
             failpoint("deliver.seal")
             self._channel.call(partial(self._stub.SealSlot, metadata=tracing.metadata()), request, timeout=300)
             failpoint("deliver.sealed")
-        return Handle(self._channel, version)
+        if transport is None:
+            return Handle(self._channel, version)
+        return Handle(self._channel, version, transport.name, transport.reason)

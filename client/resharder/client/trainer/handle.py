@@ -36,16 +36,19 @@ class Handle:
         version: Number of the version.
         step: The trainer's label.
         trace: W3C traceparent of the version's trace; empty without traces.
+        transport: The way that this rank's bytes took: `shared-memory`, `http` or `grpc`; empty if it had none to send.
+        transport_reason: Why a faster way could not be used; empty if it was, or was not to be used.
         also: Handles of the versions that are READY together with this one, by model.
     """
 
-    def __init__(self, channel: Channel, version: resources_pb2.Version) -> None:
+    def __init__(self, channel: Channel, version: resources_pb2.Version, transport: str = "", transport_reason: str = "") -> None:
         self._channel = channel
         self._stub = publisher_pb2_grpc.PublisherServiceStub(channel.grpc)
         self.name: str = version.name
         self.version: int = version.number
         self.step: int = version.step
         self.trace: str = version.trace
+        self.transport, self.transport_reason = transport, transport_reason
         self.also: dict[str, Handle] = {}
 
     def wait_ready(self, timeout: float | None = 600.0) -> None:

@@ -67,7 +67,7 @@ class Publisher:
     ) -> None:
         self._backpressure = Backpressure(max_ahead, staging_timeout)
         if transport not in CHOICES:
-            raise UsageError(f"expected transport auto, grpc or shared-memory, got {transport!r}")
+            raise UsageError(f"expected transport auto, grpc, http or shared-memory, got {transport!r}")
         self.model, self.identity = model, identity
         self._channel, self._transport, self._scheme = channel, transport, scheme
         self._staging_timeout, self._direct_wait = staging_timeout, direct_wait

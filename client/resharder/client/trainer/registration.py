@@ -30,6 +30,7 @@ class Registration:
         self.name: str = publisher.name
         self.epoch: int = publisher.epoch
         self.store: resources_pb2.StoreAccess = publisher.store
+        self.data_address: str = publisher.data_address
         self.lease_seconds: float = publisher.lease_seconds
         self.newest_version: int = publisher.newest_version
 

@@ -77,6 +77,9 @@ class Transport(Protocol):
     """Transport of boxes to the daemon's store."""
 
     name: str
+    """The way that bytes take: `shared-memory`, `http` or `grpc`. Final once `deliver` has returned."""
+    reason: str
+    """Why a faster way could not be used; empty if it was not to be used. Final once `deliver` has returned."""
     mapped: bool
     """Whether boxes are written to the version's files; `mapped` of SealSlotRequest."""
 

@@ -44,7 +44,7 @@ class FromGpu:
         buffer_bytes: Size of a buffer.
     """
 
-    name = "shared-memory"
+    name, reason = "shared-memory", ""
     mapped = True
 
     def __init__(

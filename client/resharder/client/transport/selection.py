@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING
 
 from resharder.client.errors import UsageError
 from resharder.client.rpc.channel import Channel
+from resharder.client.rpc.data_port import NO_DATA_PORT, data_port
 from resharder.client.transport.base import Transport
 from resharder.client.transport.grpc_chunks import GrpcChunks
+from resharder.client.transport.http_chunks import HttpChunks
 from resharder.client.transport.shared_memory import SharedMemory, copy_threads, shares_memory
 from resharder.v1 import resources_pb2
 
 if TYPE_CHECKING:
     import torch
 
-CHOICES = ("auto", "grpc", "shared-memory")
+CHOICES = ("auto", "grpc", "http", "shared-memory")
 
 
 class TransportSelector:
@@ -22,7 +24,7 @@ class TransportSelector:
 
     Args:
         channel: Channel to the daemon.
-        choice: `auto`, `grpc` or `shared-memory`.
+        choice: One of `CHOICES`.
         device: Returns the device of all attached tensors; None if there are several devices or no tensors.
     """
 
@@ -30,18 +32,25 @@ class TransportSelector:
         self._channel, self._choice, self._device = channel, choice, device
         self._from_gpu: Transport | None = None
 
-    def select(self, store: resources_pb2.StoreAccess) -> Transport:
-        """Return the transport to a store: shared memory if possible and permitted, else gRPC.
+    def select(self, store: resources_pb2.StoreAccess, data_address: str) -> Transport:
+        """Return the transport to a daemon: shared memory if possible and permitted, else its data port, else gRPC.
+
+        Args:
+            store: The daemon's store.
+            data_address: Address of its data port; empty for none.
 
         Raises UsageError if the choice is `shared-memory` and the store is not visible here.
         """
-        if self._choice != "grpc" and shares_memory(store):
+        if self._choice in ("auto", "shared-memory") and shares_memory(store):
             return self._from_memory()
         if self._choice == "shared-memory":
             raise UsageError(
                 f"expected to share memory with the daemon at {self._channel.endpoint}, cannot read {store.nonce_file}"
             )
-        return GrpcChunks(self._channel)
+        if self._choice == "grpc":
+            return GrpcChunks(self._channel)
+        address = data_port(self._channel, data_address)
+        return HttpChunks(self._channel, address) if address is not None else GrpcChunks(self._channel, NO_DATA_PORT)
 
     def _from_memory(self) -> Transport:
         plain, device = partial(SharedMemory, copy_threads()), self._device()

@@ -62,7 +62,7 @@ def shares_memory(store: NonceFile) -> bool:
 class SharedMemory:
     """Transport through the store's files. Large boxes are divided among `threads`."""
 
-    name = "shared-memory"
+    name, reason = "shared-memory", ""
     mapped = True
 
     def __init__(self, threads: int) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from resharder.client.errors import CorruptData, ResharderError
 from resharder.client.rpc.channel import Backoff, Channel
+from resharder.client.rpc.data_port import NO_DATA_PORT, data_port
 from resharder.client.transport.shared_memory import copy_threads
 from resharder.client.versions.range_plan import FileRange
 from resharder.client.versions.remote import VersionManifest
@@ -23,14 +24,6 @@ class RangesUnavailable(ResharderError):
     """The data port cannot be used; the gRPC stream may."""
 
     reason = "DATA_PORT"
-
-
-def data_address(manifest: VersionManifest, endpoint: str) -> tuple[str, int]:
-    """Return host and port of the data port. Raises RangesUnavailable if the daemon has none."""
-    host, _, port = manifest.data_address.rpartition(":")
-    if not port.isdecimal():
-        raise RangesUnavailable("the daemon has no data port (data_listen)")
-    return (host or endpoint.rpartition(":")[0]).strip("[]"), int(port)
 
 
 class RangeReader:
@@ -47,12 +40,10 @@ class RangeReader:
     """
 
     def __init__(self, channel: Channel, manifest: VersionManifest, contents: Sequence[Array], connections: int = 0) -> None:
-        host, port = data_address(manifest, channel.endpoint)
-        tls = channel.tls
-        self._address = (
-            DataAddress(host, port, tls.context, tls.name, lambda: dict(tls.metadata())) if tls else DataAddress(host, port)
-        )
-        self._manifest = manifest
+        address = data_port(channel, manifest.data_address)
+        if address is None:
+            raise RangesUnavailable(NO_DATA_PORT)
+        self._address, self._manifest = address, manifest
         self._contents, self._connections = contents, connections or copy_threads()
 
     def read(self, ranges: Sequence[FileRange], arrived: Callable[[int], None]) -> None:

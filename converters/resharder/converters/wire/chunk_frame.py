@@ -25,12 +25,17 @@ class ChunkHeader(NamedTuple):
 
 def frame(header: ChunkHeader, data: bytes | memoryview, model: str = "") -> bytes:
     """Return the wire bytes of one Chunk. The first chunk of a stream names the `model`."""
-    values = [field for pair in zip(_TAGS[:5], header, strict=True) for field in pair]
     end = b"" if not model else b"\x3a" + _varint(len(model.encode())) + model.encode()
-    return b"".join((_FIXED.pack(*values, _TAGS[5]), _varint(len(data)), data, end))
+    return b"".join((frame_head(header, len(data)), data, end))
 
 
-def unframe(message: bytes) -> tuple[ChunkHeader, memoryview, str]:
+def frame_head(header: ChunkHeader, size: int) -> bytes:
+    """Return the wire bytes of a Chunk with `size` bytes of data, up to its data."""
+    values = [field for pair in zip(_TAGS[:5], header, strict=True) for field in pair]
+    return _FIXED.pack(*values, _TAGS[5]) + _varint(size)
+
+
+def unframe(message: bytes | memoryview) -> tuple[ChunkHeader, memoryview, str]:
     """Return (header, data, model). Raises ValueError for an invalid Chunk."""
     view = memoryview(message)
     if len(view) > _FIXED.size:
@@ -41,7 +46,7 @@ def unframe(message: bytes) -> tuple[ChunkHeader, memoryview, str]:
                 return ChunkHeader(*fields[1:10:2]), view[at:], ""
     chunk = publisher_pb2.Chunk()
     try:
-        chunk.ParseFromString(message)
+        chunk.ParseFromString(bytes(message))
     except Exception as error:
         raise ValueError(f"expected a Chunk message, got {len(message)} bytes that do not parse: {error}") from error
     header = ChunkHeader(chunk.version, chunk.epoch, chunk.rank, chunk.index, chunk.checksum)

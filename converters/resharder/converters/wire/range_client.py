@@ -1,4 +1,4 @@
-"""Reads of parts of a version's files from a data port, into memory, over one HTTP connection.
+"""Reads of parts of a version's files from a data port, into memory, and writes of chunks to it, over one HTTP connection.
 
 The sender uses `sendfile`, and the kernel copies the bytes to their place. They are checked in blocks while they are in the
 core's cache. The pages of a part are mapped by one call before, because a fault for each costs more than the copy.
@@ -7,7 +7,7 @@ core's cache. The pages of a part are mapped by one call before, because a fault
 import http.client
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
@@ -112,6 +112,18 @@ class RangeConnection:
                 f"got {state.intdigest():016x}"
             )
 
+    def put(self, path: str, size: int, body: Iterable[bytes | memoryview]) -> None:
+        """Send a body of `size` bytes, and return when the port has received all of it.
+
+        Raises as `blocks` does.
+        """
+        connection = self._http = self._http or _connect(self._address)
+        connection.request("PUT", path, body=body, headers={"Content-Length": str(size), **self._address.headers()})
+        response = connection.getresponse()
+        if response.status != HTTPStatus.NO_CONTENT:
+            raise self._refusal(response)
+        response.read()
+
     def _request(self, part: PartRequest) -> http.client.HTTPResponse:
         """Request a part and return the checked head of its response."""
         connection = self._http = self._http or _connect(self._address)
@@ -122,17 +134,21 @@ class RangeConnection:
         }
         connection.request("GET", path_of(part.version, part.file), headers=headers)
         response = connection.getresponse()
-        if response.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            raise Cut("the data port has no connection left (503)")
         at = f"{self._address.host}:{self._address.port}"
         if response.status != HTTPStatus.PARTIAL_CONTENT:
-            reason = response.read(500).decode(errors="replace").strip()
-            refused = PortBusy if response.status == HTTPStatus.TOO_MANY_REQUESTS else PartRefused
-            raise refused(f"{at} answered {response.status}: {reason}")
+            raise self._refusal(response)
         expected = f"bytes {part.start}-{part.end - 1}/{part.size}"
         if response.getheader("Content-Range") != expected or response.length != part.end - part.start:
             raise PartRefused(f"{at}: expected {expected}, got {response.getheader('Content-Range')}, {response.length} bytes")
         return response
+
+    def _refusal(self, response: http.client.HTTPResponse) -> Exception:
+        """Return the error of a response that is not the expected one."""
+        if response.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            return Cut("the data port has no connection left (503)")
+        reason = response.read(500).decode(errors="replace").strip()
+        refused = PortBusy if response.status == HTTPStatus.TOO_MANY_REQUESTS else PartRefused
+        return refused(f"{self._address.host}:{self._address.port} answered {response.status}: {reason}")
 
 
 def _connect(address: DataAddress) -> http.client.HTTPConnection:

@@ -16,13 +16,18 @@ from http import HTTPStatus
 from typing import Any
 
 import h11
+from resharder.converters.wire.chunk_body import parse_chunks_path
 from resharder.converters.wire.ranges import CHECKSUM, FilePart, is_piece, parse_part
 from resharder.server.data.checksums import PieceChecksums, checksum_of
+from resharder.server.data.chunk_writes import Body, ChunkWrites, body_length, write_chunks
 from resharder.server.data.versions import ServedVersion, ServedVersions
 from resharder.server.infra.addresses import names_address
 from resharder.server.infra.medium import medium_errors
 from resharder.server.state.errors import (
     DaemonError,
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
     PermissionDenied,
     ResourceExhausted,
     ResourceNotFound,
@@ -39,6 +44,9 @@ _STATUS = {
     PermissionDenied: HTTPStatus.FORBIDDEN,
     ResourceNotFound: HTTPStatus.NOT_FOUND,
     ResourceExhausted: HTTPStatus.TOO_MANY_REQUESTS,
+    FailedPrecondition: HTTPStatus.CONFLICT,
+    InvalidArgument: HTTPStatus.BAD_REQUEST,
+    DataLoss: HTTPStatus.UNPROCESSABLE_ENTITY,
 }
 
 ReadCheck = Callable[[Sequence[str], Mapping[str, Any] | None, str, str], AbstractContextManager[None]]
@@ -67,6 +75,8 @@ class DataReads:
     """Called with the bytes of each complete response."""
     places: threading.Semaphore | None = None
     """Responses at a time: a request without a place is refused with 429. None: no bound."""
+    writes: ChunkWrites | None = None
+    """Receiver of ranks' chunks; None: they are refused."""
 
 
 class DataConnection:
@@ -74,7 +84,7 @@ class DataConnection:
 
     def __init__(self, connected: socket.socket, peer: str, reads: DataReads) -> None:
         self._socket, self._peer, self._reads = connected, peer, reads
-        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+        self._http = _new_http()
         self._pinned: _PinnedVersion | None = None
         self.idle_since: float | None = reads.clock()
         """Time since which no request is being answered; None while one is."""
@@ -92,11 +102,9 @@ class DataConnection:
                 self._socket.do_handshake()
             while (request := self._request()) is not None:
                 self.idle_since = None
-                self._answer(request)
-                self.idle_since = self._reads.clock()
-                if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
+                if not (self._receive(request) if request.method == b"PUT" else self._answer(request)):
                     break
-                self._http.start_next_cycle()
+                self.idle_since = self._reads.clock()
         except (OSError, h11.ProtocolError):
             pass  # the peer ended the connection, was silent, or does not use HTTP
         finally:
@@ -113,6 +121,8 @@ class DataConnection:
                 self._http.receive_data(self._socket.recv(MAX_HEAD_BYTES))
             elif isinstance(event, h11.Request):
                 request = event
+                if request.method == b"PUT":
+                    return request  # its body is read past h11
             elif isinstance(event, h11.EndOfMessage):
                 return request
             else:  # the end of the connection, or a body, which no request has
@@ -124,10 +134,9 @@ class DataConnection:
             raise TimeoutError("the peer is too slow")
         return left
 
-    def _answer(self, request: h11.Request) -> None:
-        headers: dict[str, list[str]] = {}
-        for name, value in request.headers:
-            headers.setdefault(name.decode("ascii"), []).append(value.decode("latin-1"))
+    def _answer(self, request: h11.Request) -> bool:
+        """Answer a request, and return whether another one may follow."""
+        headers = _headers(request)
         try:
             part = self._parsed(request, headers)
             with self._reads.check(headers.get("authorization", []), self._certificate(), self._peer, part.model), self._place():
@@ -135,14 +144,58 @@ class DataConnection:
         except _Refused as refused:
             self._refuse(refused.status, str(refused), refused.headers)
         except DaemonError as error:
-            status = _STATUS.get(type(error), HTTPStatus.SERVICE_UNAVAILABLE)
-            self._refuse(status, f"{error.reason}: {error}")
+            self._refuse_error(error)
+        if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
+            return False
+        self._http.start_next_cycle()
+        return True
 
-    def _parsed(self, request: h11.Request, headers: Mapping[str, Sequence[str]]) -> FilePart:
+    def _receive(self, request: h11.Request) -> bool:
+        """Receive a rank's chunks, and return whether another request may follow. The body of a refused one is read too."""
+        headers, deadline = _headers(request), self._reads.clock() + RESPONSE_SECONDS
+        try:
+            length = body_length(headers)
+        except ValueError as error:
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error))
+            return False
+        first = self._http.trailing_data[0]
+        body = Body(self._socket, first, length, lambda: min(IDLE_SECONDS, self._left(deadline)))
+        try:
+            try:
+                self._write_chunks(request, headers, body)
+            finally:
+                body.skip()
+            for event in (h11.Response(status_code=HTTPStatus.NO_CONTENT, headers=[]), h11.EndOfMessage()):
+                self._write(self._http.send(event), deadline)
+        except _Refused as refused:
+            self._refuse(refused.status, str(refused), refused.headers)
+        except DaemonError as error:
+            self._refuse_error(error)
+        self._http = _new_http()  # h11 has not seen the body
+        if len(first) > length:
+            self._http.receive_data(first[length:])
+        return True
+
+    def _write_chunks(self, request: h11.Request, headers: Mapping[str, Sequence[str]], body: Body) -> None:
+        self._check_host(headers)
+        writes = self._reads.writes
+        if writes is None:
+            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "expected GET", ("Allow", "GET"))
+        try:
+            target = parse_chunks_path(request.target.decode("latin-1"))
+        except ValueError as error:
+            raise _Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
+        with writes.check(headers.get("authorization", []), self._certificate(), self._peer, target.model):
+            write_chunks(body, target, writes)
+
+    def _check_host(self, headers: Mapping[str, Sequence[str]]) -> None:
         if self._reads.local_only and not names_address(headers.get("host", [""])[0]):
             raise _Refused(HTTPStatus.MISDIRECTED_REQUEST, "expected an IP address or localhost as host")
+
+    def _parsed(self, request: h11.Request, headers: Mapping[str, Sequence[str]]) -> FilePart:
+        self._check_host(headers)
         if request.method != b"GET":
-            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "expected GET", ("Allow", "GET"))
+            raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "expected GET or PUT", ("Allow", "GET, PUT"))
         try:
             return parse_part(request.target.decode("latin-1"), ", ".join(headers.get("range", [])))
         except ValueError as error:
@@ -216,6 +269,9 @@ class DataConnection:
         self._socket.settimeout(self._left(deadline))
         self._socket.sendall(data or b"")
 
+    def _refuse_error(self, error: DaemonError) -> None:
+        self._refuse(_STATUS.get(type(error), HTTPStatus.SERVICE_UNAVAILABLE), f"{error.reason}: {error}")
+
     def _refuse(self, status: HTTPStatus, text: str, headers: Sequence[tuple[str, str]] = ()) -> None:
         body, deadline = f"{text}\n".encode(), self._reads.clock() + IDLE_SECONDS
         fields = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body))), *headers]
@@ -232,6 +288,17 @@ class DataConnection:
         if self._pinned is not None:
             self._pinned.close()
             self._pinned = None
+
+
+def _new_http() -> h11.Connection:
+    return h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+
+
+def _headers(request: h11.Request) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, value in request.headers:
+        found.setdefault(name.decode("ascii"), []).append(value.decode("latin-1"))
+    return found
 
 
 class _Body:

@@ -27,6 +27,9 @@ from resharder.server.state.timing import Timing
 from resharder.server.state.version import VersionRecord
 from resharder.server.store.digests import digest_tensors
 
+MAPPED = "shared-memory"
+"""Transport of slots that ranks write into mapped files."""
+
 
 @dataclass(frozen=True)
 class SlotDelivery:
@@ -68,6 +71,7 @@ class Upload:
         self._landing = 0
         self._closed = self._aborted = False
         self._received: dict[int, npt.NDArray[np.bool_]] = {}
+        self._transports: dict[int, str] = {}  # of each rank's last chunk
         self._sealed = {rank: _digests([]) for rank, boxes in publisher.boxes.items() if not len(boxes)}
         self._released: ReleasedFiles | None = None  # from the first release on
         self._early = EarlyDigests(folder, files, threads)
@@ -76,7 +80,7 @@ class Upload:
         """Return the boxes and chunks of a rank, cut at first use."""
         return self.publisher.slot(rank, self._chunk_bytes)
 
-    def land(self, header: ChunkHeader, data: memoryview) -> None:
+    def land(self, header: ChunkHeader, data: memoryview, transport: str = "grpc") -> None:
         """Write a chunk to the version's files. All checks precede the first write; a repeated chunk is accepted.
 
         Raises InvalidArgument (RANK, CHUNK_INDEX, CHUNK_LENGTH), DataLoss (CHECKSUM), FailedPrecondition (VERSION_ABORTED,
@@ -107,6 +111,7 @@ class Upload:
                 self._lock.notify_all()
         with self._lock:
             self._bitmap(header.rank)[header.index] = True
+            self._transports[header.rank] = transport
 
     def _enter(self, rank: int) -> MappedFiles | None:
         """Return the writable files, or None if the slot is sealed."""
@@ -195,8 +200,8 @@ class Upload:
                     f"{self.record.name}: {missing} of {self.slot(rank).chunks} chunks of rank {rank} are missing",
                 )
             self._sealed[rank] = packed
-            transport, size = "shared-memory" if mapped else "grpc", self.slot(rank).size_bytes
-            self.deliveries[rank] = SlotDelivery(timings, transport, size, trace)
+            transport = MAPPED if mapped else self._transports.get(rank, "grpc")
+            self.deliveries[rank] = SlotDelivery(timings, transport, self.slot(rank).size_bytes, trace)
             if len(self._sealed) < self.publisher.world_size:
                 return False
             self._closed = True

@@ -9,7 +9,7 @@ from resharder.converters.wire.chunk_frame import ChunkHeader
 from resharder.server.ingest.committer import Committer
 from resharder.server.ingest.publisher import FENCED, PublisherRecord
 from resharder.server.ingest.shared import IngestObserver, IngestShared
-from resharder.server.ingest.upload import Upload, hash_digests
+from resharder.server.ingest.upload import MAPPED, Upload, hash_digests
 from resharder.server.ingest.version_group import VersionGroups
 from resharder.server.state.errors import AlreadyExists, FailedPrecondition, Reason
 from resharder.server.state.timing import Timing
@@ -67,12 +67,12 @@ class Uploads:
             raise not_uploading(record)
         return upload
 
-    def land(self, model: str, header: ChunkHeader, data: memoryview) -> None:
+    def land(self, model: str, header: ChunkHeader, data: memoryview, *, transport: str = "grpc") -> None:
         """Write a chunk, and renew the lease of its rank. Raises the errors of `get` and `Upload.land`."""
         upload = self.get(model, header.version, header.epoch)
-        upload.land(header, data)
+        upload.land(header, data, transport)
         for observer in self._shared.observers:
-            observer.received(model, "grpc", len(data))
+            observer.received(model, transport, len(data))
         upload.publisher.seen[header.rank] = self._shared.clock()
 
     def missing(self, model: str, number: int, epoch: int, rank: int) -> list[int]:
@@ -132,7 +132,7 @@ class Uploads:
         last = upload.seal(rank, digests, mapped, timings, trace)
         upload.publisher.seen[rank] = now = self._shared.clock()
         if fresh:
-            _observe_seal(self._shared.observers, upload, rank, mapped, now - upload.created)
+            _observe_seal(self._shared.observers, upload, rank, now - upload.created)
         failpoint("seal.after-slot")
         if last:
             for observer in self._shared.observers:
@@ -226,13 +226,13 @@ class Uploads:
         return upload.progress() if upload else []
 
 
-def _observe_seal(observers: Iterable[IngestObserver], upload: Upload, rank: int, mapped: bool, seconds: float) -> None:
+def _observe_seal(observers: Iterable[IngestObserver], upload: Upload, rank: int, seconds: float) -> None:
     """Report a sealed slot; bytes written into mapped files count with the seal."""
-    size, transport = upload.slot(rank).size_bytes, "shared-memory" if mapped else "grpc"
+    delivery = upload.deliveries[rank]
     for observer in observers:
-        if mapped:
-            observer.received(upload.record.model, transport, size)
-        observer.slot_sealed(transport, size, seconds)
+        if delivery.transport == MAPPED:
+            observer.received(upload.record.model, delivery.transport, delivery.size_bytes)
+        observer.slot_sealed(delivery.transport, delivery.size_bytes, seconds)
 
 
 def _compare(record: VersionRecord, rank: int, digests: Sequence[int]) -> VersionRecord:

@@ -18,8 +18,9 @@ _MAX_WAIT = 3600.0
 class Views:
     """Publishers and versions as messages."""
 
-    def __init__(self, intake: Intake, fleets: Fleets, tracing: Tracing) -> None:
+    def __init__(self, intake: Intake, fleets: Fleets, tracing: Tracing, data_address: str = "") -> None:
         self.intake, self.store, self.fleets, self._tracing = intake, intake.store, fleets, tracing
+        self._data_address = data_address
 
     def publisher(self, publisher: PublisherRecord) -> resources_pb2.Publisher:
         """Convert a publisher, with its live ranks and its model's newest number."""
@@ -37,6 +38,7 @@ class Views:
             lease_seconds=self.intake.publishers.lease_seconds,
             live_ranks=live,
             newest_version=self.store.catalogue.newest_number(publisher.model),
+            data_address=self._data_address,
         )
 
     def version(self, record: VersionRecord, slots: bool = True) -> resources_pb2.Version:

@@ -22,6 +22,7 @@ from resharder.server.state.errors import DaemonError, PermissionDenied, Resourc
 SMALL_BYTES = 1 << 20
 READ = BY_PATH["/resharder.v1.ServerService/GetManifest"]
 DOWNLOAD = BY_PATH["/resharder.v1.ServerService/DownloadChunks"]
+UPLOAD = BY_PATH["/resharder.v1.PublisherService/UploadChunks"]
 LOOK = BY_PATH["/resharder.v1.OperatorService/ListEvents"]  # the call whose answer the status page shows
 _SAY_AGAIN = 60.0  # seconds between log lines about equal refusals
 _NEXT_STEP = ("MEMORY_UNKNOWN", "NOT_OFFERED")  # the caller declares its memory, or takes the staged path
@@ -141,15 +142,28 @@ class Access:
             raise PermissionDenied("NOT_ALLOWED", f"{caller.name} may not read the status: {refusal}")
         return caller
 
-    @contextmanager
-    def reading(self, headers: Sequence[str], certificate: Mapping[str, Any] | None, host: str, name: str) -> Iterator[None]:
+    def reading(
+        self, headers: Sequence[str], certificate: Mapping[str, Any] | None, host: str, name: str
+    ) -> AbstractContextManager[None]:
         """Admit and count an HTTP client that reads versions of a model, which needs the roles of DownloadChunks.
 
         Raises as `viewer` does, and ResourceExhausted (TOO_MANY_CALLS).
         """
-        caller = self._of_http(headers, certificate, host)
+        return self._moving(DOWNLOAD, self._of_http(headers, certificate, host), name)
+
+    def writing(
+        self, headers: Sequence[str], certificate: Mapping[str, Any] | None, host: str, name: str
+    ) -> AbstractContextManager[None]:
+        """Admit and count an HTTP client that writes a version of a model, which needs the roles of UploadChunks.
+
+        Raises as `reading` does.
+        """
+        return self._moving(UPLOAD, self._of_http(headers, certificate, host), name)
+
+    @contextmanager
+    def _moving(self, method: Method, caller: Caller, name: str) -> Iterator[None]:
         if caller.grants is not None:
-            self.decide(caller, DOWNLOAD, model(name, self._world))
+            self.decide(caller, method, model(name, self._world))
         with self._limits.open(caller.name):
             yield
 
