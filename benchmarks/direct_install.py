@@ -82,7 +82,12 @@ def run(job: Job, arguments: argparse.Namespace) -> Iterator[list[Row]]:
             own_transfer = vllm_transfer.measure(job.name, each, "ipc" if backend == "ipc" else "nccl")
     nccl_m2n.measure(arguments.m2n if job.quantization is None else None, job.name, arguments.gpus)
     with fast_store() as (folder, kind):
-        own = {"gpus": arguments.gpus, "replicas": arguments.replicas, "store": folder / "store", "direct_seconds": 20}
+        own = {
+            "gpus": arguments.gpus,
+            "replicas": arguments.replicas,
+            "store": folder / "store",
+            "direct_seconds": arguments.seconds,
+        }
         with System(job, each, each, count, cpu, eager=arguments.eager, **own) as system:
             system.say(f"the store is in {kind}")
             held = system.fingerprints()
@@ -164,6 +169,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--staged", type=int, default=5, help="rounds of the staged path")
     parser.add_argument("--ahead", type=int, default=5, help="rounds of the direct path ahead of READY")
+    parser.add_argument("--seconds", type=float, default=20, help="the daemon's bound on a direct transfer")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only")
     parser.add_argument("--cpu-tiny", action="store_true")

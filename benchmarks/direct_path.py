@@ -133,6 +133,7 @@ def report(job: Job, said: dict[int, dict[str, Any]], peer: float | None) -> lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=150, help="bound on the measurements of a shape")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cpu-tiny", action="store_true")
     parser.add_argument("--half", action="store_true", help="one sender and one receiver of the two, on two GPUs")
@@ -148,7 +149,7 @@ def main() -> None:
         jobs = [job._replace(ways=GPU_SWEEP, sizes=GPU_SIZES) for job in jobs]
     for job in jobs:
         peer = vllm_transfer.measure(job.name) if arguments.peer else None
-        rows += report(job, dict(processes(job, measuring, arguments, 150)), peer)
+        rows += report(job, dict(processes(job, measuring, arguments, arguments.seconds)), peer)
         if arguments.json:
             write(rows, arguments.json)
     if not arguments.faults:

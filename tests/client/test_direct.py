@@ -13,7 +13,7 @@ import pytest
 import torch
 from resharder.client.direct.base import DirectFailed
 from resharder.client.direct.nccl_group import ctas_of
-from resharder.client.direct.rendezvous import make_group
+from resharder.client.direct.rendezvous import address_towards, make_group
 from resharder.converters.models.megatron.worlds import Parallel, world_layouts
 from torch.distributed import HashStore, TCPStore
 
@@ -118,6 +118,17 @@ def test_a_member_that_does_not_say_whom_it_sends_to_is_not_waited_for_longer() 
 def test_a_group_that_does_not_come_together_says_so_in_time() -> None:
     with pytest.raises(DirectFailed, match="expected 2 processes to meet within 1 s"):
         make_group(HashStore(), "alone", 0, 2, torch.device("cpu"), 1.0)
+
+
+def test_an_interface_that_the_host_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "absent0")
+    with pytest.raises(DirectFailed, match="this one at GLOO_SOCKET_IFNAME=absent0"):
+        make_group(HashStore(), "nowhere", 0, 2, torch.device("cpu"), 1.0)
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:7677", "localhost:7677", "[::1]:7677", "no.such.host.invalid:7677"])
+def test_an_endpoint_on_the_loopback_or_nowhere_selects_no_address(endpoint: str) -> None:
+    assert address_towards(endpoint) == ""
 
 
 @pytest.mark.parametrize(("most_peers", "ctas"), [(0, None), (1, None), (2, None), (3, 21), (4, 16), (8, 8), (64, 4)])

@@ -1,4 +1,4 @@
-"""The kernels of the direct path without a GPU: Triton has to be imported as an interpreter, so in a process of its own."""
+"""The kernels of the direct path and of casts without a GPU: Triton as an interpreter, imported in a process of its own."""
 
 import os
 import subprocess
@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 
-def test_kernels_move_and_digest_as_the_host_does() -> None:
+@pytest.mark.parametrize("module", ["tests.client.direct_kernels", "tests.converters.cast_kernels"])
+def test_kernels_move_digest_and_cast_as_the_host_does(module: str) -> None:
     pytest.importorskip("triton", reason="the kernels run in Triton's interpreter")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.client.direct_kernels"]
+    command = [sys.executable, "-m", module]
     done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -46,6 +46,8 @@ def weights(step: int) -> dict[str, torch.Tensor]:
 class Trainer:
     """One rank with the whole model. Its steps are the seeds of its weights."""
 
+    direct_wait = 2.0
+
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
         self._publisher: Publisher | None = None
@@ -54,7 +56,7 @@ class Trainer:
     def register(self, job: str, transport: str, direct: bool) -> None:
         if self._publisher is not None:
             self._publisher.close()
-        options: dict[str, Any] = {"direct_wait": 2.0} if direct else {}
+        options: dict[str, Any] = {"direct_wait": self.direct_wait} if direct else {}
         self._publisher = connect(
             self._endpoint, model="policy", job=job, rank=0, world_size=1, config=CONFIG, transport=transport, **options
         )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.daemon import Daemon
-from tests.support.fp8_checkpoint import SHAPES, save_fp8
+from tests.support.fp8_checkpoint import SHAPES, save_channels, save_fp8
 from tests.support.tiny_hf import tiny_config
 from tests.support.vllm_engine import Engine
 from tests.support.vllm_models import publish, save_random
@@ -33,8 +33,13 @@ def differences(found: State, expected: State) -> list[str]:
     return sorted(tensors) + (["log-probabilities"] if found[1] != expected[1] else [])
 
 
-def assert_installs_equal_fresh_engines(folders: list[Path], environment: dict[str, str], **options: Any) -> None:
-    """Install A, B, C and A again into an engine that loaded A itself, and compare each with an engine that loaded it itself."""
+def assert_installs_equal_fresh_engines(
+    folders: list[Path], environment: dict[str, str], *, boxes: bool = False, **options: Any
+) -> None:
+    """Install A, B, C and A again into an engine that loaded A itself, and compare each with an engine that loaded it itself.
+
+    `boxes`: after the first install, nothing goes through `load_weights`.
+    """
     environment = {"VLLM_PLUGINS": "resharder", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_DEEP_GEMM_WARMUP": "skip"} | environment
     options = OPTIONS | options
     with Daemon() as daemon:
@@ -53,6 +58,7 @@ def assert_installs_equal_fresh_engines(folders: list[Path], environment: dict[s
                 about = engine.one("resharder_describe")
                 print(f"turn {turn}: {about['boxed_bytes']} of {about['needed_bytes']} bytes by boxes, impure {about['impure']}")
                 assert differences(state(engine), expected[i]) == [], (turn, sorted(about["loaded"])[:8])
+                assert not boxes or about["loaded"] == [], (turn, sorted(about["loaded"])[:8])
 
 
 @pytest.mark.parametrize("deep_gemm", ["0", "1"])
@@ -60,6 +66,12 @@ def assert_installs_equal_fresh_engines(folders: list[Path], environment: dict[s
 def test_fp8_blocks_over_one_another_leave_what_a_fresh_engine_has(family: str, deep_gemm: str, tmp_path: Path) -> None:
     folders = [save_fp8(tmp_path / str(seed), family, seed) for seed in (1, 2, 3)]
     assert_installs_equal_fresh_engines(folders, {"VLLM_USE_DEEP_GEMM": deep_gemm})
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_fp8_by_channel_over_one_another_leaves_what_a_fresh_engine_has(family: str, tmp_path: Path) -> None:
+    folders = [save_channels(tmp_path / str(seed), family, seed) for seed in (1, 2, 3)]
+    assert_installs_equal_fresh_engines(folders, {"VLLM_USE_DEEP_GEMM": "0"}, boxes=family == "qwen3")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

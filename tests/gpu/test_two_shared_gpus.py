@@ -5,6 +5,7 @@ Each rank has half of the tensors, so each worker reads the memory of both. Memo
 
 import json
 import multiprocessing
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,6 +67,12 @@ def rank_process(rank: int, endpoint: str, folder: Path, port: int, commands: An
             answered.put({"same": same, "kept": training - free_bytes(rank)})
 
 
+def processes() -> list[str]:
+    """Process ids, once for each GPU on which a process has a context."""
+    command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+
+
 class Rank:
     """Process of one rank."""
 
@@ -122,6 +129,7 @@ def test_generations_of_two_ranks_lend_two_gpus_to_two_workers_in_phases(tmp_pat
                 assert answer["same"]
                 assert abs(answer["kept"]) < SLACK, answer
             assert servers(daemon)[0].power == resources_pb2.ASLEEP_2
+            assert len(processes()) == len(set(processes()))  # two ranks and two workers, each on its GPU alone
         assert seen[0] != seen[1]
         with Operator(daemon.endpoint) as operator:
             operator.wake("policy")

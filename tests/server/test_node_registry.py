@@ -1,17 +1,18 @@
 """The daemon's register of nodes, with a clock of its own: leases, names, capacity, readers, and what restarts leave."""
 
-from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import lay_out
 from resharder.server.infra.change_signal import Pause
+from resharder.server.node.drained import DrainedNodes
 from resharder.server.node.pieces import Bitmap, number_pieces
 from resharder.server.node.registry import NodeRegistry
 from resharder.server.node.reports import CopyReport, NodeState, Orders, StateReport
 from resharder.server.observability.metrics.gauges import NOTHING, families
-from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
+from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound, Unavailable
 from resharder.server.state.version import READY, RETIRED, VersionRecord
 from resharder.server.store.manifest import Manifest
 
@@ -24,8 +25,8 @@ NAMES = [f"models/policy/versions/{number}" for number in range(1, 4)]
 class World:
     """A register over versions 1 to 3 of one model."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, drained: Path) -> None:
+        self.now, self.drained = 0.0, drained
         self.events: list[tuple[str, str]] = []
         self.records = {number: VersionRecord("policy", number, READY, 1, number, "job", SIZE, 1, 0.0) for number in (1, 2, 3)}
         self.nodes = self.restart()
@@ -37,6 +38,7 @@ class World:
             lease_seconds=LEASE,
             forget_seconds=FORGET,
             note=lambda kind, subject, what, reason: self.events.append((subject, what)),
+            drained=DrainedNodes(self.drained),
             clock=lambda: self.now,
             wall=lambda: self.now,
         )
@@ -63,8 +65,8 @@ class World:
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    return World()
+def world(tmp_path: Path) -> World:
+    return World(tmp_path / "drained.json")
 
 
 def report(node: str = "one", instance: str = "i", capacity: int = 10 * SIZE, **held: Bitmap | None) -> StateReport:
@@ -138,12 +140,38 @@ def test_pieces_that_a_node_holds_are_offered_to_others_until_it_is_lost(world: 
 def test_a_daemon_that_restarts_takes_up_what_nodes_report(world: World) -> None:
     world.restart()
     held = report(v2=Bitmap.full(PIECES))
-    assert ordered(world.sync(replace(held, drained=True))) == []
-    assert world.nodes.set_drained("one", False).state is NodeState.LIVE
     assert ordered(world.sync(held)) == [NAMES[1]]
     world.sync(report("two"))
     world.want(NAMES[1], "two")
     assert "one:7679" in {source.data_address for source in world.sync(report("two")).versions[0].peers}
+
+
+def test_a_drained_node_is_drained_after_restarts_of_daemon_and_node(world: World) -> None:
+    world.sync(report(v1=Bitmap.full(PIECES)))
+    world.nodes.set_drained("one", True)
+    world.nodes.leave("one", "first")
+    world.sync(report("two"))
+    world.restart()
+    assert world.sync(report(instance="second", v1=Bitmap.full(PIECES))).drained
+    assert [view.state for view in world.nodes.views()] == [NodeState.DRAINED]
+    assert world.nodes.set_drained("one", False).state is NodeState.LIVE
+    world.restart()
+    assert ordered(world.sync(report(v1=Bitmap.full(PIECES)))) == [NAMES[0]]
+
+
+def test_a_node_is_not_drained_if_that_cannot_be_written(world: World) -> None:
+    world.sync(report())
+    world.drained.with_name("drained.json.part").mkdir()
+    with pytest.raises(Unavailable, match="EISDIR"):
+        world.nodes.set_drained("one", True)
+    assert [view.state for view in world.nodes.views()] == [NodeState.LIVE]
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"{}", b'["one"', b"\xff"])
+def test_a_damaged_list_of_drained_nodes_is_no_list(world: World, content: bytes) -> None:
+    world.drained.write_bytes(content)
+    world.restart()
+    assert not world.sync(report()).drained
 
 
 def test_the_newest_process_of_a_name_is_the_node_and_with_an_identity_its_owner_alone(world: World) -> None:

@@ -152,6 +152,12 @@ def test_a_drained_node_drops_its_versions_and_takes_none_until_it_is_resumed(da
         assert nodes(daemon)["nodes/g"].state == resources_pb2.Node.DRAINED
         found = stage(daemon.endpoint, version)
         assert (found["transport"], found["reason"]) == ("http", "nodes/g: it is drained")
+        node.kill()
+        daemon.kill()
+        daemon.start()
+        node.start()
+        wait_until(lambda: "nodes/g" in nodes(daemon))
+        assert nodes(daemon)["nodes/g"].state == resources_pb2.Node.DRAINED
         drain(daemon, "g", False)
         assert stage(daemon.endpoint, version) == ARRIVED
 

@@ -1,10 +1,12 @@
-"""Tiny checkpoints whose linear layers and experts are quantised to FP8 in blocks of 128 by 128, as released ones are."""
+"""Tiny checkpoints with linear layers and experts in FP8, in blocks of 128 by 128 or by channel, as released."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from resharder.converters.quantization.cast import quantise_whole
+from resharder.converters.quantization.scheme import Scheme
 from safetensors.torch import save_file
 
 from tests.support.tiny_hf import save_tokenizer, tiny_config
@@ -69,6 +71,24 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = blocks.abs().view(-(-rows // BLOCK), BLOCK, -1, BLOCK).amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
     whole = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return (blocks / whole).to(torch.float8_e4m3fn)[:rows, :columns].contiguous(), scales
+
+
+def save_channels(folder: Path, family: str, seed: int) -> Path:
+    """Write a checkpoint in FP8 by channel."""
+    scheme, config = Scheme(channels=True), fp8_config(family)
+    del config["quantization_config"]
+    found: dict[str, torch.Tensor] = {}
+    weights = random_weights(config, seed, torch.bfloat16)
+    for name, weight in weights.items():
+        if scheme.converts(name, tuple(weight.shape)):
+            found[name], found[scheme.scale_of(name)] = quantise_whole(name, weight, scheme)
+        else:
+            found[name] = weight
+    config["quantization_config"] = scheme.config({name: tuple(weight.shape) for name, weight in weights.items()})
+    save_tokenizer(folder, config["vocab_size"])
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(found, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def save_fp8(folder: Path, family: str, seed: int, **changes: Any) -> Path:

@@ -7,11 +7,22 @@ with Hosts(2, rate="200mbit") as hosts:
 Traffic stays on the bridge, which has no way out of this machine. Names and addresses are of this process alone.
 """
 
+import ctypes
 import os
 import shutil
 import subprocess
 from pathlib import Path
 from types import TracebackType
+
+_CLONE_NEWNET = 0x40000000
+_NOWHERE = "02:00:00:00:00:00"  # the link address of no interface
+
+
+def enter(namespace: str) -> None:
+    """Move this thread, and those that it starts later, into a network namespace."""
+    with open(namespace) as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
 
 
 def unavailable() -> str:
@@ -50,6 +61,26 @@ class Hosts:
 
     def _link(self, host: int) -> str:
         return f"{self._bridge}v{host}"
+
+    def namespace(self, host: int) -> str:
+        """Return the path of a host's network namespace, for `enter`."""
+        return f"/run/netns/{_name(host)}"
+
+    def add_interface(self, host: int, name: str, address: str) -> None:
+        """Give a host a second interface, at which no other host reaches it."""
+        _run("ip", "-n", _name(host), "link", "add", name, "type", "bridge")
+        _run("ip", "-n", _name(host), "addr", "add", f"{address}/24", "dev", name)
+        _run("ip", "-n", _name(host), "link", "set", name, "up")
+
+    def cut(self, host: int, other: int) -> None:
+        """Lose all packets between two hosts, without a word to either."""
+        for one, at in ((host, other), (other, host)):
+            _run("ip", "-n", _name(one), "neigh", "replace", self.address_of(at), "lladdr", _NOWHERE, "dev", "eth0")
+
+    def mend(self, host: int, other: int) -> None:
+        """End a cut."""
+        for one, at in ((host, other), (other, host)):
+            _run("ip", "-n", _name(one), "neigh", "del", self.address_of(at), "dev", "eth0")
 
     def block(self, host: int, address: str) -> None:
         """Let a host send nothing to an address."""

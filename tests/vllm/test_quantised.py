@@ -1,6 +1,6 @@
 """Versions for quantised modules: refused unless they fill them, copied straight only where memory proves the place."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
 import numpy as np
@@ -108,23 +108,73 @@ class Turned(torch.nn.Module):
                 getattr(self, kind).data.copy_(tensor)
 
 
-@pytest.mark.parametrize(("uniform", "turned"), [(False, False), (False, True), (True, False), (True, True)])
-def test_scales_of_one_value_prove_no_place_so_they_are_loaded(uniform: bool, turned: bool) -> None:
-    source, model = Source(uniform=uniform), Turned()
+def loaded(model: Turned, source: Source) -> Recording:
+    """Record a model, and load a version into it."""
     inventory.before_loading(model)
     recording = record(model, source.specs, lambda parameter: None)
     model.load_weights(source.tensors.items())
-    if turned:
-        model.scale.data.copy_(model.scale.flip(1))
-    inventory.after_loading(model)
+    return recording
+
+
+def stored(source: Source, recording: Recording) -> SimpleNamespace:
     expected = {
         (piece.tensor, piece.box): digest(
             np.ascontiguousarray(source.arrays[piece.tensor][box_index(piece.box)]), piece.box, source.specs[piece.tensor].shape
         )
         for piece in recording.layout.pieces
     }
-    evidence = gather_evidence(model, recording, SimpleNamespace(**vars(source), expected=expected))
-    assert bool(decide(recording, evidence).loaded) == (uniform or turned)
+    return SimpleNamespace(**vars(source), expected=expected)
+
+
+def decided(model: Turned, source: Source, recording: Recording) -> bool:
+    """Whether `load_weights` takes a version once the first one, `source`, is there."""
+    inventory.after_loading(model)
+    return bool(decide(recording, gather_evidence(model, recording, stored(source, recording))).loaded)
+
+
+@pytest.mark.parametrize(("uniform", "turned"), [(False, False), (False, True), (True, False), (True, True)])
+def test_scales_of_one_value_prove_no_place_so_they_are_loaded(uniform: bool, turned: bool) -> None:
+    source, model = Source(uniform=uniform), Turned()
+    recording = loaded(model, source)
+    if turned:
+        model.scale.data.copy_(model.scale.flip(1))
+    assert decided(model, source, recording) == (uniform or turned)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_later_version_with_several_scales_proves_the_place_that_one_value_did_not(turned: bool) -> None:
+    first, second, model = Source(uniform=True), Source(uniform=False), Turned()
+    part = ModelPart(MODEL, SimpleNamespace(quantization="fp8"), recording=loaded(model, first))
+    inventory.after_loading(model)
+    routes = []
+    for source in (first, first, second, first):
+        model.load_weights(source.tensors.items())
+        if turned:
+            model.scale.data.copy_(model.scale.flip(1))
+        part.decide_route(model, stored(source, part.known))
+        routes.append(bool(part.loaded))
+    assert routes == [True, True, turned, turned]
+
+
+@pytest.mark.parametrize(
+    ("stands", "is_loaded"),
+    [
+        (lambda weight, scale: (weight.t(), scale.t()), False),
+        (lambda weight, scale: (weight[None], scale.flatten()), False),
+        (lambda weight, scale: (weight.t().contiguous(), scale), True),
+        (lambda weight, scale: (weight, scale.double()), True),
+    ],
+    ids=["transposed", "reshaped", "transposed copy", "other dtype"],
+)
+def test_a_kernels_view_of_the_memory_that_was_loaded_is_filled_by_boxes_and_a_copy_is_not(
+    stands: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]], is_loaded: bool
+) -> None:
+    source, model = Source(uniform=False), Turned()
+    recording = loaded(model, source)
+    model.weight, model.scale = (
+        torch.nn.Parameter(tensor, requires_grad=False) for tensor in stands(model.weight.data, model.scale.data)
+    )
+    assert decided(model, source, recording) == is_loaded
 
 
 def test_a_parameter_that_no_tensor_fills_leaves_no_module_to_process() -> None:

@@ -41,6 +41,7 @@ from resharder.server.infra.filesystem import raise_malloc_thresholds
 from resharder.server.infra.medium import medium_error
 from resharder.server.ingest.coordinator import Intake
 from resharder.server.logs import configure_logs, log_event
+from resharder.server.node.drained import DrainedNodes
 from resharder.server.node.registry import NodeRegistry
 from resharder.server.observability.tracing.collector import Traced
 from resharder.server.observability.tracing.ids import Tracing
@@ -127,6 +128,7 @@ class Daemon:
             lease_seconds=config.lease_seconds,
             forget_seconds=config.forget_seconds,
             note=self.events.add,
+            drained=DrainedNodes(config.store / "drained_nodes.json"),
         )
         self.store.catalogue.subscribe(self.nodes.version_changed)
         self.archive = self._archive()

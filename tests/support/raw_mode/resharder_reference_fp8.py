@@ -1,6 +1,7 @@
-"""A vLLM plugin for tests: FP8 blocks on any CPU. Kernels dequantise and call `F.linear`; weights stay as they were loaded.
+"""A vLLM plugin for tests: FP8 blocks, and experts in FP8 by channel, on any CPU.
 
-As shipped, the CPU build needs AMX for FP8 blocks, and packs their weights.
+Kernels dequantise and call `F.linear`; weights stay as they were loaded. As shipped, the CPU build needs AMX for FP8 blocks, and
+packs their weights, and has no kernel for experts by channel.
 """
 
 BLOCK = 128
@@ -16,13 +17,25 @@ def register() -> None:
     cpu_moe.prepare_fp8_moe_layer_for_cpu = lambda w13, w2: (w13, w2)
     cpu_moe.CPUExpertsFp8._supports_current_device = staticmethod(lambda: True)
     cpu_moe.CPUExpertsFp8._supports_routing_method = staticmethod(lambda *_: True)
+    cpu_moe.CPUExpertsFp8._supports_quant_scheme = staticmethod(supports)
     cpu_moe.CPUExpertsFp8.apply = apply_experts
 
 
+def supports(weight_key, activation_key):  # type: ignore[no-untyped-def]
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    blocks = quant_utils.kFp8Static128BlockSym, quant_utils.kFp8Dynamic128Sym
+    channels = quant_utils.kFp8StaticChannelSym, quant_utils.kFp8DynamicTokenSym
+    return (weight_key, activation_key) in (blocks, channels)
+
+
 def dequantised(weight, scales):  # type: ignore[no-untyped-def]
+    """`scales`: one for each block, or one column of one for each row."""
     import torch
 
     rows, columns = weight.shape
+    if scales.shape == (rows, 1):
+        return (weight.to(torch.float32) * scales).to(torch.bfloat16)
     whole = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
     return (weight.to(torch.float32) * whole).to(torch.bfloat16)
 

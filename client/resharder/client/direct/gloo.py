@@ -1,6 +1,7 @@
 """Group of the direct path on CPUs, over gloo."""
 
 import datetime
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -12,13 +13,18 @@ from resharder.client.direct.base import DirectFailed, PeerMessage
 from resharder.client.gpu.streams import WorkStream
 
 _UNUSED = 0x7FFFFFFF  # tag that no message has
+_INTERFACES = "GLOO_SOCKET_IFNAME"  # as torch reads it: names, separated by commas
 _PATIENCE = datetime.timedelta(milliseconds=1)
 
 
 class GlooGroup:
-    """Group over gloo on CPUs. A tag numbers the messages of a pair."""
+    """Group over gloo on CPUs. A tag numbers the messages of a pair.
 
-    def __init__(self, store: Any, rank: int, members: Sequence[int], timeout: float) -> None:
+    Each member listens at `address`, or on the interfaces of GLOO_SOCKET_IFNAME; without either, at the address of the host's
+    name. Ports are the kernel's choice.
+    """
+
+    def __init__(self, store: Any, rank: int, members: Sequence[int], timeout: float, address: str = "") -> None:
         self.rank, self.size, self._why = rank, len(members), ""
         self._place = {member: i for i, member in enumerate(members)}
         size = len(members)
@@ -26,11 +32,16 @@ class GlooGroup:
         self._lock = threading.Lock()
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = datetime.timedelta(seconds=timeout)
-        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        where = os.environ.get(_INTERFACES, "")
         try:
+            options._devices = _devices(where, address)
             self._gloo: Any = dist.ProcessGroupGloo(store, self._place[rank], size, options)
         except RuntimeError as error:
-            raise DirectFailed(f"expected {size} processes to meet within {timeout:g} s: {error}") from error
+            at = f"{_INTERFACES}={where}" if where else address or "the address of its host's name"
+            raise DirectFailed(
+                f"expected {size} processes to meet within {timeout:g} s, this one at {at}; "
+                f"each has to reach the others, at any port: {error}"
+            ) from error
 
     def post(self, sends: Sequence[PeerMessage], receives: Sequence[PeerMessage], deadline: float) -> "_GlooWork":
         """Begin to send and receive. Raises DirectFailed."""
@@ -76,6 +87,14 @@ class GlooGroup:
         """Close all connections and release the group."""
         self._cut()
         self._gloo = None
+
+
+def _devices(interfaces: str, address: str) -> list[Any]:
+    """Return gloo's devices. Raises RuntimeError for an interface or address that this host does not have."""
+    gloo: Any = dist.ProcessGroupGloo
+    if interfaces:
+        return [gloo.create_device(interface=name.strip()) for name in interfaces.split(",")]
+    return [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
 
 
 class _GlooWork:

@@ -14,10 +14,11 @@ import torch
 from resharder.client.direct.base import DirectFailed, DirectGroup, NoGroup
 from resharder.client.direct.peer_memory.meeting import meet
 from resharder.client.direct.peer_memory.pairs import PeerPairs
-from resharder.client.direct.rendezvous import DaemonStore, connect, make_group
+from resharder.client.direct.rendezvous import DaemonStore, address_towards, connect, make_group
 from resharder.client.direct.transfer import Follower, Seconds, Transfer
 from resharder.client.errors import ResharderError
 from resharder.client.gpu.schedule import Schedule, quota_of, schedule
+from resharder.client.gpu.streams import on_stream
 from resharder.client.gpu.table import Tensors
 from resharder.client.rpc.channel import Channel
 from resharder.converters.errors import ConversionError
@@ -69,7 +70,8 @@ class TransferLink:
             sends, receives = _peers(found)
             if sends or receives or not (pairs.owners or pairs.readers):
                 who = (message.rank, message.size, device, message.seconds)
-                group = make_group(store, message.group, *who, peers={*sends, *receives}, most_peers=message.most_peers)
+                address, most = address_towards(channel.endpoint), message.most_peers
+                group = make_group(store, message.group, *who, peers={*sends, *receives}, most_peers=most, address=address)
                 connect(group, device, sends, receives, message.seconds)
             else:
                 group = NoGroup(message.rank)
@@ -248,6 +250,5 @@ class TransferLinks:
         if self._device.type != "cuda":
             yield
             return
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+        with on_stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
             yield

@@ -2,8 +2,10 @@
 
 import datetime
 import json
+import socket
 import time
 from collections.abc import Iterable, Sequence
+from ipaddress import ip_address
 from typing import Any
 
 import torch
@@ -80,6 +82,7 @@ def make_group(
     timeout: float,
     peers: Iterable[int] | None = None,
     most_peers: int = 0,
+    address: str = "",
 ) -> DirectGroup:
     """Form a group of `size` processes through a torch Store.
 
@@ -93,6 +96,7 @@ def make_group(
         peers: Ranks with which this one exchanges messages, the same pairs on both sides; by default all. The group has connected
             ranks only, because a failure ends it for all its members.
         most_peers: Largest number of peers of any rank, the same on all.
+        address: Address at which members reach this process over gloo, by default that of the host's name. NCCL finds its own.
 
     Raises:
         DirectFailed: Members are missing.
@@ -104,9 +108,22 @@ def make_group(
         others = set(range(size)) - {rank} if peers is None else set(peers)
         return NcclGroup(within, rank, others, device, timeout, max(most_peers, len(others)))
     if peers is None:
-        return GlooGroup(within, rank, list(range(size)), timeout)
+        return GlooGroup(within, rank, list(range(size)), timeout, address)
     members = connected(within, rank, peers, time.monotonic() + timeout)
-    return GlooGroup(PrefixStore(f"of {members[0]}", within), rank, members, timeout)
+    return GlooGroup(PrefixStore(f"of {members[0]}", within), rank, members, timeout, address)
+
+
+def address_towards(endpoint: str) -> str:
+    """Return this host's address on the route to `endpoint` (host:port); empty if that is a loopback address or there is none."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as trial:  # sends nothing
+            trial.connect(target)
+            found = str(trial.getsockname()[0])
+    except OSError:
+        return ""
+    return "" if ip_address(found.partition("%")[0]).is_loopback else found
 
 
 def connected(store: Any, rank: int, peers: Iterable[int], deadline: float) -> list[int]:

@@ -15,6 +15,7 @@ from resharder.client.direct.links import TransferLink, TransferLinks
 from resharder.client.direct.member_calls import declare, finish
 from resharder.client.direct.sent_digests import SentDigests
 from resharder.client.errors import ResharderError
+from resharder.client.gpu.streams import on_stream
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.driver_lock import DRIVER_LOCK
 from resharder.converters.errors import LayoutError
@@ -105,7 +106,7 @@ class Sender:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._stream)
+        return on_stream(self._stream)
 
     def serve(self, request: direct_pb2.OfferVersionRequest, calls: list[Any]) -> None:
         """Execute the tasks of an offer. Its calls are appended to `calls`, for cancellation by other threads."""

@@ -106,7 +106,8 @@ class _Pinned:
         import torch
 
         self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied: list[torch.cuda.Event] = []
+        self._devices: set[torch.device] = set()
         self._parts: list[tuple[int, int, torch.Tensor]] = []
         self._end = 0
 
@@ -117,14 +118,18 @@ class _Pinned:
         place = self._memory[self._end : self._end + elements.nbytes].view(elements.dtype).view(elements.shape)
         place.copy_(elements, non_blocking=True)
         self._parts.append((number, part, place))
+        self._devices.add(elements.device)
         self._end += -(-elements.nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def close(self) -> None:
-        self._copied.record()
+        """Record the end of the copies on the stream of each tensor's GPU, which need not be the thread's current GPU."""
+        import torch
+
+        self._copied = [torch.cuda.current_stream(device).record_event() for device in self._devices]
 
     def drain(self) -> Iterator[HostPart]:
-        if self._parts:
-            self._copied.synchronize()
+        for copied in self._copied:
+            copied.synchronize()
         for number, part, place in self._parts:
             yield HostPart(number, part, host_bits(place))
-        self._parts, self._end = [], 0
+        self._parts, self._end, self._copied, self._devices = [], 0, [], set()

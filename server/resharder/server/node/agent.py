@@ -188,7 +188,6 @@ class NodeAgent:
             sent_bytes=sent,
             seen=self._orders.revision,
             wait_seconds=wait_seconds,
-            drained=self._orders.drained,
             leaving=leaving,
         )
 

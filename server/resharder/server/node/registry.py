@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 import xxhash
 from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.infra.event_log import Kind
+from resharder.server.infra.medium import medium_errors
 from resharder.server.ingest.shared import parse_name
+from resharder.server.node.drained import DrainedNodes
 from resharder.server.node.piece_table import PieceTable
 from resharder.server.node.pieces import Bitmap, PieceNumbering, number_pieces
 from resharder.server.node.reports import (
@@ -60,6 +62,7 @@ class NodeRegistry:
         lease_seconds: Time after its last report at which a node is lost.
         forget_seconds: Time after its last report at which a lost node is forgotten.
         note: Function that adds an event.
+        drained: Ids of drained nodes; by default kept in memory alone.
     """
 
     def __init__(
@@ -70,11 +73,12 @@ class NodeRegistry:
         lease_seconds: float,
         forget_seconds: float,
         note: Callable[[Kind, str, str, str], object],
+        drained: DrainedNodes | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._manifest, self._record, self.lease_seconds, self._note = manifest, record, lease_seconds, note
-        self._forget_seconds = forget_seconds
+        self._forget_seconds, self._drained = forget_seconds, drained or DrainedNodes()
         self._clock, self._wall = clock, wall
         self._lock = threading.Lock()
         self._nodes: dict[str, _Node] = {}
@@ -166,11 +170,17 @@ class NodeRegistry:
             return [self._view(node) for _, node in sorted(self._nodes.items())]
 
     def set_drained(self, id: str, drained: bool) -> NodeView:
-        """Drain a node, or resume it. Raises ResourceNotFound (NODE_UNKNOWN)."""
-        with self._lock:
+        """Drain a node, or resume it, durably.
+
+        Raises:
+            ResourceNotFound: NODE_UNKNOWN.
+            ResourceExhausted, Unavailable: STORE_FULL, STORE_FAILED, NO_DESCRIPTORS, and nothing has changed.
+        """
+        with self._lock, medium_errors():
             node = self._nodes.get(id)
             if node is None:
                 raise ResourceNotFound("NODE_UNKNOWN", f"node {id!r} is unknown; there are {sorted(self._nodes)}")
+            self._drained.change(id, drained)
             node.drained = drained
             view = self._view(node)
         node.changed.notify()
@@ -229,7 +239,7 @@ class NodeRegistry:
             node = self._nodes.get(report.node)
             joined = node is None or node.lost or node.report.instance != report.instance
             if node is None:
-                node = self._nodes[report.node] = _Node(report, caller, 0.0, 0.0, drained=report.drained)
+                node = self._nodes[report.node] = _Node(report, caller, 0.0, 0.0, drained=report.node in self._drained)
             elif report.instance in node.former:
                 raise _replaced(report.node)
             elif caller != node.caller and not node.lost:

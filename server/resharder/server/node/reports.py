@@ -39,8 +39,6 @@ class StateReport:
     received_origin_bytes: int = 0
     received_peer_bytes: int = 0
     sent_bytes: int = 0
-    drained: bool = False
-    """Whether its last orders drained it, for a daemon that has restarted since."""
     copies: tuple[CopyReport, ...] = ()
 
 

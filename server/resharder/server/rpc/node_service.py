@@ -139,7 +139,6 @@ def _report(request: node_pb2.SyncNodeRequest) -> StateReport:
         received_origin_bytes=max(0, request.received_origin_bytes),
         received_peer_bytes=max(0, request.received_peer_bytes),
         sent_bytes=max(0, request.sent_bytes),
-        drained=request.drained,
         copies=tuple(CopyReport(copy.version, copy.folder[:4096], copy.held, copy.problem[:500]) for copy in request.versions),
     )
 

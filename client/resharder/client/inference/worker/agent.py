@@ -284,8 +284,7 @@ class Agent:
             route = part.route or first_route(part.known, model, part.shared)
             prepared = staged.prepared.get(name)
             done += install.install(self.host, model, part.config, part.known, route, source, arrived, prepared, staged.timings)
-            if part.route is None:
-                part.decide_route(model, source)
+            part.decide_route(model, source)
             failpoint("worker.apply.written")
             self.verifier.expect(part, None if staged.early is not None else source.expected)
         failpoint("worker.apply.verified")

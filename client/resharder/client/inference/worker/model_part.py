@@ -16,7 +16,7 @@ from resharder.client.inference.recording.recorder import Recording
 from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.install import Prepared
 from resharder.client.inference.worker.memory import live_now
-from resharder.client.inference.worker.routing import Evidence, Route, decide, gather_evidence
+from resharder.client.inference.worker.routing import Evidence, Route, decide, gather_evidence, renew_evidence
 from resharder.client.inference.worker.source import Needs, VersionManifest, VersionSource
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, Layout, box_size
 
@@ -43,7 +43,7 @@ class ModelPart:
     """Paths of modules that belong to `MODEL`."""
     recording: Recording | None = None
     evidence: Evidence | None = None
-    """Evidence from the first version that went through `load_weights`."""
+    """Evidence from versions that went through `load_weights`."""
     route: Route | None = None
     """The route that follows from `evidence`."""
     _copy: tuple[Route, HostToDevice] | None = None
@@ -106,11 +106,18 @@ class ModelPart:
     def decide_route(self, model: torch.nn.Module, source: VersionSource) -> None:
         """Decide the route of later versions, after `source` went through `load_weights`.
 
+        Later calls decide about modules that an earlier version has left unproven.
+
         Raises:
             InstallError: Loading made a tensor whose source weights cannot be determined.
         """
         recording = self.known
-        self.evidence = gather_evidence(model, recording, source, self.shared)
+        if self.evidence is None:
+            self.evidence = gather_evidence(model, recording, source, self.shared)
+        elif self.evidence.unproven:
+            self.evidence = renew_evidence(self.evidence, model, recording, source)
+        else:
+            return
         self.route = decide(recording, self.evidence)
 
     @property

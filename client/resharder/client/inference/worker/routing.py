@@ -7,7 +7,7 @@ in each install.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -52,14 +52,16 @@ class Evidence(NamedTuple):
     """Evidence from the memory of a model after a version went through `load_weights`."""
 
     unlike: frozenset[str]
-    """Locals whose memory differs from what was recorded."""
+    """Locals whose memory differs from what was recorded, or may."""
     derived: dict[str, frozenset[str]]
     """For each module that has derived tensors, the modules from which they may derive."""
+    unproven: frozenset[str] = frozenset()
+    """Locals of `unlike` that a version with other values may show to be as recorded."""
 
     def without(self, modules: frozenset[str], recording: Recording) -> "Evidence":
         """Return the evidence without `modules`; `recording` already excludes them."""
         derived = {module: below - modules for module, below in self.derived.items() if module not in modules}
-        return Evidence(self.unlike & recording.locals.keys(), derived)
+        return Evidence(self.unlike & recording.locals.keys(), derived, self.unproven & recording.locals.keys())
 
 
 def decide(recording: Recording, evidence: Evidence) -> Route:
@@ -108,13 +110,34 @@ def gather_evidence(
     live = live_tensors(model)
     unlike = {name for name, local in recording.locals.items() if not is_like(local, live.get(name))}
     unlike |= _overlapping(recording)
-    pieces = [piece for piece in recording.layout.pieces if piece.local not in unlike]
+    different, unproven = _compare(recording, live, source, recording.locals.keys() - unlike)
+    return Evidence(frozenset(unlike | different | unproven), _derived(model, recording, live, shared), frozenset(unproven))
+
+
+def renew_evidence(evidence: Evidence, model: torch.nn.Module, recording: Recording, source: VersionSource) -> Evidence:
+    """Compare the unproven locals with a later version that went through `load_weights`."""
+    different, unproven = _compare(recording, live_tensors(model), source, evidence.unproven)
+    unlike = evidence.unlike - evidence.unproven | different | unproven
+    return evidence._replace(unlike=unlike, unproven=frozenset(unproven))
+
+
+def _compare(
+    recording: Recording, live: Mapping[str, torch.Tensor], source: VersionSource, names: Set[str]
+) -> tuple[set[str], set[str]]:
+    """Return the locals among `names` whose memory differs from a version, and equal ones without evidence of places."""
     quantised = recording.quantised
+
+    def packed(piece: Piece) -> bool:
+        return not quantised.isdisjoint(recording.locals[piece.local].modules)
+
+    pieces = [piece for piece in recording.layout.pieces if piece.local in names]
+    different, uniform = set[str](), set[str]()
     for piece, found in zip(pieces, read_all(live, pieces, source.specs), strict=True):
-        packed = not quantised.isdisjoint(recording.locals[piece.local].modules)
-        if found != source.expected[piece.tensor, piece.box] or (packed and _is_uniform(source.arrays[piece.tensor], piece.box)):
-            unlike.add(piece.local)
-    return Evidence(frozenset(unlike), _derived(model, recording, live, shared))
+        if found != source.expected[piece.tensor, piece.box]:
+            different.add(piece.local)
+        elif packed(piece) and _is_uniform(source.arrays[piece.tensor], piece.box):
+            uniform.add(piece.local)
+    return different, uniform - different
 
 
 def _is_uniform(array: Array, box: Box) -> bool:
@@ -125,13 +148,28 @@ def _is_uniform(array: Array, box: Box) -> bool:
 
 
 def is_like(local: Local, tensor: torch.Tensor | None) -> bool:
-    """Return whether a tensor has memory of the recorded shape, strides and dtype."""
+    """Return whether a tensor has the recorded dtype and its elements at the recorded places of its memory.
+
+    A view of the recorded parameter has them too, such as the transpose that vLLM keeps of FP8 weights by channel.
+    """
     return (
         tensor is not None
-        and (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype) == local[:3]
+        and tensor.dtype == local.dtype
+        and _steps(tuple(tensor.shape), tensor.stride()) == _steps(local.shape, local.strides)
         and tensor.device.type != "meta"
         and tensor.numel() > 0
     )
+
+
+def _steps(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return (stride, number of elements) of the fewest dimensions with the same places, from the largest stride on."""
+    found: list[tuple[int, int]] = []
+    for stride, n in sorted(((stride, n) for n, stride in zip(shape, strides, strict=True) if n > 1), reverse=True):
+        if found and found[-1][0] == stride * n:
+            found[-1] = stride, n * found[-1][1]
+        else:
+            found.append((stride, n))
+    return found
 
 
 def _overlapping(recording: Recording) -> set[str]:

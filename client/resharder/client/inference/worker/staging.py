@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from resharder.client.errors import ResharderError
+from resharder.client.gpu.streams import on_stream, use_gpu
 from resharder.client.inference.engine import Host
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.worker.direct_receiver import EarlyVersion, OpenMemory, Receiver
@@ -169,6 +170,7 @@ class Staging:
             ResharderError: The version cannot be fetched.
             InstallError: The version does not fit the worker, or it is not READY and cannot arrive on the direct path.
         """
+        use_gpu(self._host.device)  # this thread is the caller's own
         source = self._fallback_of(staged.fallback or staged.version) or self._fetch(models, staged, memory, manifest)
         if staged.fallback:  # after the fallback is there: the ranks wait from READY on, and for so long only
             source = self._join_early(models, staged, memory, source)
@@ -244,7 +246,7 @@ class Staging:
             return
         try:
             stream = torch.cuda.Stream(self._host.device)  # type: ignore[no-untyped-call]
-            with torch.cuda.device(self._host.device), torch.cuda.stream(stream):
+            with on_stream(stream):
                 if source.register(boxed, self._host.device, self._serves):
                     made = {
                         name: self._parts.part(name).prepare(source, model, self._host.device) for name, model in models.items()

@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
+from resharder.client.gpu.streams import on_stream
 from resharder.client.inference.recording import inventory
 from resharder.client.inference.worker.errors import InstallError
 from resharder.client.inference.worker.memory import live_tensors, read_all
@@ -310,6 +311,5 @@ def _needed_bytes(part: ModelPart, tensor: str) -> int:
 @contextmanager
 def _on_a_stream(device: torch.device) -> Iterator[None]:
     """Read on a stream of its own, concurrently with the engine."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
+    with on_stream(torch.cuda.Stream(device)), torch.no_grad():  # type: ignore[no-untyped-call]
         yield
