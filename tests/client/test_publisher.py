@@ -136,10 +136,10 @@ def test_a_publish_that_fails_leaves_no_version_behind(daemon: Daemon) -> None:
 COPYING = """
 import signal, sys, torch
 from resharder.client.trainer.connect import DeclaredTensor, connect
-from resharder.client.transport import grpc_chunks, shared_memory
+from resharder.client.transport import chunks, shared_memory
 endpoint, transport = sys.argv[1:]
 tensor = torch.full((32 << 10, 1024), 0x07070707, dtype=torch.int32)
-host_parts = grpc_chunks.host_parts
+host_parts = chunks.host_parts
 def half(*given):
     left = tensor.nbytes // 2
     for part in host_parts(*given):
@@ -148,19 +148,19 @@ def half(*given):
         if left <= 0:
             print("half-way", flush=True)
             signal.pause()
-grpc_chunks.host_parts = shared_memory.host_parts = half
+chunks.host_parts = shared_memory.host_parts = half
 publisher = connect(endpoint, model="policy", job="killed", config={"architectures": ["None"]}, transport=transport)
 publisher.attach_tensors([DeclaredTensor("large", tensor.dtype, tuple(tensor.shape))])
 publisher.publish_tensors(1, [("large", tensor)])
 """
 
 
-@pytest.mark.parametrize("transport", ["grpc", "shared-memory"])
+@pytest.mark.parametrize("transport", ["grpc", "http", "shared-memory"])
 def test_a_trainer_killed_in_the_middle_of_a_tensor_leaves_nothing_and_the_next_one_publishes(
     transport: str, tmp_path: Path
 ) -> None:
     held, tensor = one_large(32)
-    with Daemon(lease_seconds=7, keep_count=1) as daemon:
+    with Daemon(lease_seconds=7, keep_count=1, data_listen="127.0.0.1:0") as daemon:
         command = [sys.executable, "-c", COPYING, daemon.endpoint, transport]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
             try:

@@ -32,7 +32,7 @@ class Config(BaseSettings):
     caller_rate: float = Field(1000.0, ge=0, description="calls per second of one caller; 0: no bound")
     caller_calls: int = Field(1024, ge=1, description="open calls of one caller that wait or transfer data")
     web_listen: str = Field("127.0.0.1:7678", description="host:port of the status page, metrics and probes; empty: none")
-    data_listen: str = Field("", description="host:port at which readers on other hosts fetch versions by HTTP; empty: none")
+    data_listen: str = Field("", description="host:port at which other hosts read and write versions by HTTP; empty: none")
     store: Path = Field(DEFAULT_STORE, description="folder of the versions, in shared memory or on disk")
     store_limit_bytes: int = Field(0, ge=0, description="bound on the bytes of versions; 0: 80 % of the free space")
     keep_count: int = Field(3, ge=1, description="READY versions kept of each model")

@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 from blake3 import blake3
-from resharder.converters.geometry.layout import Box, box_index, box_shape, box_size, full_box
+from resharder.converters.geometry.layout import box_size
 from resharder.converters.storage.digest import MASK
-from resharder.converters.storage.files import BITS, Array, FileLayout, MappedFiles
+from resharder.converters.storage.files import FileLayout, MappedFiles
+from resharder.converters.storage.writable_files import WritableFiles
 from resharder.converters.wire.chunk_frame import ChunkHeader
 from resharder.server.infra.filesystem import touching, unwritten_elsewhere
 from resharder.server.ingest.packed_boxes import Slot
@@ -67,7 +68,7 @@ class Upload:
         self._threads = threads  # that digest
         self._files, self._chunk_bytes = files, chunk_bytes
         self._lock = threading.Condition()
-        self._maps: MappedFiles | None = None
+        self._writable: WritableFiles | None = None
         self._landing = 0
         self._closed = self._aborted = False
         self._received: dict[int, npt.NDArray[np.bool_]] = {}
@@ -84,7 +85,7 @@ class Upload:
         """Write a chunk to the version's files. All checks precede the first write; a repeated chunk is accepted.
 
         Raises InvalidArgument (RANK, CHUNK_INDEX, CHUNK_LENGTH), DataLoss (CHECKSUM), FailedPrecondition (VERSION_ABORTED,
-        VERSION_CLOSED).
+        VERSION_CLOSED), MediumRefused.
         """
         self.publisher.check_rank(header.rank)
         slot = self.slot(header.rank)
@@ -100,11 +101,12 @@ class Upload:
             raise DataLoss(
                 "CHECKSUM", f"rank {header.rank} chunk {header.index}: expected xxh3 {header.checksum:016x}, got {found:016x}"
             )
-        arrays = self._enter(header.rank)
-        if arrays is None:
+        files = self._enter(header.rank)
+        if files is None:
             return
         try:
-            self._copy(arrays, slot, header.index, data)
+            with touching(self.folder, "writing", len(data)):
+                self._copy(files, slot, header.index, data)
         finally:
             with self._lock:
                 self._landing -= 1
@@ -113,25 +115,25 @@ class Upload:
             self._bitmap(header.rank)[header.index] = True
             self._transports[header.rank] = transport
 
-    def _enter(self, rank: int) -> MappedFiles | None:
+    def _enter(self, rank: int) -> WritableFiles | None:
         """Return the writable files, or None if the slot is sealed."""
         with self._lock:
             self._check_open()
             if rank in self._sealed:
                 return None
-            if self._maps is None:
+            if self._writable is None:
                 self._early.drop()  # the kernel lets this process open no leased file for writing either
                 with touching(self.folder, "mapping"):
-                    self._maps = MappedFiles(self.folder, self._files, writable=True)
+                    self._writable = WritableFiles(self.folder, self._files)
             self._landing += 1
-            return self._maps
+            return self._writable
 
-    def _copy(self, maps: MappedFiles, slot: Slot, chunk: int, data: memoryview) -> None:
+    def _copy(self, files: WritableFiles, slot: Slot, chunk: int, data: memoryview) -> None:
         at = 0
         for position, box in slot.parts(chunk):
             spec = self.publisher.specs[int(slot.boxes.tensors[position])]
             size = box_size(box) * int(slot.item_sizes[position])
-            _put(maps.arrays[spec.name], box, data[at : at + size])
+            files.put_bytes(spec, box, data[at : at + size])
             at += size
 
     def _check_open(self) -> None:
@@ -163,7 +165,7 @@ class Upload:
             if self._released is None:
                 self._released = ReleasedFiles(self._writers())
             complete = self._released.release(rank, files)
-            if self._shared and self._maps is None:
+            if self._shared and self._writable is None:
                 self._early.begin(complete)
 
     def _writers(self) -> dict[str, list[int]]:
@@ -225,13 +227,13 @@ class Upload:
         return found
 
     def close(self, *, aborted: bool = False) -> None:
-        """Refuse further writes, wait for those in progress, and unmap the daemon's own writable maps."""
+        """Refuse further writes, wait for those in progress, and close the daemon's own writable files."""
         with self._lock:
             self._closed, self._aborted = True, self._aborted or aborted
             self._lock.wait_for(lambda: self._landing == 0)
-            maps, self._maps = self._maps, None
-        if maps is not None:
-            maps.close()
+            files, self._writable = self._writable, None
+        if files is not None:
+            files.close()
         if aborted:
             self._early.drop()
 
@@ -304,16 +306,3 @@ def _wait(done: Callable[[], bool], patience: float, clock: Callable[[], float] 
             return False
         time.sleep(0.005)
     return True
-
-
-def _put(array: Array, box: Box, data: memoryview) -> None:
-    """Copy a box with strides. Contiguous rows are copied as bytes, since received data need not be aligned."""
-    if not box:
-        array, box = array.reshape(1), full_box((1,))
-    target = array[box_index(box)]
-    if box[-1].step == 1:
-        width = array.dtype.itemsize
-        target = target.view(np.uint8)
-        target[...] = np.frombuffer(data, np.uint8).reshape(*box_shape(box)[:-1], box[-1].count * width)
-    else:
-        target[...] = np.frombuffer(data, BITS[array.dtype.itemsize]).reshape(box_shape(box))
