@@ -8,7 +8,7 @@ import argparse
 import time
 
 import numpy as np
-from resharder.server.node.pieces import piece_bytes_for
+from resharder.converters.wire.pieces import piece_bytes_for
 
 from benchmarks.swarm import Network, Outcome, Swarm
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
+from resharder.converters.wire.pieces import Bitmap
 from resharder.server.node.piece_table import PieceTable
-from resharder.server.node.pieces import Bitmap
 from resharder.server.node.sources import (
     LIMITS,
     UPLOADS,
@@ -48,6 +48,8 @@ class Network:
         seed: Seed of all choices.
         limits: Bounds on each node's requests.
         uploads: Requests that a host answers at a time; it refuses others as busy.
+        parts: Hosts need a part each, as under expert parallelism: host `i` the pieces of part `i % parts`, and shared ones.
+        shared: Share of the pieces that all hosts need.
     """
 
     hosts: int
@@ -61,6 +63,13 @@ class Network:
     seed: int = 1
     limits: RequestLimits = LIMITS
     uploads: int = UPLOADS
+    parts: int = 1
+    shared: float = 0.1
+
+    def needs(self, host: int) -> Bitmap:
+        """Return the pieces that a host needs."""
+        shared = int(self.shared * self.pieces)
+        return Bitmap.of(self.pieces, [p for p in range(self.pieces) if p < shared or p % self.parts == host % self.parts])
 
     @property
     def one_transfer(self) -> float:
@@ -124,6 +133,7 @@ class Host:
     """Host with its node: the pieces that it holds, the daemon's last answer, and its transfers."""
 
     name: str
+    needs: Bitmap
     held: Bitmap
     gained: Bitmap
     chance: np.random.Generator
@@ -152,15 +162,15 @@ class Swarm:
         table.add_version(VERSION, network.pieces)
         table.add_origin(VERSION, ORIGIN)
         self._tracker = Tracker(table)
-        self._origin = self._host(ORIGIN, Bitmap.full(network.pieces))
+        self._origin = self._host(ORIGIN, Bitmap(network.pieces), Bitmap.full(network.pieces))
         self._tracker.report(NodeReport(ORIGIN, VERSION, self._origin.held, whole=True), 0.0)
-        self._hosts = [self._host(f"host{i}", Bitmap(network.pieces)) for i in range(network.hosts)]
+        self._hosts = [self._host(f"host{i}", network.needs(i), Bitmap(network.pieces)) for i in range(network.hosts)]
         self._by_name = {host.name: host for host in [self._origin, *self._hosts]}
         self._left = len(self._hosts)
 
-    def _host(self, name: str, held: Bitmap) -> Host:
+    def _host(self, name: str, needs: Bitmap, held: Bitmap) -> Host:
         chance = np.random.default_rng(int(self._chance.integers(1 << 32)))
-        return Host(name, held, Bitmap(held.count), chance, Bitmap(held.count))
+        return Host(name, needs, held, Bitmap(held.count), chance, Bitmap(held.count))
 
     def run(self) -> Outcome:
         """Run until every living host holds the version. Raises RuntimeError when nothing more happens before."""
@@ -192,7 +202,7 @@ class Swarm:
 
     def _report(self, host: Host, whole: bool = False) -> None:
         if host.alive:
-            report = NodeReport(host.name, VERSION, host.gained, whole=whole, load=len(host.sending))
+            report = NodeReport(host.name, VERSION, host.gained, whole=whole, wanted=host.needs, load=len(host.sending))
             host.gained = Bitmap(host.held.count)
             self._at(self._now + self._network.latency, self._answer, host, report)
 
@@ -217,9 +227,8 @@ class Swarm:
             return
         requests = [PieceRequest(flow.piece, flow.source.name, flow.started, network.piece_bytes) for flow in host.receiving]
         before = time.process_time()
-        wanted = Bitmap.full(network.pieces)
         told = host.offers, host.scarce, host.granted
-        chosen = choose(host.held, wanted, *told, host.records, requests, self._now, host.chance, network.limits)
+        chosen = choose(host.held, host.needs, *told, host.records, requests, self._now, host.chance, network.limits)
         self._outcome.choosing += time.process_time() - before
         for piece, peer in chosen:
             flow = Flow(piece, self._by_name[peer], host, self._now, network.piece_bytes, self._now)
@@ -280,7 +289,7 @@ class Swarm:
             self._end(other)
         host.held.add(flow.piece)
         host.gained.add(flow.piece)
-        if host.held.whole():
+        if not len(host.needs - host.held):
             host.done = self._now
             self._left -= 1
         self._fill(host)

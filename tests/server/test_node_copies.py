@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import lay_out
-from resharder.converters.wire.ranges import PIECE_BYTES, WHOLE_FILE, FilePart
+from resharder.converters.wire.pieces import Bitmap
+from resharder.converters.wire.ranges import HELD_FILE, PIECE_BYTES, FilePart
 from resharder.server.node.copies import HeldVersion, NodeCopies
 from resharder.server.state.errors import ResourceExhausted
 
@@ -27,15 +28,15 @@ def fill(version: HeldVersion, *pieces: int) -> None:
         version.add(piece)
 
 
-def test_a_part_can_be_read_once_its_pieces_are_held_and_the_sign_comes_with_the_last_one(copies: NodeCopies) -> None:
+def test_a_part_can_be_read_once_its_pieces_are_held_and_workers_see_which_are(copies: NodeCopies) -> None:
     version = copies.add(NAME, "fingerprint", FILES)
     fill(version, 1)
     inside = FilePart("policy", 7, FILE, PIECE_BYTES, PIECE_BYTES + 5)
     assert version.lacks(inside) == ""
     assert version.lacks(inside._replace(start=PIECE_BYTES - 5)) == f"this node does not hold piece 0 of {NAME} yet"
-    assert not (version.folder / WHOLE_FILE).exists()
+    assert (version.folder / HELD_FILE).read_bytes() == bytes([0b10])
     fill(version, 0)
-    assert (version.folder / WHOLE_FILE).exists()
+    assert (version.folder / HELD_FILE).read_bytes() == bytes([0b11])
     content = (version.folder / FILE).read_bytes()
     assert (content[0], content[-1], len(content)) == (1, 2, FILES[0].size)
 
@@ -58,3 +59,18 @@ def test_an_earlier_processes_versions_are_removed_and_capacity_is_a_bound(root:
     again.add(NAME, "fingerprint", FILES)
     with pytest.raises(ResourceExhausted, match="memory full: it needs"):
         again.add("models/policy/versions/8", "fingerprint", FILES)
+
+
+def test_a_version_takes_the_memory_of_its_wanted_pieces_and_grows_within_the_bound(root: Path) -> None:
+    first, last = PIECE_BYTES, FILES[0].size - PIECE_BYTES
+    copies = NodeCopies(root, PIECE_BYTES + last - 1)
+    version = copies.add(NAME, "fingerprint", FILES, Bitmap.of(2, [0]))
+    assert (copies.used_bytes(), list(version.missing())) == (first, [0])
+    fill(version, 0)
+    assert not len(version.missing())
+    with pytest.raises(ResourceExhausted, match=f"memory full: it needs {last} bytes, {last - 1} of"):
+        copies.want(version, Bitmap.full(2))
+    assert list(version.wanted()) == [0], "which a refusal leaves as it was"
+    copies.limit_bytes += 1
+    copies.want(version, Bitmap.full(2))
+    assert (copies.used_bytes(), list(version.missing())) == (first + last, [1])

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.storage.files import lay_out
+from resharder.converters.wire.pieces import Bitmap, number_pieces
+from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.infra.change_signal import Pause
 from resharder.server.node.drained import DrainedNodes
-from resharder.server.node.pieces import Bitmap, number_pieces
 from resharder.server.node.registry import NodeRegistry
-from resharder.server.node.reports import CopyReport, NodeState, Orders, StateReport
+from resharder.server.node.reports import CopyReport, HostCopy, NodeState, Orders, StateReport
 from resharder.server.observability.metrics.gauges import NOTHING, families
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound, Unavailable
 from resharder.server.state.version import READY, RETIRED, VersionRecord
@@ -56,8 +57,9 @@ class World:
             return ended.value  # type: ignore[no-any-return]
         raise AssertionError("it waits on")
 
-    def want(self, version: str, node: str = "one") -> None:
-        self.nodes.host_copy(version, "server", [(f"/{node}/nonce", node.encode())])
+    def want(self, version: str, node: str = "one", pieces: Bitmap | None = None) -> HostCopy:
+        needed = pieces.to_bytes() if pieces else b""
+        return self.nodes.host_copy(version, "server", [(f"/{node}/nonce", node.encode())], needed)
 
     def retire(self, number: int) -> None:
         self.records[number] = replace(self.records[number], state=RETIRED)
@@ -202,9 +204,48 @@ def test_a_node_hears_at_once_who_may_read_a_model(world: World) -> None:
     assert (before.versions[0].readers, after.versions[0].readers) == ((), ("dns:two",))
 
 
+def test_a_node_should_hold_the_union_of_what_workers_on_its_host_need(world: World) -> None:
+    world.sync(report())
+    some, more = Bitmap.of(PIECES, [0, 1]), Bitmap.of(PIECES, [1, 3])
+    world.want(NAMES[0], pieces=some)
+    before = world.sync(report())
+    assert before.versions[0].wanted == some.to_bytes()
+    assert set(before.versions[0].granted) <= {0, 1}
+    assert world.sync(report(), seen=before.revision, wait=5.0).revision == before.revision
+    world.want(NAMES[0], pieces=more)
+    after = world.sync(report(), seen=before.revision, wait=5.0)
+    assert after.versions[0].wanted == (some | more).to_bytes()
+    (copy,) = world.nodes.views()[0].copies
+    assert (copy.wanted_pieces, copy.pieces) == (3, PIECES)
+
+
+def test_a_worker_has_what_it_needs_while_pieces_of_others_are_missing_or_do_not_fit(world: World) -> None:
+    some, more = Bitmap.of(PIECES, [0, 1]), Bitmap.of(PIECES, [3])
+    held = CopyReport(NAMES[0], "/one/v1", some.to_bytes(), "memory full", some.to_bytes())
+    world.sync(replace(report(), copies=(held,)))
+    assert world.want(NAMES[0], pieces=some) == HostCopy("nodes/one", "/one/v1", True, 2 * PIECE_BYTES)
+    assert world.want(NAMES[0], pieces=more).problem == "nodes/one: memory full"
+    assert not world.want(NAMES[0]).whole
+
+
+def test_parts_of_more_versions_fit_and_a_restarted_daemon_wants_no_more_than_before(world: World) -> None:
+    capacity, some = SIZE + 2 * PIECE_BYTES, Bitmap.of(PIECES, [0, 1])
+    world.sync(report(capacity=capacity))
+    world.want(NAMES[0], pieces=some)
+    world.want(NAMES[1])
+    assert ordered(world.sync(report(capacity=capacity))) == [NAMES[1], NAMES[0]]
+    world.restart()
+    held = CopyReport(NAMES[0], "/one/v1", some.to_bytes(), wanted=some.to_bytes())
+    (order,) = world.sync(replace(report(), copies=(held,))).versions
+    assert order.wanted == some.to_bytes()
+
+
 def test_a_bitmap_of_another_version_is_refused(world: World) -> None:
     with pytest.raises(InvalidArgument, match="expected"):
         world.sync(report(v1=Bitmap.full(8 * PIECES)))
+    world.sync(report())
+    with pytest.raises(InvalidArgument, match="expected"):
+        world.want(NAMES[0], pieces=Bitmap.full(8 * PIECES))
 
 
 def test_gauges_count_nodes_their_bytes_and_missing_pieces(world: World) -> None:

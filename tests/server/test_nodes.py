@@ -9,8 +9,9 @@ from resharder.client.inference.worker import host_node
 from resharder.client.inference.worker.source import Stager
 from resharder.client.rpc.channel import Channel
 from resharder.client.versions.remote import get_manifest
-from resharder.converters.geometry.layout import TensorSpec, full_box
-from resharder.converters.wire.ranges import PIECE_BYTES
+from resharder.converters.geometry.layout import Range, TensorSpec, full_box
+from resharder.converters.wire.pieces import Bitmap
+from resharder.converters.wire.ranges import HELD_FILE, PIECE_BYTES
 from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
 
 from tests.support.daemon import Daemon
@@ -79,6 +80,35 @@ def test_a_node_takes_pieces_from_another_and_refuses_bytes_that_are_wrong(daemo
             wait_until(lambda: nodes(daemon)["nodes/two"].received_peer_bytes > 0)
             assert nodes(daemon)["nodes/two"].received_origin_bytes < 3 * PIECE_BYTES
             assert "expected checksum" in second.log.read_text()
+
+
+def test_a_host_fetches_the_pieces_that_its_workers_need_and_a_later_worker_adds_to_them(daemon: Daemon) -> None:
+    version = publish(daemon, 30)
+    rows = SPECS[0].shape[0]
+    halves = [{"big": ((Range(start, rows // 2), Range(0, 1024)),)} for start in (0, rows // 2)]
+    with Node(daemon.endpoint, "first") as first, Node(daemon.endpoint, "last") as last:
+        joined(daemon, "first", "last")
+        for node, other, half in ((first, last, halves[0]), (last, first, halves[1])):
+            (other.folder / "nonce").rename(other.folder / "hidden")  # of a host that the worker cannot read
+            assert stage(daemon.endpoint, version, half) == ARRIVED
+            (other.folder / "hidden").rename(other.folder / "nonce")
+            wait_until(lambda node=node: holds(daemon, node.name, version))
+        content = stored(daemon, version)["model.safetensors"]
+        for node in (first, last):
+            (copy,) = nodes(daemon)[f"nodes/{node.name}"].copies
+            assert copy.held_pieces == copy.wanted_pieces < PIECES == copy.pieces
+            folder = node.copy_of(version)
+            held = set(Bitmap.from_bytes(PIECES, (folder / HELD_FILE).read_bytes()))
+            found = (folder / "model.safetensors").read_bytes()
+            for piece in range(PIECES):
+                part = slice(piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES)
+                assert found[part] == (content[part] if piece in held else bytes(len(content[part])))
+            received = nodes(daemon)[f"nodes/{node.name}"]
+            assert received.received_origin_bytes + received.received_peer_bytes <= copy.wanted_pieces * PIECE_BYTES
+        (last.folder / "nonce").rename(last.folder / "hidden")
+        assert stage(daemon.endpoint, version) == ARRIVED
+        assert first.files(version) == stored(daemon, version)
+        wait_until(lambda: nodes(daemon)["nodes/first"].received_peer_bytes > 0)
 
 
 def test_a_version_that_a_worker_has_mapped_outlives_its_retirement(daemon: Daemon) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from resharder.converters.wire.pieces import Bitmap
 from resharder.server.node.grants import LATE, LEAST, STREAMS, OriginGrants
 from resharder.server.node.peers import neighbours
-from resharder.server.node.pieces import Bitmap
 from resharder.server.node.sources import (
     LIMITS,
     PeerOffer,
@@ -166,8 +166,18 @@ def test_every_node_is_a_peer_of_as_many_others_and_all_nodes_are_reached_in_few
         (Network(8, 64, 18_750_000, 62.5e6, late=2), 1.75, 1.2),
         (Network(40, 96, 16 << 20, 62.5e6, deaths=(0.6,)), 1.5, 1.2),
         (Network(1, 64, 18_750_000, 62.5e6), 1.05, 1.0),
+        (Network(8, 64, 18_750_000, 62.5e6, parts=8), 1.1, 1.0),
+        (Network(120, 96, 16 << 20, 62.5e6, parts=40), 1.3, 1.1),
     ],
-    ids=["eight hosts", "one of eight dies", "two of eight join late", "forty hosts, one dies", "one host"],
+    ids=[
+        "eight hosts",
+        "one of eight dies",
+        "two of eight join late",
+        "forty hosts, one dies",
+        "one host",
+        "a part each",
+        "three hosts for each part",
+    ],
 )
 def test_simulated_hosts_are_complete_within_their_bound(network: Network, bound: float, sent: float) -> None:
     outcome = Swarm(network).run()

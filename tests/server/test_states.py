@@ -1,7 +1,7 @@
 """Derived state of servers and fleets: what clients get, what is needed, and how long to wait."""
 
 import math
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from resharder.server.state.server import (
     Control,
     Failure,
     Goal,
+    Install,
     InstallState,
     Power,
     Server,
@@ -22,8 +23,9 @@ from resharder.server.state.server import (
     WorkerState,
     in_use,
 )
+from resharder.server.state.server_events import Attached, Claimed, Order, Reported
 from resharder.server.state.timing import Timing, possible, timings_from_proto, timings_to_proto
-from resharder.server.state.version import READY, VersionRecord
+from resharder.server.state.version import ABORTED, LAST_NUMBER, READY, RETIRED, UPLOADING, VersionRecord
 from resharder.v1 import resources_pb2
 
 from tests.support.fleet_states import NOW, fleet, install, moving, out_of_service, server, view
@@ -84,6 +86,7 @@ def test_a_server_has_staged_when_every_worker_has(report: dict[str, Any], state
     assert known.staged == version
     assert server("a").staged == 0
     assert replace(known, workers={0: staged[0]}).staged == 0
+    assert replace(known, workers={0: staged[0], 2: staged[1]}).staged == 0
 
 
 def test_an_install_has_joined_the_direct_path_with_one_of_its_workers() -> None:
@@ -132,6 +135,31 @@ def test_weights_are_unproven_until_the_store_has_the_same() -> None:
     assert server("a", workers={1: replace(proven[1], differs="b"), 0: replace(proven[0], differs="a")}).differs == "a"
     assert server("a", workers={0: proven[0], 1: replace(proven[1], differs="b")}).differs == "b"
     assert server("a").differs == ""
+
+
+def test_servers_have_the_documented_times_and_attempts() -> None:
+    assert Settings() == Settings(15, 15, 1800, 600, 3, 2, 60, 86400)
+
+
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [
+        (Ahead, {"remote": True}),
+        (Attached, {}),
+        (Claimed, {}),
+        (Control, {}),
+        (Goal, {"apply": True, "open": True, "power": Power.AWAKE, "retry": (0, 0)}),
+        (Install, {}),
+        (Order, {}),
+        (Reported, {"ok": True}),
+        (Server, {"booting": True, "goal": Goal(), "power": Power.AWAKE}),
+        (VersionRecord, {}),
+        (Worker, {}),
+    ],
+)
+def test_values_without_a_report_are_zero_empty_or_unknown(kind: type, others: dict[str, object]) -> None:
+    defaults = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
+    assert {name: value for name, value in defaults.items() if value} == others
 
 
 def test_a_starting_server_is_lost_later_than_one_that_renews() -> None:
@@ -251,27 +279,45 @@ def test_impossible_timings_are_dropped_and_long_reports_cut() -> None:
     assert [possible(number) for number in (0.5, 0.0, -1.0, math.inf, math.nan, float(1 << 33))] == [0.5, 0, 0, 0, 0, 0]
 
 
+STORED = {
+    "model": "policy",
+    "number": 3,
+    "state": READY,
+    "epoch": 1,
+    "step": 2,
+    "job": "j",
+    "size_bytes": 4,
+    "tensor_count": 5,
+}
+
+
 def test_a_record_ignores_later_fields_and_names_its_version() -> None:
-    stored = {
-        "model": "policy",
-        "number": 3,
-        "state": READY,
-        "epoch": 1,
-        "step": 2,
-        "job": "j",
-        "size_bytes": 4,
-        "tensor_count": 5,
-    }
-    record = VersionRecord.of(stored | {"tensor_count": 5, "create_time": 6.0, "added_later": 1})
+    record = VersionRecord.of(STORED | {"tensor_count": 5, "create_time": 6.0, "added_later": 1})
     assert (record.name, record.state, record.set_aside) == ("models/policy/versions/3", "READY", False)
     with pytest.raises(TypeError):
-        VersionRecord.of(stored)
+        VersionRecord.of(STORED)
     with pytest.raises(TypeError, match="expected the fields of a version, got a list"):
         VersionRecord.of([1])  # type: ignore[arg-type]
     others = [replace(record, **change) for change in ({"job": "k"}, {"epoch": 2}, {"number": 4}, {"create_time": 7.0})]  # type: ignore[arg-type]
     prints = {each.ahead_fingerprint for each in (record, *others)}
     assert len(prints) == 5
     assert all(len(each) == len("ahead-") + 32 and each.startswith("ahead-") for each in prints)
+
+
+@pytest.mark.parametrize("name", ["number", "epoch"])
+def test_a_record_has_numbers_whose_successors_fit_into_the_protocol(name: str) -> None:
+    assert LAST_NUMBER == 4_611_686_018_427_387_903
+    record = STORED | {"create_time": 6.0}
+    assert getattr(VersionRecord.of(record | {name: LAST_NUMBER}), name) == LAST_NUMBER
+    with pytest.raises(ValueError, match=f"at most {LAST_NUMBER}, got"):
+        VersionRecord.of(record | {name: LAST_NUMBER + 1})
+    with pytest.raises(ValueError, match=f"expected {name} as"):
+        VersionRecord.of(record | {name: "3"})
+
+
+def test_stored_states_have_the_names_of_the_protocol() -> None:
+    states = resources_pb2.Version.State.Name
+    assert [states(number) for number in (1, 2, 3, 4)] == [UPLOADING, READY, RETIRED, ABORTED]
 
 
 @pytest.mark.parametrize(

@@ -19,18 +19,22 @@ class Ranks:
     def __init__(
         self, daemon: Daemon, model: str, config: dict[str, Any], world: int, layout: dict[str, Any], **options: Any
     ) -> None:
-        self.config, self.chunks, self.publishers = config, list[Any](), list[Publisher]()
+        self.config, self.layout, self.chunks, self.publishers = config, layout, list[Any](), list[Publisher]()
         for rank in range(world):
             fakepg.enter(rank, world)
-            self.chunks.append(build_model(config, **layout, dtype=torch.bfloat16))
+            self.chunks.append(self.build())
             self.publishers.append(connect(daemon.endpoint, model=model, job=model, rank=rank, world_size=world, **options))
             self.publishers[-1].attach(self.chunks[-1], config, wait=False)
-        self.world, self._layout = world, layout
+        self.world = world
+
+    def build(self) -> list[Any]:
+        """Build a rank's model, within its process group."""
+        return build_model(self.config, **self.layout, dtype=torch.bfloat16)
 
     def fill(self, weights: dict[str, torch.Tensor]) -> None:
         for rank, chunks in enumerate(self.chunks):
             fakepg.enter(rank, self.world)
-            build_model(self.config, **self._layout, dtype=torch.bfloat16)  # sets up the rank's groups
+            build_model(self.config, **self.layout, dtype=torch.bfloat16)  # sets up the rank's groups
             fill_from_hf(chunks, self.config, weights)
 
     def publish(self, step: int) -> int:

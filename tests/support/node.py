@@ -111,6 +111,6 @@ def joined(daemon: Daemon, *names: str) -> None:
 
 
 def holds(daemon: Daemon, name: str, version: str) -> bool:
-    """Whether a node has reported all of a version."""
+    """Whether a node has reported all that is needed of a version on its host."""
     copies = {copy.version: copy for copy in nodes(daemon)[f"nodes/{name}"].copies}
-    return version in copies and copies[version].held_pieces == copies[version].pieces > 0
+    return version in copies and copies[version].held_pieces == copies[version].wanted_pieces > 0

@@ -39,16 +39,18 @@ class SyncNodeRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ..., instance: _Optional[str] = ..., data_address: _Optional[str] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeVersion, _Mapping]]] = ..., received_origin_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., seen: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., leaving: bool = ...) -> None: ...
 
 class NodeVersion(_message.Message):
-    __slots__ = ("version", "folder", "held", "problem")
+    __slots__ = ("version", "folder", "held", "problem", "wanted")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
     version: str
     folder: str
     held: bytes
     problem: str
-    def __init__(self, version: _Optional[str] = ..., folder: _Optional[str] = ..., held: _Optional[bytes] = ..., problem: _Optional[str] = ...) -> None: ...
+    wanted: bytes
+    def __init__(self, version: _Optional[str] = ..., folder: _Optional[str] = ..., held: _Optional[bytes] = ..., problem: _Optional[str] = ..., wanted: _Optional[bytes] = ...) -> None: ...
 
 class NodeOrders(_message.Message):
     __slots__ = ("lease_seconds", "revision", "versions", "drained", "report_seconds")
@@ -65,18 +67,20 @@ class NodeOrders(_message.Message):
     def __init__(self, lease_seconds: _Optional[float] = ..., revision: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeOrder, _Mapping]]] = ..., drained: bool = ..., report_seconds: _Optional[float] = ...) -> None: ...
 
 class NodeOrder(_message.Message):
-    __slots__ = ("version", "peers", "scarce", "granted", "readers")
+    __slots__ = ("version", "peers", "scarce", "granted", "readers", "wanted")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     SCARCE_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     READERS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
     version: str
     peers: _containers.RepeatedCompositeFieldContainer[NodePeer]
     scarce: bytes
     granted: _containers.RepeatedScalarFieldContainer[int]
     readers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., peers: _Optional[_Iterable[_Union[NodePeer, _Mapping]]] = ..., scarce: _Optional[bytes] = ..., granted: _Optional[_Iterable[int]] = ..., readers: _Optional[_Iterable[str]] = ...) -> None: ...
+    wanted: bytes
+    def __init__(self, version: _Optional[str] = ..., peers: _Optional[_Iterable[_Union[NodePeer, _Mapping]]] = ..., scarce: _Optional[bytes] = ..., granted: _Optional[_Iterable[int]] = ..., readers: _Optional[_Iterable[str]] = ..., wanted: _Optional[bytes] = ...) -> None: ...
 
 class NodePeer(_message.Message):
     __slots__ = ("node", "data_address", "held", "transfers", "origin")
@@ -111,14 +115,16 @@ class PieceChecksums(_message.Message):
     def __init__(self, checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetHostVersionRequest(_message.Message):
-    __slots__ = ("version", "server", "readable")
+    __slots__ = ("version", "server", "readable", "needed")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     READABLE_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_FIELD_NUMBER: _ClassVar[int]
     version: str
     server: str
     readable: _containers.RepeatedCompositeFieldContainer[_resources_pb2.StoreAccess]
-    def __init__(self, version: _Optional[str] = ..., server: _Optional[str] = ..., readable: _Optional[_Iterable[_Union[_resources_pb2.StoreAccess, _Mapping]]] = ...) -> None: ...
+    needed: bytes
+    def __init__(self, version: _Optional[str] = ..., server: _Optional[str] = ..., readable: _Optional[_Iterable[_Union[_resources_pb2.StoreAccess, _Mapping]]] = ..., needed: _Optional[bytes] = ...) -> None: ...
 
 class HostVersion(_message.Message):
     __slots__ = ("node", "folder", "held_bytes", "whole", "problem", "nonce_files")

@@ -72,8 +72,8 @@ class NodeServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetHostVersion(self, request, context):
-        """Asks for a READY version in the memory of the caller's host, and returns how much of it the host's node holds. The file
-        `whole` appears in the version's folder once the node holds all of it.
+        """Asks for pieces of a READY version in the memory of the caller's host, and returns how much of it the host's node holds. The
+        file `held` in the version's folder has the bitmap of the pieces that the node holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -614,17 +614,19 @@ class Node(_message.Message):
     def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[Node.State, str]] = ..., data_address: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., received_origin_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., report_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., copies: _Optional[_Iterable[_Union[NodeCopy, _Mapping]]] = ...) -> None: ...
 
 class NodeCopy(_message.Message):
-    __slots__ = ("version", "held_pieces", "pieces", "wanted", "problem", "servers")
+    __slots__ = ("version", "held_pieces", "pieces", "wanted", "problem", "servers", "wanted_pieces")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     HELD_PIECES_FIELD_NUMBER: _ClassVar[int]
     PIECES_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_PIECES_FIELD_NUMBER: _ClassVar[int]
     version: str
     held_pieces: int
     pieces: int
     wanted: bool
     problem: str
     servers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., held_pieces: _Optional[int] = ..., pieces: _Optional[int] = ..., wanted: bool = ..., problem: _Optional[str] = ..., servers: _Optional[_Iterable[str]] = ...) -> None: ...
+    wanted_pieces: int
+    def __init__(self, version: _Optional[str] = ..., held_pieces: _Optional[int] = ..., pieces: _Optional[int] = ..., wanted: bool = ..., problem: _Optional[str] = ..., servers: _Optional[_Iterable[str]] = ..., wanted_pieces: _Optional[int] = ...) -> None: ...

@@ -30,9 +30,9 @@ def _copy(copy: NodeCopyStatus) -> str:
     _, model, _, number = copy.version.split("/")
     if copy.problem:
         return f"{model}/{number}: {copy.problem}"
-    if copy.held_pieces < copy.pieces:
-        return f"{model}/{number} {100 * copy.held_pieces // copy.pieces} %"
-    return f"{model}/{number}" + ("" if copy.wanted else " (to be dropped)")
+    progress = f" {100 * copy.held_pieces // copy.wanted_pieces} %" if copy.held_pieces < copy.wanted_pieces else ""
+    part = f" of {copy.wanted_pieces} of {copy.pieces} pieces" if 0 < copy.wanted_pieces < copy.pieces else ""
+    return f"{model}/{number}{progress}{part}" + ("" if copy.wanted else " (to be dropped)")
 
 
 @command(Section.LOOK)

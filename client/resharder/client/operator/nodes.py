@@ -27,6 +27,8 @@ class NodeCopyStatus:
     version: str
     """`models/{model}/versions/{number}`."""
     held_pieces: int
+    wanted_pieces: int
+    """Pieces that workers on its host need."""
     pieces: int
     wanted: bool
     """Whether the node should hold it."""

@@ -112,7 +112,7 @@ class Publisher:
             wait: Wait for all ranks to register.
 
         Raises:
-            ConversionError: The model is not supported (FP8 parameters, an unknown or uncast family), or replicas differ.
+            ConversionError: The model is not supported (most FP8 parameters, an unknown or uncast family), or replicas differ.
             LayoutRejected: The ranks' layouts do not tile the model.
             OutOfRoom: The store lacks capacity for the model.
             StaleEpoch: A later job has claimed the model.
@@ -122,7 +122,7 @@ class Publisher:
 
         with self._alone():
             self.attach_config(hf_config, tokenizer)
-            layout, tensors = local_layout(model, plain_config(hf_config), rename=rename, ranks=ranks)
+            layout, tensors = local_layout(model, plain_config(hf_config), rename=rename, ranks=ranks, fp8=bool(self._scheme))
             if check_replicas:
                 compare_replicas(layout, tensors, self.identity.world_size)
             rank_layout = rank_layout_of(layout)

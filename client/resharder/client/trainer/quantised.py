@@ -7,6 +7,7 @@ is aborted for all ranks, and none waits for it any longer. The cast tensors are
 written anew only by the next `publish`, which begins when no server needs the last one's.
 """
 
+import logging
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from resharder.converters.geometry.layout import Layout
     from resharder.converters.quantization.scheme import Scheme
 
+logger = logging.getLogger(__name__)
 _POLL_SECONDS = 20.0
 
 
@@ -57,6 +59,12 @@ class QuantisedModel:
         self._rank, self._timeout = rank, timeout
         self._source, self._cast = LiveTensors(layout, tensors), QuantisedTensors(layout, tensors, scheme)
         self.layout, self.tensors = self._cast.plan.layout, self._cast.tensors
+        if recast := self._cast.plan.recast:
+            logger.info(
+                "%d matrices are FP8 in the trainer in blocks other than the version's, and cast from master weights: %s",
+                len(recast),
+                ", ".join(recast[:4]),
+            )
 
     @property
     def rank_layout(self) -> RankLayout:

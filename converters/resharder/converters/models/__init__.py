@@ -21,6 +21,7 @@ def local_layout(
     *,
     rename: Rename | None = None,
     ranks: Sequence[int] | None = None,
+    fp8: bool = False,
 ) -> tuple[Layout, Mapping[str, torch.Tensor]]:
     """Return this rank's layout, and its local tensors by the names in the layout's pieces, live rather than copied.
 
@@ -29,6 +30,7 @@ def local_layout(
         hf_config: Content of config.json, or transformers' config.
         rename: For models with DTensors only, as in `dtensor.local_layout`.
         ranks: For models with DTensors only, as in `dtensor.local_layout`.
+        fp8: For Megatron models only, as in `megatron.layout.local_layout`.
 
     Raises ConversionError; see `megatron.layout.local_layout` and `dtensor.local_layout` for its subclasses.
     """
@@ -39,7 +41,7 @@ def local_layout(
         raise UnsupportedModel("expected no rename and no ranks for a Megatron model: its table and process groups have both")
     from resharder.converters.models.megatron import layout
 
-    return layout.local_layout(chunks, hf_config)
+    return layout.local_layout(chunks, hf_config, fp8=fp8)
 
 
 def megatron_chunks(model: Model) -> list[torch.nn.Module]:

@@ -1,7 +1,7 @@
 """Reads and writes of a layout's pieces in place, in a process's own tensors."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,22 @@ TORCH_DTYPES = {
 
 DTYPES = {TORCH_DTYPES[name]: name for name in PUBLISHABLE}
 """safetensors' names of the dtypes that can be published."""
+
+
+class LookedUp(Mapping[str, torch.Tensor]):
+    """Mapping of names to tensors that a function returns at each access."""
+
+    def __init__(self, names: Iterable[str], look_up: Callable[[str], torch.Tensor]) -> None:
+        self._names, self._look_up = tuple(names), look_up
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._look_up(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def tensor_of_bits(array: npt.NDArray[Any], dtype: str) -> torch.Tensor:

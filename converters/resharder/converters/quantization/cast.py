@@ -18,7 +18,8 @@ import numpy.typing as npt
 import torch
 from resharder.converters.errors import UnsupportedModel
 from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec, box_shape, full_box
-from resharder.converters.models.tensor_io import TORCH_DTYPES, read_piece
+from resharder.converters.models.blockwise import BlockwiseTensors
+from resharder.converters.models.tensor_io import TORCH_DTYPES, LookedUp, read_piece
 from resharder.converters.quantization.blocks import Region, Run, runs_of
 from resharder.converters.quantization.layout import SCALES, WEIGHTS, Matrix, QuantisedLayout, quantised_layout, scale_blocks
 from resharder.converters.quantization.scheme import FP8_MAX, Scheme
@@ -45,13 +46,14 @@ class QuantisedTensors:
 
         Args:
             layout: The rank's layout.
-            tensors: The rank's own tensors, read anew for each version.
+            tensors: The rank's own tensors, read anew for each version. With parameters in FP8 blocks, `BlockwiseTensors`.
             scheme: Format to cast to.
 
         Raises:
             UnsupportedModel: Matrices that cannot be cast, or lie on several devices.
         """
-        self.plan: QuantisedLayout = quantised_layout(layout, scheme)
+        blockwise = tensors.blockwise if isinstance(tensors, BlockwiseTensors) else {}
+        self.plan: QuantisedLayout = quantised_layout(layout, scheme, blockwise)
         self._own = tensors
         devices = {tensors[part.source.local].device for matrix in self.plan.matrices for part in matrix.pieces}
         if len(devices) > 1:
@@ -64,9 +66,9 @@ class QuantisedTensors:
         self._maxima = torch.zeros(self.plan.maxima, dtype=torch.float32, device=self._device)
         self._scale_blocks = torch.from_numpy(scale_blocks(self.plan)).to(self._device)
         self._tiles = CastTiles(self.plan, tensors, self._device) if is_supported(self.plan, self._device) else None
-        kept = {piece.local for piece in self.plan.layout.pieces} - {WEIGHTS, SCALES}
-        made = {name: flat for name, flat in ((WEIGHTS, self._weights), (SCALES, self._scales)) if flat.numel()}
-        self.tensors: dict[str, torch.Tensor] = {name: tensor for name, tensor in tensors.items() if name in kept} | made
+        made = {WEIGHTS: self._weights, SCALES: self._scales}
+        names = dict.fromkeys(piece.local for piece in self.plan.layout.pieces)
+        self.tensors: Mapping[str, torch.Tensor] = LookedUp(names, lambda name: made[name] if name in made else tensors[name])
 
     def measure(self) -> Floats:
         """Measure all blocks and return the maxima that the rank contributes, in order.

@@ -5,10 +5,13 @@ The cast weights and scales of a rank are two flat tensors, in which every box h
 Ranks may share a block that boxes cut. The owners of its boxes contribute the largest absolute value of theirs; a rank that
 casts some of its elements without having all of them receives the largest of all. The owner of all boxes of a block contributes
 too, because another rank may have a replica of one of them.
+
+A parameter that the trainer keeps in FP8 blocks is published from its own memory where a piece has whole blocks of the parameter
+that are whole blocks of the matrix. Its other pieces are cast from the master weight.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +19,7 @@ import numpy as np
 from resharder.converters.errors import UnsupportedModel
 from resharder.converters.geometry.layout import Box, Layout, Piece, TensorSpec, box_shape, box_size, contiguous_strides
 from resharder.converters.geometry.piece_arrays import Ints
+from resharder.converters.models.blockwise import SIDE, Blockwise, factors_of, master_of
 from resharder.converters.quantization.blocks import (
     Region,
     elements_in_blocks,
@@ -31,6 +35,7 @@ WEIGHTS, SCALES = "quantised.weights", "quantised.scales"
 """Names of the local tensors that hold cast weights, F8_E4M3, and scales, F32."""
 SOURCES = ("BF16", "F16", "F32")
 """dtypes that are cast."""
+_NONE: Mapping[str, Blockwise] = {}
 _ALIGN = 256  # elements, so that kernels move boxes in wide words
 
 
@@ -79,6 +84,7 @@ class QuantisedLayout:
         maxima: Number of blocks that the rank touches.
         contributed: Cut blocks of which the rank owns a box.
         received: Cut blocks of which the rank casts a part without having all elements.
+        recast: Matrices of FP8 parameters that are cast from master weights.
     """
 
     layout: Layout
@@ -88,26 +94,45 @@ class QuantisedLayout:
     maxima: int
     contributed: Shared
     received: Shared
+    recast: tuple[str, ...] = ()
 
 
-def quantised_layout(layout: Layout, scheme: Scheme) -> QuantisedLayout:
-    """Return the layout of a rank whose matrices are cast. Raises UnsupportedModel for a matrix of a dtype not in `SOURCES`."""
+def quantised_layout(layout: Layout, scheme: Scheme, blockwise: Mapping[str, Blockwise] = _NONE) -> QuantisedLayout:
+    """Return the layout of a rank whose matrices are cast.
+
+    Args:
+        layout: The rank's layout. Tensors in F8_E4M3 are those of `blockwise`.
+        scheme: Format to cast to.
+        blockwise: Local tensors in FP8 blocks.
+
+    Raises UnsupportedModel for a matrix of a dtype not in `SOURCES`, and for an FP8 tensor that the format does not convert.
+    """
     specs, places = dict[str, TensorSpec](), _Places()
     by_matrix: dict[str, list[CastPiece]] = defaultdict(list)
-    pieces: list[Piece] = []
+    pieces, recast = list[Piece](), list[str]()
     for name, spec in layout.tensors.items():
         specs[name] = spec
         if scheme.converts(name, spec.shape):
-            if spec.dtype not in SOURCES:
+            if spec.dtype not in SOURCES and spec.dtype != "F8_E4M3":
                 raise UnsupportedModel(f"{name}: expected one of {', '.join(SOURCES)} to cast to FP8, got {spec.dtype}")
             specs[name], scales = spec._replace(dtype="F8_E4M3"), scale_spec(spec, scheme)
             specs[scales.name] = scales
+        elif spec.dtype == "F8_E4M3":
+            raise UnsupportedModel(
+                f"{name}: expected a matrix that stays unconverted in {', '.join(SOURCES)}, the trainer has FP8"
+            )
     for piece in layout.pieces:
         spec = layout.tensors[piece.tensor]
         if not scheme.converts(spec.name, spec.shape):
             pieces.append(piece)
             continue
         scales_box = scale_box(piece.box, spec.shape, scheme.block_of(spec.shape))
+        if (local := blockwise.get(piece.local)) is not None:
+            if scales_box is not None and not scheme.channels and has_whole_blocks(piece, local, spec.shape):
+                pieces += piece, _factors(piece, local, scheme.scale_of(piece.tensor), scales_box)
+                continue
+            piece = piece._replace(local=master_of(piece.local))
+            recast.append(spec.name)
         cast = places.add(piece, scales_box)
         by_matrix[spec.name].append(cast)
         pieces.append(_at(piece, piece.tensor, piece.box, WEIGHTS, cast.at))
@@ -121,8 +146,34 @@ def quantised_layout(layout: Layout, scheme: Scheme) -> QuantisedLayout:
         maxima += region.shape[0] * region.shape[1]
     contributed, received = _shared(matrices, scheme)
     return QuantisedLayout(
-        Layout(specs, tuple(pieces)), tuple(matrices), places.weights, places.scales, maxima, contributed, received
+        Layout(specs, tuple(pieces)),
+        tuple(matrices),
+        places.weights,
+        places.scales,
+        maxima,
+        contributed,
+        received,
+        tuple(dict.fromkeys(recast)),
     )
+
+
+def has_whole_blocks(piece: Piece, local: Blockwise, shape: tuple[int, ...]) -> bool:
+    """Return whether a piece has whole blocks of its local tensor that are whole blocks of the matrix, of `shape`."""
+    if piece.strides != (local.columns, 1):
+        return False
+    starts = divmod(piece.offset, local.columns)
+    return all(
+        r.step == 1
+        and at % SIDE == r.start % SIDE == 0
+        and (r.count % SIDE == 0 or (r.start + r.count, at + r.count) == (whole, here))
+        for r, at, whole, here in zip(piece.box, starts, shape, local, strict=True)
+    )
+
+
+def _factors(piece: Piece, local: Blockwise, name: str, box: Box) -> Piece:
+    """Return the place of a piece's scales among the factors of its local tensor."""
+    (row, column), across = divmod(piece.offset, local.columns), local.factors[1]
+    return Piece(name, box, factors_of(piece.local), row // SIDE * across + column // SIDE, (across, 1), piece.replica)
 
 
 def scale_blocks(plan: QuantisedLayout) -> Ints:

@@ -11,8 +11,8 @@ PIECE_BYTES = 16 << 20
 MOST_BYTES = 4 * PIECE_BYTES
 """Upper bound on the bytes of one response."""
 CHECKSUM = "Resharder-Checksum"
-WHOLE_FILE = "whole"
-"""Name of the file that a node creates beside a version's files once it holds all of them."""
+HELD_FILE = "held"
+"""Name of the file that a node keeps beside a version's files: the packed bitmap of the pieces that it holds."""
 _PATH = re.compile(r"/(models/(?P<model>[A-Za-z0-9._-]{1,64})/versions/(?P<number>[0-9]{1,18}))/(?P<file>[A-Za-z0-9._-]{1,255})")
 _RANGE = re.compile(r"bytes=(?P<first>[0-9]{1,18})-(?P<last>[0-9]{1,18})")
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import grpc
 import structlog
 from resharder.converters.failpoints import failpoint
+from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.server.infra.backoff import backoff
 from resharder.server.node.copies import HeldVersion, NodeCopies
 from resharder.server.node.daemon_client import DaemonClient
-from resharder.server.node.pieces import Bitmap
 from resharder.server.node.sources import PeerOffer
 from resharder.server.node.swarm import PieceOffers, Swarm
 from resharder.server.node.transfers import ReceivedBytes
@@ -76,7 +76,7 @@ class NodeAgent:
         self._orders = node_pb2.NodeOrders()
         self._has_orders = False
         self._report_now = False
-        self._problems: dict[str, tuple[str, float]] = {}  # with the time of the next attempt
+        self._problems = _Problems(clock)
         self._progress: dict[str, tuple[int, float]] = {}  # pieces, and since when
         self._addresses: dict[str, str] = {}  # of the daemon's data port, by version
         self._swarm = make_swarm(self._wake)
@@ -169,8 +169,11 @@ class NodeAgent:
 
     def _is_incomplete(self) -> bool:
         """Return whether a piece of an ordered version is missing, and may arrive."""
-        versions = [self._copies.get(order.version) for order in self._orders.versions]
-        return any(version is None or not version.held().whole() for version in versions)
+        versions = [(order, self._copies.get(order.version)) for order in self._orders.versions]
+        try:
+            return any(version is None or len(_wanted(order, version) - version.held()) for order, version in versions)
+        except ValueError:  # of a daemon that numbers pieces in another way, which `_advance` reports
+            return True
 
     def _report(self, wait_seconds: float, *, leaving: bool = False) -> node_pb2.SyncNodeRequest:
         sent, transfers = self._sent()
@@ -197,13 +200,13 @@ class NodeAgent:
                 version=version.name,
                 folder=str(version.folder),
                 held=version.held().to_bytes(),
+                wanted=version.wanted().to_bytes(),
                 problem=self._stuck(version),
             )
             for version in self._copies.all()
         }
-        with self._changed:
-            for name, (problem, _) in self._problems.items():
-                found.setdefault(name, node_pb2.NodeVersion(version=name, problem=problem))
+        for name, problem in self._problems.all().items():
+            found.setdefault(name, node_pb2.NodeVersion(version=name)).problem = problem
         return list(found.values())
 
     def _stuck(self, version: HeldVersion) -> str:
@@ -214,7 +217,7 @@ class NodeAgent:
             self._progress[version.name] = held, now
             return ""
         reason = self._swarm.problem(version.name)
-        stuck = held < version.numbering.count and now - since > _STUCK_SECONDS and reason
+        stuck = len(version.missing()) and now - since > _STUCK_SECONDS and reason
         return f"no piece for {now - since:.0f} s: {reason}" if stuck else ""
 
     # Versions and pieces
@@ -240,23 +243,25 @@ class NodeAgent:
                         _log.info("version_dropped", version=version.name)
                 except OSError as error:
                     _log.warning("not_dropped", version=version.name, reason=str(error))
-        for name in set(self._problems) - wanted:
+        for name in set(self._problems.all()) - wanted:
             self._forget(name)
 
     def _forget(self, name: str) -> None:
         self._swarm.forget(name)
+        self._problems.solved(name)
         with self._changed:
-            self._problems.pop(name, None)
             self._progress.pop(name, None)
             self._addresses.pop(name, None)
 
     def _advance(self, order: node_pb2.NodeOrder) -> None:
         """Create a version, or start requests for its pieces; report early once there is nothing left to request."""
-        version = self._copies.get(order.version) or self._create(order.version)
-        if version is None or version.held().whole():
-            return
         try:
-            offers = self._offers(version, order)
+            version = self._copies.get(order.version) or self._create(order)
+            if version is not None:
+                self._enlarge(version, order)
+            if version is None or not len(version.missing()):
+                return
+            offers = _offers(version, order, self._addresses[version.name])
         except ValueError as error:  # of a daemon that numbers pieces in another way
             self._failed(order.version, str(error))
             return
@@ -265,41 +270,92 @@ class NodeAgent:
                 self._report_now = True
                 self._changed.notify_all()
 
-    def _create(self, name: str) -> HeldVersion | None:
-        with self._changed:
-            if self._problems.get(name, ("", 0.0))[1] > self._clock():
-                return None
+    def _enlarge(self, version: HeldVersion, order: node_pb2.NodeOrder) -> None:
+        """Want the pieces that further workers need. Raises ValueError for pieces of another version."""
+        wanted = _wanted(order, version)
+        if not len(wanted - version.wanted()) or self._problems.waits(order.version):
+            return
+        try:
+            self._copies.want(version, wanted)
+        except DaemonError as error:
+            self._failed(order.version, str(error))
+        else:
+            self._problems.solved(order.version)
+
+    def _create(self, order: node_pb2.NodeOrder) -> HeldVersion | None:
+        name = order.version
+        if self._problems.waits(name):
+            return None
         try:
             failpoint("node.manifest")
             remote = self._daemon.version(name)
             if not remote.data_address:
                 self._failed(name, "the daemon has no data port (data_listen)")
                 return None
-            version = self._copies.add(name, remote.fingerprint, remote.files)
+            count = number_pieces(remote.files).count
+            wanted = Bitmap.from_bytes(count, order.wanted) if order.wanted else None
+            version = self._copies.add(name, remote.fingerprint, remote.files, wanted)
         except grpc.RpcError as error:
             self._failed(name, f"the daemon: {error.details() or error.code().name}")
         except (DaemonError, OSError, ValueError) as error:
             self._failed(name, str(error))
         else:
+            self._problems.solved(name)
             with self._changed:
-                self._problems.pop(name, None)
                 self._addresses[name] = remote.data_address
-            _log.info("version_wanted", version=name, bytes=version.size_bytes, pieces=version.numbering.count)
+            _log.info("version_wanted", version=name, pieces=version.numbering.count, wanted=len(version.wanted()))
             return version
         return None
 
     def _failed(self, name: str, problem: str) -> None:
+        if self._problems.add(name, problem):
+            _log.warning("version_refused", version=name, reason=problem)
         with self._changed:
-            if self._problems.get(name, ("", 0.0))[0] != problem:
-                _log.warning("version_refused", version=name, reason=problem)
-            self._problems[name] = problem, self._clock() + _RETRY_SECONDS
             self._report_now = True
             self._changed.notify_all()
 
-    def _offers(self, version: HeldVersion, order: node_pb2.NodeOrder) -> PieceOffers:
-        pieces = version.numbering.count
-        peers, addresses = [], dict[str, str]()
-        for peer in order.peers:
-            peers.append(PeerOffer(peer.node, Bitmap.from_bytes(pieces, peer.held), peer.transfers, peer.origin))
-            addresses[peer.node] = peer.data_address or self._addresses[version.name]
-        return PieceOffers(tuple(peers), addresses, Bitmap.from_bytes(pieces, order.scarce), tuple(order.granted))
+
+class _Problems:
+    """Problems with creating or enlarging versions, and the time of the next attempt. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._found: dict[str, tuple[str, float]] = {}
+
+    def all(self) -> dict[str, str]:
+        """Return the problem of each version that has one."""
+        with self._lock:
+            return {name: problem for name, (problem, _) in self._found.items()}
+
+    def waits(self, name: str) -> bool:
+        """Return whether the next attempt is not due yet."""
+        with self._lock:
+            return self._found.get(name, ("", 0.0))[1] > self._clock()
+
+    def add(self, name: str, problem: str) -> bool:
+        """Record a problem, and return whether it is another one than before."""
+        with self._lock:
+            former, _ = self._found.get(name, ("", 0.0))
+            self._found[name] = problem, self._clock() + _RETRY_SECONDS
+            return former != problem
+
+    def solved(self, name: str) -> None:
+        """Forget the problem of a version."""
+        with self._lock:
+            self._found.pop(name, None)
+
+
+def _wanted(order: node_pb2.NodeOrder, version: HeldVersion) -> Bitmap:
+    """Return the pieces that an order names. Raises ValueError for pieces of another version."""
+    count = version.numbering.count
+    return Bitmap.from_bytes(count, order.wanted) if order.wanted else Bitmap.full(count)
+
+
+def _offers(version: HeldVersion, order: node_pb2.NodeOrder, daemon_address: str) -> PieceOffers:
+    """Return the peers and grants of an order. Raises ValueError for pieces of another version."""
+    pieces = version.numbering.count
+    peers, addresses = [], dict[str, str]()
+    for peer in order.peers:
+        peers.append(PeerOffer(peer.node, Bitmap.from_bytes(pieces, peer.held), peer.transfers, peer.origin))
+        addresses[peer.node] = peer.data_address or daemon_address
+    return PieceOffers(tuple(peers), addresses, Bitmap.from_bytes(pieces, order.scarce), tuple(order.granted))

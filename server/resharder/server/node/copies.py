@@ -1,11 +1,12 @@
-"""Versions in the shared memory of a node's host: their files, and which pieces of them are held.
+"""Versions in the shared memory of a node's host: their files, which pieces of them are wanted, and which are held.
 
     <root>/nonce                             identifies the folder to workers on this host
            versions/<model>/<number>-<nonce>/    the safetensors files of a version, with the store's names
-                                       whole   there once all pieces are held
+                                       held    bitmap of the pieces that are held
 
-A file is as long as the version's from the start, and its pages come with the pieces. Workers map files that are whole. A version
-that is dropped is unlinked, never overwritten, so that a worker which has mapped it keeps it.
+A file is as long as the version's from the start, and its pages come with the pieces. A worker maps the files once the pieces
+that it needs are held; others may stay holes. A version that is dropped is unlinked, never overwritten, so that a worker which
+has mapped it keeps it.
 """
 
 import os
@@ -19,26 +20,36 @@ from pathlib import Path
 from resharder.converters.failpoints import failpoint
 from resharder.converters.storage.digest import Array
 from resharder.converters.storage.files import FileLayout
-from resharder.converters.wire.ranges import WHOLE_FILE, FilePart
+from resharder.converters.wire.pieces import Bitmap, PieceSpan, number_pieces
+from resharder.converters.wire.ranges import HELD_FILE, FilePart
 from resharder.server.data.versions import ServedVersion
 from resharder.server.infra.filesystem import make_folder, matching, unused_elsewhere, write_at
-from resharder.server.node.pieces import Bitmap, PieceSpan, number_pieces
 from resharder.server.state.errors import ResourceExhausted, ResourceNotFound
 
 
 class HeldVersion:
-    """A version's files, and the pieces of them that are held. Thread-safe."""
+    """A version's files, and the pieces of them that are wanted and held. Thread-safe."""
 
     def __init__(self, name: str, fingerprint: str, folder: Path, files: Sequence[FileLayout]) -> None:
         self.name, self.fingerprint, self.folder = name, fingerprint, folder
         self.sizes = {file.path: file.size for file in files}
         self.numbering = number_pieces(files)
-        self._lock, self._held = threading.Lock(), Bitmap(self.numbering.count)
+        self._lock, self._held, self._wanted = threading.Lock(), Bitmap(self.numbering.count), Bitmap(self.numbering.count)
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all files."""
-        return self.numbering.total
+    def wanted(self) -> Bitmap:
+        """Return the pieces that workers on this host need."""
+        with self._lock:
+            return self._wanted
+
+    def want(self, pieces: Bitmap) -> None:
+        """Add to the wanted pieces."""
+        with self._lock:
+            self._wanted = self._wanted | pieces
+
+    def missing(self) -> Bitmap:
+        """Return the wanted pieces that are not held yet."""
+        with self._lock:
+            return self._wanted - self._held
 
     def held(self) -> Bitmap:
         """Return the pieces that are held now."""
@@ -55,13 +66,15 @@ class HeldVersion:
             os.close(descriptor)
 
     def add(self, piece: int) -> None:
-        """Count a piece as held: all its parts are written. With the last one, tell the workers on this host."""
+        """Count a piece as held, and tell the workers on this host: all its parts are written. Raises OSError."""
         with self._lock:
             self._held.add(piece)
-            whole = self._held.whole()
-        if whole:
             with suppress(FileNotFoundError):  # dropped in the meantime
-                (self.folder / WHOLE_FILE).touch(mode=0o600)
+                descriptor = os.open(self.folder / HELD_FILE, os.O_WRONLY | os.O_CLOEXEC)
+                try:
+                    write_at(descriptor, self._held.bits.data, 0)
+                finally:
+                    os.close(descriptor)
 
     def lacks(self, part: FilePart) -> str:
         """Return why a part of a file cannot be read; empty if it can."""
@@ -96,19 +109,31 @@ class NodeCopies:
             return self._by_name.get(name)
 
     def used_bytes(self) -> int:
-        """Return the bytes of all versions, whether their pieces have arrived or not."""
-        return sum(version.size_bytes for version in self.all())
+        """Return the bytes of all wanted pieces, whether they have arrived or not."""
+        return sum(version.numbering.size_of(version.wanted()) for version in self.all())
 
-    def add(self, name: str, fingerprint: str, files: Sequence[FileLayout]) -> HeldVersion:
-        """Create the files of a version. Raises ResourceExhausted (STORE_FULL), OSError."""
+    def add(self, name: str, fingerprint: str, files: Sequence[FileLayout], wanted: Bitmap | None = None) -> HeldVersion:
+        """Create the files of a version.
+
+        Args:
+            name: Resource name.
+            fingerprint: Its fingerprint.
+            files: Its files.
+            wanted: Pieces that are needed here; None for all.
+
+        Raises:
+            ResourceExhausted: STORE_FULL.
+            ValueError: Pieces of another version.
+            OSError: The files cannot be created.
+        """
         model, number = name.split("/")[1::2]
         # Never an earlier path: a worker with the path of an earlier copy must not map one that is not whole.
         folder = self._root / model / f"{int(number):08}-{secrets.token_hex(4)}"
         version = HeldVersion(name, fingerprint, folder, files)
-        self._check_capacity(version)
+        self.want(version, wanted or Bitmap.full(version.numbering.count))
         failpoint("node.layout")
         make_folder(folder)
-        for path, size in version.sizes.items():
+        for path, size in {HELD_FILE: len(version.held().bits), **version.sizes}.items():
             descriptor = os.open(folder / path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 os.ftruncate(descriptor, size)
@@ -118,14 +143,19 @@ class NodeCopies:
             self._by_name[name] = version
         return version
 
-    def _check_capacity(self, version: HeldVersion) -> None:
+    def want(self, version: HeldVersion, pieces: Bitmap) -> None:
+        """Add to the wanted pieces of a version. Raises ResourceExhausted (STORE_FULL), ValueError for another version's."""
+        if pieces.count != version.numbering.count:
+            raise ValueError(f"expected a bitmap of the {version.numbering.count} pieces of {version.name}, got {pieces.count}")
+        needed = version.numbering.size_of(pieces - version.wanted())
         found, used = os.statvfs(self._root), self.used_bytes()
-        promised = sum(other.numbering.piece_bytes * len(other.held().missing()) for other in self.all())
+        promised = sum(other.numbering.size_of(other.missing()) for other in self.all())
         free = min(self.limit_bytes - used, found.f_bavail * found.f_frsize - promised)
-        if version.size_bytes > free:
+        if needed > free:
             raise ResourceExhausted(
-                "STORE_FULL", f"memory full: it needs {version.size_bytes} bytes, {max(0, free)} of {self.limit_bytes} are free"
+                "STORE_FULL", f"memory full: it needs {needed} bytes, {max(0, free)} of {self.limit_bytes} are free"
             )
+        version.want(pieces)
 
     def drop(self, name: str) -> bool:
         """Unlink a version, unless a process has a file of it open or mapped. Returns whether it is gone. Raises OSError."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from resharder.server.node.pieces import Bitmap
+from resharder.converters.wire.pieces import Bitmap
 
 STREAMS = 16
 LEAST = 2  # grants of a node

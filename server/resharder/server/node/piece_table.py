@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from resharder.server.node.pieces import Bitmap, Bits, bytes_of, unpack
+from resharder.converters.wire.pieces import Bitmap, Bits, bytes_of, unpack
 
 
 class PieceState(IntEnum):
@@ -43,6 +43,7 @@ class VersionPieces:
         nodes: Nodes with a row, in the order of the rows.
         index: Row of each node.
         rows: Packed bits, at least one row for each node; rows beyond are free.
+        wanted: The same for the pieces that each node needs.
         copies: Nodes that hold each piece.
         seen: Flag for each piece: held by a node at some time.
         awaited: Nodes that held pieces before the daemon restarted and have not reported since.
@@ -54,6 +55,7 @@ class VersionPieces:
         self.nodes: list[str] = []
         self.index: dict[str, int] = {}
         self.rows: Bits = np.zeros((4, bytes_of(count)), np.uint8)
+        self.wanted: Bits = np.zeros_like(self.rows)
         self.copies = np.zeros(count, np.int32)
         self.seen = np.full(count, seen)
         self.awaited = set(awaited)
@@ -64,6 +66,7 @@ class VersionPieces:
         if node not in self.index:
             if len(self.nodes) == len(self.rows):
                 self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
+                self.wanted = np.concatenate([self.wanted, np.zeros_like(self.wanted)])
             self.index[node] = len(self.nodes)
             self.nodes.append(node)
         return self.index[node]
@@ -82,10 +85,11 @@ class VersionPieces:
         if node in self.index:
             self.set_row(node, np.zeros(self.rows.shape[1], np.uint8))
             row, last = self.index.pop(node), self.nodes.pop()
+            end = len(self.nodes)
             if last != node:
                 self.nodes[row], self.index[last] = last, row
-                self.rows[row] = self.rows[len(self.nodes)]
-                self.rows[len(self.nodes)] = 0
+                self.rows[row], self.wanted[row] = self.rows[end], self.wanted[end]
+            self.rows[end] = self.wanted[end] = 0
         self.origins.discard(node)
 
 
@@ -103,8 +107,8 @@ class PieceTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows and counts: of a version about an eighth of a byte for each piece and node."""
-        return sum(v.rows.nbytes + v.copies.nbytes + v.seen.nbytes for v in self._versions.values())
+        """Bytes of all rows and counts: of a version about a quarter of a byte for each piece and node."""
+        return sum(v.rows.nbytes + v.wanted.nbytes + v.copies.nbytes + v.seen.nbytes for v in self._versions.values())
 
     def add_version(self, version: str, pieces: int, *, ready: bool = False, awaited: Iterable[str] = ()) -> None:
         """Add a version. A no-op if it is there.
@@ -151,6 +155,11 @@ class PieceTable:
         else:
             return False
         return True
+
+    def want(self, version: str, node: str, pieces: Bitmap) -> None:
+        """Record the pieces that a node needs."""
+        found = self._versions[version]
+        found.wanted[found.row_of(node)] = pieces.bits
 
     def remove_node(self, node: str) -> list[str]:
         """Remove all pieces of a node that is gone. Returns the versions that have lost pieces by it."""

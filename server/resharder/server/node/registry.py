@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import xxhash
+from resharder.converters.wire.pieces import Bitmap, PieceNumbering, number_pieces
 from resharder.server.infra.change_signal import ChangeSignal, Waiting
 from resharder.server.infra.event_log import Kind
 from resharder.server.infra.medium import medium_errors
 from resharder.server.ingest.shared import parse_name
 from resharder.server.node.drained import DrainedNodes
 from resharder.server.node.piece_table import PieceTable
-from resharder.server.node.pieces import Bitmap, PieceNumbering, number_pieces
 from resharder.server.node.reports import (
     CopyOrder,
     CopyReport,
@@ -50,7 +50,14 @@ class _Node:
     """Earlier processes of this id."""
     wants: dict[str, set[str]] = field(default_factory=dict)
     """Ids of the servers that asked for each version; versions in the order of their last new request."""
+    pieces: dict[str, Bitmap] = field(default_factory=dict)
+    """Pieces of each of these versions that workers on the host need."""
     changed: ChangeSignal = field(default_factory=ChangeSignal)
+
+    def want(self, version: str, servers: Iterable[str], pieces: Bitmap) -> None:
+        """Add the servers and pieces of a request for a version, which becomes the last requested one."""
+        self.wants[version] = self.wants.pop(version, set()).union(servers)
+        self.pieces[version] = self.pieces.get(version, Bitmap(pieces.count)) | pieces
 
 
 class NodeRegistry:
@@ -140,27 +147,33 @@ class NodeRegistry:
 
     # Calls of workers
 
-    def host_copy(self, version: str, server: str, readable: Iterable[tuple[str, bytes]]) -> HostCopy:
-        """Let the node of a worker's host hold a READY version, and return how far it is.
+    def host_copy(self, version: str, server: str, readable: Iterable[tuple[str, bytes]], needed: bytes = b"") -> HostCopy:
+        """Let the node of a worker's host hold pieces of a READY version, and return how far it is.
 
         Args:
             version: Resource name.
             server: Id of the worker's server.
             readable: Nonce files that the worker can read, and their content.
+            needed: Packed bitmap of the pieces that the worker needs; empty for all.
 
-        Raises ResourceNotFound (MODEL_UNKNOWN, VERSION_UNKNOWN, VERSION_GONE).
+        Raises:
+            ResourceNotFound: MODEL_UNKNOWN, VERSION_UNKNOWN, VERSION_GONE.
+            InvalidArgument: NODE: a bitmap of another number of pieces.
         """
-        if self._known(version) is None:
+        numbering = self._known(version)
+        if numbering is None:
             raise ResourceNotFound("VERSION_GONE", f"{version} is not READY")
+        pieces = _wanted(numbering.count, version, needed)
         found = self._reading(dict(readable))
         if isinstance(found, HostCopy):
             return found
-        if server not in found.wants.get(version, ()):
+        known = found.pieces.get(version, Bitmap(numbering.count))
+        if server not in found.wants.get(version, ()) or len(pieces - known):
             with self._lock:
                 if version in self._numberings:
-                    found.wants[version] = found.wants.pop(version, set()) | {server}
+                    found.want(version, {server}, pieces)
             found.changed.notify()
-        return self._host_copy(found, version)
+        return self._host_copy(found, version, pieces)
 
     # Operators
 
@@ -211,6 +224,8 @@ class NodeRegistry:
             self._numberings.pop(record.name, None)
             self._tracker.drop_version(record.name)
             told = [node for node in self._nodes.values() if node.wants.pop(record.name, None) is not None]
+            for node in told:
+                node.pieces.pop(record.name, None)
         for node in told:
             node.changed.notify()
 
@@ -253,8 +268,8 @@ class NodeRegistry:
             node.report, node.caller, node.lost = report, caller, False
             node.reported_at, node.report_time = self._clock(), self._wall()
             for copy in report.copies if joined else ():
-                if copy.version in self._numberings:
-                    node.wants.setdefault(copy.version, set())
+                if copy.folder and (numbering := self._numberings.get(copy.version)) is not None:
+                    node.want(copy.version, (), _wanted(numbering.count, copy.version, copy.wanted))
         if joined:
             node.changed.notify()  # an earlier process of this id may wait
             self._note("node", f"nodes/{report.node}", "joined", "")
@@ -277,7 +292,8 @@ class NodeRegistry:
             wanted = [] if node.drained else self._chosen(node)
             answers = [self._copy_order(id, node, version, reported.get(version)) for version in wanted]
             readers = sorted({name for order, _ in answers for name in order.readers})
-            stamp = xxhash.xxh3_64_intdigest("\n".join([str(node.drained), *sorted(wanted), *readers]).encode())
+            needs = [f"{version} {node.pieces[version].to_bytes().hex()}" for version in sorted(wanted)]
+            stamp = xxhash.xxh3_64_intdigest("\n".join([str(node.drained), *needs, *readers]).encode())
             soonest = min((seconds for _, seconds in answers), default=LONGEST)
             return Orders(stamp or 1, tuple(order for order, _ in answers), node.drained, soonest)
 
@@ -285,7 +301,7 @@ class NodeRegistry:
         """Return the versions that a node should hold, the last requested first, as many as fit."""
         left, chosen = node.report.capacity_bytes, list[str]()
         for version in reversed([version for version in node.wants if version in self._numberings]):
-            size = self._numberings[version].total
+            size = self._numberings[version].size_of(node.pieces[version])
             if not chosen or size <= left:
                 chosen.append(version)
                 left -= size
@@ -293,11 +309,12 @@ class NodeRegistry:
 
     def _copy_order(self, id: str, node: _Node, version: str, copy: CopyReport | None) -> tuple[CopyOrder, float]:
         held = _bitmap(self._numberings[version].count, copy)
-        report = NodeReport(id, version, held, whole=True, load=node.report.transfers)
+        wanted = node.pieces[version]
+        report = NodeReport(id, version, held, whole=True, wanted=wanted, load=node.report.transfers)
         answer = self._tracker.report(report, self._clock())
         peers = [PeerSource(offer, self._address(offer.peer)) for offer in answer.offers]
         readers = tuple(sorted(self._readers.get(_model_of(version), ())))
-        order = CopyOrder(version, tuple(peers), answer.scarce.to_bytes(), answer.granted, readers)
+        order = CopyOrder(version, wanted.to_bytes(), tuple(peers), answer.scarce.to_bytes(), answer.granted, readers)
         return order, answer.interval
 
     def _address(self, peer: str) -> str:
@@ -311,11 +328,13 @@ class NodeRegistry:
                 return node
         return HostCopy(nonce_files=tuple(dict.fromkeys(node.report.nonce_file for node in live)))
 
-    def _host_copy(self, node: _Node, version: str) -> HostCopy:
+    def _host_copy(self, node: _Node, version: str, needed: Bitmap) -> HostCopy:
         with self._lock:
             name, numbering = f"nodes/{node.report.node}", self._numberings.get(version)
             copy = next((copy for copy in node.report.copies if copy.version == version), None)
-            problem = copy.problem if copy is not None else ""
+            held = _bitmap(needed.count, copy)
+            whole = copy is not None and not len(needed - held)
+            problem = copy.problem if copy is not None and not whole else ""
             if numbering is None:
                 problem = f"{version} is no longer READY"
             elif node.lost or self._nodes.get(node.report.node) is not node:
@@ -324,8 +343,7 @@ class NodeRegistry:
                 problem = "it is drained"
             if problem or copy is None or numbering is None:
                 return HostCopy(name, problem=f"{name}: {problem}" if problem else "")
-            held = _bitmap(numbering.count, copy)
-            return HostCopy(name, copy.folder, held.whole(), len(held) * numbering.piece_bytes)
+            return HostCopy(name, copy.folder, whole, len(held) * numbering.piece_bytes)
 
     def _view(self, node: _Node) -> NodeView:
         state = NodeState.LOST if node.lost else NodeState.DRAINED if node.drained else NodeState.LIVE
@@ -337,12 +355,18 @@ class NodeRegistry:
             count = numbering.count if numbering else 0
             held = len(self._tracker.table.bitmap(version, node.report.node)) if numbering else 0
             servers = tuple(sorted(node.wants.get(version, ())))
-            copies.append(CopyView(version, held, count, version in chosen, copy.problem if copy else "", servers))
+            wanted = len(node.pieces.get(version, ()))
+            copies.append(CopyView(version, held, wanted, count, version in chosen, copy.problem if copy else "", servers))
         return NodeView(replace(node.report, nonce=b""), state, node.report_time, tuple(copies))
 
 
 def _replaced(id: str) -> FailedPrecondition:
     return FailedPrecondition("NODE_REPLACED", f"another process has become node {id!r}: it has to end")
+
+
+def _wanted(count: int, version: str, pieces: bytes) -> Bitmap:
+    """Return the pieces that are needed, all if there is no bitmap. Raises InvalidArgument (NODE) for one of another length."""
+    return _bitmap(count, CopyReport(version, "", pieces)) if pieces else Bitmap.full(count)
 
 
 def _bitmap(count: int, copy: CopyReport | None) -> Bitmap:

@@ -16,12 +16,13 @@ class NodeState(Enum):
 
 @dataclass(frozen=True)
 class CopyReport:
-    """A node's report on one version. `held` is the packed bitmap of its pieces."""
+    """A node's report on one version. `held` and `wanted` are packed bitmaps of its pieces; no `wanted` means all."""
 
     version: str
     folder: str
     held: bytes
     problem: str = ""
+    wanted: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,10 @@ class PeerSource:
 
 @dataclass(frozen=True)
 class CopyOrder:
-    """A version that a node should hold."""
+    """A version that a node should hold, and the packed bitmap of the pieces that workers on its host need."""
 
     version: str
+    wanted: bytes
     peers: tuple[PeerSource, ...] = ()
     scarce: bytes = b""
     granted: tuple[int, ...] = ()
@@ -63,7 +65,7 @@ class CopyOrder:
 
 @dataclass(frozen=True)
 class Orders:
-    """Answer to a report. `revision` changes with the set of versions, their readers, and `drained`."""
+    """Answer to a report. `revision` changes with the set of versions, their pieces and readers, and `drained`."""
 
     revision: int
     versions: tuple[CopyOrder, ...]
@@ -77,6 +79,7 @@ class CopyView:
 
     version: str
     held_pieces: int
+    wanted_pieces: int
     pieces: int
     wanted: bool
     problem: str
@@ -95,7 +98,10 @@ class NodeView:
 
 @dataclass(frozen=True)
 class HostCopy:
-    """State of a version on the node of a worker's host. `folder` is empty until the node has created it."""
+    """State of a version on the node of a worker's host. `folder` is empty until the node has created it.
+
+    `whole` is whether the node holds all that the worker needs.
+    """
 
     node: str = ""
     folder: str = ""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from resharder.server.node.pieces import Bitmap, unpack
+from resharder.converters.wire.pieces import Bitmap, unpack
 
 
 @dataclass(frozen=True)

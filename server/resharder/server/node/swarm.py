@@ -11,8 +11,8 @@ import grpc
 import numpy as np
 import structlog
 from resharder.converters.failpoints import failpoint
+from resharder.converters.wire.pieces import Bitmap
 from resharder.server.node.copies import HeldVersion
-from resharder.server.node.pieces import Bitmap
 from resharder.server.node.sources import (
     LIMITS,
     PeerOffer,
@@ -86,7 +86,7 @@ class Swarm:
                 return 0
             chosen = choose(
                 held,
-                Bitmap.full(held.count),
+                version.wanted(),
                 offers.peers,
                 offers.scarce - held,
                 [piece for piece in offers.granted if piece not in held],
@@ -139,7 +139,7 @@ class Swarm:
             self._problems[version.name] = failure
             if not requests:
                 self._requests.pop(version.name, None)
-            idle = not self._requests and version.held().whole()
+            idle = not self._requests and not len(version.missing())
         if idle:
             self._fetcher.close_idle()  # a connection pins its version at the sender
         if failure:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from resharder.converters.failpoints import failpoint
 from resharder.converters.storage.digest import Array
+from resharder.converters.wire.pieces import PieceSpan
 from resharder.converters.wire.range_client import (
     BROKEN,
     DataAddress,
@@ -24,7 +25,6 @@ from resharder.server.data.checksums import PieceChecksums
 from resharder.server.infra.addresses import parse_listen
 from resharder.server.node.copies import HeldVersion
 from resharder.server.node.daemon_client import DaemonClient, NodeTls
-from resharder.server.node.pieces import PieceSpan
 
 _BATCH_BYTES = 64 * PIECE_BYTES  # pieces whose checksums one call returns
 _MOST_IDLE = 32

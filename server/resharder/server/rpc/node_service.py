@@ -68,10 +68,10 @@ class NodeService:
         return node_pb2.PieceChecksums(checksums=found)
 
     def GetHostVersion(self, request: node_pb2.GetHostVersionRequest, call: Call) -> node_pb2.HostVersion:
-        """Let the node on the caller's host hold a READY version, and return how far it is."""
+        """Let the node on the caller's host hold pieces of a READY version, and return how far it is."""
         parse_name(request.version, "versions")
         readable = [(access.nonce_file, access.nonce) for access in request.readable]
-        found = self._nodes.host_copy(request.version, request.server.removeprefix("servers/"), readable)
+        found = self._nodes.host_copy(request.version, request.server.removeprefix("servers/"), readable, request.needed)
         return node_pb2.HostVersion(
             node=found.node,
             folder=found.folder,
@@ -107,6 +107,7 @@ def node_to_proto(view: NodeView) -> resources_pb2.Node:
             resources_pb2.NodeCopy(
                 version=copy.version,
                 held_pieces=copy.held_pieces,
+                wanted_pieces=copy.wanted_pieces,
                 pieces=copy.pieces,
                 wanted=copy.wanted,
                 problem=copy.problem,
@@ -139,13 +140,16 @@ def _report(request: node_pb2.SyncNodeRequest) -> StateReport:
         received_origin_bytes=max(0, request.received_origin_bytes),
         received_peer_bytes=max(0, request.received_peer_bytes),
         sent_bytes=max(0, request.sent_bytes),
-        copies=tuple(CopyReport(copy.version, copy.folder[:4096], copy.held, copy.problem[:500]) for copy in request.versions),
+        copies=tuple(
+            CopyReport(copy.version, copy.folder[:4096], copy.held, copy.problem[:500], copy.wanted) for copy in request.versions
+        ),
     )
 
 
 def _order(order: CopyOrder) -> node_pb2.NodeOrder:
     return node_pb2.NodeOrder(
         version=order.version,
+        wanted=order.wanted,
         scarce=order.scarce,
         granted=order.granted,
         readers=order.readers,

@@ -12,7 +12,7 @@ from pathlib import Path
 import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.converters.storage.files import FileLayout
-from resharder.server.infra.filesystem import is_gone, make_folder, move, touching, unused_elsewhere, write_at, write_zeros
+from resharder.server.infra.filesystem import is_gone, make_folder, move, sync, touching, unused_elsewhere, write_at, write_zeros
 from resharder.server.store.capacity import Capacity
 from resharder.server.store.catalogue import Catalogue
 from resharder.server.store.model_state import Reservation, StoredModel
@@ -160,12 +160,14 @@ class FilePool:
 def _keeps_only(path: Path, layouts: tuple[FileLayout, ...]) -> bool:
     """Reduce a version's folder to these files, and return whether it has them, in these sizes.
 
-    A job that returns to its epoch may have other shapes.
+    A job that returns to its epoch may have other shapes. The removals are synced: a power cut that undoes the version's
+    retirement must not bring it back with what is written into its folder later.
     """
     kept = {layout.path: layout for layout in layouts}
     for file in path.iterdir():
         if file.name not in kept:
             file.unlink()
+    sync(path)
     sizes = {file.name: file.stat().st_size for file in path.iterdir()}
     return all(sizes.get(name) == layout.size for name, layout in kept.items())
 

@@ -273,6 +273,7 @@ def _node(view: NodeView) -> dict[str, Any]:
             {
                 "name": copy.version,
                 "held": copy.held_pieces,
+                "needed": copy.wanted_pieces,
                 "pieces": copy.pieces,
                 "wanted": copy.wanted,
                 "problem": copy.problem,

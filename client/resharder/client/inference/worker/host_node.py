@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from resharder.client.errors import ResharderError
 from resharder.client.rpc.channel import Channel
-from resharder.converters.wire.ranges import WHOLE_FILE
+from resharder.converters.wire.pieces import Bitmap
+from resharder.converters.wire.ranges import HELD_FILE
 from resharder.v1 import node_pb2, node_pb2_grpc, resources_pb2
 
 _ASK_SECONDS = 5.0  # between questions to the daemon, apart from the first ones
@@ -41,28 +42,29 @@ class HostNode:
         self._channel, self._server, self._clock = channel, server, clock
         self._paths: tuple[str, ...] = ()
 
-    def files(self, version: str) -> NodeFiles:
-        """Return a version's files once the node holds all of it.
+    def files(self, version: str, needed: Bitmap) -> NodeFiles:
+        """Return a version's files once the node holds some pieces of it. Others may be holes in the files.
 
         Args:
             version: Full name of the READY version.
+            needed: The pieces.
         """
         try:
-            return self._files(version)
+            return self._files(version, needed)
         except ResharderError as error:
             return NodeFiles(None, "" if error.reason == "UNIMPLEMENTED" else f"{type(error).__name__}: {error}")
 
-    def _files(self, version: str) -> NodeFiles:
+    def _files(self, version: str, needed: Bitmap) -> NodeFiles:
         readable = _read(self._paths)
-        answer = self._ask(version, readable)
+        answer = self._ask(version, needed, readable)
         if not answer.node:
             self._paths = tuple(answer.nonce_files)
             if not (readable := _read(self._paths)):
                 return NodeFiles(None, "no node on this host" if self._paths else "")
-            answer = self._ask(version, readable)
+            answer = self._ask(version, needed, readable)
         held, since, pause = -1, self._clock(), _LOOK_SECONDS
         while answer.node and not answer.problem:
-            if self._appears(answer.folder, pause):
+            if self._appears(answer.folder, needed, pause):
                 return NodeFiles(Path(answer.folder))
             if answer.held_bytes != held:
                 held, since = answer.held_bytes, self._clock()
@@ -70,24 +72,35 @@ class HostNode:
                 missing = f"{answer.folder} cannot be read here" if answer.whole else "no piece arrives"
                 return NodeFiles(None, f"{answer.node}: {missing}, for {_PATIENCE:.0f} s")
             pause = min(2 * pause, _ASK_SECONDS)
-            answer = self._ask(version, readable)
+            answer = self._ask(version, needed, readable)
         return NodeFiles(None, answer.problem or "no node on this host")
 
-    def _appears(self, folder: str, seconds: float) -> bool:
-        """Return whether a node's version is whole, as soon as it is, or after some seconds.
+    def _appears(self, folder: str, needed: Bitmap, seconds: float) -> bool:
+        """Return whether a node's version has all needed pieces, as soon as it has, or after some seconds.
 
         The folder decides: the node's last report to the daemon may concern an earlier copy.
         """
-        until, sign = self._clock() + seconds, os.path.join(folder, WHOLE_FILE)
-        while not (there := bool(folder) and os.path.exists(sign)) and self._clock() < until:
+        until = self._clock() + seconds
+        while not (there := bool(folder) and not len(needed - _held(folder, needed.count))) and self._clock() < until:
             time.sleep(_LOOK_SECONDS)
         return there
 
-    def _ask(self, version: str, readable: list[resources_pb2.StoreAccess]) -> node_pb2.HostVersion:
+    def _ask(self, version: str, needed: Bitmap, readable: list[resources_pb2.StoreAccess]) -> node_pb2.HostVersion:
         stub = node_pb2_grpc.NodeServiceStub(self._channel.grpc)
-        request = node_pb2.GetHostVersionRequest(version=version, server=f"servers/{self._server}", readable=readable)
+        request = node_pb2.GetHostVersionRequest(
+            version=version, server=f"servers/{self._server}", readable=readable, needed=needed.to_bytes()
+        )
         answer: node_pb2.HostVersion = self._channel.call(stub.GetHostVersion, request)
         return answer
+
+
+def _held(folder: str, count: int) -> Bitmap:
+    """Return the pieces that a node holds in a version's folder; none if it cannot be read."""
+    try:
+        with open(os.path.join(folder, HELD_FILE), "rb") as file:
+            return Bitmap.from_bytes(count, file.read())
+    except (OSError, ValueError):
+        return Bitmap(count)
 
 
 def _read(paths: Iterable[str]) -> list[resources_pb2.StoreAccess]:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,15 +25,18 @@ from resharder.client.inference.worker.next_files import NextFiles
 from resharder.client.inference.worker.source_files import Boxes, SourceFiles
 from resharder.client.rpc.channel import Channel
 from resharder.client.transport.shared_memory import shares_memory
+from resharder.client.versions.needed_pieces import needed_pieces
 from resharder.client.versions.remote import Needs as Needs
 from resharder.client.versions.remote import VersionManifest as VersionManifest
 from resharder.client.versions.remote import boxes_request, expected_digests
 from resharder.client.versions.remote import get_manifest as get_manifest
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Box, TensorSpec
+from resharder.converters.geometry.rows import box_rows
 from resharder.converters.storage.digest import Array
 from resharder.converters.storage.files import FileLayout
 from resharder.converters.storage.pages import map_pages
+from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.v1 import resources_pb2
 
 SHARED, NODE = "shared-memory", "node"
@@ -55,7 +58,7 @@ class VersionSource:
         files: Its files: the store's, a node's, or a mirror's.
         transport: `SHARED`, `NODE`, `http` or `grpc`.
         expected: The store's digest of each needed box, by HF tensor and box.
-        whole: Whether all needed boxes are filled. In a mirror, other boxes are always empty.
+        whole: Whether all needed boxes are filled. In a mirror, other boxes are always empty, and may be in a node's files.
     """
 
     def __init__(
@@ -80,10 +83,13 @@ class VersionSource:
         """The specs of the HF tensors, by name."""
         return self.manifest.specs
 
-    def populate(self, names: Iterable[str]) -> None:
-        """Map the pages of these tensors now, without Python's lock, so that the copies cause no page faults."""
-        for name in names:
-            map_pages(byte_bounds(self.arrays[name]))
+    def populate(self, needs: Needs) -> None:
+        """Map the pages of these boxes now, without Python's lock, so that the copies cause no page faults."""
+        for name, boxes in needs.items():
+            first, _ = byte_bounds(self.arrays[name])
+            for rows in (rows for box in boxes for rows in box_rows(box, self.specs[name])):
+                for start, end in rows.spans(PIECE_BYTES):  # no pages of holes, which would take memory
+                    map_pages((first + start, first + end))
 
     def register(self, boxes: Boxes, device: torch.device, serves: Busy) -> bool:
         """Register the pages of these boxes, so that kernels on `device` can read them: see `SourceFiles.register`."""
@@ -142,8 +148,8 @@ class Stager:
             if self.shared:
                 files = self._next.take(Path(manifest.folder), manifest.files)
                 source = VersionSource(manifest, files, SHARED, expected)
-            elif not without and (found := self._from_node(manifest, expected)) is not None:  # a node has whole versions
-                source = found
+            elif not without and (found := self._from_node(manifest, needs, expected)) is not None:
+                source = found  # with ranks' help, what remains is little of each piece, and the node would fetch them all
             else:
                 mirror = self._mirror.prepare(manifest.files)
                 self._fetch(manifest, fetched, expected, [file.path for file in mirror])
@@ -158,11 +164,11 @@ class Stager:
             with self._lock:
                 self._next.prepare(manifest, boxes, device)
 
-    def _from_node(self, manifest: VersionManifest, expected: dict[tuple[str, Box], int]) -> VersionSource | None:
-        """Map the version of the node on this host; None if there is no node, or it does not have the version."""
+    def _from_node(self, manifest: VersionManifest, needs: Needs, expected: dict[tuple[str, Box], int]) -> VersionSource | None:
+        """Map the version of the node on this host; None if there is no node, or it does not have the boxes."""
         if self._node is None:
             return None
-        folder, self._node_reason = self._node.files(manifest.name)
+        folder, self._node_reason = self._node.files(manifest.name, needed_pieces(manifest.files, needs))
         if folder is not None:
             try:
                 source = VersionSource(manifest, SourceFiles(folder, manifest.files), NODE, expected)

@@ -7,7 +7,7 @@ without a placement, or without a line in the table, is an error.
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -21,6 +21,7 @@ from resharder.converters.architectures.recipe import Recipe
 from resharder.converters.architectures.table import Table, Weight
 from resharder.converters.errors import LayoutError, UnknownTensor, UnsupportedModel
 from resharder.converters.geometry.layout import Layout, Piece, Range, TensorSpec, box_index
+from resharder.converters.models.blockwise import BlockwiseTensors, is_blockwise
 from resharder.converters.models.megatron.live import LocalTensors
 from resharder.converters.models.tensor_io import DTYPES, read_piece
 from torch.distributed.tensor import DTensor
@@ -33,7 +34,7 @@ FLOATS = {dtype: name for dtype, name in DTYPES.items() if name in ("BF16", "F16
 
 
 def local_layout(
-    model_chunks: Chunks, hf_config: HFConfig | PretrainedConfig, *, padded_for: int = 1
+    model_chunks: Chunks, hf_config: HFConfig | PretrainedConfig, *, padded_for: int = 1, fp8: bool = False
 ) -> tuple[Layout, Mapping[str, torch.Tensor]]:
     """Return this rank's layout, and its local tensors by the names in its pieces, `CHUNK.NAME`, live rather than copied.
 
@@ -43,9 +44,10 @@ def local_layout(
         model_chunks: The rank's chunks.
         hf_config: Content of config.json, or transformers' config.
         padded_for: Largest number of tensor-parallel ranks for which padding may have been added, if more than now.
+        fp8: Accept parameters in FP8 blocks. Their pieces are those of the elements, in F8_E4M3.
 
     Raises:
-        UnsupportedModel: No table; quantised, sharded or offloaded parameters; an unknown wrapper.
+        UnsupportedModel: No table; other quantised, sharded or offloaded parameters; an unknown wrapper.
         UnknownTensor: A parameter that is not in the table.
         LayoutError: A parameter without placement, or with another shape than the config's; a model built with other sizes
             than the config's.
@@ -60,18 +62,19 @@ def local_layout(
     for number, module in enumerate(modules):
         _refuse_other_sizes(module, number, recipe)
         one = 0.0 if module.config.layernorm_zero_centered_gamma else 1.0
-        for name, (tensor, shards) in _placed(module, number).items():
+        for name, (tensor, shards, memory) in _placed(module, number, fp8).items():
             tensors[name] = tensor
-            dtype = _dtype(name, tensor)
+            dtype = "F8_E4M3" if is_blockwise(tensor) else _dtype(name, tensor)
             for shard in shards:
-                for piece in _shard_pieces(name, tensor, shard, table, one, padded_for):
+                for piece in _shard_pieces(name, memory, shard, table, one, padded_for):
                     spec = TensorSpec(piece.tensor, dtype, shapes[piece.tensor])
                     if specs.setdefault(piece.tensor, spec) != spec:
                         raise LayoutError(
                             f"{name}: holds {piece.tensor} as {dtype}, another parameter as {specs[piece.tensor].dtype}"
                         )
                     pieces.append(piece)
-    return Layout(specs, tuple(pieces)), LocalTensors(tensors, modules)
+    found = LocalTensors(tensors, modules)
+    return Layout(specs, tuple(pieces)), BlockwiseTensors(found) if fp8 else found
 
 
 def local_pieces(
@@ -162,8 +165,16 @@ def _unwrap(chunk: torch.nn.Module) -> MegatronModule:
     return inner
 
 
-def _placed(module: MegatronModule, number: int) -> dict[str, tuple[torch.Tensor, list[ShardedTensor]]]:
-    """Return every local tensor of a chunk with the shards of global tensors in it."""
+class _Placed(NamedTuple):
+    """A local tensor, the shards of global tensors in it, and the tensor of which they are views."""
+
+    tensor: torch.Tensor
+    shards: list[ShardedTensor]
+    memory: torch.Tensor
+
+
+def _placed(module: MegatronModule, number: int, fp8: bool) -> dict[str, _Placed]:
+    """Return every local tensor of a chunk."""
     for parameter_name, parameter in module.named_parameters():
         _refuse_absent(f"{number}.{parameter_name}", parameter)
     if not parallel_state.model_parallel_is_initialized():
@@ -173,19 +184,23 @@ def _placed(module: MegatronModule, number: int) -> dict[str, tuple[torch.Tensor
         )
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     state = module.sharded_state_dict(metadata={"dp_cp_group": group, "non_homogeneous_layers": True})
-    placed: dict[str, tuple[torch.Tensor, list[ShardedTensor]]] = {}
+    placed: dict[str, _Placed] = {}
     for key, value in state.items():
         name = f"{number}.{key}"
         if isinstance(value, ShardedObject) and value.key.endswith("_extra_state"):
             continue
         if not isinstance(value, ShardedTensor | ShardedTensorFactory):
             raise UnknownTensor(f"{name}: expected a sharded tensor in sharded_state_dict, found {type(value).__name__}")
-        _refuse_quantised(name, value.data)
+        tensor = value.data
+        if fp8 and is_blockwise(tensor):  # views of an FP8 parameter would be copies
+            value.data = torch.empty(tensor.shape, dtype=torch.uint8, device="meta")
+        else:
+            _refuse_quantised(name, tensor)
         shards = _shards(name, _built(name, value) if isinstance(value, ShardedTensorFactory) else value)
-        if (found := sum(shard.data.numel() for shard in shards)) != value.data.numel():
-            raise LayoutError(f"{name}: expected shards for {value.data.numel()} elements in sharded_state_dict, found {found}")
-        placed[name] = value.data, shards
-    held = {id(tensor) for tensor, _ in placed.values()}
+        if (found := sum(shard.data.numel() for shard in shards)) != tensor.numel():
+            raise LayoutError(f"{name}: expected shards for {tensor.numel()} elements in sharded_state_dict, found {found}")
+        placed[name] = _Placed(tensor, shards, value.data)
+    held = {id(each.tensor) for each in placed.values()}
     for local, tensor in module.state_dict(keep_vars=True).items():
         if id(tensor) not in held and not local.endswith("_extra_state"):
             raise LayoutError(f"{number}.{local}: expected its placement in sharded_state_dict, found none")
@@ -243,7 +258,10 @@ def _refuse_absent(name: str, parameter: torch.nn.Parameter) -> None:
 def _refuse_quantised(name: str, tensor: torch.Tensor) -> None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         found = type(tensor).__name__
-        raise UnsupportedModel(f"{name}: expected a plain tensor, found {found}: quantised (FP8) parameters are not supported")
+        raise UnsupportedModel(
+            f"{name}: expected a plain tensor, found {found}: quantised (FP8) parameters are not supported, except "
+            "Float8BlockwiseQTensor with connect(quantization_config=…)"
+        )
 
 
 def _dtype(name: str, tensor: torch.Tensor) -> str:

@@ -135,7 +135,7 @@ def _nodes(now: Snapshot) -> Iterator[Metric]:
     missing = GaugeMetricFamily(
         "resharder_node_missing_pieces",
         "Pieces that nodes should hold and do not yet",
-        value=sum(copy.pieces - copy.held_pieces for copy in wanted),
+        value=sum(copy.wanted_pieces - copy.held_pieces for copy in wanted),
     )
     stuck = GaugeMetricFamily(
         "resharder_node_stuck_copies", "Versions that do not arrive on a node", value=sum(bool(copy.problem) for copy in wanted)

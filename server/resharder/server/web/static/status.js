@@ -127,8 +127,9 @@ function drawNode(node) {
   const there = `${bytes(node.used)} of ${bytes(node.limit)}`;
   const from = `${bytes(node.received.origin)} from the daemon, ${bytes(node.received.peer)} from nodes`;
   const versions = node.versions.map((one) => {
-    const share = one.pieces && one.held < one.pieces ? `${Math.floor((100 * one.held) / one.pieces)} %` : "held";
-    return element("p", {}, `${one.name}: ${one.problem || share}`);
+    const share = one.held < one.needed ? `${Math.floor((100 * one.held) / one.needed)} %` : "held";
+    const part = one.needed && one.needed < one.pieces ? ` of ${one.needed} of ${one.pieces} pieces` : "";
+    return element("p", {}, `${one.name}: ${one.problem || share + part}`);
   });
   const head = div("head", element("h3", {}, node.id), chip(node.state), soft(node.address), span("", there));
   const card = div("card", head, bar(node.used, node.limit, there), soft(`received ${from}; sent ${bytes(node.sent)}`), ...versions);

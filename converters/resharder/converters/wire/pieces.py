@@ -51,6 +51,10 @@ class PieceNumbering:
         counts = [-(-size // self.piece_bytes) for _, size in self._files]
         self._firsts = list(accumulate(counts, initial=0))  # first piece of each file, then the number of all pieces
         self._indices = {name: index for index, (name, _) in enumerate(self._files)}
+        self._sizes = np.full(self.count, self.piece_bytes, np.int64)
+        for (_, size), last in zip(self._files, self._firsts[1:], strict=True):
+            if size % self.piece_bytes:
+                self._sizes[last - 1] = size % self.piece_bytes
 
     @property
     def count(self) -> int:
@@ -65,6 +69,10 @@ class PieceNumbering:
         name, size = self._files[index]
         start = (piece - self._firsts[index]) * self.piece_bytes
         return PieceSpan(name, start, min(start + self.piece_bytes, size))
+
+    def size_of(self, pieces: "Bitmap") -> int:
+        """Return the bytes of some pieces."""
+        return int(self._sizes[pieces.flags()].sum())
 
     def parts(self, piece: int) -> Iterator[PieceSpan]:
         """Yield the parts of a piece that have a checksum each: aligned ranges of at most `PIECE_BYTES`."""
