@@ -45,7 +45,7 @@ class Site:
         return [line for line in lines if line["event"] == name]
 
     def wrong(self) -> list[str]:
-        """What was served under a version that are not the weights of its step."""
+        """Return the lines of the server whose weights are not those of their version's step."""
         expected = {str(step): self.trainer.call("fingerprint", step) for step in range(1, 9)}  # steps and versions go together
         return [line for line in self.served.read_text().splitlines() if expected[line.split()[0]] != line.split()[1]]
 

@@ -18,6 +18,8 @@ from resharder.converters.geometry.copy_table import copies_of
 from resharder.converters.geometry.layout import Box, Layout, Piece, Range, TensorSpec
 from resharder.converters.geometry.piece_arrays import pack
 from resharder.converters.geometry.plan import plan_pieces
+from resharder.converters.quantization.cast import quantise_whole
+from resharder.converters.quantization.scheme import Scheme
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,3 +98,20 @@ def test_tensors_are_read_after_their_copies_whichever_gpu_is_current() -> None:
         return [int(np.count_nonzero(part.array != 7)) for part in host_parts([(0, tensor)], [BOX], [[BOX]])]
 
     assert on_a_thread(read) == [0]
+
+
+@pytest.mark.parametrize("scheme", [Scheme(), Scheme(channels=True)], ids=["blocks", "channels"])
+def test_casts_run_on_the_gpu_of_the_tensors_whichever_is_current(scheme: Scheme) -> None:
+    whole = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+
+    def cast() -> list[torch.Tensor]:
+        assert torch.cuda.current_device() == 0
+        there = torch.zeros_like(whole, device=OWN)
+        torch.cuda.synchronize(OWN)
+        with torch.cuda.device(OWN):
+            torch.cuda._sleep(1_000_000_000)  # as above
+        there.copy_(whole)
+        return [made.cpu() for made in quantise_whole("w.weight", there, scheme)]
+
+    for here, there in zip(quantise_whole("w.weight", whole, scheme), on_a_thread(cast), strict=True):
+        assert torch.equal(here.view(torch.uint8), there.view(torch.uint8))

@@ -179,6 +179,22 @@ def test_a_retired_version_that_a_power_cut_brings_back_has_no_files_of_a_later_
         assert {*names} == {*SMALL, manifest.MANIFEST_FILE, LAYOUTS[0].path}
 
 
+def test_a_version_whose_commit_failed_is_not_ready_after_a_power_cut(host: Host) -> None:
+    host.start()
+    epoch = host.claim("job")
+    host.publish(epoch, 1)
+    record = host.begin(epoch, 2)
+    host.medium.plan = Refusals(("sync folder", "/versions", 1))
+    with pytest.raises(DaemonError, match="EIO"):
+        host.act(lambda: host.store.lifecycle.commit(record, {"a": 0}, ()))
+    versions = host.files.find(f"{STORE}/models/policy/versions")
+    renamed = [change for change in host.files.changes if any(folder is versions for folder in change.folders)]
+    assert len(renamed) == 2
+    host.files.changes = renamed[:1]  # the rename is left, the way back is not
+    host.restart(power=True, kept=1.0)
+    assert host.ready() == {1: 1}
+
+
 def test_folders_that_could_not_be_removed_at_the_start_are_removed_later(host: Host) -> None:
     host.start()
     epoch = host.claim("job")

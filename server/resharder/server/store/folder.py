@@ -12,7 +12,8 @@ from resharder.server.infra.filesystem import make_folder, move, sync, touching,
 from resharder.server.state.errors import FailedPrecondition
 from resharder.server.state.version import READY, UPLOADING, VersionRecord
 
-_ATTEMPTS = 10  # at each of a sync and its undoing
+ATTEMPTS = 10
+"""Attempts at a file operation whose failure would leave a version in two states."""
 _log = structlog.get_logger("resharder.store")
 
 
@@ -69,7 +70,7 @@ def sync_or_undo(source: Path, target: Path) -> None:
 
     Both are tried several times in turn. If all fail, `target` stays, durable or not.
     """
-    for _ in range(_ATTEMPTS):
+    for _ in range(ATTEMPTS):
         try:
             failpoint("commit.sync")
             sync(target.parent)

@@ -18,7 +18,7 @@ from resharder.converters.failpoints import failpoint
 from resharder.converters.json_input import parse_json
 from resharder.server.infra.filesystem import make_durable_folder, move, sync, touching, write_file
 from resharder.server.store import manifest
-from resharder.server.store.folder import sync_or_undo
+from resharder.server.store.folder import ATTEMPTS, sync_or_undo
 
 DECISION = "decision.json"
 Rename = tuple[Path, Path]
@@ -57,8 +57,28 @@ def _rename(source: Path, target: Path) -> None:
     failpoint("commit.before-rename")
     move(source, target)
     failpoint("commit.after-rename")
-    sync_or_undo(source, target)
+    try:
+        sync_or_undo(source, target)
+    except OSError:
+        _remove_manifest(source)
+        raise
     failpoint("commit.after-sync")
+
+
+def _remove_manifest(folder: Path) -> None:
+    """Remove the manifest of a version that was renamed back, durably.
+
+    A power failure may keep the rename without the way back, and the version would be READY although it was reported as ABORTED.
+    """
+    for _ in range(ATTEMPTS):
+        try:
+            with touching(folder, "removing the manifest of"):
+                (folder / manifest.MANIFEST_FILE).unlink(missing_ok=True)
+            sync(folder)
+            return
+        except OSError as error:
+            refused = error
+    _log.error("manifest_not_removed", folder=str(folder), error=str(refused))
 
 
 def _remove(decision: Path) -> None:

@@ -170,7 +170,7 @@ class Staging:
             ResharderError: The version cannot be fetched.
             InstallError: The version does not fit the worker, or it is not READY and cannot arrive on the direct path.
         """
-        use_gpu(self._host.device)  # this thread is the caller's own
+        use_gpu(self._host.device)  # the thread of an install is new, and begins with GPU 0
         source = self._fallback_of(staged.fallback or staged.version) or self._fetch(models, staged, memory, manifest)
         if staged.fallback:  # after the fallback is there: the ranks wait from READY on, and for so long only
             source = self._join_early(models, staged, memory, source)
