@@ -149,7 +149,7 @@ def test_names_and_reasons_are_text_whatever_stands_in_them(page: "Chrome", daem
 def test_a_node_its_versions_and_its_problem_are_shown(page: "Chrome", daemon: Daemon) -> None:
     shown = job(daemon, "hosted")
     publish(shown, 1)
-    version = node_pb2.NodeVersion(version="models/hosted/versions/1", problem="memory full")
+    version = node_pb2.NodeVersion(version="models/hosted/versions/1", folder="/dev/shm/gpu-7", problem="memory full")
     stub = node_pb2_grpc.NodeServiceStub(daemon.channel)
     stub.SyncNode(node_pb2.SyncNodeRequest(node="nodes/gpu-7", instance="i", capacity_bytes=1 << 30, versions=[version]))
     open_page(page, daemon)

@@ -125,6 +125,8 @@ class PublisherStatus:
     """Ranks that have called the daemon within their lease."""
     newest_version: int
     """Number of the model's newest version, in any state."""
+    data_address: str
+    """`host:port` of the daemon's data port, by which ranks of other hosts send; without host: the endpoint's. Empty for none."""
 
 
 @dataclass(frozen=True)
