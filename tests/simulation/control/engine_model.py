@@ -190,6 +190,7 @@ class EngineCore:
 
     def resume_scheduler(self) -> None:
         self._acts("resume")
+        self.check_caches()
         self.paused = ""
         self._step_soon()
 
@@ -229,6 +230,7 @@ class EngineCore:
         self._acts("wake")
         self.slumber.end(tags)
         if STAY_PAUSED not in tags and not self.slumber.tags:
+            self.check_caches()
             self.paused = ""
             self._step_soon()
 
@@ -330,6 +332,11 @@ class EngineCore:
         self.schedule.after(longest + 1e-3, self.process, done)
         return later
 
+    def check_caches(self) -> None:
+        """Check that the caches have entries of the installed version alone: what begins to run now may use them."""
+        if not self.cached <= {self.installed}:
+            self.schedule.fail(f"the engine runs version {self.installed} on caches of versions {sorted(self.cached)}")
+
     # Requests
 
     @property
@@ -368,8 +375,7 @@ class EngineCore:
             self.schedule.fail(f"no token is computed from torn or dropped weights: {self.workers}")
         if self.slumber.tags:
             self.schedule.fail("no token is computed asleep")
-        if not self.cached <= {version}:
-            self.schedule.fail(f"no token of version {version} is computed from caches of {self.cached}")
+        self.check_caches()
         self.cached.add(version)
         outputs: dict[int, tuple[Caller, list[Output]]] = {}
         for request in [request for request in self.requests.values() if request.begun]:
