@@ -121,6 +121,8 @@ class EngineCore:
     requests: dict[str, Running] = field(default_factory=dict)
     cached: set[int] = field(default_factory=set)
     """Versions that computed the entries of the caches."""
+    when_applied: Callable[[Caller], None] | None = None
+    """Called once, when the workers have applied a version, before the caller gets the answer."""
     highest: int = 0
     """Highest term of any call so far."""
 
@@ -302,7 +304,8 @@ class EngineCore:
             return [self._answer(worker, f"{install} is not staged") for worker in self.workers]
         if not self.paused or not self._idle:
             self.schedule.fail("weights are written into a paused engine only")
-        self.busy, later = True, Later()
+        self.busy, later, caller = True, Later(), self._caller
+        assert caller is not None
         answers: list[dict[str, Any]] = []
 
         def install_into(worker: WorkerModel) -> None:
@@ -319,6 +322,9 @@ class EngineCore:
 
         def done() -> None:
             self.busy = False
+            act, self.when_applied = self.when_applied, None
+            if act is not None:
+                act(caller)
             later.answered(answers)
             self._work()
 
