@@ -17,6 +17,7 @@ from resharder.client.errors import (
     NotFound,
     OutOfRoom,
     StaleEpoch,
+    UsageError,
     VersionAborted,
     WaitTimeout,
 )
@@ -322,6 +323,29 @@ def test_a_timeout_of_none_is_no_bound(daemon: Daemon) -> None:
     handles[1].wait_serving(None)
     for publisher in publishers:
         publisher.close()
+
+
+def test_a_closed_publisher_renews_no_lease_and_refuses_further_calls() -> None:
+    with Daemon(lease_seconds=1.0) as daemon:
+        open_, closed = connected(daemon.endpoint, 2, "closed")
+        publish_all([open_, closed], 1, weights(1))[0].wait_ready(60)
+        lease = closed._session._lease
+        assert lease is not None
+        handle = open_.publish_tensors(2, parts(weights(2), spread(2)[0]))
+        for _ in range(2):
+            closed.close()
+        lease._thread.join(10)
+        assert not lease._thread.is_alive()
+        with pytest.raises(VersionAborted, match="rank 1"):
+            handle.wait_ready(60)
+        for call in (
+            lambda: closed.publish_tensors(3, parts(weights(3), spread(2)[1])),
+            lambda: closed.attach_tensors(one_large(1)[0]),
+        ):
+            with pytest.raises(UsageError, match="expected an open connection"):
+                call()
+        closed.abort()
+        open_.close()
 
 
 def test_files_that_a_restarted_daemon_has_removed_are_a_version_not_found(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from resharder.server.fleets.attachments import Attachment
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.persistence import FleetFiles
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, ResourceNotFound
@@ -41,7 +42,7 @@ class Desk:
     def server(self) -> Server:
         return self.roster.by_id["a"]
 
-    def serve(self) -> None:
+    def serve(self) -> Attachment:
         """Let the server boot and serve version 1."""
         attachment = self.fleets.sessions.attach("a", Attached("control", 2, "10.0.0.1:8000"))
         for rank in range(2):
@@ -50,6 +51,7 @@ class Desk:
         attachment.report(Reported("control", self.server.opened_by, OrderKind.RESUME))
         assert self.server.serving == 1
         self.notes.clear()
+        return attachment
 
     def lose(self) -> None:
         """Let the server's lease end."""
@@ -166,3 +168,12 @@ def test_a_lost_server_alone_is_forgotten_with_its_pins_and_its_membership(desk:
     assert not any("servers/a" in holders for holders in desk.versions.holders.values())
     assert desk.notes == [("operator", "servers/a", "forget", {})]
     assert desk.roster.changed.count > before
+
+
+def test_a_server_that_is_not_lost_yet_is_refused_with_the_time_that_is_left(desk: Desk) -> None:
+    attachment = desk.serve()
+    attachment.close()
+    desk.now += 4
+    why = r"expected server a to be LOST, it is not: serving version 1; no control side is attached; its lease ends in 6 s$"
+    with pytest.raises(FailedPrecondition, match=why):
+        desk.changes.forget("a")

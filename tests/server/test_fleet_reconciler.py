@@ -1,9 +1,11 @@
 """The reconciler of a server, event by event: late and repeated reports, failures, and control sides that attach."""
 
+from dataclasses import replace
+
 import pytest
 from resharder.server.fleets.explain import explain, state_of
 from resharder.server.fleets.reconciler.step import step
-from resharder.server.state.server import Goal, InstallState, OrderKind, Power, Server, Worker, WorkerState
+from resharder.server.state.server import Failure, Goal, InstallState, OrderKind, Power, Server, Worker, WorkerState
 from resharder.server.state.server_events import (
     Attached,
     Claimed,
@@ -291,3 +293,14 @@ def test_a_control_side_that_attaches_during_a_sleep_at_level_2_gives_the_sleep_
     server, _ = step(server, Wanted(Goal()), 2, SETTINGS)
     _, orders = step(server, Attached("b", 2), 2, SETTINGS)
     assert orders[-1] == Order("b", OrderKind.CLOSE, reason="its version is not confirmed yet"), "and while it wakes"
+
+
+def test_an_operators_retry_forgets_failures_and_another_goal_keeps_them() -> None:
+    failures = {2: Failure(SETTINGS.attempts, "it was torn", 1e9)}
+    failed = replace(serving(1), failures=failures)
+    kept, _ = step(failed, Wanted(replace(failed.goal, why="an operator set the target")), 2, SETTINGS)
+    assert kept.failures == failures
+    again, _ = step(failed, Wanted(replace(failed.goal, retry=(1, 0))), 2, SETTINGS)
+    assert again.failures == {}
+    same, _ = step(replace(again, failures=failures), Wanted(again.goal), 3, SETTINGS)
+    assert same.failures == failures, "the same retry does not count twice"

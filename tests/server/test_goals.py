@@ -322,3 +322,7 @@ def test_a_server_that_waits_for_a_version_to_be_ready_gets_the_newest_ready_one
         one = replace(one, install=install(number))
     seen = replace(view([one], ready=(1, 2, 3, 4), ahead={5}), set_aside=given.get("aside", set()))
     assert goals(moving(MOVING, to=5, refused=given.get("refused", {})), seen)["a"].version == expected
+
+
+def test_the_range_of_no_version_permits_none() -> None:
+    assert not [version for version in range(4) if Goal(serves=NOBODY).permits(version)]

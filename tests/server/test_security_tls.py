@@ -160,6 +160,16 @@ def test_new_certificates_of_a_new_authority_are_taken_by_daemon_and_clients_wit
     assert "security_files_reloaded" in daemon.log.read_text()
 
 
+def test_a_closed_channel_stays_closed_when_its_certificates_change(authority: Authority) -> None:
+    channel = Channel("127.0.0.1:1", patience=0, tls=authority.tls("viewer.test"))
+    stub = operator_pb2_grpc.OperatorServiceStub(channel.grpc)
+    channel.close()
+    authority.renew()
+    authority.issue("viewer.test", "viewer.test")
+    with pytest.raises(UsageError, match="expected an open connection"):
+        channel.call(stub.ListVersions, operator_pb2.ListVersionsRequest(model="policy"))
+
+
 def test_a_certificate_without_its_key_changes_nothing_and_is_said(daemon: SecureDaemon, authority: Authority) -> None:
     certificate = (authority.folder / "daemon.pem").read_bytes()
     authority.issue("next", "127.0.0.1")

@@ -93,12 +93,14 @@ class FakeEngine:
 class Side:
     """A control side at time `now`, with a lease of 10 s from 0."""
 
-    def __init__(self, *, leads: bool = True, cannot_sleep: str = "") -> None:
+    def __init__(
+        self, *, leads: bool = True, cannot_sleep: str = "", engine: FakeEngine | None = None, gate: Gate | None = None
+    ) -> None:
         self.now, self.journal = 0.0, Journal()
-        self.lease = ServerLease(lambda: self.now)
-        self.gate = Gate(lease=self.lease, clock=lambda: self.now)
+        self.lease = gate.lease if gate else ServerLease(lambda: self.now)
+        self.gate = gate or Gate(lease=self.lease, clock=lambda: self.now)
         self.lease.renew(10.0)
-        self.engine = FakeEngine(self.gate)
+        self.engine = engine or FakeEngine(self.gate)
         self.reattached: list[str] = []
         self.told: list[PowerState] = []
         self.control = OrderExecutor(

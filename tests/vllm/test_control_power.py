@@ -4,9 +4,13 @@ import asyncio
 from typing import Any
 
 import pytest
+from resharder.client.errors import UsageError
 from resharder.client.inference.control.gate import Position
+from resharder.client.inference.control.lease import ControlIdentity, LeaseThread
 from resharder.client.inference.control.orders import ControlOrder, Kind, Outcome
 from resharder.client.inference.power import STAY_PAUSED, PowerState
+from resharder.client.inference.vllm.attach import AttachedEngine
+from resharder.client.rpc.channel import Channel
 
 from tests.support.control_side import (
     RESETS,
@@ -246,3 +250,54 @@ def test_a_side_that_led_while_the_engine_slept_opens_its_gate_once_another_has_
     side.engine.dropped = side.engine.paused = False
     assert side.do(resume(2, "i5")) == Outcome(Kind.RESUME, "i5")
     assert side.gate.position is Position.OPEN
+
+
+@pytest.mark.parametrize("caller", ["resume", "wake"])
+def test_a_closed_handle_leaves_the_engine_to_its_program(caller: str) -> None:
+    """Also when it was closed between APPLY and RESUME."""
+    side = serving()
+    side.do(stage(2), apply(2))
+    handle = attached(side)
+    for _ in range(2):
+        handle.close()
+    handle.leave()
+    run(side.engine.resume_generation() if caller == "resume" else side.engine.wake_up(["scheduling"]))
+    assert not side.engine.paused
+
+
+def test_an_engine_that_is_attached_again_is_resumed_by_its_new_control_side() -> None:
+    side = serving()
+    side.do(stage(2), apply(2))
+    attached(side).close()
+    again = Side(engine=side.engine, gate=side.gate)
+    again.do(resume(2))
+    assert (again.gate.open_on, side.engine.paused) == (2, False)
+
+
+def test_a_wait_of_a_handle_that_is_closed_meanwhile_ends() -> None:
+    side = serving()
+
+    async def wait() -> None:
+        handle = attached(side)
+        assert await handle.wait(1) == 1
+        waiting = asyncio.create_task(handle.wait(2))
+        await asyncio.sleep(0)
+        handle.close()
+        assert await handle.wait(1) == 1
+        with pytest.raises(UsageError, match="expected an attached engine to wait for version 2, got a closed handle"):
+            await asyncio.wait_for(waiting, 30)
+
+    run(wait())
+
+
+def attached(side: Side) -> AttachedEngine:
+    """A handle of an engine whose daemon is away."""
+    loop = asyncio.new_event_loop()
+    identity = ControlIdentity("s", 2)
+
+    def status() -> tuple[PowerState, int, int]:
+        return side.control.state.power, 0, 0
+
+    thread = LeaseThread(Channel("127.0.0.1:1"), identity, side.lease, side.control.carry_out, status, loop)
+    loop.close()
+    return AttachedEngine(side.gate, thread, side.control)

@@ -20,7 +20,7 @@ from resharder.v1 import operator_pb2, resources_pb2
 
 from tests.simulation.control.api_server import ApiServer, Request, simulated_modules
 from tests.simulation.control.daemon_model import FLEET, LEASE, Daemon
-from tests.simulation.control.engine_model import EngineCore, WorkerModel
+from tests.simulation.control.engine_model import Caller, EngineCore, WorkerModel
 from tests.simulation.control.schedule import Process, Schedule
 from tests.support.simulated_store import MODEL
 
@@ -44,6 +44,7 @@ _FAULTS = {
     "drain": 1,
     "mode": 2,
     "fail": 2,
+    "kill_after_apply": 2,
 }
 
 
@@ -259,8 +260,7 @@ class World:
             server.kill()
             self._maybe_boot(server)
         elif kind == "kill_daemon" and self.daemon.process.alive:
-            self.daemon.kill(silent=self.random.random() < 0.3)
-            self.schedule.after(seconds, None, self._start_daemon)
+            self._kill_daemon(seconds)
         elif kind == "wall":
             self.schedule.wall_offset += self.random.choice((-3e8, -3e4, -10.0, 10.0, 3e4, 3e8))
             self.schedule.trace("wall clock jumps")
@@ -272,6 +272,8 @@ class World:
             self.schedule.after(seconds, None, lambda: self._drain(server.id, False))
         elif kind == "mode":
             self._update(["pause_mode"], pause_mode=self.random.choice(_MODES))
+        elif kind == "kill_after_apply" and server.core is not None:
+            server.core.when_applied = partial(self._kill_after_apply, server, seconds)
         elif kind == "fail":
             self.failures.append(self.random.choice(("stage", "apply", "apply")))
 
@@ -290,6 +292,17 @@ class World:
                 self.kill_process(api.process)
             case _:
                 self.schedule.stop(api.process, seconds)
+
+    def _kill_after_apply(self, server: ServerModel, seconds: float, leader: Caller) -> None:
+        """Kill the API server that leads before it resets the caches, if another can take its place, and often the daemon."""
+        if sum(api.process.alive for api in server.apis) > 1:
+            self.kill_process(leader.process)
+        if self.daemon.process.alive and self.random.random() < 0.7:
+            self._kill_daemon(seconds)
+
+    def _kill_daemon(self, seconds: float) -> None:
+        self.daemon.kill(silent=self.random.random() < 0.3)
+        self.schedule.after(seconds, None, self._start_daemon)
 
     def _maybe_boot(self, server: ServerModel) -> None:
         if self.random.random() < 0.6:
@@ -343,6 +356,8 @@ class World:
         self.schedule.trace("peace")
         self._faults, self.schedule.hazard, self.daemon.doubled = False, 0.0, 0.0
         self.failures.clear()
+        for core in [server.core for server in self.servers if server.core is not None]:
+            core.when_applied = None
         self._start_daemon()
         if self.daemon.process.stopped:
             self.schedule.go_on(self.daemon.process)

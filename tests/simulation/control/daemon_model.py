@@ -81,6 +81,7 @@ class Daemon:
     def start(self) -> None:
         """Start the daemon, again after `kill`."""
         self.lives += 1
+        self.started_at = self.schedule.now
         self.process = Process(f"daemon{self.lives}")
         self.streams: list[Stream] = []
         self._pending: dict[object, Answer] = {}
@@ -129,6 +130,8 @@ class Daemon:
 
         def arrive() -> None:
             daemon = self.process
+            if link.process.killed_at <= self.started_at:
+                return  # this daemon never had a connection to it
             if not daemon.alive:
                 answered(unavailable("no daemon"))
                 return

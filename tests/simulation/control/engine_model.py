@@ -121,6 +121,8 @@ class EngineCore:
     requests: dict[str, Running] = field(default_factory=dict)
     cached: set[int] = field(default_factory=set)
     """Versions that computed the entries of the caches."""
+    when_applied: Callable[[Caller], None] | None = None
+    """Called once, when the workers have applied a version, before the caller gets the answer."""
     highest: int = 0
     """Highest term of any call so far."""
 
@@ -190,6 +192,7 @@ class EngineCore:
 
     def resume_scheduler(self) -> None:
         self._acts("resume")
+        self.check_caches()
         self.paused = ""
         self._step_soon()
 
@@ -229,6 +232,7 @@ class EngineCore:
         self._acts("wake")
         self.slumber.end(tags)
         if STAY_PAUSED not in tags and not self.slumber.tags:
+            self.check_caches()
             self.paused = ""
             self._step_soon()
 
@@ -300,7 +304,8 @@ class EngineCore:
             return [self._answer(worker, f"{install} is not staged") for worker in self.workers]
         if not self.paused or not self._idle:
             self.schedule.fail("weights are written into a paused engine only")
-        self.busy, later = True, Later()
+        self.busy, later, caller = True, Later(), self._caller
+        assert caller is not None
         answers: list[dict[str, Any]] = []
 
         def install_into(worker: WorkerModel) -> None:
@@ -317,6 +322,9 @@ class EngineCore:
 
         def done() -> None:
             self.busy = False
+            act, self.when_applied = self.when_applied, None
+            if act is not None:
+                act(caller)
             later.answered(answers)
             self._work()
 
@@ -329,6 +337,11 @@ class EngineCore:
             self.schedule.after(took, self.process, lambda worker=worker: install_into(worker))  # type: ignore[misc]
         self.schedule.after(longest + 1e-3, self.process, done)
         return later
+
+    def check_caches(self) -> None:
+        """Check that the caches have entries of the installed version alone: what begins to run now may use them."""
+        if not self.cached <= {self.installed}:
+            self.schedule.fail(f"the engine runs version {self.installed} on caches of versions {sorted(self.cached)}")
 
     # Requests
 
@@ -368,8 +381,7 @@ class EngineCore:
             self.schedule.fail(f"no token is computed from torn or dropped weights: {self.workers}")
         if self.slumber.tags:
             self.schedule.fail("no token is computed asleep")
-        if not self.cached <= {version}:
-            self.schedule.fail(f"no token of version {version} is computed from caches of {self.cached}")
+        self.check_caches()
         self.cached.add(version)
         outputs: dict[int, tuple[Caller, list[Output]]] = {}
         for request in [request for request in self.requests.values() if request.begun]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 from typing import Any, NoReturn
 
@@ -45,6 +46,7 @@ class Process:
     """Lane and act of events that came while it was stopped."""
     interrupted: list[Act] = field(default_factory=list)
     """Threads that were stopped while they ran; they continue before anything else."""
+    killed_at: float = inf
     when_killed: list[Act] = field(default_factory=list)
     program: Any = None
     """The model of the program that it runs."""
@@ -159,6 +161,7 @@ class Schedule:
         if process.alive:
             self.trace(f"KILL {process.name}")
             process.alive = process.stopped = False
+            process.killed_at = self.now
             for act in process.when_killed:
                 act()
 

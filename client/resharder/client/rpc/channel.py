@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from resharder.client.errors import NO_VERSION, TOO_FAST, TOO_MANY_CALLS, ResharderError, UsageError, error_of, reason_of
@@ -72,6 +72,26 @@ class Backoff:
         return True
 
 
+class _Closed(grpc.Channel):  # type: ignore[misc]
+    """Stands in for a closed channel, because grpcio (1.85) ends the process by SIGSEGV where a stub is made of one."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise _closed(self._endpoint)
+
+    unary_unary = unary_stream = stream_unary = stream_stream = subscribe = unsubscribe = _refuse
+    __enter__ = __exit__ = _refuse
+
+    def close(self) -> None:
+        pass
+
+
+def _closed(endpoint: str) -> UsageError:
+    return UsageError(f"expected an open connection to {endpoint}, got one that was closed")
+
+
 class Channel:
     """Channel to the daemon.
 
@@ -85,6 +105,8 @@ class Channel:
     Raises:
         UsageError: The endpoint or the TLS settings are invalid.
     """
+
+    _closed = False
 
     def __init__(self, endpoint: str, patience: float | None = 60.0, tls: Tls | None = None) -> None:
         _, colon, port = endpoint.rpartition(":")
@@ -108,7 +130,7 @@ class Channel:
             timeout: Bound in seconds on one attempt; None is no bound.
             patience: Seconds of retries; None is the channel's patience.
 
-        Raises the errors of `errors`.
+        Raises the errors of `errors`; UsageError if the channel is closed.
         """
         backoff = Backoff(self.patience if patience is None else patience)
         while True:
@@ -117,6 +139,10 @@ class Channel:
             except grpc.RpcError as error:
                 if not (unreachable(error) and backoff.wait()):
                     raise error_of(error, self.endpoint) from error
+            except ValueError as error:  # raised by grpcio for a closed channel
+                if not self._closed:
+                    raise
+                raise _closed(self.endpoint) from error
 
     def stream(self, call: Iterator[Answer]) -> Iterator[Answer]:
         """Yield the answers of a server stream. Raises the errors of `errors`."""
@@ -130,8 +156,11 @@ class Channel:
         return error_of(error, self.endpoint)
 
     def close(self) -> None:
-        """Close the channel. Calls in progress end with CANCELLED."""
-        self.grpc.close()
+        """Close the channel. Calls in progress end with CANCELLED, later ones with UsageError."""
+        if not self._closed:
+            self._closed = True
+            before, self.grpc = self.grpc, _Closed(self.endpoint)
+            before.close()
 
     def __enter__(self) -> "Channel":
         return self

@@ -24,6 +24,7 @@ class SecureChannel(grpc.Channel):  # type: ignore[misc]
         self._options = [*options, *([("grpc.ssl_target_name_override", tls.name)] if tls.name else [])]
         self._lock = threading.Lock()
         self._former: grpc.Channel | None = None
+        self._closed = False
         try:
             self._stamp, self._current = tls.stamp(), self._open()
         except (OSError, ValueError) as error:
@@ -37,8 +38,10 @@ class SecureChannel(grpc.Channel):  # type: ignore[misc]
         return grpc.secure_channel(self._endpoint, self._tls.credentials(), options=self._options)
 
     def now(self) -> grpc.Channel:
-        """Return the channel for new calls, opened anew if the files have changed."""
+        """Return the channel for new calls, opened anew if the files have changed. Raises ValueError once it is closed."""
         with self._lock:
+            if self._closed:
+                raise ValueError("expected an open channel, got one that was closed")
             try:
                 stamp = self._tls.stamp()
                 if stamp != self._stamp:
@@ -84,6 +87,8 @@ class SecureChannel(grpc.Channel):  # type: ignore[misc]
 
     def close(self) -> None:
         """Close the current channel and the previous one, on which streams may be open."""
+        with self._lock:
+            self._closed = True
         for channel in (self._former, self._current):
             if channel is not None:
                 channel.close()

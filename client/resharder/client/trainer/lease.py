@@ -60,10 +60,10 @@ class PublisherLease:
                 self._register_again()
             except ResharderError as error:
                 self._lose(error)
-            except ValueError:  # raised by grpcio for a closed channel
-                return
 
     def _register_again(self) -> None:
+        if self._stopped.is_set():
+            return
         try:
             self._again()
         except DaemonUnreachable:

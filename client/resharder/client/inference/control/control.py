@@ -61,10 +61,14 @@ class OrderExecutor:
         self._engine, self._gate, self._power_changed = engine, gate, power_changed
         self._journal = journal
         self._reattach, self._version_name, self._clock = reattach, version_name, clock
-        self.state = State(cannot_sleep=cannot_sleep)
+        self.state, self._released = State(cannot_sleep=cannot_sleep), False
         self._lock = asyncio.Lock()  # of the task that executes an order, or of another caller's sleep, wake or resume
         self._lock_owner: asyncio.Task[Any] | None = None
         self._serialise_other_callers()
+
+    def release(self) -> None:
+        """Let other callers' sleep, wake and resume pass, as if the engine had no control side. No order follows."""
+        self._released = True
 
     async def carry_out(self, order: ControlOrder) -> Outcome | None:
         """Execute an order.
@@ -94,7 +98,8 @@ class OrderExecutor:
             if self._power_may_be_outdated(order):
                 await self.refresh_power()
             step = decide(self.state, self._gate.open_on, self._gate.lease.permits(order.span), order)
-            with acting(self._claim(order)):
+            lease = self._gate.lease
+            with acting(OrderClaim(order.term, lambda: lease.until_in(order.span) if order.leased else None)):
                 outcome = step if isinstance(step, Outcome) else await self._take(step, order)
         except Fenced as refusal:
             self._gate.lease.observe_term(refusal.term)
@@ -110,10 +115,6 @@ class OrderExecutor:
             problem = f"{type(error).__name__}: {error}"
             outcome = self._record(Outcome(order.kind, order.install, False, problem, self._paused()))
         return None if order.kind is Kind.LEAD else outcome
-
-    def _claim(self, order: ControlOrder) -> OrderClaim:
-        lease = self._gate.lease
-        return OrderClaim(order.term, lambda: lease.until_in(order.span) if order.leased else None)
 
     def _check_lease(self, order: ControlOrder) -> None:
         """Raise `Fenced` if the order's lease, or the stream that delivered the order, has ended."""
@@ -315,6 +316,8 @@ class OrderExecutor:
         sleep, wake_up, resume = self._engine.sleep, self._engine.wake_up, self._engine.resume_generation
 
         async def watched_sleep(level: int = 1, mode: Mode = "abort") -> None:
+            if self._released:
+                return await sleep(level, mode)
             async with self._exclusive():
                 if level == 2 and self._gate.position is not Position.SHUT:
                     self._gate.shut("vLLM was put to sleep at level 2, which drops the weights")
@@ -324,6 +327,8 @@ class OrderExecutor:
                     await self.refresh_power()
 
         async def watched_wake_up(tags: list[str] | None = None) -> object:
+            if self._released:
+                return await wake_up(tags)  # type: ignore[arg-type]
             async with self._exclusive():
                 dropped = self.state.dropped and self.state.asleep
                 if (dropped or self.state.paused_at is not None) and STAY_PAUSED not in (tags or ()):
@@ -336,7 +341,7 @@ class OrderExecutor:
         async def watched_resume() -> None:
             ours = asyncio.current_task() is self._lock_owner
             async with self._exclusive():
-                if ours or self.state.paused_at is None:
+                if ours or self._released or self.state.paused_at is None:
                     await resume()
                 else:
                     logger.warning("ignoring resume_generation by another caller: an install has paused the engine")

@@ -36,12 +36,15 @@ from resharder.client.rpc.channel import Channel
 
 logger = logging.getLogger("vllm.resharder.attach")
 
+_LOOK_SECONDS = 1.0  # between looks whether a handle that waits was closed
+
 
 class AttachedEngine:
     """An engine that follows the daemon. Not thread-safe; use it on the engine's event loop only."""
 
-    def __init__(self, gate: Gate, thread: LeaseThread) -> None:
-        self._gate, self._thread = gate, thread
+    def __init__(self, gate: Gate, thread: LeaseThread, control: OrderExecutor) -> None:
+        self._gate, self._thread, self._control = gate, thread, control
+        self._closed = False
 
     @property
     def version(self) -> int | None:
@@ -59,6 +62,7 @@ class AttachedEngine:
             The version in service.
 
         Raises:
+            UsageError: The handle is closed, also while it waits, and the version is not in service.
             WaitTimeout: The version is not in service after `timeout` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -66,7 +70,9 @@ class AttachedEngine:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 raise WaitTimeout(f"expected version {version} within {timeout:g} s, got {self.version or 'none'}")
-            await self._gate.changed(left)
+            if self._closed:
+                raise UsageError(f"expected an attached engine to wait for version {version}, got a closed handle")
+            await self._gate.changed(_LOOK_SECONDS if left is None else min(left, _LOOK_SECONDS))
         return self._gate.version
 
     @staticmethod
@@ -80,11 +86,18 @@ class AttachedEngine:
 
     def leave(self) -> None:
         """Announce the end of this process to the daemon, which then removes the server instead of listing it as LOST."""
+        self._closed = True
         self._thread.leave()
+        self._control.release()
 
     def close(self) -> None:
-        """Release the server's lease. The engine does not change."""
+        """Release the server's lease and the engine's `sleep`, `wake_up` and `resume_generation`. A second call is a no-op.
+
+        The engine does not change: in the middle of an install it stays paused, until it is attached again or resumed.
+        """
+        self._closed = True
         self._thread.close()
+        self._control.release()
 
 
 async def attach(
@@ -147,7 +160,7 @@ async def attach(
     except Exception as error:  # LEAD queries the workers again
         logger.warning("cannot determine yet whether the engine sleeps: %s", error)
     thread.start()
-    return AttachedEngine(gate, thread)
+    return AttachedEngine(gate, thread, control)
 
 
 async def attach_until_shutdown(engine: Any) -> None:
