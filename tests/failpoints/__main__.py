@@ -16,11 +16,12 @@ from tests.failpoints.cases import KINDS, Case, all_cases
 from tests.failpoints.checks import end
 from tests.failpoints.cycle import Cycle, Report
 from tests.failpoints.roles import warm
+from tests.failpoints.together_cycle import TogetherCycle
 
 
 def run(case: Case | None) -> Report:
     """Run one case; a case that did not reach its point has a problem."""
-    cycle = Cycle(case)
+    cycle = TogetherCycle(case) if case is not None and case.together else Cycle(case)
     report = cycle.run()
     end(cycle.folder)
     if case is not None and not report.reached and not report.problem:
@@ -34,6 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="part of a failpoint's name")
     parser.add_argument("--kind", choices=list(KINDS))
+    parser.add_argument("--together", action="store_true", help="only cycles of versions that are READY together")
     parser.add_argument("--jobs", type=int, default=2, help="cycles at a time")
     parser.add_argument("--sample", type=int, default=0, help="a number of cases, chosen by --seed; 0: all")
     parser.add_argument("--seed", default="0")
@@ -41,6 +43,7 @@ def main() -> int:
     parser.add_argument("--skip", type=int, default=0, help="leave out the first cases, which were run before")
     given = parser.parse_args()
     cases = [case for case in all_cases() if (not given.only or given.only in case.point) and given.kind in (None, case.kind)]
+    cases = [case for case in cases if case.together or not given.together]
     if given.sample:
         cases = random.Random(given.seed).sample(cases, min(given.sample, len(cases)))
     cases = cases[given.skip :]
@@ -60,7 +63,8 @@ def main() -> int:
             counts[case.place] += 1
             failed += [report] if report.problem else []
             state = f"FAILED: {report.problem}" if report.problem else ", ".join([*report.deaths, *report.refusals])[:100]
-            print(f"{case.point:24} {case.kind:7} {report.seconds:6.1f} s  {state}", flush=True)
+            which = f"{case.point}@{case.together}" if case.together else case.point
+            print(f"{which:24} {case.kind:7} {report.seconds:6.1f} s  {state}", flush=True)
     by_place = ", ".join(f"{place} {count}" for place, count in counts.items())
     for report in failed:
         print(f"{report.case}: {report.problem}")

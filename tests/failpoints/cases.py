@@ -36,12 +36,31 @@ REMOTE = {"worker.stage.mirror", "worker.fetch.write"}
 """Points of a server that may not map the store."""
 
 
+TOGETHER: dict[str, tuple[int, ...]] = {
+    "register.claim": (1, 2), "register.slot": (1, 2), "register.assigned": (1, 2), "lease.renew": (2,),
+    "deliver.begin": (3, 4), "deliver.begun": (3, 4), "deliver.seal": (3, 4), "deliver.sealed": (3, 4), "handle.wait": (2,),
+    "shared.open": (3, 4), "shared.write": (3, 4), "chunks.upload": (1, 2), "chunks.put": (1, 2), "sender.declare": (1, 2),
+    "sender.offer": (1, 2), "claim.write": (1, 2), "reserve.write": (1, 2), "pool.write": (1, 2), "direct.offer": (1, 2),
+    "begin.after-number": (3, 4), "begin.after-rename": (3, 4), "seal.after-slot": (5, 8), "commit.before-proof": (3, 4),
+    "commit.after-proof": (3, 4), "commit.before-manifest": (3, 4), "commit.after-manifest": (3, 4), "decision.write": (2,),
+    "commit.before-rename": (3, 4), "commit.after-rename": (3, 4), "commit.sync": (3, 4), "commit.after-sync": (3, 4),
+    "decision.remove": (2,), "commit.after-history": (3, 4), "abort.record": (1, 2), "start.read": (1,),
+    "decision.complete": (1, 2), "serve.listen": (1,),
+}  # fmt: skip
+"""Points on the way of versions that are READY together, and the passes on which they act: those of one model, and the other."""
+DECIDED = {"start.read", "decision.complete", "serve.listen"}
+"""Those of a daemon that finds a decision in its store: armed after a kill between the renames of one step."""
+DECISION = {"decision.write", "decision.remove", "decision.complete"}
+"""Points that versions of one model do not reach."""
+
+
 @dataclass(frozen=True)
 class Case:
-    """One fault in one cycle."""
+    """One fault in one cycle: that of `cycle`, or with `together` the number of the pass in that of `together_cycle`."""
 
     point: str
     kind: str
+    together: int = 0
 
     @property
     def place(self) -> Place:
@@ -49,7 +68,7 @@ class Case:
 
     @property
     def spec(self) -> str:
-        return f"{self.point}@{PASSES.get(self.point, 1)}={KINDS[self.kind]}"
+        return f"{self.point}@{self.together or PASSES.get(self.point, 1)}={KINDS[self.kind]}"
 
 
 def place_of(point: str) -> Place:
@@ -71,7 +90,8 @@ def kinds_of(point: str) -> tuple[str, ...]:
 
 
 def all_cases() -> list[Case]:
-    return [Case(point, kind) for point in POINTS for kind in kinds_of(point)]
+    alone = [Case(point, kind) for point in POINTS if point not in DECISION for kind in kinds_of(point)]
+    return alone + [Case(point, kind, nth) for point, passes in TOGETHER.items() for nth in passes for kind in kinds_of(point)]
 
 
 CONTROL_POINTS = _names(ControlPoint)

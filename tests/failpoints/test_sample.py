@@ -7,16 +7,18 @@ from pathlib import Path
 
 from resharder.converters.failpoints import FILE_POINTS, POINTS
 
-SAMPLE, JOBS = 14, 2
+SAMPLE, JOBS = 18, 2
 
 
 def test_every_declared_failpoint_has_cases_of_every_kind() -> None:
-    from tests.failpoints.cases import PASSES, REMOTE, RESTARTED, all_cases
+    from tests.failpoints.cases import DECIDED, DECISION, PASSES, REMOTE, RESTARTED, TOGETHER, all_cases
 
     cases = all_cases()
     assert {case.point for case in cases} == set(POINTS)
-    assert len(cases) == 3 * len(POINTS) + 2 * len(FILE_POINTS)
-    assert {*PASSES, *REMOTE, *RESTARTED} <= set(POINTS)
+    alone = [case for case in cases if not case.together]
+    assert len(alone) == 3 * len(set(POINTS) - DECISION) + 2 * len(FILE_POINTS - DECISION)
+    assert {*PASSES, *REMOTE, *RESTARTED, *TOGETHER} <= set(POINTS)
+    assert set(TOGETHER) >= DECISION | DECIDED
 
 
 def test_a_sample_of_the_faults_comes_to_peace() -> None:

@@ -29,6 +29,7 @@ DaemonPoint = Literal[
 DaemonFilePoint = Literal[
     "start.read", "claim.write", "reserve.write", "pool.write", "pool.recycle", "commit.before-rename", "commit.sync",
     "leave.before-rename", "journal.write", "event.sync", "fleet.write", "archive.read", "restore.write", "export.read",
+    "decision.write", "decision.remove", "decision.complete",
 ]  # fmt: skip
 """Points of the daemon before a file operation."""
 TrainerPoint = Literal[

@@ -37,6 +37,7 @@ def rename_together(root: Path, renames: Sequence[Rename]) -> None:
     complete_decision(root)  # one whose undo failed
     decision, done = root / DECISION, list[Rename]()
     named = [[str(path.relative_to(root)) for path in each] for each in renames]
+    failpoint("decision.write")
     write_file(decision, json.dumps({"renames": named, "blake3": _hash(named)}).encode())
     try:
         for source, target in renames:
@@ -82,6 +83,7 @@ def _remove_manifest(folder: Path) -> None:
 
 
 def _remove(decision: Path) -> None:
+    failpoint("decision.remove")
     with touching(decision, "removing"):
         decision.unlink(missing_ok=True)
     sync(decision.parent)
@@ -111,6 +113,7 @@ def complete_decision(root: Path) -> None:
         renames = []
     whole = all(_is_complete(source) or _is_complete(target) for source, target in renames)
     for source, target in renames:
+        failpoint("decision.complete")
         if whole and not target.exists():
             make_durable_folder(target.parent)
             move(source, target)
