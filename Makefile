@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each compiles what it imports of this repository again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo example test check lint docs types proto proto-check unit test-compat integrations bench fuzz simulate sabotage failpoints chaos soak mutants docs-metrics docs-picture chart clean
+.PHONY: setup demo example test check lint docs types proto proto-check unit test-compat integrations test-mooncake bench fuzz simulate sabotage failpoints chaos soak mutants docs-metrics docs-picture chart clean
 
 setup: $(VENV)/.ready
 
@@ -114,6 +114,16 @@ integrations: setup .venv-megatron-bridge/.ready .venv-trl/.ready .venv-verl/.re
 		$(BIN)/pytest -m integrations tests/client/test_megatron_bridge.py $(PYTEST)
 	.venv-trl/bin/python -m pytest -m integrations tests/integrations/test_trl.py tests/integrations/test_skyrl.py tests/integrations/test_ray.py $(PYTEST)
 	.venv-verl/bin/pytest -m integrations tests/integrations/test_verl*.py $(PYTEST)
+
+# Pieces between nodes by the Mooncake Transfer Engine over TCP: its wheel, over the packages of make setup. Needs libibverbs1.
+.venv-mooncake/.ready: $(VENV)/.ready
+	$(PYTHON) -m venv .venv-mooncake
+	echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$(VENV)/lib/python3*/site-packages)')" > "$$(ls -d .venv-mooncake/lib/python3*/site-packages)/setup.pth"
+	.venv-mooncake/bin/pip install -q mooncake-transfer-engine-non-cuda==0.3.13.post1
+	touch $@
+
+test-mooncake: .venv-mooncake/.ready
+	.venv-mooncake/bin/python -m pytest tests/server/test_mooncake.py $(PYTEST)
 
 bench: setup
 	$(BIN)/python -m benchmarks.staged_path $(if $(JSON),--json $(JSON))

@@ -154,7 +154,7 @@ def test_nodes_are_shown_with_their_versions_lost_ones_first_and_drained_by_thei
     fake.nodes = [
         Node(
             name="nodes/gpu-1", state=Node.LIVE, capacity_bytes=64 << 30, used_bytes=3 << 30, received_origin_bytes=1 << 30,
-            received_peer_bytes=2 << 30, sent_bytes=5 << 30,
+            received_peer_bytes=2 << 30, received_engine_bytes=1 << 30, sent_bytes=5 << 30,
             copies=[
                 NodeCopy(version=version, held_pieces=96, wanted_pieces=192, pieces=192, wanted=True),
                 NodeCopy(version=version[:-1] + "5", held_pieces=24, wanted_pieces=96, pieces=192, wanted=True),
@@ -166,8 +166,8 @@ def test_nodes_are_shown_with_their_versions_lost_ones_first_and_drained_by_thei
     assert [row[:2] for row in rows] == [["nodes/gpu-2", "LOST"], ["nodes/gpu-1", "LIVE"]]
     assert " ".join(rows[0]).endswith("policy/4: memory full")
     assert (
-        " ".join(rows[1][2:])
-        == "3.00 GiB of 64.00 GiB 3.00 GiB 2.00 GiB 5.00 GiB policy/4 50 %; policy/5 25 % of 96 of 192 pieces"
+        " ".join(rows[1][2:]) == "3.00 GiB of 64.00 GiB 3.00 GiB 2.00 GiB (1.00 GiB by transfer engine) 5.00 GiB "
+        "policy/4 50 %; policy/5 25 % of 96 of 192 pieces"
     )
     found = json.loads(resharder("nodes", "--json").out)["nodes"]
     assert [(node["name"], node["state"]) for node in found] == [("nodes/gpu-1", "LIVE"), ("nodes/gpu-2", "LOST")]

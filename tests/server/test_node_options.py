@@ -16,6 +16,9 @@ TLS = {"tls_ca": "/tls/ca.crt", "tls_cert": "/tls/tls.crt", "tls_key": "/tls/tls
         ({"endpoint": "daemon"}, "--endpoint: expected host:port, got 'daemon'"),
         ({"log_level": "loud"}, "--log-level: expected .*got 'loud'"),
         ({"tls_ca": "/tls/ca.crt"}, "expected tls_ca, tls_cert and tls_key together"),
+        ({"transfer": "carrier pigeon"}, "--transfer: expected .*'http' or 'mooncake', got 'carrier pigeon'"),
+        ({"transfer": "mooncake"}, "expected insecure and no certificates with transfer mooncake"),
+        ({"transfer": "mooncake", "insecure": True, **TLS}, "expected insecure and no certificates with transfer mooncake"),
         ({"listen": "0.0.0.0:7679"}, "expected a loopback address without certificates, got 0.0.0.0:7679"),
     ],
 )

@@ -139,6 +139,17 @@ def test_pieces_that_a_node_holds_are_offered_to_others_until_it_is_lost(world: 
     assert [view.report.node for view in world.nodes.views()] == ["two"]
 
 
+def test_other_nodes_learn_where_a_transfer_engine_has_a_version(world: World) -> None:
+    world.sync(report("two"))
+    world.want(NAMES[0], "two")
+    for session, addresses in (("mooncake-tcp/one:15001", (1 << 40,)), ("mooncake-tcp/one:15002", ()), ("", (1 << 40,))):
+        held = CopyReport(NAMES[0], "/one/v1", Bitmap.full(PIECES).to_bytes(), addresses=addresses)
+        world.sync(replace(report("one"), session=session, copies=(held,)))
+        (order,) = world.sync(report("two")).versions
+        found = {source.offer.peer: (source.session, source.addresses) for source in order.peers}
+        assert found == {"one": (session, addresses if session else ()), "daemon": ("", ())}
+
+
 def test_a_daemon_that_restarts_takes_up_what_nodes_report(world: World) -> None:
     world.restart()
     held = report(v2=Bitmap.full(PIECES))
@@ -249,12 +260,21 @@ def test_a_bitmap_of_another_version_is_refused(world: World) -> None:
 
 
 def test_gauges_count_nodes_their_bytes_and_missing_pieces(world: World) -> None:
-    world.sync(replace(report(v1=Bitmap.of(PIECES, [0])), received_origin_bytes=7, received_peer_bytes=5, used_bytes=3))
+    world.sync(
+        replace(
+            report(v1=Bitmap.of(PIECES, [0])),
+            received_origin_bytes=7,
+            received_peer_bytes=5,
+            received_engine_bytes=4,
+            used_bytes=3,
+        )
+    )
     world.sync(report("two"))
     world.nodes.set_drained("two", True)
     now = replace(NOTHING, nodes=world.nodes.views())
     found = {(s.name, *s.labels.values()): s.value for family in families(now) for s in family.samples}
     assert [found["resharder_nodes", state] for state in ("LIVE", "DRAINED", "LOST")] == [1, 1, 0]
     assert [found["resharder_node_received_bytes", source] for source in ("origin", "peer")] == [7, 5]
+    assert found["resharder_node_engine_received_bytes",] == 4
     assert found[("resharder_node_missing_pieces",)] == PIECES - 1
     assert found[("resharder_node_used_bytes",)] == 3

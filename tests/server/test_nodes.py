@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from resharder.client.inference.settings import PluginSettings
@@ -12,7 +13,7 @@ from resharder.client.versions.remote import get_manifest
 from resharder.converters.geometry.layout import Range, TensorSpec, full_box
 from resharder.converters.wire.pieces import Bitmap
 from resharder.converters.wire.ranges import HELD_FILE, PIECE_BYTES
-from resharder.v1 import operator_pb2, operator_pb2_grpc, resources_pb2
+from resharder.v1 import node_pb2, node_pb2_grpc, operator_pb2, operator_pb2_grpc, resources_pb2
 
 from tests.support.daemon import Daemon
 from tests.support.node import Node, holds, joined, nodes, stored
@@ -190,6 +191,27 @@ def test_a_drained_node_drops_its_versions_and_takes_none_until_it_is_resumed(da
         assert nodes(daemon)["nodes/g"].state == resources_pb2.Node.DRAINED
         drain(daemon, "g", False)
         assert stage(daemon.endpoint, version) == ARRIVED
+
+
+def test_a_node_passes_the_session_of_its_transfer_engine_on_to_others(daemon: Daemon) -> None:
+    version, stub = publish(daemon, 10), node_pb2_grpc.NodeServiceStub(daemon.channel)
+
+    def sync(name: str, **more: Any) -> node_pb2.NodeOrders:
+        access = resources_pb2.StoreAccess(nonce_file=f"/{name}/nonce", nonce=name.encode())
+        size = {"capacity_bytes": 1 << 30}
+        return stub.SyncNode(node_pb2.SyncNodeRequest(node=f"nodes/{name}", instance="i", store=access, **size, **more))
+
+    held = node_pb2.NodeVersion(version=version, folder="/m", held=Bitmap.full(PIECES).to_bytes(), addresses=[1 << 40])
+    sync("moon", session="mooncake-tcp/host:15001", received_engine_bytes=9, versions=[held])
+    sync("sun")
+    readable = [resources_pb2.StoreAccess(nonce_file="/sun/nonce", nonce=b"sun")]
+    stub.GetHostVersion(node_pb2.GetHostVersionRequest(version=version, server="servers/s", readable=readable))
+    (order,) = sync("sun").versions
+    sources = {peer.node: (peer.session, list(peer.addresses)) for peer in order.peers}
+    assert sources["nodes/moon"] == ("mooncake-tcp/host:15001", [1 << 40])
+    assert nodes(daemon)["nodes/moon"].received_engine_bytes == 9
+    for name in ("moon", "sun"):
+        sync(name, leaving=True)
 
 
 def test_the_newest_process_of_a_name_is_the_node(daemon: Daemon) -> None:

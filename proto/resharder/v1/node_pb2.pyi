@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SyncNodeRequest(_message.Message):
-    __slots__ = ("node", "instance", "data_address", "store", "capacity_bytes", "used_bytes", "transfers", "versions", "received_origin_bytes", "received_peer_bytes", "sent_bytes", "seen", "wait_seconds", "leaving")
+    __slots__ = ("node", "instance", "data_address", "store", "capacity_bytes", "used_bytes", "transfers", "versions", "received_origin_bytes", "received_peer_bytes", "sent_bytes", "seen", "wait_seconds", "leaving", "session", "received_engine_bytes")
     NODE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,8 @@ class SyncNodeRequest(_message.Message):
     SEEN_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_ENGINE_BYTES_FIELD_NUMBER: _ClassVar[int]
     node: str
     instance: str
     data_address: str
@@ -36,21 +38,25 @@ class SyncNodeRequest(_message.Message):
     seen: int
     wait_seconds: float
     leaving: bool
-    def __init__(self, node: _Optional[str] = ..., instance: _Optional[str] = ..., data_address: _Optional[str] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeVersion, _Mapping]]] = ..., received_origin_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., seen: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., leaving: bool = ...) -> None: ...
+    session: str
+    received_engine_bytes: int
+    def __init__(self, node: _Optional[str] = ..., instance: _Optional[str] = ..., data_address: _Optional[str] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeVersion, _Mapping]]] = ..., received_origin_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., seen: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., leaving: bool = ..., session: _Optional[str] = ..., received_engine_bytes: _Optional[int] = ...) -> None: ...
 
 class NodeVersion(_message.Message):
-    __slots__ = ("version", "folder", "held", "problem", "wanted")
+    __slots__ = ("version", "folder", "held", "problem", "wanted", "addresses")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     version: str
     folder: str
     held: bytes
     problem: str
     wanted: bytes
-    def __init__(self, version: _Optional[str] = ..., folder: _Optional[str] = ..., held: _Optional[bytes] = ..., problem: _Optional[str] = ..., wanted: _Optional[bytes] = ...) -> None: ...
+    addresses: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, version: _Optional[str] = ..., folder: _Optional[str] = ..., held: _Optional[bytes] = ..., problem: _Optional[str] = ..., wanted: _Optional[bytes] = ..., addresses: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NodeOrders(_message.Message):
     __slots__ = ("lease_seconds", "revision", "versions", "drained", "report_seconds")
@@ -83,18 +89,22 @@ class NodeOrder(_message.Message):
     def __init__(self, version: _Optional[str] = ..., peers: _Optional[_Iterable[_Union[NodePeer, _Mapping]]] = ..., scarce: _Optional[bytes] = ..., granted: _Optional[_Iterable[int]] = ..., readers: _Optional[_Iterable[str]] = ..., wanted: _Optional[bytes] = ...) -> None: ...
 
 class NodePeer(_message.Message):
-    __slots__ = ("node", "data_address", "held", "transfers", "origin")
+    __slots__ = ("node", "data_address", "held", "transfers", "origin", "session", "addresses")
     NODE_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     node: str
     data_address: str
     held: bytes
     transfers: int
     origin: bool
-    def __init__(self, node: _Optional[str] = ..., data_address: _Optional[str] = ..., held: _Optional[bytes] = ..., transfers: _Optional[int] = ..., origin: bool = ...) -> None: ...
+    session: str
+    addresses: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, node: _Optional[str] = ..., data_address: _Optional[str] = ..., held: _Optional[bytes] = ..., transfers: _Optional[int] = ..., origin: bool = ..., session: _Optional[str] = ..., addresses: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetPieceChecksumsRequest(_message.Message):
     __slots__ = ("version", "file", "start", "end")

@@ -34,9 +34,12 @@ from resharder.server.logs import configure_logs
 from resharder.server.node.agent import NodeAgent, NodeIdentity
 from resharder.server.node.copies import NodeCopies
 from resharder.server.node.daemon_client import DaemonClient, NodeTls
+from resharder.server.node.engine_transfer import EngineTransfer
+from resharder.server.node.memory import EngineFailed, MemoryEngine
+from resharder.server.node.mooncake import MooncakeEngine
 from resharder.server.node.sources import LIMITS, UPLOADS
 from resharder.server.node.swarm import Swarm
-from resharder.server.node.transfers import CheckedPieces, PieceFetcher, ReceivedBytes
+from resharder.server.node.transfers import CheckedPieces, HttpTransfer, PieceTransfer, ReceivedBytes
 from resharder.server.security import identities, web
 from resharder.server.security.files import SecurityFilesError
 from resharder.server.security.settings import Security
@@ -70,6 +73,8 @@ class NodeConfig(BaseSettings):
     tls_name: str = Field("", description="name in the daemon's certificate, if not the endpoint's host")
     tls_peer_name: str = Field("", description="name in the certificates of other nodes, if not their address")
     insecure: bool = Field(False, description="whether to listen beyond the loopback without certificates")
+    transfer: Literal["http", "mooncake"] = Field("http", description="engine that moves pieces between nodes that both have it")
+    transfer_protocol: Literal["rdma", "tcp"] = Field("rdma", description="network of the engine mooncake")
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -90,6 +95,11 @@ class NodeConfig(BaseSettings):
                 f"expected a loopback address without certificates, got {self.listen}: every client could read every version. "
                 "Set tls_ca, tls_cert and tls_key, or insecure to trust that network"
             )
+        if self.transfer != "http" and (any(given) or not self.insecure):
+            raise ValueError(
+                f"expected insecure and no certificates with transfer {self.transfer}: it listens on every interface, encrypts "
+                "nothing, and lets every client read and write versions in this node's memory"
+            )
         return self
 
     @property
@@ -109,7 +119,8 @@ class Node:
     def __init__(self, config: NodeConfig) -> None:
         self.config, tls = config, config.tls
         self.folder = StoreFolder(config.folder, shared=True)
-        self.copies = NodeCopies(config.folder, config.limit_bytes or _free_share(config.folder))
+        self.engine = _engine(config)
+        self.copies = NodeCopies(config.folder, config.limit_bytes or _free_share(config.folder), self.engine)
         self.daemon = DaemonClient(config.endpoint, tls)
         checksums, received = CheckedPieces(self.daemon), ReceivedBytes()
         self._sent, self._sent_lock = 0, threading.Lock()
@@ -130,12 +141,14 @@ class Node:
                 f"--listen: cannot listen on {config.listen}: {why_not_bound(config.listen) or error.strerror}"
             ) from error
         self.address = config.address or _address(config, self.port.port)
-        fetcher = PieceFetcher(checksums, tls, LIMITS.stalled)
+        transfer: PieceTransfer = HttpTransfer(checksums, tls, LIMITS.stalled)
+        if self.engine is not None:
+            transfer = EngineTransfer(self.engine, checksums, transfer, received)
         self.agent = NodeAgent(
-            NodeIdentity(config.name, self.address, self.folder.nonce_file, self.folder.nonce),
+            NodeIdentity(config.name, self.address, self.folder.nonce_file, self.folder.nonce, _session(self.engine)),
             self.daemon,
             self.copies,
-            lambda changed: Swarm(fetcher, received, changed),
+            lambda changed: Swarm(transfer, received, changed),
             received,
             lambda: (self._sent, self.port.transfers),
         )
@@ -149,6 +162,8 @@ class Node:
 
     def stop(self) -> None:
         """Leave the daemon, end all transfers, and remove the versions that no worker has mapped."""
+        if self.engine is not None:
+            self.engine.close()
         self.agent.close()
         self.port.close()
         self.daemon.close()
@@ -179,6 +194,20 @@ def _security(tls: NodeTls) -> Security:
 def _free_share(folder: Path) -> int:
     found = os.statvfs(folder)
     return int(_SHARE * found.f_bavail * found.f_frsize)
+
+
+def _engine(config: NodeConfig) -> MemoryEngine | None:
+    """Return the transfer engine; None for HTTP alone. Raises ConfigError."""
+    if config.transfer == "http":
+        return None
+    try:
+        return MooncakeEngine(parse_listen(config.address or _address(config, 1))[0], config.transfer_protocol)
+    except EngineFailed as error:
+        raise ConfigError(f"--transfer {config.transfer} --transfer-protocol {config.transfer_protocol}: {error}") from error
+
+
+def _session(engine: MemoryEngine | None) -> str:
+    return engine.session if engine is not None else ""
 
 
 def _address(config: NodeConfig, port: int) -> str:
@@ -227,6 +256,8 @@ def run(
     tls_name: Annotated[str | None, typer.Option(help="name in the daemon's certificate, if not the endpoint's host")] = None,
     tls_peer_name: Annotated[str | None, typer.Option(help="name in other nodes' certificates, if not their address")] = None,
     insecure: Annotated[bool | None, typer.Option(help="listen beyond the loopback interface without certificates")] = None,
+    transfer: Annotated[str | None, typer.Option(help="http, or mooncake between nodes that both have it")] = None,
+    transfer_protocol: Annotated[str | None, typer.Option(help="network of the engine mooncake: rdma or tcp")] = None,
     log_format: Annotated[str | None, typer.Option(help="console or json")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error")] = None,
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the release")] = False,

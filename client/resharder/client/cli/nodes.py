@@ -19,9 +19,10 @@ def node_rows(nodes: Iterable[NodeStatus]) -> Iterator[Row]:
     """Yield the rows of a table with columns `NODES`, lost nodes first."""
     for node in sorted(nodes, key=lambda node: node.state != NodeLife.LOST):
         received = node.received_origin_bytes + node.received_peer_bytes
+        engine = f" ({size(node.received_engine_bytes)} by transfer engine)" if node.received_engine_bytes else ""
         yield (
             node.name, paint(node.state.value), f"{size(node.used_bytes)} of {size(node.capacity_bytes)}", size(received),
-            size(node.received_peer_bytes), size(node.sent_bytes), "; ".join(map(_copy, node.copies)) or "–",
+            size(node.received_peer_bytes) + engine, size(node.sent_bytes), "; ".join(map(_copy, node.copies)) or "–",
         )  # fmt: skip
 
 

@@ -58,6 +58,8 @@ class NodeStatus:
     sent_bytes: int
     report_time: datetime | None
     copies: tuple[NodeCopyStatus, ...]
+    received_engine_bytes: int
+    """Bytes that it received from other nodes by a transfer engine."""
 
 
 class NodeCommands(OperatorQueries):

@@ -20,7 +20,7 @@ from resharder.server.node.copies import HeldVersion, NodeCopies
 from resharder.server.node.daemon_client import DaemonClient
 from resharder.server.node.sources import PeerOffer
 from resharder.server.node.swarm import PieceOffers, Swarm
-from resharder.server.node.transfers import ReceivedBytes
+from resharder.server.node.transfers import PieceSource, ReceivedBytes
 from resharder.server.state.errors import DaemonError
 from resharder.v1 import node_pb2, resources_pb2
 
@@ -38,12 +38,16 @@ class Replaced(Exception):
 
 @dataclass(frozen=True)
 class NodeIdentity:
-    """Identity of a node: id, address of its data port, and the file by which workers recognise its folder."""
+    """Identity of a node: id, address of its data port, and the file by which workers recognise its folder.
+
+    `session` is that of its transfer engine; empty for none.
+    """
 
     id: str
     data_address: str
     nonce_file: Path
     nonce: bytes
+    session: str = ""
 
 
 class NodeAgent:
@@ -188,6 +192,8 @@ class NodeAgent:
             versions=self._versions(),
             received_origin_bytes=self._received.origin,
             received_peer_bytes=self._received.peers,
+            session=self._identity.session,
+            received_engine_bytes=self._received.engine,
             sent_bytes=sent,
             seen=self._orders.revision,
             wait_seconds=wait_seconds,
@@ -202,6 +208,7 @@ class NodeAgent:
                 held=version.held().to_bytes(),
                 wanted=version.wanted().to_bytes(),
                 problem=self._stuck(version),
+                addresses=version.addresses(),
             )
             for version in self._copies.all()
         }
@@ -354,8 +361,9 @@ def _wanted(order: node_pb2.NodeOrder, version: HeldVersion) -> Bitmap:
 def _offers(version: HeldVersion, order: node_pb2.NodeOrder, daemon_address: str) -> PieceOffers:
     """Return the peers and grants of an order. Raises ValueError for pieces of another version."""
     pieces = version.numbering.count
-    peers, addresses = [], dict[str, str]()
+    peers, sources = [], dict[str, PieceSource]()
     for peer in order.peers:
         peers.append(PeerOffer(peer.node, Bitmap.from_bytes(pieces, peer.held), peer.transfers, peer.origin))
-        addresses[peer.node] = peer.data_address or daemon_address
-    return PieceOffers(tuple(peers), addresses, Bitmap.from_bytes(pieces, order.scarce), tuple(order.granted))
+        address = peer.data_address or daemon_address
+        sources[peer.node] = PieceSource(address, peer.origin, peer.session, tuple(peer.addresses))
+    return PieceOffers(tuple(peers), sources, Bitmap.from_bytes(pieces, order.scarce), tuple(order.granted))

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.converters.storage.digest import Array
 from resharder.converters.storage.files import FileLayout
@@ -24,7 +25,10 @@ from resharder.converters.wire.pieces import Bitmap, PieceSpan, number_pieces
 from resharder.converters.wire.ranges import HELD_FILE, FilePart
 from resharder.server.data.versions import ServedVersion
 from resharder.server.infra.filesystem import make_folder, matching, unused_elsewhere, write_at
+from resharder.server.node.memory import EngineFailed, MemoryEngine, PieceClaims, VersionMemory
 from resharder.server.state.errors import ResourceExhausted, ResourceNotFound
+
+_log = structlog.get_logger("resharder.node")
 
 
 class HeldVersion:
@@ -35,6 +39,8 @@ class HeldVersion:
         self.sizes = {file.path: file.size for file in files}
         self.numbering = number_pieces(files)
         self._lock, self._held, self._wanted = threading.Lock(), Bitmap(self.numbering.count), Bitmap(self.numbering.count)
+        self.claims = PieceClaims()
+        self._memory: VersionMemory | None = None
 
     def wanted(self) -> Bitmap:
         """Return the pieces that workers on this host need."""
@@ -76,6 +82,32 @@ class HeldVersion:
                 finally:
                     os.close(descriptor)
 
+    @property
+    def memory(self) -> VersionMemory | None:
+        """The files in the memory of a transfer engine; None without one, and after `release`."""
+        with self._lock:
+            return self._memory
+
+    def addresses(self) -> tuple[int, ...]:
+        """Return the addresses of the files in the memory of the transfer engine; none if they are not there."""
+        memory = self.memory
+        return memory.addresses if memory is not None else ()
+
+    def offer(self, memory: VersionMemory | None) -> None:
+        """Offer the version's files in the memory of a transfer engine."""
+        with self._lock:
+            self._memory = memory
+
+    def release(self) -> bool:
+        """Offer the files to the transfer engine no longer. Returns False while it writes to them."""
+        if not self.claims.close():
+            return False
+        with self._lock:
+            memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
+        return True
+
     def lacks(self, part: FilePart) -> str:
         """Return why a part of a file cannot be read; empty if it can."""
         with self._lock:
@@ -89,10 +121,11 @@ class NodeCopies:
     Args:
         root: Folder of the node, locked by the caller.
         limit_bytes: Bound on the bytes of versions.
+        engine: Transfer engine to which the versions' files are offered, if any.
     """
 
-    def __init__(self, root: Path, limit_bytes: int) -> None:
-        self._root, self.limit_bytes = make_folder(root / "versions"), limit_bytes
+    def __init__(self, root: Path, limit_bytes: int, engine: MemoryEngine | None = None) -> None:
+        self._root, self.limit_bytes, self._engine = make_folder(root / "versions"), limit_bytes, engine
         self._lock = threading.Lock()
         self._by_name: dict[str, HeldVersion] = {}
         for left in matching(self._root, "*"):
@@ -139,6 +172,9 @@ class NodeCopies:
                 os.ftruncate(descriptor, size)
             finally:
                 os.close(descriptor)
+        if self._engine is not None:
+            version.offer(VersionMemory(self._engine, folder, version.sizes))
+            _register(version, version.wanted())
         with self._lock:
             self._by_name[name] = version
         return version
@@ -155,7 +191,9 @@ class NodeCopies:
             raise ResourceExhausted(
                 "STORE_FULL", f"memory full: it needs {needed} bytes, {max(0, free)} of {self.limit_bytes} are free"
             )
+        further = pieces - version.wanted()
         version.want(pieces)
+        _register(version, further)
 
     def drop(self, name: str) -> bool:
         """Unlink a version, unless a process has a file of it open or mapped. Returns whether it is gone. Raises OSError."""
@@ -163,7 +201,7 @@ class NodeCopies:
         if version is None:
             return True
         failpoint("node.drop")
-        if not all(unused_elsewhere(version.folder / path) for path in version.sizes):
+        if not version.release() or not all(unused_elsewhere(version.folder / path) for path in version.sizes):
             return False
         with self._lock:
             del self._by_name[name]
@@ -177,3 +215,15 @@ class NodeCopies:
         if version is None:
             raise ResourceNotFound("VERSION_UNKNOWN", f"this node does not hold models/{model}/versions/{number}")
         yield ServedVersion(version.name, version.fingerprint, version.sizes, version.folder, version.lacks)
+
+
+def _register(version: HeldVersion, pieces: Bitmap) -> None:
+    """Register pieces of a version with the transfer engine, if it is offered to one; if that fails, it is offered no longer."""
+    memory = version.memory
+    if memory is None:
+        return
+    try:
+        memory.register(version.numbering.span(piece) for piece in pieces)
+    except EngineFailed as error:
+        _log.warning("not_registered", version=version.name, reason=str(error))
+        version.release()

@@ -29,6 +29,7 @@ from resharder.server.node.reports import (
     PeerSource,
     StateReport,
 )
+from resharder.server.node.sources import PeerOffer
 from resharder.server.node.tracker import LONGEST, NodeReport, Tracker
 from resharder.server.state.errors import DaemonError, FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound
 from resharder.server.state.version import READY, VersionRecord
@@ -312,13 +313,18 @@ class NodeRegistry:
         wanted = node.pieces[version]
         report = NodeReport(id, version, held, whole=True, wanted=wanted, load=node.report.transfers)
         answer = self._tracker.report(report, self._clock())
-        peers = [PeerSource(offer, self._address(offer.peer)) for offer in answer.offers]
+        peers = [self._source(offer, version) for offer in answer.offers]
         readers = tuple(sorted(self._readers.get(_model_of(version), ())))
         order = CopyOrder(version, wanted.to_bytes(), tuple(peers), answer.scarce.to_bytes(), answer.granted, readers)
         return order, answer.interval
 
-    def _address(self, peer: str) -> str:
-        return "" if peer == DAEMON else self._nodes[peer].report.data_address
+    def _source(self, offer: PeerOffer, version: str) -> PeerSource:
+        if offer.peer == DAEMON:
+            return PeerSource(offer, "")
+        report = self._nodes[offer.peer].report
+        copies = report.copies if report.session else ()
+        addresses = next((copy.addresses for copy in copies if copy.version == version), ())
+        return PeerSource(offer, report.data_address, report.session, addresses)
 
     def _reading(self, readable: Mapping[str, bytes]) -> "_Node | HostCopy":
         with self._lock:

@@ -16,18 +16,22 @@ class NodeState(Enum):
 
 @dataclass(frozen=True)
 class CopyReport:
-    """A node's report on one version. `held` and `wanted` are packed bitmaps of its pieces; no `wanted` means all."""
+    """A node's report on one version. `held` and `wanted` are packed bitmaps of its pieces; no `wanted` means all.
+
+    `addresses` are those of its files in the memory of `StateReport.session`; none if they are not there.
+    """
 
     version: str
     folder: str
     held: bytes
     problem: str = ""
     wanted: bytes = b""
+    addresses: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class StateReport:
-    """A node's report on itself. `instance` names the lifetime of its process."""
+    """A node's report on itself. `instance` names the lifetime of its process, `session` its transfer engine; empty for none."""
 
     node: str
     instance: str
@@ -41,14 +45,18 @@ class StateReport:
     received_peer_bytes: int = 0
     sent_bytes: int = 0
     copies: tuple[CopyReport, ...] = ()
+    session: str = ""
+    received_engine_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class PeerSource:
-    """A peer's pieces, and its data port; an empty address is the daemon's."""
+    """A peer's pieces, its data port, and where its transfer engine has them. An empty data address is the daemon's."""
 
     offer: PeerOffer
     data_address: str
+    session: str = ""
+    addresses: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -25,17 +25,17 @@ from resharder.server.node.sources import (
     after_failure,
     choose,
 )
-from resharder.server.node.transfers import PieceBusy, PieceFailed, PieceFetcher, ReceivedBytes
+from resharder.server.node.transfers import PieceBusy, PieceFailed, PieceSource, PieceTransfer, ReceivedBytes
 
 _log = structlog.get_logger("resharder.node")
 
 
 @dataclass(frozen=True)
 class PieceOffers:
-    """The daemon's answer about one version. `addresses` has the data port of each peer."""
+    """The daemon's answer about one version. `sources` has where each peer is reached."""
 
     peers: tuple[PeerOffer, ...]
-    addresses: Mapping[str, str]
+    sources: Mapping[str, PieceSource]
     scarce: Bitmap
     granted: tuple[int, ...]
 
@@ -44,19 +44,19 @@ class Swarm:
     """Requests of a node for the pieces of its versions, one version at a time. Thread-safe.
 
     Args:
-        fetcher: Fetcher of pieces.
+        transfer: Fetcher of pieces.
         changed: Called after each piece, whether it has arrived or failed.
     """
 
     def __init__(
         self,
-        fetcher: PieceFetcher,
+        transfer: PieceTransfer,
         received: ReceivedBytes,
         changed: Callable[[], object],
         limits: RequestLimits = LIMITS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._fetcher, self._received, self._changed = fetcher, received, changed
+        self._transfer, self._received, self._changed = transfer, received, changed
         self._limits, self._clock = limits, clock
         self._pool = ThreadPoolExecutor(limits.requests, thread_name_prefix="piece")
         self._chance = np.random.default_rng()
@@ -103,18 +103,17 @@ class Swarm:
                 request = PieceRequest(choice.piece, choice.peer, now, span.end - span.start)
                 self._requests.setdefault(version.name, {})[id] = request
         for id, choice in started:
-            origin = offers.addresses[choice.peer], next(o.origin for o in offers.peers if o.peer == choice.peer)
-            self._pool.submit(self._fetch, id, version, choice, *origin)
+            self._pool.submit(self._fetch, id, version, choice, offers.sources[choice.peer])
         return len(started)
 
-    def _fetch(self, id: int, version: HeldVersion, choice: PieceChoice, address: str, origin: bool) -> None:
+    def _fetch(self, id: int, version: HeldVersion, choice: PieceChoice, source: PieceSource) -> None:
         began, failure, size, busy = self._clock(), "", 0, False
         try:
-            size = self._fetcher.fetch(version, choice.piece, address, origin=origin)
+            size = self._transfer.fetch(version, choice.piece, source)
             if choice.piece not in version.held():
                 failpoint("node.held")
                 version.add(choice.piece)
-                self._received.add(size, origin=origin)
+                self._received.add(size, origin=source.origin)
         except PieceBusy:
             busy = True
         except (PieceFailed, OSError) as error:
@@ -141,7 +140,7 @@ class Swarm:
                 self._requests.pop(version.name, None)
             idle = not self._requests and not len(version.missing())
         if idle:
-            self._fetcher.close_idle()  # a connection pins its version at the sender
+            self._transfer.close_idle()  # a connection pins its version at the sender
         if failure:
             _log.warning("piece_refused", version=version.name, piece=choice.piece, peer=choice.peer, reason=failure)
         self._changed()
@@ -154,4 +153,4 @@ class Swarm:
     def close(self) -> None:
         """Start no further requests, and wait for those in flight."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._fetcher.close_idle()
+        self._transfer.close_idle()

@@ -1,4 +1,4 @@
-"""Fetching of one piece: over a pooled connection, checked against the daemon's checksums, then written to the version's file."""
+"""Fetching of one piece, and the way by HTTP: over a pooled connection, checked against the daemon's checksums, then written."""
 
 import threading
 import time
@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from resharder.converters.failpoints import failpoint
@@ -25,6 +26,7 @@ from resharder.server.data.checksums import PieceChecksums
 from resharder.server.infra.addresses import parse_listen
 from resharder.server.node.copies import HeldVersion
 from resharder.server.node.daemon_client import DaemonClient, NodeTls
+from resharder.server.node.memory import PieceTaken
 
 _BATCH_BYTES = 64 * PIECE_BYTES  # pieces whose checksums one call returns
 _MOST_IDLE = 32
@@ -39,12 +41,52 @@ class PieceBusy(PieceFailed):
     """A piece that a peer does not deliver now, because it delivers others."""
 
 
+@dataclass(frozen=True)
+class PieceSource:
+    """A peer that has a piece.
+
+    Attributes:
+        address: `host:port` of its data port.
+        origin: Whether the port is the daemon's.
+        session: Its session of a transfer engine; empty for none.
+        addresses: Addresses of the version's files in the session's memory, in the order of the manifest; none if not there.
+    """
+
+    address: str
+    origin: bool
+    session: str = ""
+    addresses: tuple[int, ...] = ()
+
+
+class PieceTransfer(Protocol):
+    """Way in which pieces come from a peer, for many threads at once."""
+
+    def fetch(self, version: HeldVersion, piece: int, source: PieceSource) -> int:
+        """Bring a piece into the version's files, checked, and return its bytes.
+
+        Args:
+            version: The version.
+            piece: Number of the piece.
+            source: The peer.
+
+        Raises:
+            PieceBusy: The peer is busy, or the piece is arriving from another one.
+            PieceFailed: The peer does not deliver it, or delivers other bytes.
+            OSError: The piece cannot be written.
+            grpc.RpcError: The daemon does not return the checksums.
+        """
+
+    def close_idle(self) -> None:
+        """Close the idle connections."""
+
+
 @dataclass
 class ReceivedBytes:
-    """Bytes that were received, by source, since the process began."""
+    """Bytes that were received, by source, since the process began; `engine`: of them, those by a transfer engine."""
 
     origin: int = 0
     peers: int = 0
+    engine: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, size: int, *, origin: bool) -> None:
@@ -54,6 +96,11 @@ class ReceivedBytes:
                 self.origin += size
             else:
                 self.peers += size
+
+    def add_engine(self, size: int) -> None:
+        """Count the bytes of a checked piece that a transfer engine has delivered."""
+        with self._lock:
+            self.engine += size
 
 
 class CheckedPieces:
@@ -75,8 +122,8 @@ class CheckedPieces:
         return found[(part.start - begin) // PIECE_BYTES]
 
 
-class PieceFetcher:
-    """Fetcher of pieces, for many threads at once. Connections and buffers are reused.
+class HttpTransfer:
+    """Fetcher of pieces from data ports. Connections and buffers are reused.
 
     Args:
         checksums: The daemon's checksums.
@@ -97,21 +144,15 @@ class PieceFetcher:
         self._idle: OrderedDict[RangeConnection, str] = OrderedDict()  # with their address, longest idle first
         self._buffers: list[Array] = []
 
-    def fetch(self, version: HeldVersion, piece: int, address: str, *, origin: bool) -> int:
-        """Fetch a piece from a data port, and return its bytes.
+    def fetch(self, version: HeldVersion, piece: int, source: PieceSource) -> int:
+        """Fetch a piece from a data port, and return its bytes. Raises as `PieceTransfer.fetch` does."""
+        try:
+            with version.claims.fetching(piece, in_place=False):
+                return self._fetch(version, piece, source)
+        except PieceTaken as error:
+            raise PieceBusy(str(error)) from error
 
-        Args:
-            version: The version.
-            piece: Number of the piece.
-            address: `host:port` of the port.
-            origin: Whether the port is the daemon's.
-
-        Raises:
-            PieceBusy: The port is busy.
-            PieceFailed: The port does not deliver it, or delivers other bytes.
-            OSError: The piece cannot be written.
-            grpc.RpcError: The daemon does not return the checksums.
-        """
+    def _fetch(self, version: HeldVersion, piece: int, source: PieceSource) -> int:
         size, began = 0, self._clock()
         for part in version.numbering.parts(piece):
             expected = self._checksums.of(version, part)
@@ -122,7 +163,8 @@ class PieceFetcher:
             buffer = self._buffer()
             try:
                 target = buffer[: part.end - part.start]
-                self._read_patiently(request, address, target, origin, busy_until=began + self._silent if size else 0.0)
+                busy_until = began + self._silent if size else 0.0
+                self._read_patiently(request, source.address, target, source.origin, busy_until=busy_until)
                 version.write(part, target)
             finally:
                 with self._lock:

@@ -101,6 +101,7 @@ def node_to_proto(view: NodeView) -> resources_pb2.Node:
         transfers=report.transfers,
         received_origin_bytes=report.received_origin_bytes,
         received_peer_bytes=report.received_peer_bytes,
+        received_engine_bytes=report.received_engine_bytes,
         sent_bytes=report.sent_bytes,
         report_time=timestamp(view.report_time),
         copies=[
@@ -141,8 +142,11 @@ def _report(request: node_pb2.SyncNodeRequest) -> StateReport:
         received_peer_bytes=max(0, request.received_peer_bytes),
         sent_bytes=max(0, request.sent_bytes),
         copies=tuple(
-            CopyReport(copy.version, copy.folder[:4096], copy.held, copy.problem[:500], copy.wanted) for copy in request.versions
+            CopyReport(copy.version, copy.folder[:4096], copy.held, copy.problem[:500], copy.wanted, tuple(copy.addresses))
+            for copy in request.versions
         ),
+        session=request.session[:300],
+        received_engine_bytes=max(0, request.received_engine_bytes),
     )
 
 
@@ -160,6 +164,8 @@ def _order(order: CopyOrder) -> node_pb2.NodeOrder:
                 held=source.offer.held.to_bytes(),
                 transfers=source.offer.load,
                 origin=source.offer.origin,
+                session=source.session,
+                addresses=source.addresses,
             )
             for source in order.peers
         ],

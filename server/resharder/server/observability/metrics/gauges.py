@@ -131,6 +131,11 @@ def _nodes(now: Snapshot) -> Iterator[Metric]:
     )
     received.add_metric(["origin"], sum(r.received_origin_bytes for r in reports))
     received.add_metric(["peer"], sum(r.received_peer_bytes for r in reports))
+    engine = GaugeMetricFamily(
+        "resharder_node_engine_received_bytes",
+        "Bytes from other nodes that the present processes of nodes have received by a transfer engine",
+        value=sum(r.received_engine_bytes for r in reports),
+    )
     wanted = [copy for view in live for copy in view.copies if copy.wanted]
     missing = GaugeMetricFamily(
         "resharder_node_missing_pieces",
@@ -140,4 +145,4 @@ def _nodes(now: Snapshot) -> Iterator[Metric]:
     stuck = GaugeMetricFamily(
         "resharder_node_stuck_copies", "Versions that do not arrive on a node", value=sum(bool(copy.problem) for copy in wanted)
     )
-    yield from (states, memory, limit, received, missing, stuck)
+    yield from (states, memory, limit, received, engine, missing, stuck)
