@@ -34,8 +34,8 @@ from resharder.server.state.errors import DaemonError, FailedPrecondition, Inval
 from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store.manifest import Manifest
 
-DAEMON = "daemon"
-"""Id of the daemon's own row in the table: it holds all of every READY version."""
+DAEMON = "@daemon"
+"""Id of the daemon's own row in the table, which no node can have: it holds all of every READY version."""
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from resharder.server.node.links import LinkReport
 from resharder.server.node.sources import PeerOffer
 
 
@@ -41,6 +42,7 @@ class StateReport:
     received_peer_bytes: int = 0
     sent_bytes: int = 0
     copies: tuple[CopyReport, ...] = ()
+    links: tuple[LinkReport, ...] = ()
 
 
 @dataclass(frozen=True)

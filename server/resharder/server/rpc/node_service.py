@@ -10,7 +10,8 @@ from resharder.server.infra.caller import CALLER
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.medium import medium_errors
 from resharder.server.ingest.shared import parse_name
-from resharder.server.node.registry import NodeRegistry
+from resharder.server.node.links import MOST_LINKS, LinkReport
+from resharder.server.node.registry import DAEMON, NodeRegistry
 from resharder.server.node.reports import CopyOrder, CopyReport, NodeState, NodeView, StateReport
 from resharder.server.rpc.convert import timestamp
 from resharder.server.rpc.dispatch import Call
@@ -115,6 +116,7 @@ def node_to_proto(view: NodeView) -> resources_pb2.Node:
             )
             for copy in view.copies
         ],
+        links=[link.to_proto() for link in report.links],
     )
 
 
@@ -143,6 +145,7 @@ def _report(request: node_pb2.SyncNodeRequest) -> StateReport:
         copies=tuple(
             CopyReport(copy.version, copy.folder[:4096], copy.held, copy.problem[:500], copy.wanted) for copy in request.versions
         ),
+        links=tuple(map(LinkReport.of_proto, request.links[:MOST_LINKS])),
     )
 
 
@@ -155,7 +158,7 @@ def _order(order: CopyOrder) -> node_pb2.NodeOrder:
         readers=order.readers,
         peers=[
             node_pb2.NodePeer(
-                node=f"nodes/{source.offer.peer}",
+                node="daemon" if source.offer.peer == DAEMON else f"nodes/{source.offer.peer}",
                 data_address=source.data_address,
                 held=source.offer.held.to_bytes(),
                 transfers=source.offer.load,
