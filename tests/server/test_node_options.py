@@ -16,6 +16,7 @@ TLS = {"tls_ca": "/tls/ca.crt", "tls_cert": "/tls/tls.crt", "tls_key": "/tls/tls
         ({"endpoint": "daemon"}, "--endpoint: expected host:port, got 'daemon'"),
         ({"log_level": "loud"}, "--log-level: expected .*got 'loud'"),
         ({"tls_ca": "/tls/ca.crt"}, "expected tls_ca, tls_cert and tls_key together"),
+        ({"token_file": "/token"}, "expected tls_ca, tls_cert and tls_key beside token_file: a token is sent over TLS alone"),
         ({"listen": "0.0.0.0:7679"}, "expected a loopback address without certificates, got 0.0.0.0:7679"),
     ],
 )

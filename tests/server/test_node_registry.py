@@ -282,3 +282,23 @@ def test_a_node_remembers_its_last_links_and_the_daemon_bounds_what_they_say() -
     strange = resources_pb2.NodeLink(peer="p" * 1000, received_bytes=-1, seconds=float("nan"), failures=-1, problem="x" * 1000)
     assert LinkReport.of_proto(strange) == LinkReport("p" * 100, 0, 0.0, 0, "x" * 500)
     assert LinkReport.of_proto(resources_pb2.NodeLink(seconds=float("inf"))).seconds == 1e9
+
+
+def test_nodes_that_call_with_a_token_are_admitted_by_their_certificates_also_later_ones(world: World) -> None:
+    def sync(name: str, certificate: str, seen: int = 0, wait: float = 0.0) -> Orders:
+        return world.sync(replace(report(name), certificate=certificate), f"token:hosts@{name}", seen, wait)
+
+    sync("one", "sha256:1")
+    world.want(NAMES[0])
+    world.nodes.admit(NAMES[0], "token:hosts@one")
+    world.nodes.admit(NAMES[0], "dns:x.test@two")
+    orders = sync("one", "sha256:1")
+    assert orders.versions[0].readers == ("dns:x.test", "sha256:1")
+    waiting = world.nodes.sync(replace(report("one"), certificate="sha256:1"), "token:hosts@one", orders.revision, 5.0)
+    pause = next(waiting)
+    assert isinstance(pause, Pause)
+    sync("two", "sha256:2")
+    assert pause.signal.count > pause.seen
+    assert sync("one", "sha256:1").versions[0].readers == ("dns:x.test", "sha256:1", "sha256:2")
+    sync("two", "sha256:3")
+    assert sync("one", "sha256:1").versions[0].readers == ("dns:x.test", "sha256:1", "sha256:3")

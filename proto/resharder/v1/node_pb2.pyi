@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SyncNodeRequest(_message.Message):
-    __slots__ = ("node", "instance", "data_address", "store", "capacity_bytes", "used_bytes", "transfers", "versions", "received_origin_bytes", "received_peer_bytes", "sent_bytes", "seen", "wait_seconds", "leaving", "links")
+    __slots__ = ("node", "instance", "data_address", "store", "capacity_bytes", "used_bytes", "transfers", "versions", "received_origin_bytes", "received_peer_bytes", "sent_bytes", "seen", "wait_seconds", "leaving", "links", "certificate")
     NODE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class SyncNodeRequest(_message.Message):
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     node: str
     instance: str
     data_address: str
@@ -38,7 +39,8 @@ class SyncNodeRequest(_message.Message):
     wait_seconds: float
     leaving: bool
     links: _containers.RepeatedCompositeFieldContainer[_resources_pb2.NodeLink]
-    def __init__(self, node: _Optional[str] = ..., instance: _Optional[str] = ..., data_address: _Optional[str] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeVersion, _Mapping]]] = ..., received_origin_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., seen: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., leaving: bool = ..., links: _Optional[_Iterable[_Union[_resources_pb2.NodeLink, _Mapping]]] = ...) -> None: ...
+    certificate: str
+    def __init__(self, node: _Optional[str] = ..., instance: _Optional[str] = ..., data_address: _Optional[str] = ..., store: _Optional[_Union[_resources_pb2.StoreAccess, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[NodeVersion, _Mapping]]] = ..., received_origin_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., seen: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., leaving: bool = ..., links: _Optional[_Iterable[_Union[_resources_pb2.NodeLink, _Mapping]]] = ..., certificate: _Optional[str] = ...) -> None: ...
 
 class NodeVersion(_message.Message):
     __slots__ = ("version", "folder", "held", "problem", "wanted")

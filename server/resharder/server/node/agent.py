@@ -192,6 +192,7 @@ class NodeAgent:
             seen=self._orders.revision,
             wait_seconds=wait_seconds,
             leaving=leaving,
+            certificate=self._daemon.certificate(),
             links=[link.to_proto() for link in self._swarm.links.all()],
         )
 

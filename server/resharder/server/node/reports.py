@@ -43,6 +43,7 @@ class StateReport:
     sent_bytes: int = 0
     copies: tuple[CopyReport, ...] = ()
     links: tuple[LinkReport, ...] = ()
+    certificate: str = ""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from resharder.v1 import node_pb2, resources_pb2
 _MOST_PIECES = 256
 _MOST_COPIES = 1024
 _MOST_WAIT = 10.0  # seconds
+_CERTIFICATE = re.compile(r"sha256:[0-9a-f]{64}")
 _ID = re.compile(r"nodes/(?P<id>[A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 
 
@@ -130,6 +131,8 @@ _STATES = {
 def _report(request: node_pb2.SyncNodeRequest) -> StateReport:
     if not request.instance or len(request.versions) > _MOST_COPIES:
         raise InvalidArgument("NODE", f"expected an instance and at most {_MOST_COPIES} versions, got {len(request.versions)}")
+    if request.certificate and not _CERTIFICATE.fullmatch(request.certificate):
+        raise InvalidArgument("NODE", f"expected sha256: and 64 hexadecimal digits, got {request.certificate[:100]!r}")
     return StateReport(
         node=node_id(request.node),
         instance=request.instance[:64],
@@ -145,6 +148,7 @@ def _report(request: node_pb2.SyncNodeRequest) -> StateReport:
         copies=tuple(
             CopyReport(copy.version, copy.folder[:4096], copy.held, copy.problem[:500], copy.wanted) for copy in request.versions
         ),
+        certificate=request.certificate,
         links=tuple(map(LinkReport.of_proto, request.links[:MOST_LINKS])),
     )
 
