@@ -39,6 +39,17 @@ class Faults:
         if process is not None:
             self._stop([psutil.Process(process.pid)], seconds)
 
+    def _node_kill(self, down: float, failpoint: str, small: bool) -> None:
+        kept = self._system.node
+        if kept is not None:
+            self._system.keepers["node"].down_until = self._history.now + down
+            kept.failpoint, kept.small = failpoint, small
+            self._system.signal(kept.processes(), signal.SIGKILL)
+
+    def _node_stop(self, seconds: float) -> None:
+        if self._system.node is not None:
+            self._stop(self._system.node.processes(), seconds)
+
     def _trainer_kill(self, part: str, new_job: bool) -> None:
         trainer = self._system.trainer
         trainer.new_job = new_job

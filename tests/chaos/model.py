@@ -320,11 +320,14 @@ def undocumented(events: Sequence[Event], documented: Collection[str]) -> Iterat
         yield Violation(event["t"], "INTERNAL", f"{event.get('process', 'harness')}: {event['text']}")
 
 
+_KILLS = ("daemon.kill", "daemon.disarm", "trainer.kill", "server.kill", "node.kill", "node.disarm")
+
+
 def unexpected_death(events: Sequence[Event]) -> Iterator[Violation]:
     """A process ends only by a fault of its own."""
     faulty: dict[str, bool] = defaultdict(bool)
     for event in events:
-        if event["kind"] == "fault" and event["name"] in ("daemon.kill", "daemon.disarm", "trainer.kill", "server.kill"):
+        if event["kind"] == "fault" and event["name"] in _KILLS:
             faulty[event["target"]] = True
         if event["kind"] == "ready":
             faulty[event["process"]] = bool(event.get("failpoint"))

@@ -6,6 +6,7 @@ from typing import Any
 
 from resharder.client.errors import ResharderError
 from resharder.client.operator.answers import FleetStatus, ServerStatus, VersionStatus
+from resharder.client.operator.nodes import NodeStatus
 
 from tests.chaos.history import History
 from tests.chaos.operations import FLEET
@@ -40,6 +41,7 @@ class Observer:
                 versions = self._system.observer.versions(FLEET)
                 fleets = [fleet for fleet in self._system.observer.fleets() if fleet.name == FLEET]
                 servers = self._system.observer.servers()
+                nodes = self._system.observer.nodes()
             except ResharderError:
                 continue
             self.versions(versions, round(began, 3))
@@ -47,6 +49,8 @@ class Observer:
                 self._changed("fleet", "fleet", shown_fleet(fleet))
             for server in servers:
                 self._changed("server", server.name, shown_server(server))
+            for node in nodes:
+                self._changed("node", node.name, shown_node(node))
             self._before = began
 
     def versions(self, versions: list[VersionStatus], asked: float) -> None:
@@ -84,6 +88,12 @@ def shown_fleet(fleet: FleetStatus) -> dict[str, Any]:
     }
 
 
+def shown_node(node: NodeStatus) -> dict[str, Any]:
+    """Return the fields of a node that the history has."""
+    problems = {copy.version: re.sub(r"\d+", "…", copy.problem) for copy in node.copies if copy.problem}
+    return {"name": node.name, "state": node.state.value, "problems": problems}
+
+
 def shown_server(server: ServerStatus) -> dict[str, Any]:
     """Return the fields of a server that the history has."""
     return {
@@ -96,4 +106,5 @@ def shown_server(server: ServerStatus) -> dict[str, Any]:
         "sides": server.control_sides,
         "ahead": server.ahead,
         "reason": re.sub(r"\d+ s\b", "… s", server.reason),
+        "transports": [worker.transport for worker in server.workers],
     }

@@ -10,6 +10,7 @@ from resharder.client.operator.states import RequestHandling, ServeAhead, Strate
 
 from demo.jobs import JobFailed
 from tests.chaos.history import History
+from tests.chaos.kept_node import NODE
 from tests.chaos.system import System
 
 FLEET = "policy"
@@ -110,6 +111,12 @@ class Operations:
 
     def _drain(self, server: str) -> FleetStatus:
         return self._system.operator.drain(FLEET, server)
+
+    def _drain_node(self) -> dict[str, Any]:
+        return {"state": self._system.operator.drain_node(NODE).state.value}
+
+    def _resume_node(self) -> dict[str, Any]:
+        return {"state": self._system.operator.resume_node(NODE).state.value}
 
     def _resume(self) -> FleetStatus:
         return self._system.operator.resume(FLEET)

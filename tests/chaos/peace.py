@@ -21,6 +21,7 @@ from resharder.client.operator.states import (
 )
 
 from tests.chaos.history import History
+from tests.chaos.kept_node import node_problems
 from tests.chaos.operations import FLEET, Operations
 from tests.chaos.system import BOOT, KEPT, RANKS, System, pages_of, processes_of, wait_for
 from tests.support.client_traffic import PROMPTS, Asked, ask
@@ -47,6 +48,7 @@ class Peace:
         self._phase("operations", lambda: [] if wait_for(quiet, 260) else ["an operation of the storm has not ended"])
         self._phase("settled", self._settles)
         self._phase("arrived", self._arrives)
+        self._phase("node", self._node_holds)
         self._phase("left", lambda: left(self._system))
 
     def _phase(self, name: str, act: Callable[[], list[str]]) -> None:
@@ -87,10 +89,19 @@ class Peace:
         )
         operator.wake(FLEET)
         operator.resume(FLEET)
+        return self._serves_newest(direct=True)
+
+    def _serves_newest(self, direct: bool) -> list[str]:
+        """A new version is READY, and every server serves it and answers with it."""
         outcomes = list[str]()
-        if not wait_for(lambda: outcomes.append(self._operations.publish()) or outcomes[-1] == "ok", ARRIVE, 1.0):
+
+        def published() -> bool:
+            outcomes.append(self._operations.publish(direct=direct))
+            return outcomes[-1] == "ok"
+
+        if not wait_for(published, ARRIVE, 1.0):
             return [f"no version is published: {outcomes}"]
-        newest = max(v.number for v in operator.versions(FLEET) if v.state == VersionState.READY)
+        newest = self._newest()
         problems: list[str] = []
 
         def there() -> bool:
@@ -101,6 +112,32 @@ class Peace:
 
         wait_for(there, ARRIVE)
         return problems or self._answers(newest)
+
+    def _newest(self) -> int:
+        return max(v.number for v in self._system.operator.versions(FLEET) if v.state == VersionState.READY)
+
+    def _node_holds(self) -> list[str]:
+        """A version that cannot take the direct path reaches the workers of `right` through the node."""
+        kept, observer = self._system.node, self._system.observer
+        if kept is None:
+            return []
+        if not wait_for(lambda: self._operations.run("resume_node", {}) == "ok", ARRIVE, 1.0):
+            return ["the node cannot be resumed"]
+        if problems := self._serves_newest(direct=False):
+            return problems
+        readers = {name for name, server in self._system.servers.items() if server.reads_node}
+        newest = self._newest()
+
+        def there() -> bool:
+            with suppress(ResharderError):
+                servers = [server for server in observer.servers() if server.name.removeprefix("servers/") in readers]
+                ready = [v.number for v in observer.versions(FLEET) if v.state == VersionState.READY]
+                nodes = observer.nodes()
+                problems[:] = node_problems(nodes, servers, kept.versions(), ready, newest if readers else 0)
+            return not problems
+
+        wait_for(there, ARRIVE)
+        return problems
 
     def _approve(self) -> None:
         """Let a move of the storm continue that waits for an operator."""

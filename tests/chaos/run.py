@@ -43,7 +43,7 @@ class Run:
     def boot(self) -> None:
         """Start every process and publish a first version; return while clients ask all servers. Raises TimeoutError."""
         keepers = self.system.keepers
-        for name in ("daemon", "trainer"):
+        for name in [name for name in keepers if name not in self.system.servers]:
             keepers[name].open()
             self.system.up(name, 120)
         self._observer.open()

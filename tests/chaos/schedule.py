@@ -5,17 +5,18 @@ action runs.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from resharder.converters.failpoints import FILE_POINTS, DaemonFilePoint, DaemonPoint
+from resharder.converters.failpoints import FILE_POINTS, DaemonFilePoint, DaemonPoint, NodeFilePoint, NodePoint
 
 LEASE = 8.0
 STOP = 1.6 * LEASE
 """Seconds for which a process is stopped: past its lease."""
 SERVERS = ("left", "right")
-LINKS = (*SERVERS, "trainer", "operator")
+LINKS = (*SERVERS, "trainer", "operator", "node", "data")
+"""Links to the daemon's RPCs, by the caller, and `data` to its data port, which the node and `right` read from."""
 _PARTS = ("api", "engine", "worker", "api", "engine", "worker", "all")
 _REACHED_AT_START = ("serve.listen", "start.read", "pool.write", "reserve.write", "server.claim", "server.attach")
 Given = dict[str, Any]
@@ -128,6 +129,7 @@ def _plain(name: str) -> Draw:
 OPERATIONS: dict[Draw, int] = {
     _publish: 30, _target: 6, _latest: 10, _rollback: 6, _strategy: 10, _skew: 4, _ahead: 6, _sleep: 3, _wake: 6, _drain: 2,
     _plain("resume"): 4, _gc: 4, _pause_mode: 4, _plain("pin"): 3, _plain("approve"): 5, _plain("back"): 2,
+    _plain("drain_node"): 2, _plain("resume_node"): 4,
 }  # fmt: skip
 """Weight of each operation."""
 
@@ -141,9 +143,12 @@ def _daemon_kill(chance: random.Random) -> tuple[str, Given]:
 
 def _point(chance: random.Random) -> str:
     """Return a failpoint of the daemon, or none."""
-    if chance.random() < 0.4:
-        return ""
-    point = chance.choice((*DaemonPoint.__args__, *DaemonFilePoint.__args__))
+    return "" if chance.random() < 0.4 else _armed(chance, (*DaemonPoint.__args__, *DaemonFilePoint.__args__))
+
+
+def _armed(chance: random.Random, points: Sequence[str]) -> str:
+    """Return one of some failpoints with a kind of fault."""
+    point = chance.choice(points)
     kinds = ["kill", f"stop:{STOP}", "delay:1"]
     if point in FILE_POINTS:
         kinds += ["eio", "enospc"]
@@ -153,6 +158,16 @@ def _point(chance: random.Random) -> str:
 
 def _daemon_stop(chance: random.Random) -> tuple[str, Given]:
     return "daemon.stop", {"seconds": chance.choice((1.0, STOP))}
+
+
+def _node_kill(chance: random.Random) -> tuple[str, Given]:
+    point = "" if chance.random() < 0.6 else _armed(chance, (*NodePoint.__args__, *NodeFilePoint.__args__))
+    down = round(chance.choice((0.0, chance.uniform(0, 3), LEASE * 1.5)), 1)
+    return "node.kill", {"down": down, "failpoint": point, "small": chance.random() < 0.25}
+
+
+def _node_stop(chance: random.Random) -> tuple[str, Given]:
+    return "node.stop", {"seconds": chance.choice((2.0, STOP))}
 
 
 def _rank_kill(chance: random.Random) -> tuple[str, Given]:
@@ -188,6 +203,6 @@ def _silent(chance: random.Random) -> tuple[str, Given]:
 
 FAULTS: dict[Draw, int] = {
     _daemon_kill: 6, _daemon_stop: 3, _rank_kill: 3, _rank_stop: 2, _server_kill: 3, _server_stop: 4, _cut: 5, _slow: 3,
-    _silent: 4,
+    _silent: 4, _node_kill: 4, _node_stop: 2,
 }  # fmt: skip
 """Weight of each fault."""

@@ -1,6 +1,7 @@
-"""The processes of a run: daemon, trainer job and two vLLM servers, each with its keeper, behind a proxy.
+"""The processes of a run: daemon, trainer job, node and two vLLM servers, each with its keeper, behind a proxy.
 
-`left` has tensor parallelism 2 and maps the daemon's store; `right` has two API servers and fetches over gRPC.
+`left` has tensor parallelism 2 and maps the daemon's store. `right` has two API servers and is as on another host: it maps the
+files of the node, or, in every other of its lives, fetches over gRPC.
 """
 
 import json
@@ -19,10 +20,12 @@ from resharder.client.operator import Operator
 
 from demo.trainer_job import TrainerJob
 from tests.chaos.history import History
-from tests.chaos.keeper import Keeper
+from tests.chaos.keeper import Keeper, Supervised
+from tests.chaos.kept_node import KeptNode
 from tests.chaos.proxy import Proxies
 from tests.chaos.schedule import LEASE, LINKS
 from tests.support.daemon import Daemon
+from tests.support.ports import free_port
 from tests.support.tiny_hf import save_tokenizer, tiny_config
 from tests.support.vllm_server import Response, VllmServer
 
@@ -112,7 +115,7 @@ class KeptTrainer:
 class KeptServer:
     """A vLLM deployment."""
 
-    def __init__(self, name: str, endpoint: str, config: Path, folder: Path) -> None:
+    def __init__(self, name: str, endpoint: str, config: Path, folder: Path, node_folder: Path | None = None) -> None:
         self.name, self.starts, self.folder = name, 0, folder
         self.staging = folder / f"staging-{name}"
         self.staging.mkdir()
@@ -122,15 +125,18 @@ class KeptServer:
             "RESHARDER_HOLD_SECONDS": "5",
             "RESHARDER_VERIFY_SECONDS": "20",
             "RESHARDER_STAGING_DIR": str(self.staging),
-            "VLLM_PLUGINS": "resharder,raw_mode,dropping_sleep",
+            "VLLM_PLUGINS": "resharder,raw_mode,dropping_sleep,other_host",
             "PYTHONPATH": os.pathsep.join([str(_PLUGINS), os.environ.get("PYTHONPATH", "")]),
         }
-        if name == "right":
-            environment["RESHARDER_TRANSPORT"] = "grpc"
+        if node_folder is not None:
+            environment["RESHARDER_OTHER_HOST"] = str(node_folder)
+        self.environment, self.has_node = environment, node_folder is not None
         self.server = VllmServer(config, [*_ARGUMENTS[name], "--load-format", "resharder"], environment, timeout=BOOT)
 
     def start(self) -> dict[str, Any]:
         self.starts += 1
+        if self.has_node:
+            self.environment["RESHARDER_TRANSPORT"] = "" if self.reads_node else "grpc"
         self.server.log = self.folder / f"{self.name}-{self.starts}.log"
         self.server.start()
         self.server.wait_answer(booted, "say that the server has booted", BOOT)
@@ -142,6 +148,11 @@ class KeptServer:
     def end(self) -> None:
         if self.server.process is not None:
             self.server.kill()
+
+    @property
+    def reads_node(self) -> bool:
+        """Whether its present life reads through the node."""
+        return self.has_node and self.starts % 2 == 1
 
     def part(self, part: str) -> list[psutil.Process]:
         """Return the processes of a part: `api`, `engine`, `worker` or `all`."""
@@ -171,12 +182,15 @@ class System:
     def __init__(self, folder: Path, history: History, servers: tuple[str, ...]) -> None:
         self.folder, self.history = folder, history
         self.proxies = Proxies()
-        self.daemon = Daemon(lease_seconds=LEASE, keep_count=KEPT, log_format="json", direct_seconds=4.0)
+        data = f"127.0.0.1:{free_port()}"
+        options = {"data_listen": data, "data_address": self.proxies.link("data", data).endpoint}
+        self.daemon = Daemon(lease_seconds=LEASE, keep_count=KEPT, log_format="json", direct_seconds=4.0, **options)
         self.steps: dict[int, int] = {}  # {version: step}; a step is the seed of its weights
         self.undo: list[Callable[[], None]] = []
         self.pages: set[Path] = set()  # version pages of all servers so far
         for link in LINKS:
-            self.proxies.link(link, self.daemon.endpoint)
+            if link != "data":
+                self.proxies.link(link, self.daemon.endpoint)
         config = folder / "config"
         config.mkdir()
         save_tokenizer(config, CONFIG["vocab_size"])
@@ -184,10 +198,17 @@ class System:
         endpoint = {name: link.endpoint for name, link in self.proxies.links.items()}
         self.kept_daemon = KeptDaemon(self.daemon)
         self.trainer = KeptTrainer(endpoint["trainer"], folder)
-        self.servers = {name: KeptServer(name, endpoint[name], config, self.daemon.folder) for name in servers}
+        self.node = KeptNode(endpoint["node"], folder) if "right" in servers else None
+        here = {"right": self.node.node.folder} if self.node is not None else {}
+        self.servers = {name: KeptServer(name, endpoint[name], config, self.daemon.folder, here.get(name)) for name in servers}
         for server in self.servers.values():
             server.folder = folder
-        every = (self.kept_daemon, self.trainer, *self.servers.values())
+        every: tuple[Supervised, ...] = (
+            self.kept_daemon,
+            self.trainer,
+            *([self.node] if self.node is not None else []),
+            *self.servers.values(),
+        )
         self.keepers = {kept.name: Keeper(kept, history) for kept in every}
         self.operator = Operator(endpoint["operator"], connect_timeout=10.0, timeout=20.0)
         self.observer = Operator(self.daemon.endpoint, connect_timeout=1.0, timeout=5.0)
@@ -219,6 +240,13 @@ class System:
             self.kept_daemon.failpoint = ""
             self.history.record("fault", name="daemon.disarm", target="daemon", given={})
             self.restart_daemon()
+        if self.node is not None and (self.node.limited or self.node.armed or self.node.failpoint or self.node.small):
+            self.node.failpoint, self.node.small = "", False
+            self.history.record("fault", name="node.disarm", target="node", given={})
+            self.signal(self.node.processes(), signal.SIGKILL)
+            node, keeper = self.node, self.keepers["node"]
+            if not wait_for(lambda: keeper.running.is_set() and not node.armed and not node.limited, 60):
+                raise TimeoutError(f"expected the node to run: {keeper.problem}")
 
     def restart_daemon(self) -> None:
         """SIGKILL the daemon, and wait until one without a failpoint serves."""
@@ -247,6 +275,9 @@ class System:
         self.pages |= pages_of(self.folder)
         for server in self.servers.values():
             self._stop(server)
+        if self.node is not None:
+            self.history.record("peace", phase="node", problems=self.node.finish())
+            self.node.node.close()
         with suppress(Exception):
             self.trainer.end()
         self.operator.close()

@@ -12,7 +12,7 @@ def test_a_seed_has_one_schedule() -> None:
 
 def test_every_drawn_action_exists() -> None:
     actions = [action for seed in range(40) for action in draw(str(seed), 120, boots=9)]
-    assert len({action.name for action in actions}) == 25
+    assert len({action.name for action in actions}) == 29
     for action in actions:
         holder, method = (
             (Faults, "_" + action.name.replace(".", "_")) if action.kind == "fault" else (Operations, "_" + action.name)

@@ -19,6 +19,7 @@ TLS = {"tls_ca": "/tls/ca.crt", "tls_cert": "/tls/tls.crt", "tls_key": "/tls/tls
         ({"transfer": "carrier pigeon"}, "--transfer: expected .*'http' or 'mooncake', got 'carrier pigeon'"),
         ({"transfer": "mooncake"}, "expected insecure and no certificates with transfer mooncake"),
         ({"transfer": "mooncake", "insecure": True, **TLS}, "expected insecure and no certificates with transfer mooncake"),
+        ({"token_file": "/token"}, "expected tls_ca, tls_cert and tls_key beside token_file: a token is sent over TLS alone"),
         ({"listen": "0.0.0.0:7679"}, "expected a loopback address without certificates, got 0.0.0.0:7679"),
     ],
 )

@@ -10,12 +10,14 @@ from resharder.converters.wire.pieces import Bitmap, number_pieces
 from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.infra.change_signal import Pause
 from resharder.server.node.drained import DrainedNodes
+from resharder.server.node.links import MOST_LINKS, LinkLog, LinkReport
 from resharder.server.node.registry import NodeRegistry
 from resharder.server.node.reports import CopyReport, HostCopy, NodeState, Orders, StateReport
 from resharder.server.observability.metrics.gauges import NOTHING, families
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound, Unavailable
 from resharder.server.state.version import READY, RETIRED, VersionRecord
 from resharder.server.store.manifest import Manifest
+from resharder.v1 import resources_pb2
 
 FILES = tuple(lay_out([TensorSpec("a", "BF16", (40 << 10, 1024))]))
 SIZE, PIECES = number_pieces(FILES).total, number_pieces(FILES).count
@@ -278,3 +280,45 @@ def test_gauges_count_nodes_their_bytes_and_missing_pieces(world: World) -> None
     assert found["resharder_node_engine_received_bytes",] == 4
     assert found[("resharder_node_missing_pieces",)] == PIECES - 1
     assert found[("resharder_node_used_bytes",)] == 3
+
+
+def test_a_node_of_the_name_daemon_takes_no_pieces_from_the_daemons_row(world: World) -> None:
+    world.want(NAMES[0])
+    world.sync(report("daemon", v1=Bitmap.of(PIECES, [0])))
+    world.sync(report("daemon"))
+    world.sync(report())
+    world.want(NAMES[0])
+    (source,) = world.sync(report()).versions[0].peers
+    assert (source.offer.origin, source.data_address, source.offer.held.whole()) == (True, "", True)
+
+
+def test_a_node_remembers_its_last_links_and_the_daemon_bounds_what_they_say() -> None:
+    log = LinkLog()
+    for peer in range(MOST_LINKS + 2):
+        log.failed(f"nodes/{peer}", "refused")
+    log.received("nodes/2", 100, 0.5)
+    log.received("nodes/2", 100, 1.5)
+    assert (len(log.all()), log.all()[-1]) == (MOST_LINKS, LinkReport("nodes/2", 200, 2.0, 1))
+    strange = resources_pb2.NodeLink(peer="p" * 1000, received_bytes=-1, seconds=float("nan"), failures=-1, problem="x" * 1000)
+    assert LinkReport.of_proto(strange) == LinkReport("p" * 100, 0, 0.0, 0, "x" * 500)
+    assert LinkReport.of_proto(resources_pb2.NodeLink(seconds=float("inf"))).seconds == 1e9
+
+
+def test_nodes_that_call_with_a_token_are_admitted_by_their_certificates_also_later_ones(world: World) -> None:
+    def sync(name: str, certificate: str, seen: int = 0, wait: float = 0.0) -> Orders:
+        return world.sync(replace(report(name), certificate=certificate), f"token:hosts@{name}", seen, wait)
+
+    sync("one", "sha256:1")
+    world.want(NAMES[0])
+    world.nodes.admit(NAMES[0], "token:hosts@one")
+    world.nodes.admit(NAMES[0], "dns:x.test@two")
+    orders = sync("one", "sha256:1")
+    assert orders.versions[0].readers == ("dns:x.test", "sha256:1")
+    waiting = world.nodes.sync(replace(report("one"), certificate="sha256:1"), "token:hosts@one", orders.revision, 5.0)
+    pause = next(waiting)
+    assert isinstance(pause, Pause)
+    sync("two", "sha256:2")
+    assert pause.signal.count > pause.seen
+    assert sync("one", "sha256:1").versions[0].readers == ("dns:x.test", "sha256:1", "sha256:2")
+    sync("two", "sha256:3")
+    assert sync("one", "sha256:1").versions[0].readers == ("dns:x.test", "sha256:1", "sha256:3")

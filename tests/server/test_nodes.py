@@ -4,14 +4,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.worker import host_node
 from resharder.client.inference.worker.source import Stager
+from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
 from resharder.client.versions.remote import get_manifest
 from resharder.converters.geometry.layout import Range, TensorSpec, full_box
 from resharder.converters.wire.pieces import Bitmap
+from resharder.converters.wire.range_client import DataAddress, PartRefused, PartRequest, RangeConnection
 from resharder.converters.wire.ranges import HELD_FILE, PIECE_BYTES
 from resharder.v1 import node_pb2, node_pb2_grpc, operator_pb2, operator_pb2_grpc, resources_pb2
 
@@ -259,3 +262,61 @@ def test_a_node_serves_pieces_to_nodes_that_the_daemon_lets_read_the_model(tmp_p
                 found = stage(daemon.endpoint, version)
                 assert (found["verified"], found["transport"]) == (True, "http")
                 assert "may not call GetManifest: expected a role for models/policy, got node:other" in str(found["reason"])
+
+
+def test_nodes_with_tokens_read_from_the_daemon_by_them_and_from_each_other_by_their_certificates(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "pki")
+    authority.allow(probe="probe-token", hosts="hosts-token", guest="guest-token")
+    roles = {
+        "token:probe": ["publisher:*", "server:*", "operator"],
+        "token:hosts": ["node:policy"],
+        "token:guest": ["node:other"],
+    }
+    with SecureDaemon(authority, roles, certificates=False, data_listen="127.0.0.1:0") as daemon:
+
+        def node(name: str, token: str, **options: object) -> Node:
+            (tmp_path / name).write_text(f"{token}\n")
+            tls = authority.tls(f"{name}.test")
+            files = {"tls_ca": tls.ca, "tls_cert": tls.certificate, "tls_key": tls.key, "token_file": tmp_path / name}
+            return Node(daemon.endpoint, name, **files, tls_peer_name="one.test", **options)
+
+        with pytest.MonkeyPatch.context() as patch, node("one", "hosts-token") as first, node("two", "hosts-token") as second:
+            patch.setenv("RESHARDER_TLS_CA", str(authority.folder / "ca.pem"))
+            patch.setenv("RESHARDER_TOKEN", "probe-token")
+            with Channel(daemon.endpoint) as channel, Operator(daemon.endpoint) as operator:
+                job = Job(channel.grpc, SPECS, [whole(SPECS)], job="job").connect()
+                version = job.publish(1, random_weights(SPECS, 1)).name
+
+                def live() -> list[str]:
+                    return [found.name for found in operator.nodes() if found.state == "LIVE"]
+
+                wait_until(lambda: live() == ["nodes/one", "nodes/two"])
+                for here, there in ((first, second), (second, first)):
+                    (there.folder / "nonce").rename(there.folder / "hidden")
+                    assert stage(daemon.endpoint, version) == ARRIVED
+                    assert here.files(version) == stored(daemon, version)
+                    (there.folder / "hidden").rename(there.folder / "nonce")
+                wait_until(lambda: operator.nodes()[1].received_peer_bytes > 0)
+                assert not [link.problem for found in operator.nodes() for link in found.links if link.problem]
+                authority.issue("two.test", "two.test")  # another certificate of the same node
+                newer = job.publish(2, random_weights(SPECS, 2)).name
+                for there in (second, first):
+                    (there.folder / "nonce").rename(there.folder / "hidden")
+                    assert stage(daemon.endpoint, newer) == ARRIVED
+                    (there.folder / "hidden").rename(there.folder / "nonce")
+                with node("guest", "guest-token") as guest:
+                    wait_until(lambda: "nodes/guest" in live())
+                    for each in (first, second):
+                        (each.folder / "nonce").rename(each.folder / "hidden")
+                    found = stage(daemon.endpoint, newer)
+                    assert (found["verified"], found["transport"]) == (True, "http")
+                    assert "expected a role for models/policy, got node:other" in str(found["reason"])
+                    address = operator.nodes()[1].data_address
+                    assert guest.name == "guest"
+                    host, _, port = address.rpartition(":")
+                    at = DataAddress(host, int(port), authority.tls("guest.test").context, "one.test")
+                    manifest = get_manifest(channel, newer)
+                    file = manifest.files[0]
+                    part = PartRequest(newer, manifest.fingerprint, file.path, file.size, 0, 1)
+                    with pytest.raises(PartRefused, match="403: NOT_ALLOWED"):
+                        list(RangeConnection(at).blocks(part, np.empty(1, np.uint8)))

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from resharder.v1 import resources_pb2 as resharder_dot_v1_dot_resources__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17resharder/v1/node.proto\x12\x0cresharder.v1\x1a\x1cresharder/v1/resources.proto\"\x92\x03\n\x0fSyncNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x03 \x01(\t\x12(\n\x05store\x18\x04 \x01(\x0b\x32\x19.resharder.v1.StoreAccess\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x05 \x01(\x03\x12\x12\n\nused_bytes\x18\x06 \x01(\x03\x12\x11\n\ttransfers\x18\x07 \x01(\x05\x12+\n\x08versions\x18\x08 \x03(\x0b\x32\x19.resharder.v1.NodeVersion\x12\x1d\n\x15received_origin_bytes\x18\t \x01(\x03\x12\x1b\n\x13received_peer_bytes\x18\n \x01(\x03\x12\x12\n\nsent_bytes\x18\x0b \x01(\x03\x12\x0c\n\x04seen\x18\x0c \x01(\x06\x12\x14\n\x0cwait_seconds\x18\r \x01(\x01\x12\x0f\n\x07leaving\x18\x0e \x01(\x08\x12\x0f\n\x07session\x18\x10 \x01(\t\x12\x1d\n\x15received_engine_bytes\x18\x11 \x01(\x03\"p\n\x0bNodeVersion\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x0c\n\x04held\x18\x03 \x01(\x0c\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x0e\n\x06wanted\x18\x05 \x01(\x0c\x12\x11\n\taddresses\x18\x06 \x03(\x06\"\x89\x01\n\nNodeOrders\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\x12\x10\n\x08revision\x18\x02 \x01(\x06\x12)\n\x08versions\x18\x03 \x03(\x0b\x32\x17.resharder.v1.NodeOrder\x12\x0f\n\x07\x64rained\x18\x04 \x01(\x08\x12\x16\n\x0ereport_seconds\x18\x05 \x01(\x01\"\x85\x01\n\tNodeOrder\x12\x0f\n\x07version\x18\x01 \x01(\t\x12%\n\x05peers\x18\x02 \x03(\x0b\x32\x16.resharder.v1.NodePeer\x12\x0e\n\x06scarce\x18\x03 \x01(\x0c\x12\x0f\n\x07granted\x18\x04 \x03(\x05\x12\x0f\n\x07readers\x18\x05 \x03(\t\x12\x0e\n\x06wanted\x18\x06 \x01(\x0c\"\x83\x01\n\x08NodePeer\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x02 \x01(\t\x12\x0c\n\x04held\x18\x03 \x01(\x0c\x12\x11\n\ttransfers\x18\x04 \x01(\x05\x12\x0e\n\x06origin\x18\x05 \x01(\x08\x12\x0f\n\x07session\x18\x06 \x01(\t\x12\x11\n\taddresses\x18\x07 \x03(\x06\"U\n\x18GetPieceChecksumsRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\r\n\x05start\x18\x03 \x01(\x03\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x03\"#\n\x0ePieceChecksums\x12\x11\n\tchecksums\x18\x01 \x03(\x06\"u\n\x15GetHostVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06server\x18\x02 \x01(\t\x12+\n\x08readable\x18\x03 \x03(\x0b\x32\x19.resharder.v1.StoreAccess\x12\x0e\n\x06needed\x18\x04 \x01(\x0c\"t\n\x0bHostVersion\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x12\n\nheld_bytes\x18\x03 \x01(\x03\x12\r\n\x05whole\x18\x06 \x01(\x08\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x13\n\x0bnonce_files\x18\x05 \x03(\t2\xff\x01\n\x0bNodeService\x12\x43\n\x08SyncNode\x12\x1d.resharder.v1.SyncNodeRequest\x1a\x18.resharder.v1.NodeOrders\x12Y\n\x11GetPieceChecksums\x12&.resharder.v1.GetPieceChecksumsRequest\x1a\x1c.resharder.v1.PieceChecksums\x12P\n\x0eGetHostVersion\x12#.resharder.v1.GetHostVersionRequest\x1a\x19.resharder.v1.HostVersionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17resharder/v1/node.proto\x12\x0cresharder.v1\x1a\x1cresharder/v1/resources.proto\"\xce\x03\n\x0fSyncNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x03 \x01(\t\x12(\n\x05store\x18\x04 \x01(\x0b\x32\x19.resharder.v1.StoreAccess\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x05 \x01(\x03\x12\x12\n\nused_bytes\x18\x06 \x01(\x03\x12\x11\n\ttransfers\x18\x07 \x01(\x05\x12+\n\x08versions\x18\x08 \x03(\x0b\x32\x19.resharder.v1.NodeVersion\x12\x1d\n\x15received_origin_bytes\x18\t \x01(\x03\x12\x1b\n\x13received_peer_bytes\x18\n \x01(\x03\x12\x12\n\nsent_bytes\x18\x0b \x01(\x03\x12\x0c\n\x04seen\x18\x0c \x01(\x06\x12\x14\n\x0cwait_seconds\x18\r \x01(\x01\x12\x0f\n\x07leaving\x18\x0e \x01(\x08\x12%\n\x05links\x18\x0f \x03(\x0b\x32\x16.resharder.v1.NodeLink\x12\x0f\n\x07session\x18\x10 \x01(\t\x12\x1d\n\x15received_engine_bytes\x18\x11 \x01(\x03\x12\x13\n\x0b\x63\x65rtificate\x18\x12 \x01(\t\"p\n\x0bNodeVersion\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x0c\n\x04held\x18\x03 \x01(\x0c\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x0e\n\x06wanted\x18\x05 \x01(\x0c\x12\x11\n\taddresses\x18\x06 \x03(\x06\"\x89\x01\n\nNodeOrders\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\x12\x10\n\x08revision\x18\x02 \x01(\x06\x12)\n\x08versions\x18\x03 \x03(\x0b\x32\x17.resharder.v1.NodeOrder\x12\x0f\n\x07\x64rained\x18\x04 \x01(\x08\x12\x16\n\x0ereport_seconds\x18\x05 \x01(\x01\"\x85\x01\n\tNodeOrder\x12\x0f\n\x07version\x18\x01 \x01(\t\x12%\n\x05peers\x18\x02 \x03(\x0b\x32\x16.resharder.v1.NodePeer\x12\x0e\n\x06scarce\x18\x03 \x01(\x0c\x12\x0f\n\x07granted\x18\x04 \x03(\x05\x12\x0f\n\x07readers\x18\x05 \x03(\t\x12\x0e\n\x06wanted\x18\x06 \x01(\x0c\"\x83\x01\n\x08NodePeer\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x02 \x01(\t\x12\x0c\n\x04held\x18\x03 \x01(\x0c\x12\x11\n\ttransfers\x18\x04 \x01(\x05\x12\x0e\n\x06origin\x18\x05 \x01(\x08\x12\x0f\n\x07session\x18\x06 \x01(\t\x12\x11\n\taddresses\x18\x07 \x03(\x06\"U\n\x18GetPieceChecksumsRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04\x66ile\x18\x02 \x01(\t\x12\r\n\x05start\x18\x03 \x01(\x03\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x03\"#\n\x0ePieceChecksums\x12\x11\n\tchecksums\x18\x01 \x03(\x06\"u\n\x15GetHostVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06server\x18\x02 \x01(\t\x12+\n\x08readable\x18\x03 \x03(\x0b\x32\x19.resharder.v1.StoreAccess\x12\x0e\n\x06needed\x18\x04 \x01(\x0c\"t\n\x0bHostVersion\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x12\n\nheld_bytes\x18\x03 \x01(\x03\x12\r\n\x05whole\x18\x06 \x01(\x08\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x13\n\x0bnonce_files\x18\x05 \x03(\t2\xff\x01\n\x0bNodeService\x12\x43\n\x08SyncNode\x12\x1d.resharder.v1.SyncNodeRequest\x1a\x18.resharder.v1.NodeOrders\x12Y\n\x11GetPieceChecksums\x12&.resharder.v1.GetPieceChecksumsRequest\x1a\x1c.resharder.v1.PieceChecksums\x12P\n\x0eGetHostVersion\x12#.resharder.v1.GetHostVersionRequest\x1a\x19.resharder.v1.HostVersionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'resharder.v1.node_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SYNCNODEREQUEST']._serialized_start=72
-  _globals['_SYNCNODEREQUEST']._serialized_end=474
-  _globals['_NODEVERSION']._serialized_start=476
-  _globals['_NODEVERSION']._serialized_end=588
-  _globals['_NODEORDERS']._serialized_start=591
-  _globals['_NODEORDERS']._serialized_end=728
-  _globals['_NODEORDER']._serialized_start=731
-  _globals['_NODEORDER']._serialized_end=864
-  _globals['_NODEPEER']._serialized_start=867
-  _globals['_NODEPEER']._serialized_end=998
-  _globals['_GETPIECECHECKSUMSREQUEST']._serialized_start=1000
-  _globals['_GETPIECECHECKSUMSREQUEST']._serialized_end=1085
-  _globals['_PIECECHECKSUMS']._serialized_start=1087
-  _globals['_PIECECHECKSUMS']._serialized_end=1122
-  _globals['_GETHOSTVERSIONREQUEST']._serialized_start=1124
-  _globals['_GETHOSTVERSIONREQUEST']._serialized_end=1241
-  _globals['_HOSTVERSION']._serialized_start=1243
-  _globals['_HOSTVERSION']._serialized_end=1359
-  _globals['_NODESERVICE']._serialized_start=1362
-  _globals['_NODESERVICE']._serialized_end=1617
+  _globals['_SYNCNODEREQUEST']._serialized_end=534
+  _globals['_NODEVERSION']._serialized_start=536
+  _globals['_NODEVERSION']._serialized_end=648
+  _globals['_NODEORDERS']._serialized_start=651
+  _globals['_NODEORDERS']._serialized_end=788
+  _globals['_NODEORDER']._serialized_start=791
+  _globals['_NODEORDER']._serialized_end=924
+  _globals['_NODEPEER']._serialized_start=927
+  _globals['_NODEPEER']._serialized_end=1058
+  _globals['_GETPIECECHECKSUMSREQUEST']._serialized_start=1060
+  _globals['_GETPIECECHECKSUMSREQUEST']._serialized_end=1145
+  _globals['_PIECECHECKSUMS']._serialized_start=1147
+  _globals['_PIECECHECKSUMS']._serialized_end=1182
+  _globals['_GETHOSTVERSIONREQUEST']._serialized_start=1184
+  _globals['_GETHOSTVERSIONREQUEST']._serialized_end=1301
+  _globals['_HOSTVERSION']._serialized_start=1303
+  _globals['_HOSTVERSION']._serialized_end=1419
+  _globals['_NODESERVICE']._serialized_start=1422
+  _globals['_NODESERVICE']._serialized_end=1677
 # @@protoc_insertion_point(module_scope)

@@ -578,7 +578,7 @@ class Server(_message.Message):
     def __init__(self, name: _Optional[str] = ..., fleet: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[Server.State, str]] = ..., reason: _Optional[str] = ..., version: _Optional[int] = ..., wanted_version: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., install: _Optional[_Union[Install, _Mapping]] = ..., lease_expire_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., address: _Optional[str] = ..., world_size: _Optional[int] = ..., control_sides: _Optional[int] = ..., power: _Optional[_Union[Power, str]] = ..., wanted_power: _Optional[_Union[Power, str]] = ..., drained: bool = ..., in_flight: _Optional[int] = ..., passes_kv: bool = ..., ahead: bool = ..., verify_request: _Optional[str] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("name", "state", "data_address", "capacity_bytes", "used_bytes", "transfers", "received_origin_bytes", "received_peer_bytes", "sent_bytes", "report_time", "copies", "received_engine_bytes")
+    __slots__ = ("name", "state", "data_address", "capacity_bytes", "used_bytes", "transfers", "received_origin_bytes", "received_peer_bytes", "sent_bytes", "report_time", "copies", "links", "received_engine_bytes")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Node.State]
@@ -600,6 +600,7 @@ class Node(_message.Message):
     SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     REPORT_TIME_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_ENGINE_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: Node.State
@@ -612,8 +613,23 @@ class Node(_message.Message):
     sent_bytes: int
     report_time: _timestamp_pb2.Timestamp
     copies: _containers.RepeatedCompositeFieldContainer[NodeCopy]
+    links: _containers.RepeatedCompositeFieldContainer[NodeLink]
     received_engine_bytes: int
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[Node.State, str]] = ..., data_address: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., received_origin_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., report_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., copies: _Optional[_Iterable[_Union[NodeCopy, _Mapping]]] = ..., received_engine_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[Node.State, str]] = ..., data_address: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., received_origin_bytes: _Optional[int] = ..., received_peer_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., report_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., copies: _Optional[_Iterable[_Union[NodeCopy, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[NodeLink, _Mapping]]] = ..., received_engine_bytes: _Optional[int] = ...) -> None: ...
+
+class NodeLink(_message.Message):
+    __slots__ = ("peer", "received_bytes", "seconds", "failures", "problem")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    received_bytes: int
+    seconds: float
+    failures: int
+    problem: str
+    def __init__(self, peer: _Optional[str] = ..., received_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., failures: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class NodeCopy(_message.Message):
     __slots__ = ("version", "held_pieces", "pieces", "wanted", "problem", "servers", "wanted_pieces")

@@ -33,6 +33,7 @@ class Config(BaseSettings):
     caller_calls: int = Field(1024, ge=1, description="open calls of one caller that wait or transfer data")
     web_listen: str = Field("127.0.0.1:7678", description="host:port of the status page, metrics and probes; empty: none")
     data_listen: str = Field("", description="host:port at which other hosts read and write versions by HTTP; empty: none")
+    data_address: str = Field("", description="host:port at which they reach it, if it is another one, as behind a port mapping")
     store: Path = Field(DEFAULT_STORE, description="folder of the versions, in shared memory or on disk")
     store_limit_bytes: int = Field(0, ge=0, description="bound on the bytes of versions; 0: 80 % of the free space")
     keep_count: int = Field(3, ge=1, description="READY versions kept of each model")
@@ -65,7 +66,7 @@ class Config(BaseSettings):
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    @field_validator("data_listen")
+    @field_validator("data_listen", "data_address")
     @classmethod
     def _tcp(cls, listen: str) -> str:
         if listen:

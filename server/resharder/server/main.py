@@ -212,7 +212,9 @@ class Daemon:
         }
 
     def _data_address(self) -> str:
-        return reachable_at(self.config.data_listen, self.data.port) if self.data is not None else ""
+        if self.data is None:
+            return ""
+        return self.config.data_address or reachable_at(self.config.data_listen, self.data.port)
 
     def _shown(self) -> Shown:
         security = self.config.security
@@ -304,6 +306,7 @@ def run(
     listen: Annotated[str | None, typer.Option(help="host:port")] = None,
     web_listen: Annotated[str | None, typer.Option(help="host:port of the status page, metrics and probes; empty: none")] = None,
     data_listen: Annotated[str | None, typer.Option(help="host:port of versions by HTTP, for other hosts; empty: none")] = None,
+    data_address: Annotated[str | None, typer.Option(help="host:port at which they reach it, if it is another one")] = None,
     store: Annotated[Path | None, typer.Option(help="folder of the versions, in shared memory or on disk")] = None,
     store_limit_bytes: Annotated[
         int | None, typer.Option(help="bound on the bytes of versions; 0: 80 % of the free space")

@@ -25,7 +25,7 @@ import typer
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from resharder.server.config import ConfigError, problem_of, why_not_bound
-from resharder.server.data.connection import DataReads
+from resharder.server.data.connection import DER, DataReads
 from resharder.server.data.port import DataPort
 from resharder.server.infra.addresses import is_loopback, parse_listen, reachable_at
 from resharder.server.infra.filesystem import raise_malloc_thresholds
@@ -33,7 +33,7 @@ from resharder.server.infra.medium import medium_error
 from resharder.server.logs import configure_logs
 from resharder.server.node.agent import NodeAgent, NodeIdentity
 from resharder.server.node.copies import NodeCopies
-from resharder.server.node.daemon_client import DaemonClient, NodeTls
+from resharder.server.node.daemon_client import DaemonClient, NodeTls, certificate_id
 from resharder.server.node.engine_transfer import EngineTransfer
 from resharder.server.node.memory import EngineFailed, MemoryEngine
 from resharder.server.node.mooncake import MooncakeEngine
@@ -72,6 +72,9 @@ class NodeConfig(BaseSettings):
     tls_key: Path | None = Field(None, description="PEM: its key")
     tls_name: str = Field("", description="name in the daemon's certificate, if not the endpoint's host")
     tls_peer_name: str = Field("", description="name in the certificates of other nodes, if not their address")
+    token_file: Path | None = Field(
+        None, description="file with the token of calls of the daemon, for one that asks for no certificate"
+    )
     insecure: bool = Field(False, description="whether to listen beyond the loopback without certificates")
     transfer: Literal["http", "mooncake"] = Field("http", description="engine that moves pieces between nodes that both have it")
     transfer_protocol: Literal["rdma", "tcp"] = Field("rdma", description="network of the engine mooncake")
@@ -90,6 +93,11 @@ class NodeConfig(BaseSettings):
         given = [self.tls_ca, self.tls_cert, self.tls_key]
         if any(given) and not all(given):
             raise ValueError("expected tls_ca, tls_cert and tls_key together")
+        if self.token_file is not None and not any(given):
+            raise ValueError(
+                "expected tls_ca, tls_cert and tls_key beside token_file: a token is sent over TLS alone, and other nodes "
+                "admit this one by its certificate"
+            )
         if not any(given) and not self.insecure and not is_loopback(self.listen):
             raise ValueError(
                 f"expected a loopback address without certificates, got {self.listen}: every client could read every version. "
@@ -107,7 +115,7 @@ class NodeConfig(BaseSettings):
         """Certificates; None without."""
         if self.tls_ca is None or self.tls_cert is None or self.tls_key is None:
             return None
-        return NodeTls(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name, self.tls_peer_name)
+        return NodeTls(self.tls_ca, self.tls_cert, self.tls_key, self.tls_name, self.tls_peer_name, self.token_file)
 
 
 class Node:
@@ -118,6 +126,11 @@ class Node:
 
     def __init__(self, config: NodeConfig) -> None:
         self.config, tls = config, config.tls
+        if tls is not None:
+            try:
+                tls.headers()
+            except OSError as error:
+                raise ConfigError(f"--token-file: {error}") from error
         self.folder = StoreFolder(config.folder, shared=True)
         self.engine = _engine(config)
         self.copies = NodeCopies(config.folder, config.limit_bytes or _free_share(config.folder), self.engine)
@@ -180,6 +193,8 @@ class Node:
         """Admit a reader: any without certificates, else nodes that the daemon lets read the model."""
         if self.config.tls is not None:
             names = identities.of_ssl(certificate)
+            if certificate and DER in certificate:
+                names = (*names, certificate_id(certificate[DER]))
             if self.agent.readers(model).isdisjoint(names):
                 raise PermissionDenied(
                     "NOT_ALLOWED", f"{', '.join(names)} may not read model {model}: the daemon lets no such node"
@@ -255,6 +270,7 @@ def run(
     tls_key: Annotated[Path | None, typer.Option(help="PEM: its key")] = None,
     tls_name: Annotated[str | None, typer.Option(help="name in the daemon's certificate, if not the endpoint's host")] = None,
     tls_peer_name: Annotated[str | None, typer.Option(help="name in other nodes' certificates, if not their address")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="file with the token of calls of the daemon")] = None,
     insecure: Annotated[bool | None, typer.Option(help="listen beyond the loopback interface without certificates")] = None,
     transfer: Annotated[str | None, typer.Option(help="http, or mooncake between nodes that both have it")] = None,
     transfer_protocol: Annotated[str | None, typer.Option(help="network of the engine mooncake: rdma or tcp")] = None,

@@ -11,15 +11,27 @@ import typer
 from resharder.client.cli.app import AsJson, Endpoint, Section, command
 from resharder.client.cli.output import print_json, print_table, size
 from resharder.client.cli.progress import count_up, waiting
-from resharder.client.cli.table import Columns, paint
+from resharder.client.cli.table import Columns, Row, paint
 from resharder.client.errors import UsageError
 
 
 @command(Section.CHECK)
-def doctor(endpoint: Endpoint = None, as_json: AsJson = False) -> None:
+def doctor(
+    links: Annotated[bool, typer.Option("--links", help="Measure the links to the daemon and to all nodes instead.")] = False,
+    node_tls_name: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", envvar="RESHARDER_NODE_TLS_PEER_NAME", help="Name in the certificates of nodes, if not their address."
+        ),
+    ] = "",
+    endpoint: Endpoint = None,
+    as_json: AsJson = False,
+) -> None:
     """Check this host, and the daemon from it, and print what to change. Exits 1 for problems."""
     from resharder.client.tools.doctor import examine
 
+    if links:
+        return _doctor_links(endpoint, node_tls_name, as_json)
     with waiting("measuring memory, connecting to the daemon", as_json):
         checks = list(examine(endpoint))
     if as_json:
@@ -28,6 +40,25 @@ def doctor(endpoint: Endpoint = None, as_json: AsJson = False) -> None:
         rows = ((paint(each.verdict), each.name, each.found, each.mend) for each in checks)
         print_table(Columns(("", "check", "found", "to mend"), texts=2), rows)
     raise typer.Exit(1 if any(check.verdict == "fail" for check in checks) else 0)
+
+
+def _doctor_links(endpoint: str | None, node_tls_name: str, as_json: bool) -> None:
+    from resharder.client.tools.links import HostLink, measure_links, rate_text
+
+    def row(link: HostLink) -> Row:
+        trip = "–" if link.round_trip is None else f"{1000 * link.round_trip:.2f} ms"
+        rates = [rate_text(rate.rate) for rate in link.rates] + ["–", "–"]
+        target = f"{link.target} ({link.port})" if link.source == "here" else link.target
+        return paint(link.verdict), link.source, target, link.address or "–", trip, *rates[:2], link.found, link.mend
+
+    with waiting("measuring links", as_json):
+        found = measure_links(endpoint, node_tls_name)
+    if as_json:
+        print_json({"links": [asdict(link) for link in found]})
+    else:
+        titles = ("", "from", "to", "address", "round trip", "1 stream", "4 streams", "found", "to mend")
+        print_table(Columns(titles, texts=2), map(row, found))
+    raise typer.Exit(1 if any(link.verdict == "fail" for link in found) else 0)
 
 
 @command(Section.CHECK)

@@ -39,6 +39,21 @@ class NodeCopyStatus:
 
 
 @dataclass(frozen=True)
+class NodeLink:
+    """A node's transfers from one peer since the node's process began."""
+
+    peer: str
+    """`nodes/{id}`, or `daemon`."""
+    received_bytes: int
+    """Bytes of verified pieces."""
+    seconds: float
+    """Sum over their requests, several of which run at a time: `received_bytes / seconds` is the rate of one."""
+    failures: int
+    problem: str
+    """Reason for which the last request failed; empty if it succeeded."""
+
+
+@dataclass(frozen=True)
 class NodeStatus:
     """Process that holds versions in the shared memory of its host."""
 
@@ -60,6 +75,8 @@ class NodeStatus:
     copies: tuple[NodeCopyStatus, ...]
     received_engine_bytes: int
     """Bytes that it received from other nodes by a transfer engine."""
+    links: tuple[NodeLink, ...]
+    """To the last peers from which it requested pieces."""
 
 
 class NodeCommands(OperatorQueries):

@@ -50,7 +50,11 @@ _STATUS = {
 }
 
 ReadCheck = Callable[[Sequence[str], Mapping[str, Any] | None, str, str], AbstractContextManager[None]]
-"""Check of `Authorization` headers, the certificate, host and model of a read. The context counts it. Raises DaemonError."""
+"""Check of `Authorization` headers, the certificate, host and model of a read. The context counts it. Raises DaemonError.
+
+The certificate is `SSLSocket.getpeercert()`, and its bytes under the key `DER`.
+"""
+DER = "der"
 
 
 class _Refused(Exception):
@@ -213,7 +217,10 @@ class DataConnection:
                 places.release()
 
     def _certificate(self) -> Mapping[str, Any] | None:
-        return self._socket.getpeercert() if isinstance(self._socket, ssl.SSLSocket) else None
+        if not isinstance(self._socket, ssl.SSLSocket):
+            return None
+        found: dict[str, Any] = dict(self._socket.getpeercert() or {})
+        return found | {DER: self._socket.getpeercert(binary_form=True)} if found else None
 
     def _send(self, part: FilePart, headers: Mapping[str, Sequence[str]]) -> None:
         """Send a part of a file. Raises OSError if the peer does not take it in time, and then part of it may be sent."""

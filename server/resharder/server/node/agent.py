@@ -198,6 +198,8 @@ class NodeAgent:
             seen=self._orders.revision,
             wait_seconds=wait_seconds,
             leaving=leaving,
+            certificate=self._daemon.certificate(),
+            links=[link.to_proto() for link in self._swarm.links.all()],
         )
 
     def _versions(self) -> list[node_pb2.NodeVersion]:

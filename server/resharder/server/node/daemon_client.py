@@ -1,5 +1,6 @@
 """A node's calls of the daemon."""
 
+import hashlib
 import importlib.metadata
 import ssl
 import threading
@@ -24,6 +25,11 @@ _OPTIONS = (
 )
 
 
+def certificate_id(der: bytes) -> str:
+    """Return `sha256:HEX` of a certificate."""
+    return f"sha256:{hashlib.sha256(der).hexdigest()}"
+
+
 @dataclass(frozen=True)
 class NodeTls:
     """Certificates of a node, as PEM files, which are read again when they change.
@@ -34,6 +40,7 @@ class NodeTls:
         key: Its key.
         daemon_name: Name in the daemon's certificate, if it differs from the endpoint's host.
         peer_name: Name in the certificates of other nodes, if it differs from their addresses.
+        token_file: File with the token of calls of the daemon. No other node receives it.
     """
 
     ca: Path
@@ -41,11 +48,30 @@ class NodeTls:
     key: Path
     daemon_name: str = ""
     peer_name: str = ""
+    token_file: Path | None = None
 
     def stamp(self) -> tuple[object, ...]:
         """Return a value that changes with the files. Raises OSError if one is missing."""
         found = [path.stat() for path in (self.ca, self.certificate, self.key)]
         return tuple((stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in found)
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of requests to the daemon: the token. Raises OSError if there is none in its file."""
+        if self.token_file is None:
+            return {}
+        token = self.token_file.read_text(encoding="latin-1").strip()
+        if not token or not token.isascii() or not token.isprintable() or " " in token:
+            raise OSError(f"expected a token of printable letters and digits in {self.token_file}")
+        return {"authorization": f"Bearer {token}"}
+
+    def fingerprint(self) -> str:
+        """Return `sha256:HEX` of the certificate. Raises OSError, and ValueError for a file without one."""
+        begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+        text = self.certificate.read_text()
+        if begin not in text or end not in text:
+            raise ValueError(f"expected a certificate in {self.certificate}")
+        own = text[text.index(begin) : text.index(end) + len(end)]
+        return certificate_id(ssl.PEM_cert_to_DER_cert(own))
 
     def context(self) -> ssl.SSLContext:
         """Return the context of a connection to a data port. Raises OSError (ssl.SSLError)."""
@@ -77,12 +103,13 @@ class DaemonClient:
     def sync(self, request: node_pb2.SyncNodeRequest) -> node_pb2.NodeOrders:
         """Report the node's state, and return its orders."""
         stub = node_pb2_grpc.NodeServiceStub(self._opened())
-        return stub.SyncNode(request, timeout=_SECONDS + request.wait_seconds)  # type: ignore[no-any-return]
+        return stub.SyncNode(request, timeout=_SECONDS + request.wait_seconds, metadata=self._metadata())  # type: ignore[no-any-return]
 
     def version(self, name: str) -> RemoteVersion:
         """Return a READY version."""
         stub = server_pb2_grpc.ServerServiceStub(self._opened())
-        found = stub.GetManifest(server_pb2.GetManifestRequest(version=name), timeout=_CHECKSUM_SECONDS)
+        request = server_pb2.GetManifestRequest(version=name)
+        found = stub.GetManifest(request, timeout=_CHECKSUM_SECONDS, metadata=self._metadata())
         files = tuple(parse_header(Path(file.path).name, file.header, file.size_bytes) for file in found.files)
         address: str = found.data_address
         if address.startswith(":"):
@@ -93,7 +120,17 @@ class DaemonClient:
         """Return the checksums of the pieces from `start` to `end` of a file."""
         stub = node_pb2_grpc.NodeServiceStub(self._opened())
         request = node_pb2.GetPieceChecksumsRequest(version=version, file=file, start=start, end=end)
-        return list(stub.GetPieceChecksums(request, timeout=_CHECKSUM_SECONDS).checksums)
+        return list(stub.GetPieceChecksums(request, timeout=_CHECKSUM_SECONDS, metadata=self._metadata()).checksums)
+
+    def certificate(self) -> str:
+        """Return `sha256:HEX` of the node's certificate; empty without one. Raises OSError."""
+        try:
+            return self._tls.fingerprint() if self._tls is not None else ""
+        except ValueError as error:
+            raise OSError(str(error)) from error
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return tuple(self._tls.headers().items()) if self._tls is not None else ()
 
     def _opened(self) -> grpc.Channel:
         """Return the channel, opened anew if the certificates have changed. Calls on the former one go on."""

@@ -35,8 +35,8 @@ from resharder.server.state.errors import DaemonError, FailedPrecondition, Inval
 from resharder.server.state.version import READY, VersionRecord
 from resharder.server.store.manifest import Manifest
 
-DAEMON = "daemon"
-"""Id of the daemon's own row in the table: it holds all of every READY version."""
+DAEMON = "@daemon"
+"""Id of the daemon's own row in the table, which no node can have: it holds all of every READY version."""
 
 
 @dataclass
@@ -266,11 +266,15 @@ class NodeRegistry:
                 node.former.append(node.report.instance)
                 self._tracker.remove_node(report.node)
             self._record_pieces(report)
+            by_certificate = caller.startswith("token:") and (joined or report.certificate != node.report.certificate)
+            told = list(self._nodes.values()) if by_certificate else []
             node.report, node.caller, node.lost = report, caller, False
             node.reported_at, node.report_time = self._clock(), self._wall()
             for copy in report.copies if joined else ():
                 if copy.folder and (numbering := self._numberings.get(copy.version)) is not None:
                     node.want(copy.version, (), _wanted(numbering.count, copy.version, copy.wanted))
+        for other in told:
+            other.changed.notify()
         if joined:
             node.changed.notify()  # an earlier process of this id may wait
             self._note("node", f"nodes/{report.node}", "joined", "")
@@ -314,9 +318,16 @@ class NodeRegistry:
         report = NodeReport(id, version, held, whole=True, wanted=wanted, load=node.report.transfers)
         answer = self._tracker.report(report, self._clock())
         peers = [self._source(offer, version) for offer in answer.offers]
-        readers = tuple(sorted(self._readers.get(_model_of(version), ())))
+        readers = tuple(sorted(self._admitted(_model_of(version))))
         order = CopyOrder(version, wanted.to_bytes(), tuple(peers), answer.scarce.to_bytes(), answer.granted, readers)
         return order, answer.interval
+
+    def _admitted(self, model: str) -> set[str]:
+        """Return the identities that may read a model from nodes; nodes that call with tokens by their certificates."""
+        names = self._readers.get(model, set())
+        tokens = {name for name in names if name.startswith("token:")}
+        nodes = [node for node in self._nodes.values() if node.caller.rpartition("@")[0] in tokens]
+        return (names - tokens) | {node.report.certificate for node in nodes if node.report.certificate}
 
     def _source(self, offer: PeerOffer, version: str) -> PeerSource:
         if offer.peer == DAEMON:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from resharder.server.node.links import LinkReport
 from resharder.server.node.sources import PeerOffer
 
 
@@ -47,6 +48,8 @@ class StateReport:
     copies: tuple[CopyReport, ...] = ()
     session: str = ""
     received_engine_bytes: int = 0
+    links: tuple[LinkReport, ...] = ()
+    certificate: str = ""
 
 
 @dataclass(frozen=True)

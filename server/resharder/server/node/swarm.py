@@ -13,6 +13,7 @@ import structlog
 from resharder.converters.failpoints import failpoint
 from resharder.converters.wire.pieces import Bitmap
 from resharder.server.node.copies import HeldVersion
+from resharder.server.node.links import LinkLog
 from resharder.server.node.sources import (
     LIMITS,
     PeerOffer,
@@ -61,6 +62,7 @@ class Swarm:
         self._pool = ThreadPoolExecutor(limits.requests, thread_name_prefix="piece")
         self._chance = np.random.default_rng()
         self._lock, self._ids = threading.Lock(), count()
+        self.links = LinkLog()
         self._records: dict[str, PeerRecord] = {}
         self._requests: dict[str, dict[int, PieceRequest]] = {}  # by version
         self._problems: dict[str, str] = {}
@@ -132,8 +134,10 @@ class Swarm:
                 record = after_busy(record, request.size, now, self._chance)
             elif failure:
                 record = after_failure(record, now, self._limits)
+                self.links.failed(choice.peer, failure)
             else:
                 record = after_answer(record, size, now - began)
+                self.links.received(choice.peer, size, now - began)
             self._records[choice.peer] = record
             self._problems[version.name] = failure
             if not requests:

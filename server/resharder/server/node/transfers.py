@@ -215,8 +215,11 @@ class HttpTransfer:
         host, port = parse_listen(address)
         if self._tls is None:
             return RangeConnection(DataAddress(host, port, silent_seconds=self._silent))
-        name = self._tls.daemon_name if origin else self._tls.peer_name
-        return RangeConnection(DataAddress(host, port, self._tls.context, name, silent_seconds=self._silent))
+        tls = self._tls
+        if origin:
+            return RangeConnection(DataAddress(host, port, tls.context, tls.daemon_name, tls.headers, self._silent))
+        # The token is for the daemon alone: a node could call in this one's name by it.
+        return RangeConnection(DataAddress(host, port, tls.context, tls.peer_name, silent_seconds=self._silent))
 
     def _buffer(self) -> Array:
         with self._lock:

@@ -10,7 +10,8 @@ from resharder.server.infra.caller import CALLER
 from resharder.server.infra.change_signal import Waiting
 from resharder.server.infra.medium import medium_errors
 from resharder.server.ingest.shared import parse_name
-from resharder.server.node.registry import NodeRegistry
+from resharder.server.node.links import MOST_LINKS, LinkReport
+from resharder.server.node.registry import DAEMON, NodeRegistry
 from resharder.server.node.reports import CopyOrder, CopyReport, NodeState, NodeView, StateReport
 from resharder.server.rpc.convert import timestamp
 from resharder.server.rpc.dispatch import Call
@@ -21,6 +22,7 @@ from resharder.v1 import node_pb2, resources_pb2
 _MOST_PIECES = 256
 _MOST_COPIES = 1024
 _MOST_WAIT = 10.0  # seconds
+_CERTIFICATE = re.compile(r"sha256:[0-9a-f]{64}")
 _ID = re.compile(r"nodes/(?P<id>[A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 
 
@@ -116,6 +118,7 @@ def node_to_proto(view: NodeView) -> resources_pb2.Node:
             )
             for copy in view.copies
         ],
+        links=[link.to_proto() for link in report.links],
     )
 
 
@@ -129,6 +132,8 @@ _STATES = {
 def _report(request: node_pb2.SyncNodeRequest) -> StateReport:
     if not request.instance or len(request.versions) > _MOST_COPIES:
         raise InvalidArgument("NODE", f"expected an instance and at most {_MOST_COPIES} versions, got {len(request.versions)}")
+    if request.certificate and not _CERTIFICATE.fullmatch(request.certificate):
+        raise InvalidArgument("NODE", f"expected sha256: and 64 hexadecimal digits, got {request.certificate[:100]!r}")
     return StateReport(
         node=node_id(request.node),
         instance=request.instance[:64],
@@ -147,6 +152,8 @@ def _report(request: node_pb2.SyncNodeRequest) -> StateReport:
         ),
         session=request.session[:300],
         received_engine_bytes=max(0, request.received_engine_bytes),
+        certificate=request.certificate,
+        links=tuple(map(LinkReport.of_proto, request.links[:MOST_LINKS])),
     )
 
 
@@ -159,7 +166,7 @@ def _order(order: CopyOrder) -> node_pb2.NodeOrder:
         readers=order.readers,
         peers=[
             node_pb2.NodePeer(
-                node=f"nodes/{source.offer.peer}",
+                node="daemon" if source.offer.peer == DAEMON else f"nodes/{source.offer.peer}",
                 data_address=source.data_address,
                 held=source.offer.held.to_bytes(),
                 transfers=source.offer.load,

@@ -1,0 +1,185 @@
+"""`resharder doctor --links`: a real daemon, nodes behind a slow proxy, dead ones, and certificates that do not match."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from resharder.client.rpc.channel import Channel
+from resharder.client.rpc.data_port import data_port
+from resharder.client.rpc.tls import Tls
+from resharder.client.tools.links import HostLink, judged, measure_links
+from resharder.client.tools.port_probe import StreamRate, measure_port
+from resharder.client.versions.remote import get_manifest
+from resharder.converters.geometry.layout import TensorSpec
+from resharder.converters.wire.range_client import DataAddress
+
+from tests.chaos.proxy import Proxies
+from tests.support.command import answer, resharder
+from tests.support.daemon import Daemon
+from tests.support.node import Node, holds, joined, nodes
+from tests.support.observing import wait_until
+from tests.support.ports import free_port
+from tests.support.publishing import Job, random_weights, whole
+from tests.support.secure import PROBE, Authority, SecureDaemon
+from tests.support.staging_process import stage
+
+SPECS = [TensorSpec("big", "BF16", (2 << 10, 1024))]  # one piece
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon(data_listen="127.0.0.1:0", lease_seconds=12) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def version(daemon: Daemon) -> str:
+    return publish(daemon)
+
+
+def publish(daemon: Daemon) -> str:
+    job = Job(daemon.channel, SPECS, [whole(SPECS)], job="job").connect()
+    return job.publish(1, random_weights(SPECS, 1)).name
+
+
+def hold(daemon: Daemon, node: Node, *others: Node, version: str) -> None:
+    """Let a node hold a version, as a worker on its host does, which cannot read the folders of the other nodes."""
+    for other in others:
+        (other.folder / "nonce").rename(other.folder / "hidden")
+    assert stage(daemon.endpoint, version)["transport"] == "node"
+    wait_until(lambda: holds(daemon, node.name, version))
+    for other in others:
+        (other.folder / "hidden").rename(other.folder / "nonce")
+
+
+def by_target(found: list[HostLink]) -> dict[tuple[str, str, str], HostLink]:
+    return {(link.source, link.target, link.port): link for link in found}
+
+
+def test_a_fast_a_slow_and_a_dead_link_are_told_apart(daemon: Daemon, version: str) -> None:
+    proxies, port = Proxies(), free_port()
+    slow = proxies.link("slow", f"127.0.0.1:{port}")
+    here = {"listen": f"127.0.0.1:{port}", "address": slow.endpoint}
+    with (
+        Node(daemon.endpoint, "near") as near,
+        Node(daemon.endpoint, "far", **here) as far,
+        Node(daemon.endpoint, "dead") as dead,
+    ):
+        joined(daemon, "near", "far", "dead")
+        hold(daemon, far, near, dead, version=version)
+        slow.delay = 0.01  # of 16 KiB
+        hold(daemon, near, far, dead, version=version)
+        wait_until(lambda: any(link.peer == "nodes/far" for link in nodes(daemon)["nodes/near"].links))
+        dead.kill()
+        found = by_target(measure_links(daemon.endpoint, limit_seconds=1.0))
+        calls, data = found["here", "daemon", "calls"], found["here", "daemon", "data"]
+        assert (calls.verdict, data.verdict, found["here", "nodes/near", "data"].verdict) == ("ok", "ok", "ok")
+        assert [rate.streams for rate in data.rates] == [1, 4]
+        assert all(64 << 20 <= rate.bytes < 128 << 20 or rate.seconds >= 1 for rate in data.rates)
+        behind = found["here", "nodes/far", "data"]
+        assert behind.verdict == "warn"
+        assert "MB/s, the median link has" in behind.found
+        assert behind.round_trip is not None
+        assert behind.round_trip >= 2 * slow.delay
+        assert all(rate.rate <= rate.streams * 2 * (16 << 10) / slow.delay for rate in behind.rates)
+        gone = found["here", "nodes/dead", "data"]
+        assert (gone.verdict, gone.found, gone.round_trip) == ("fail", "connection refused", None)
+        (seen,) = found["nodes/near", "nodes/far", "data"].rates
+        assert seen.bytes > 0
+        wait_until(lambda: nodes(daemon)["nodes/dead"].state == 3)
+        slow.delay = 0.0
+        done = resharder("doctor", "--links", "--json", "--endpoint", daemon.endpoint)
+        assert done.code == 1
+        every = {(link["source"], link["target"], link["port"]): link for link in json.loads(done.out)["links"]}
+        assert "lost: no report since" in every["here", "nodes/dead", "data"]["found"]
+        assert every["here", "nodes/dead", "data"]["found"].endswith("connection refused")
+        assert every["here", "daemon", "data"]["rates"][0].keys() == {"streams", "bytes", "seconds"}
+    proxies.close()
+
+
+def test_the_links_of_a_daemon_without_versions_and_data_port_are_answers_too() -> None:
+    with Daemon() as daemon:
+        found = answer("doctor", "--links", "--endpoint", daemon.endpoint)["links"]
+        assert [(link["port"], link["verdict"]) for link in found] == [("calls", "ok"), ("data", "ok")]
+        assert found[1]["found"] == "not measured: no version is READY"
+        publish(daemon)
+        (_, data) = measure_links(daemon.endpoint)
+        assert (data.verdict, data.found) == ("warn", "the daemon has no data port (data_listen)")
+        done = resharder("doctor", "--links", "--endpoint", daemon.endpoint)
+        assert done.code == 0
+        assert [line.split()[:4] for line in done.out.splitlines()[1:]] == [
+            ["ok", "here", "daemon", "(calls)"],
+            ["warn", "here", "daemon", "(data)"],
+        ]
+
+
+def test_the_data_port_is_reached_at_the_address_that_the_daemon_names() -> None:
+    proxies, listen = Proxies(), f"127.0.0.1:{free_port()}"
+    mapped = proxies.link("data", listen)
+    with Daemon(data_listen=listen, data_address=mapped.endpoint) as daemon:
+        publish(daemon)
+        (_, data) = measure_links(daemon.endpoint, limit_seconds=0.5)
+        assert (data.verdict, data.address) == ("ok", mapped.endpoint)
+        assert mapped.forwarded >= data.rates[0].bytes
+    proxies.close()
+
+
+def test_certificates_of_other_names_and_authorities_are_said_as_expected_and_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority, other = Authority(tmp_path / "pki"), Authority(tmp_path / "other")
+    roles = {f"dns:{PROBE}": ["publisher:*", "server:*", "operator"], "dns:*.hosts.test": ["node:*"]}
+    authority.issue("one.hosts.test", "one.hosts.test")
+    with SecureDaemon(authority, roles, data_listen="127.0.0.1:0") as daemon:
+        version = publish(daemon)
+        tls = authority.tls("one.hosts.test")
+        files = {"tls_ca": tls.ca, "tls_cert": tls.certificate, "tls_key": tls.key}
+        with Node(daemon.endpoint, "one", **files) as one:
+            joined(daemon, "one")
+            for name, value in authority.environment(PROBE).items():
+                monkeypatch.setenv(name, value)
+            hold(daemon, one, version=version)
+
+            def found(node_tls_name: str = "") -> HostLink:
+                return by_target(measure_links(daemon.endpoint, node_tls_name))["here", "nodes/one", "data"]
+
+            wrong = found()
+            assert (wrong.verdict, wrong.found) == ("fail", "expected a certificate for 127.0.0.1, got one for one.hosts.test")
+            refused = found("one.hosts.test")
+            assert refused.verdict == "ok"
+            assert "may not read model policy: the daemon lets no such node" in refused.found
+            assert refused.round_trip is not None
+
+            def at_port(tls: Tls | None) -> str:
+                host, _, port = nodes(daemon)["nodes/one"].data_address.rpartition(":")
+                address = DataAddress(host, int(port), tls.context if tls else None, "one.hosts.test")
+                problem = measure_port(address, []).problem
+                assert problem is not None
+                return problem.found
+
+            assert at_port(other.tls(PROBE)).startswith(
+                "expected a valid certificate of the authority in RESHARDER_TLS_CA, got: "
+            )
+            assert "refuses this client's certificate" in at_port(authority.tls())
+            assert at_port(None) == "expected HTTP, the port closes the connection"
+
+
+def test_tls_to_a_port_without_it_is_told_from_other_problems(daemon: Daemon, version: str, tmp_path: Path) -> None:
+    with Channel(daemon.endpoint) as channel:
+        address = data_port(channel, get_manifest(channel, version).data_address)
+    assert address is not None
+    problem = measure_port(replace(address, tls_context=Authority(tmp_path).tls(PROBE).context), []).problem
+    assert problem is not None
+    assert problem.found == "expected TLS, the port closes the connection"
+
+
+@pytest.mark.parametrize(
+    ("rates", "verdicts"), [([8e9, 8e9, 1e9], "ok ok warn"), ([8e9, 1e9], "ok ok"), ([4e9, 2e9, 1e9], "ok ok ok")]
+)
+def test_a_link_is_slow_beside_the_median_one(rates: list[float], verdicts: str) -> None:
+    found = judged(
+        [HostLink("here", f"nodes/{at}", "data", "", rates=(StreamRate(1, int(rate), 1.0),)) for at, rate in enumerate(rates)]
+    )
+    assert [link.verdict for link in found] == verdicts.split()
