@@ -3,8 +3,10 @@
 import socket
 import struct
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +17,14 @@ from resharder.client.rpc.channel import Channel
 from resharder.client.versions import port_connection, port_reads, read_plan
 from resharder.client.versions.boxes import read_boxes
 from resharder.client.versions.remote import Arrived, VersionManifest, boxes_request, download
-from resharder.converters.geometry.layout import ITEM_SIZES, Box, Range, box_index, box_size
-from resharder.converters.storage.files import BITS, MappedFiles
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, Range, TensorSpec, box_index, box_size
+from resharder.converters.storage.files import BITS, FileLayout, MappedFiles, Placed
 from resharder.converters.wire.chunk_body import BOXES, boxes_header
+from resharder.server.data.pinned import PinnedVersion
+from resharder.server.data.versions import ServedVersion
+from resharder.server.state.errors import InvalidArgument
+from resharder.server.state.version import READY, VersionRecord
+from resharder.server.store.manifest import Manifest
 
 from tests.client.port_reading import COLUMN, SMALL, all_boxes, manifest_of, mirror, publish
 from tests.client.proxy import Proxy
@@ -203,3 +210,14 @@ def test_a_connection_that_breaks_off_a_read_of_boxes_leaves_no_pin_and_no_map()
         maps = Path(f"/proc/{daemon.pid}/maps").read_text()
         assert "versions/00000001/" not in maps
         assert "Exception in thread" not in daemon.log.read_text()
+
+
+def test_boxes_beyond_a_response_are_refused_before_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = TensorSpec("a", "U8", (1 << 40, 1 << 10))
+    record = VersionRecord("m", 1, READY, 1, 1, "j", spec.size, 1, 0.0)
+    manifest = Manifest(record, (FileLayout("f", b"", spec.size, (Placed(spec, 0),)),), {}, ())
+    served = ServedVersion("models/m/versions/1", "f", {}, Path("/"), manifest=manifest)
+    monkeypatch.setattr("resharder.server.store.box_reads.cut_chunks", lambda *_: pytest.fail("cut"))
+    version = PinnedVersion(SimpleNamespace(pinned=lambda *_: nullcontext(served)), "m", 1)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match=f"expected boxes of 1 to 67108864 bytes, got {1 << 49}"):
+        version.boxes(boxes_request("", [("a", (Range(0, 1 << 40), Range(0, 512)))]), manifest)

@@ -32,6 +32,11 @@ class CheckedBoxes:
     boxes: tuple[TensorBox, ...]
     chunk_bytes: int
 
+    @property
+    def size(self) -> int:
+        """Bytes of all boxes."""
+        return sum(box_size(box) * ITEM_SIZES[spec.dtype] for spec, box in self.boxes)
+
     @cached_property
     def parts(self) -> list[list[Part]]:
         """Parts of the boxes in each chunk."""
