@@ -141,12 +141,15 @@ class DataConnection:
         headers = _headers(request)
         try:
             part = self._parsed(request, headers)
-            with self._reads.check(headers.get("authorization", []), self._certificate(), self._peer, part.model), self._place():
+            with (
+                self._reads.check(headers.get("authorization", []), _certificate(self._socket), self._peer, part.model),
+                self._place(),
+            ):
                 self._send_boxes(part, headers) if isinstance(part, BoxesPart) else self._send(part, headers)
         except _Refused as refused:
             self._refuse(refused.status, str(refused), refused.headers)
         except DaemonError as error:
-            self._refuse_error(error)
+            self._refuse(*_refusal_of(error))
         if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
             return False
         self._http.start_next_cycle()
@@ -172,14 +175,14 @@ class DataConnection:
         except _Refused as refused:
             self._refuse(refused.status, str(refused), refused.headers)
         except DaemonError as error:
-            self._refuse_error(error)
+            self._refuse(*_refusal_of(error))
         self._http = _new_http()  # h11 has not seen the body
         if len(first) > length:
             self._http.receive_data(first[length:])
         return True
 
     def _write_chunks(self, request: h11.Request, headers: Mapping[str, Sequence[str]], body: Body) -> None:
-        self._check_host(headers)
+        _check_host(self._reads, headers)
         writes = self._reads.writes
         if writes is None:
             raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "expected GET", ("Allow", "GET"))
@@ -187,15 +190,11 @@ class DataConnection:
             target = parse_chunks_path(request.target.decode("latin-1"))
         except ValueError as error:
             raise _Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
-        with writes.check(headers.get("authorization", []), self._certificate(), self._peer, target.model):
+        with writes.check(headers.get("authorization", []), _certificate(self._socket), self._peer, target.model):
             write_chunks(body, target, writes)
 
-    def _check_host(self, headers: Mapping[str, Sequence[str]]) -> None:
-        if self._reads.local_only and not names_address(headers.get("host", [""])[0]):
-            raise _Refused(HTTPStatus.MISDIRECTED_REQUEST, "expected an IP address or localhost as host")
-
     def _parsed(self, request: h11.Request, headers: Mapping[str, Sequence[str]]) -> FilePart | BoxesPart:
-        self._check_host(headers)
+        _check_host(self._reads, headers)
         if request.method != b"GET":
             raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "expected GET or PUT", ("Allow", "GET, PUT"))
         path, boxes = request.target.decode("latin-1"), headers.get(BOXES.lower(), [])
@@ -216,9 +215,6 @@ class DataConnection:
         finally:
             if places is not None:
                 places.release()
-
-    def _certificate(self) -> Mapping[str, Any] | None:
-        return self._socket.getpeercert() if isinstance(self._socket, ssl.SSLSocket) else None
 
     def _send(self, part: FilePart, headers: Mapping[str, Sequence[str]]) -> None:
         """Send a part of a file. Raises OSError if the peer does not take it in time, and then part of it may be sent."""
@@ -298,9 +294,6 @@ class DataConnection:
         self._socket.settimeout(self._left(deadline))
         self._socket.sendall(data or b"")
 
-    def _refuse_error(self, error: DaemonError) -> None:
-        self._refuse(_STATUS.get(type(error), HTTPStatus.SERVICE_UNAVAILABLE), f"{error.reason}: {error}")
-
     def _refuse(self, status: HTTPStatus, text: str, headers: Sequence[tuple[str, str]] = ()) -> None:
         body, deadline = f"{text}\n".encode(), self._reads.clock() + IDLE_SECONDS
         fields = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body))), *headers]
@@ -317,6 +310,19 @@ class DataConnection:
         if self._pinned is not None:
             self._pinned.close()
             self._pinned = None
+
+
+def _certificate(connected: socket.socket) -> Mapping[str, Any] | None:
+    return connected.getpeercert() if isinstance(connected, ssl.SSLSocket) else None
+
+
+def _check_host(reads: DataReads, headers: Mapping[str, Sequence[str]]) -> None:
+    if reads.local_only and not names_address(headers.get("host", [""])[0]):
+        raise _Refused(HTTPStatus.MISDIRECTED_REQUEST, "expected an IP address or localhost as host")
+
+
+def _refusal_of(error: DaemonError) -> tuple[HTTPStatus, str]:
+    return _STATUS.get(type(error), HTTPStatus.SERVICE_UNAVAILABLE), f"{error.reason}: {error}"
 
 
 def _new_http() -> h11.Connection:
