@@ -2,8 +2,11 @@
 
     serve FILE FOLDER                  answers requests of (offset, size) by sendfile; with FOLDER, over TLS by its certificates
     plain PORT SIZE FOLDER             reads all of it into a warm mapped file
-    version ENDPOINT NAME TRANSPORT    reads a version as a worker's helper does, into a warm mirror
-    rank ENDPOINT TRANSPORT HELD       publishes a version as a rank does that holds `rows` (whole tensors) or `columns` (halves)
+    version ENDPOINT NAME TRANSPORT HELD  reads a version as a worker's helper does, into a warm mirror
+    source ENDPOINT NAME TRANSPORT     reads all tensors of a version in order as `whole_tensors` does, and digests them
+    rank ENDPOINT TRANSPORT HELD       publishes a version as a rank does
+
+HELD is `rows` (whole tensors) or `columns` (halves; a reader takes one half).
 
 Each prints one line when it is ready. A reader reads, and a rank publishes, once for each line of its input, the step, and
 prints `{"seconds": …, "cpu": …}`; a rank's seconds end when the daemon has all bytes, its `ready` at READY.
@@ -18,8 +21,13 @@ import struct
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from resharder.converters.geometry.layout import Box
 
 PIECE_BYTES = 16 << 20
 REQUEST = struct.Struct("<QQ")
@@ -81,25 +89,45 @@ def plain(port: str, size: str, folder: str) -> None:
     _rounds(read)
 
 
-def version(endpoint: str, name: str, transport: str) -> None:
+def version(endpoint: str, name: str, transport: str, held: str) -> None:
     from resharder.client.inference.worker.fetch import fetch
     from resharder.client.inference.worker.source import Mirror
     from resharder.client.rpc.channel import Channel
-    from resharder.client.versions.remote import boxes_request, get_manifest
-    from resharder.converters.geometry.layout import full_box
+    from resharder.client.versions.remote import boxes_request, expected_digests, get_manifest
 
     with Channel(endpoint) as channel:
         manifest = get_manifest(channel, name)
-        boxes = [(tensor, full_box(spec.shape)) for tensor, spec in manifest.specs.items()]
-        mirror, request = Mirror("/dev/shm"), boxes_request(manifest, boxes)
+        boxes = [(tensor, held_box(spec.shape, held)) for tensor, spec in manifest.specs.items()]
+        digests = expected_digests(channel, manifest, {tensor: (box,) for tensor, box in boxes})
+        expected = [digests[wanted] for wanted in boxes]
+        mirror, request = Mirror("/dev/shm"), boxes_request(manifest.name, boxes)
 
         def read() -> None:
             files = mirror.prepare(manifest.files)
             found = fetch(channel, [file.path for file in files], request, transport)
-            if found.digests != list(manifest.digests.values()) or found.transport != transport:
+            if found.digests != expected or found.transport != transport:
                 raise SystemExit(f"expected every digest over {transport}, got {found.transport}: {found.reason}")
 
         _rounds(read)
+
+
+def held_box(shape: tuple[int, ...], held: str) -> "Box":
+    """The box of a tensor that a reader needs."""
+    from resharder.converters.geometry.layout import Range, full_box
+
+    box = full_box(shape)
+    return (*box[:-1], Range(0, shape[-1] // 2)) if held == "columns" and len(shape) == 2 else box
+
+
+def source(endpoint: str, name: str, transport: str) -> None:
+    from resharder.client.versions import source
+    from resharder.client.versions.remote import download
+    from resharder.client.versions.whole import whole_tensors
+
+    if transport == "grpc":
+        source.read_boxes = download
+    with source.open_source(f"{source.SCHEME}{endpoint}/{name}", shared=False) as opened:
+        _rounds(lambda: deque(whole_tensors(opened), maxlen=0))
 
 
 def rank(endpoint: str, transport: str, held: str) -> None:
@@ -131,7 +159,7 @@ def rank(endpoint: str, transport: str, held: str) -> None:
             print(json.dumps(took | {"ready": time.perf_counter() - began}), flush=True)
 
 
-def _rounds(read: Callable[[], None]) -> None:
+def _rounds(read: Callable[[], object]) -> None:
     print("{}", flush=True)
     for _ in sys.stdin:
         cpu, began = time.process_time(), time.perf_counter()
@@ -146,4 +174,4 @@ def cpu_of(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    {"serve": serve, "plain": plain, "version": version, "rank": rank}[sys.argv[1]](*sys.argv[2:])
+    {"serve": serve, "plain": plain, "version": version, "source": source, "rank": rank}[sys.argv[1]](*sys.argv[2:])

@@ -5,6 +5,9 @@ checked. Peer: the gRPC stream, checked as well. Limit: one plain TCP connection
 same over mutual TLS (unless `--plain`), where the limit is Python's ssl module over one connection. Rounds of all ways in turn;
 the first of each is left out. CPU seconds are those of both processes.
 
+Then half of the columns of each matrix are read, as under tensor parallelism, where the limit reads as many bytes, and all
+tensors in order, as `open_source` does.
+
 One rank publishes the same tensors, whole and as halves of their columns, by HTTP to the data port and by gRPC, until the daemon
 has all bytes. The limit is the same TCP connection, in the same rounds.
 """
@@ -27,8 +30,9 @@ import torch
 from resharder.client import connect
 from resharder.client.rpc.tls import Tls
 from resharder.client.trainer.connect import DeclaredTensor
+from resharder.converters.geometry.layout import box_size
 
-from benchmarks.host_ways import cpu_of
+from benchmarks.host_ways import cpu_of, held_box
 from benchmarks.rows import Row, show, write
 from benchmarks.shapes import QWEN3_0_6B
 from tests.support.daemon import Daemon
@@ -119,16 +123,26 @@ def measure(weights: dict[str, torch.Tensor], rounds: int, authority: Authority 
         environment = authority.environment(READER) if authority else {}
         server, first = ended.enter_context(started("serve", str(file), folder))
         ways = {"tcp": Way(ended.enter_context(started("plain", str(first["port"]), str(size), folder))[0], server.pid)}
-        for name in ("http", "grpc"):
-            reader, _ = ended.enter_context(started("version", daemon.endpoint, VERSION, name, environment=environment))
-            ways[name] = Way(reader, daemon.pid)
-        read = timed(ways, rounds)
-        over = "mutual TLS" if authority else "plain TCP"
-        rows = [
-            Row(f"read {size / 1e9:.1f} GB over {over}: HTTP, gRPC, unchecked TCP", *(read[name].seconds for name in WAYS)),
-            Row(f"CPU of both sides over {over}", *(read[name].cpu / size * 1e9 for name in WAYS), "CPU s/GB"),
-        ]
-        tcp = ways["tcp"]
+        tcp, over = ways["tcp"], "mutual TLS" if authority else "plain TCP"
+        half = sum(box_size(held_box(tuple(t.shape), "columns")) * t.element_size() for t in weights.values())
+        columns = Way(ended.enter_context(started("plain", str(first["port"]), str(half), folder))[0], server.pid)
+        rows = []
+        for what, limit, moved, role, held in (
+            ("", tcp, size, "version", ["rows"]),
+            ("half of all columns, ", columns, half, "version", ["columns"]),
+            ("by open_source, ", tcp, size, "source", []),
+        ):
+            with ExitStack() as stopped:
+                ways = {"tcp": limit}
+                for name in ("http", "grpc"):
+                    started_ = started(role, daemon.endpoint, VERSION, name, *held, environment=environment)
+                    ways[name] = Way(stopped.enter_context(started_)[0], daemon.pid)
+                read = timed(ways, rounds)
+            work = f"read {what}{moved / 1e9:.1f} GB over {over}"
+            rows += [
+                Row(f"{work}: HTTP, gRPC, unchecked TCP", *(read[name].seconds for name in WAYS)),
+                Row(f"{work}, CPU of both sides", *(read[name].cpu / moved * 1e9 for name in WAYS), "CPU s/GB"),
+            ]
         return rows + [row for held in HELD for row in published(held, size, over, tcp, rounds, authority)]
 
 

@@ -276,8 +276,8 @@ class Cycle:
                 "RESHARDER_VERIFY_SECONDS": "0.3",
                 "RESHARDER_BOOT_WAIT_SECONDS": "20",
             }
-            if self.report.case is not None and self.report.case.point in REMOTE:
-                environment["RESHARDER_TRANSPORT"] = "grpc"
+            if self.report.case is not None and (transport := REMOTE.get(self.report.case.point)):
+                environment["RESHARDER_TRANSPORT"] = transport
             role, arguments, first = LightServer, {"served": str(self.served)}, ("boot",)
         deadline = time.monotonic() + BOUND
         while True:

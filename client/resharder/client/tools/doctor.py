@@ -17,8 +17,9 @@ from resharder.client.operator import Operator
 from resharder.client.operator.states import VersionState
 from resharder.client.rpc.channel import Channel
 from resharder.client.transport.shared_memory import shares_memory
-from resharder.client.versions.range_plan import FileRange
-from resharder.client.versions.range_reads import RangeReader, RangesUnavailable
+from resharder.client.versions.port_connection import PortUnavailable
+from resharder.client.versions.port_reads import PortReader
+from resharder.client.versions.read_plan import FileRange
 from resharder.client.versions.remote import get_manifest
 from resharder.converters.units import size_text
 from resharder.converters.wire.ranges import PIECE_BYTES
@@ -251,9 +252,9 @@ def data_port(endpoint: str) -> Check:
             whole = range(0, content.size, PIECE_BYTES)
             ranges = [FileRange(0, start, min(start + PIECE_BYTES, content.size)) for start in whole]
             start = time.perf_counter()
-            RangeReader(channel, manifest, [content]).read(ranges, lambda position: None)
+            PortReader(channel, manifest).read(ranges, [content], {}, lambda position: None)
             seconds = time.perf_counter() - start
-    except RangesUnavailable as error:
+    except PortUnavailable as error:
         return Check(name, "warn", str(error), mend)
     except CorruptData as error:
         return Check(name, "fail", str(error), "look for faulty memory on the daemon's host, this host, or between them")

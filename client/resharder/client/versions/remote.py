@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from resharder.client.errors import CorruptData
 from resharder.client.rpc.channel import Backoff, Channel, unreachable
-from resharder.converters.geometry.chunking import cut_chunks
+from resharder.converters.geometry.chunking import Part, cut_chunks
 from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec, box_shape, box_size, full_box
 from resharder.converters.storage.digest import Array
 from resharder.converters.storage.files import BITS, FileLayout, parse_header
@@ -18,7 +18,7 @@ from resharder.converters.wire.boxes import boxes_to_proto, spec_from_proto
 from resharder.converters.wire.chunk_frame import unframe
 from resharder.v1 import server_pb2, server_pb2_grpc
 
-_CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 _DOWNLOAD = "/resharder.v1.ServerService/DownloadChunks"
 _DIGEST_TIMEOUT = 600.0
 _PATIENCE = 120.0  # seconds without a complete box until a download fails
@@ -66,16 +66,16 @@ def get_manifest(channel: Channel, version: str) -> VersionManifest:
     )
 
 
-def boxes_request(manifest: VersionManifest, boxes: Iterable[tuple[str, Box]]) -> server_pb2.BoxesRequest:
-    """Return the request for boxes of HF tensors, given as (tensor's name, box); answers have the same order."""
+def boxes_request(version: str, boxes: Iterable[tuple[str, Box]]) -> server_pb2.BoxesRequest:
+    """Return the request for boxes of a version's tensors, given as (tensor's name, box); answers have the same order."""
     boxes = list(boxes)
     names = list(dict.fromkeys(name for name, _ in boxes))
     position = {name: i for i, name in enumerate(names)}
     return server_pb2.BoxesRequest(
-        version=manifest.name,
+        version=version,
         tensors=names,
         boxes=boxes_to_proto((position[name], box, False) for name, box in boxes),
-        chunk_bytes=_CHUNK_BYTES,
+        chunk_bytes=CHUNK_BYTES,
     )
 
 
@@ -93,7 +93,7 @@ def expected_digests(channel: Channel, manifest: VersionManifest, needs: Needs) 
                 asked.append((name, box))
     if asked:
         stub = server_pb2_grpc.ServerServiceStub(channel.grpc)
-        answer = channel.call(stub.DigestBoxes, boxes_request(manifest, asked), timeout=_DIGEST_TIMEOUT)
+        answer = channel.call(stub.DigestBoxes, boxes_request(manifest.name, asked), timeout=_DIGEST_TIMEOUT)
         expected |= dict(zip(asked, answer.digests, strict=True))
     return expected
 
@@ -118,11 +118,26 @@ def download(channel: Channel, manifest: VersionManifest, boxes: Sequence[tuple[
                 raise channel.error(error) from error
 
 
+def split_chunk(parts: Sequence[Part], sizes: Sequence[int], data: memoryview) -> Iterator[Arrived]:
+    """Yield the parts of a chunk, in its memory.
+
+    Args:
+        parts: Parts of the chunk.
+        sizes: Bytes of an element, by the position of a part.
+        data: Their elements.
+    """
+    at = 0
+    for position, box in parts:
+        array = np.frombuffer(data, BITS[sizes[position]], box_size(box), at)
+        yield Arrived(position, box, array.reshape(box_shape(box)))
+        at += array.nbytes
+
+
 def _stream(channel: Channel, manifest: VersionManifest, boxes: Sequence[tuple[str, Box]]) -> Iterator[Arrived]:
-    kinds = [np.dtype(BITS[ITEM_SIZES[manifest.specs[name].dtype]]) for name, _ in boxes]
-    chunks = cut_chunks([box for _, box in boxes], [kind.itemsize for kind in kinds], _CHUNK_BYTES)
+    sizes = [ITEM_SIZES[manifest.specs[name].dtype] for name, _ in boxes]
+    chunks = cut_chunks([box for _, box in boxes], sizes, CHUNK_BYTES)
     ask = channel.grpc.unary_stream(_DOWNLOAD, request_serializer=server_pb2.BoxesRequest.SerializeToString)
-    call = ask(boxes_request(manifest, boxes))
+    call = ask(boxes_request(manifest.name, boxes))
     try:
         for index, (parts, message) in enumerate(zip(chunks, call, strict=True)):
             header, data, _ = unframe(message)
@@ -131,13 +146,9 @@ def _stream(channel: Channel, manifest: VersionManifest, boxes: Sequence[tuple[s
                     f"{manifest.name}: expected chunk {index} with a valid checksum, got chunk {header.index} with "
                     f"checksum {header.checksum:016x}"
                 )
-            sizes = [box_size(box) * kinds[position].itemsize for position, box in parts]
-            if sum(sizes) != len(data):
-                raise CorruptData(f"{manifest.name}: expected {sum(sizes)} bytes in chunk {index}, got {len(data)}")
-            at = 0
-            for (position, box), size in zip(parts, sizes, strict=True):
-                array = np.frombuffer(data[at : at + size], dtype=kinds[position])
-                yield Arrived(position, box, array.reshape(box_shape(box)))
-                at += size
+            expected = sum(box_size(box) * sizes[position] for position, box in parts)
+            if expected != len(data):
+                raise CorruptData(f"{manifest.name}: expected {expected} bytes in chunk {index}, got {len(data)}")
+            yield from split_chunk(parts, sizes, data)
     finally:
         call.cancel()

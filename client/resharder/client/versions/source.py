@@ -13,7 +13,8 @@ from resharder.client.errors import NotFound, ResharderError, UsageError
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel
 from resharder.client.transport.shared_memory import shares_memory
-from resharder.client.versions.remote import Arrived, VersionManifest, download, expected_digests, get_manifest
+from resharder.client.versions.boxes import read_boxes
+from resharder.client.versions.remote import Arrived, VersionManifest, expected_digests, get_manifest
 from resharder.converters.geometry.layout import Box, TensorSpec, box_index
 from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import FileLayout, MappedFiles, read_checkpoint_layout
@@ -98,7 +99,7 @@ class _Version:
         self._channel, self._manifest = channel, manifest
 
     def parts(self, wanted: Sequence[Wanted]) -> Iterator[Arrived]:
-        return download(self._channel, self._manifest, wanted)
+        return read_boxes(self._channel, self._manifest, wanted)
 
     def digests(self, wanted: Sequence[Wanted]) -> dict[Wanted, int]:
         needs: dict[str, list[Box]] = {}

@@ -35,6 +35,11 @@ def frame_head(header: ChunkHeader, size: int) -> bytes:
     return _FIXED.pack(*values, _TAGS[5]) + _varint(size)
 
 
+def head_size(size: int) -> int:
+    """Return the length of `frame_head` for `size` bytes of data."""
+    return _FIXED.size + len(_varint(size))
+
+
 def unframe(message: bytes | memoryview) -> tuple[ChunkHeader, memoryview, str]:
     """Return (header, data, model). Raises ValueError for an invalid Chunk."""
     view = memoryview(message)

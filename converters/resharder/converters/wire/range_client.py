@@ -1,4 +1,4 @@
-"""Reads of parts of a version's files from a data port, into memory, and writes of chunks to it, over one HTTP connection.
+"""Reads of parts of a version's files and of its boxes from a data port, and writes of chunks to it, over one HTTP connection.
 
 The sender uses `sendfile`, and the kernel copies the bytes to their place. They are checked in blocks while they are in the
 core's cache. The pages of a part are mapped by one call before, because a fault for each costs more than the copy.
@@ -7,7 +7,7 @@ core's cache. The pages of a part are mapped by one call before, because a fault
 import http.client
 import socket
 import ssl
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
@@ -15,7 +15,9 @@ import xxhash
 from numpy.lib.array_utils import byte_bounds
 from resharder.converters.storage.digest import Array
 from resharder.converters.storage.pages import map_pages
+from resharder.converters.wire.chunk_body import BOXES, Chunk, body_size, boxes_header, chunks_path, read_chunks
 from resharder.converters.wire.ranges import CHECKSUM, is_piece, path_of
+from resharder.v1 import server_pb2
 
 CONNECT_SECONDS = 3.0
 _BLOCK_BYTES = 1 << 20
@@ -59,6 +61,16 @@ class PartRequest:
 
 
 @dataclass(frozen=True)
+class BoxesRequest:
+    """Boxes of the version with this fingerprint; `sizes` has the bytes of data of each of their chunks."""
+
+    version: str
+    fingerprint: str
+    request: server_pb2.BoxesRequest
+    sizes: Sequence[int]
+
+
+@dataclass(frozen=True)
 class DataAddress:
     """Address of a data port, and how to connect: TLS settings and headers, both read anew for each use."""
 
@@ -98,9 +110,7 @@ class RangeConnection:
         map_pages(byte_bounds(target), write=True)
         while at < part.end - part.start:
             block = target[at : at + _BLOCK_BYTES].data
-            size = response.readinto(block)
-            if not size:
-                raise Cut(f"expected {part.end - part.start} bytes, the connection ended after {at}")
+            size = _read(response, block)
             if expected:
                 state.update(block[:size])
             at += size
@@ -111,6 +121,40 @@ class RangeConnection:
                 f"{part.version}, {part.file}: expected checksum {expected or 'of a piece'} of bytes {part.start} to {part.end}, "
                 f"got {state.intdigest():016x}"
             )
+
+    def chunks(self, boxes: BoxesRequest, memory: Callable[[int], memoryview]) -> Iterator[Chunk]:
+        """Read boxes, and yield their chunks, each with the checksum of its data.
+
+        Args:
+            boxes: The boxes.
+            memory: As in `read_chunks`.
+
+        Raises as `blocks` does.
+        """
+        headers = {BOXES: boxes_header(boxes.request), "If-Match": f'"{boxes.fingerprint}"'}
+        response = self._get(chunks_path(boxes.version), headers, HTTPStatus.OK)
+        size = body_size(boxes.sizes)
+        if response.length != size:
+            raise PartRefused(f"{self._at}: expected chunks of {size} bytes in all, got {response.length}")
+
+        def fill(target: memoryview) -> None:
+            at = 0
+            while at < len(target):
+                at += _read(response, target[at:])
+
+        expected = iter(enumerate(boxes.sizes))
+        try:
+            for header, data in read_chunks(fill, size, max(boxes.sizes), memory):
+                if (header.index, len(data)) != (found := next(expected, None)):
+                    raise PartRefused(f"{self._at}: expected chunk and bytes {found}, got {(header.index, len(data))}")
+                if header.checksum != (computed := xxhash.xxh3_64_intdigest(data)):
+                    raise WrongBytes(
+                        f"{boxes.version}: expected checksum {header.checksum:016x} of chunk {header.index}, got {computed:016x}"
+                    )
+                yield header, data
+        except ValueError as error:
+            raise WrongBytes(f"{boxes.version}: {error}") from error
+        response.read()
 
     def put(self, path: str, size: int, body: Iterable[bytes | memoryview]) -> None:
         """Send a body of `size` bytes, and return when the port has received all of it.
@@ -126,21 +170,27 @@ class RangeConnection:
 
     def _request(self, part: PartRequest) -> http.client.HTTPResponse:
         """Request a part and return the checked head of its response."""
-        connection = self._http = self._http or _connect(self._address)
-        headers = {
-            "Range": f"bytes={part.start}-{part.end - 1}",
-            "If-Match": f'"{part.fingerprint}"',
-            **self._address.headers(),
-        }
-        connection.request("GET", path_of(part.version, part.file), headers=headers)
-        response = connection.getresponse()
-        at = f"{self._address.host}:{self._address.port}"
-        if response.status != HTTPStatus.PARTIAL_CONTENT:
-            raise self._refusal(response)
+        headers = {"Range": f"bytes={part.start}-{part.end - 1}", "If-Match": f'"{part.fingerprint}"'}
+        response = self._get(path_of(part.version, part.file), headers, HTTPStatus.PARTIAL_CONTENT)
         expected = f"bytes {part.start}-{part.end - 1}/{part.size}"
         if response.getheader("Content-Range") != expected or response.length != part.end - part.start:
-            raise PartRefused(f"{at}: expected {expected}, got {response.getheader('Content-Range')}, {response.length} bytes")
+            raise PartRefused(
+                f"{self._at}: expected {expected}, got {response.getheader('Content-Range')}, {response.length} bytes"
+            )
         return response
+
+    def _get(self, path: str, headers: Mapping[str, str], status: HTTPStatus) -> http.client.HTTPResponse:
+        """Send a request and return its response, which has this status. Raises as `blocks` does."""
+        connection = self._http = self._http or _connect(self._address)
+        connection.request("GET", path, headers={**headers, **self._address.headers()})
+        response = connection.getresponse()
+        if response.status != status:
+            raise self._refusal(response)
+        return response
+
+    @property
+    def _at(self) -> str:
+        return f"{self._address.host}:{self._address.port}"
 
     def _refusal(self, response: http.client.HTTPResponse) -> Exception:
         """Return the error of a response that is not the expected one."""
@@ -148,7 +198,14 @@ class RangeConnection:
             return Cut("the data port has no connection left (503)")
         reason = response.read(500).decode(errors="replace").strip()
         refused = PortBusy if response.status == HTTPStatus.TOO_MANY_REQUESTS else PartRefused
-        return refused(f"{self._address.host}:{self._address.port} answered {response.status}: {reason}")
+        return refused(f"{self._at} answered {response.status}: {reason}")
+
+
+def _read(response: http.client.HTTPResponse, target: memoryview) -> int:
+    """Read the next bytes of a response, and return their number. Raises Cut at its end."""
+    if not (size := response.readinto(target)):
+        raise Cut(f"the connection ended {response.length} bytes before the end of a response")
+    return size
 
 
 def _connect(address: DataAddress) -> http.client.HTTPConnection:

@@ -6,11 +6,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from resharder.converters.wire.chunk_body import LENGTH, MOST_BODY_BYTES, ChunksTarget
-from resharder.converters.wire.chunk_frame import ChunkHeader, unframe
+from resharder.converters.wire.chunk_body import MOST_BODY_BYTES, Chunk, ChunksTarget, ReusedMemory, read_chunks
+from resharder.converters.wire.chunk_frame import ChunkHeader
 from resharder.server.state.errors import InvalidArgument
 
-_HEAD_BYTES = 1 << 10  # upper bound on a Chunk's bytes beside its data
 _SCRATCH_BYTES = 256 << 10
 
 
@@ -62,7 +61,7 @@ class Body:
 def write_chunks(body: Body, target: ChunksTarget, writes: ChunkWrites) -> int:
     """Write all chunks of a body, and return the bytes of their data. Raises DaemonError, OSError."""
     size = 0
-    for header, data in _chunks(body, writes.chunk_bytes + _HEAD_BYTES):
+    for header, data in _chunks(body, writes.chunk_bytes):
         if header.version != target.number:
             raise InvalidArgument("CHUNK", f"expected chunks of version {target.number}, got one of {header.version}")
         writes.land(target.model, header, data)
@@ -70,24 +69,12 @@ def write_chunks(body: Body, target: ChunksTarget, writes: ChunkWrites) -> int:
     return size
 
 
-def _chunks(body: Body, most: int) -> Iterator[tuple[ChunkHeader, memoryview]]:
+def _chunks(body: Body, most: int) -> Iterator[Chunk]:
     """Yield chunks, whose data are valid until the next one. Raises InvalidArgument (CHUNK), OSError."""
-    buffer, head = memoryview(bytearray()), memoryview(bytearray(LENGTH.size))
-    while body.left:
-        if body.left < LENGTH.size:
-            raise InvalidArgument("CHUNK", f"expected the length of a chunk, got {body.left} bytes")
-        body.read_into(head)
-        (length,) = LENGTH.unpack(head)
-        if not 0 < length <= min(most, body.left):
-            raise InvalidArgument("CHUNK", f"expected a chunk of 1 to {min(most, body.left)} bytes, got one of {length}")
-        if length > len(buffer):
-            buffer = memoryview(bytearray(length))
-        body.read_into(buffer[:length])
-        try:
-            header, data, _ = unframe(buffer[:length])
-        except ValueError as error:
-            raise InvalidArgument("CHUNK", str(error)) from error
-        yield header, data
+    try:
+        yield from read_chunks(body.read_into, body.left, most, ReusedMemory())
+    except ValueError as error:
+        raise InvalidArgument("CHUNK", str(error)) from error
 
 
 def body_length(headers: Mapping[str, Sequence[str]]) -> int:

@@ -10,19 +10,21 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
 import h11
-from resharder.converters.wire.chunk_body import parse_chunks_path
+from resharder.converters.failpoints import failpoint
+from resharder.converters.wire.chunk_body import BOXES, LENGTH, BoxesPart, body_size, parse_boxes, parse_chunks_path
+from resharder.converters.wire.chunk_frame import frame_head
 from resharder.converters.wire.ranges import CHECKSUM, FilePart, is_piece, parse_part
 from resharder.server.data.checksums import PieceChecksums, checksum_of
 from resharder.server.data.chunk_writes import Body, ChunkWrites, body_length, write_chunks
-from resharder.server.data.versions import ServedVersion, ServedVersions
+from resharder.server.data.pinned import PinnedVersion
+from resharder.server.data.versions import ServedVersions
 from resharder.server.infra.addresses import names_address
-from resharder.server.infra.medium import medium_errors
 from resharder.server.state.errors import (
     DaemonError,
     DataLoss,
@@ -89,7 +91,7 @@ class DataConnection:
     def __init__(self, connected: socket.socket, peer: str, reads: DataReads) -> None:
         self._socket, self._peer, self._reads = connected, peer, reads
         self._http = _new_http()
-        self._pinned: _PinnedVersion | None = None
+        self._pinned: PinnedVersion | None = None
         self.idle_since: float | None = reads.clock()
         """Time since which no request is being answered; None while one is."""
 
@@ -143,12 +145,15 @@ class DataConnection:
         headers = _headers(request)
         try:
             part = self._parsed(request, headers)
-            with self._reads.check(headers.get("authorization", []), self._certificate(), self._peer, part.model), self._place():
-                self._send(part, headers)
+            with (
+                self._reads.check(headers.get("authorization", []), _certificate(self._socket), self._peer, part.model),
+                self._place(),
+            ):
+                self._send_boxes(part, headers) if isinstance(part, BoxesPart) else self._send(part, headers)
         except _Refused as refused:
             self._refuse(refused.status, str(refused), refused.headers)
         except DaemonError as error:
-            self._refuse_error(error)
+            self._refuse(*_refusal_of(error))
         if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
             return False
         self._http.start_next_cycle()
@@ -174,14 +179,14 @@ class DataConnection:
         except _Refused as refused:
             self._refuse(refused.status, str(refused), refused.headers)
         except DaemonError as error:
-            self._refuse_error(error)
+            self._refuse(*_refusal_of(error))
         self._http = _new_http()  # h11 has not seen the body
         if len(first) > length:
             self._http.receive_data(first[length:])
         return True
 
     def _write_chunks(self, request: h11.Request, headers: Mapping[str, Sequence[str]], body: Body) -> None:
-        self._check_host(headers)
+        _check_host(self._reads, headers)
         writes = self._reads.writes
         if writes is None:
             raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "expected GET", ("Allow", "GET"))
@@ -189,19 +194,18 @@ class DataConnection:
             target = parse_chunks_path(request.target.decode("latin-1"))
         except ValueError as error:
             raise _Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
-        with writes.check(headers.get("authorization", []), self._certificate(), self._peer, target.model):
+        with writes.check(headers.get("authorization", []), _certificate(self._socket), self._peer, target.model):
             write_chunks(body, target, writes)
 
-    def _check_host(self, headers: Mapping[str, Sequence[str]]) -> None:
-        if self._reads.local_only and not names_address(headers.get("host", [""])[0]):
-            raise _Refused(HTTPStatus.MISDIRECTED_REQUEST, "expected an IP address or localhost as host")
-
-    def _parsed(self, request: h11.Request, headers: Mapping[str, Sequence[str]]) -> FilePart:
-        self._check_host(headers)
+    def _parsed(self, request: h11.Request, headers: Mapping[str, Sequence[str]]) -> FilePart | BoxesPart:
+        _check_host(self._reads, headers)
         if request.method != b"GET":
             raise _Refused(HTTPStatus.METHOD_NOT_ALLOWED, "expected GET or PUT", ("Allow", "GET, PUT"))
+        path, boxes = request.target.decode("latin-1"), headers.get(BOXES.lower(), [])
         try:
-            return parse_part(request.target.decode("latin-1"), ", ".join(headers.get("range", [])))
+            if boxes:
+                return BoxesPart(*parse_chunks_path(path), parse_boxes(", ".join(boxes)))
+            return parse_part(path, ", ".join(headers.get("range", [])))
         except ValueError as error:
             raise _Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
 
@@ -216,43 +220,61 @@ class DataConnection:
             if places is not None:
                 places.release()
 
-    def _certificate(self) -> Mapping[str, Any] | None:
-        if not isinstance(self._socket, ssl.SSLSocket):
-            return None
-        found: dict[str, Any] = dict(self._socket.getpeercert() or {})
-        return found | {DER: self._socket.getpeercert(binary_form=True)} if found else None
-
     def _send(self, part: FilePart, headers: Mapping[str, Sequence[str]]) -> None:
         """Send a part of a file. Raises OSError if the peer does not take it in time, and then part of it may be sent."""
-        version = self._pin(part.model, part.number)
-        tag = f'"{version.served.fingerprint}"'
-        if any(wanted not in ("*", tag) for wanted in headers.get("if-match", [])):
-            raise _Refused(HTTPStatus.PRECONDITION_FAILED, f"the version's fingerprint is {tag}")
+        version, tag = self._wanted(part, headers)
         descriptor, size = version.open(part.file)
         if part.end > size:
             text = f"expected a range within {size} bytes, got {part.start}-{part.end - 1}"
             raise _Refused(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, text, ("Content-Range", f"bytes */{size}"))
         if refusal := version.served.lacks(part):
             raise _Refused(HTTPStatus.NOT_FOUND, refusal)
-        answer = [
-            ("Content-Type", "application/octet-stream"),
-            ("Content-Length", str(part.end - part.start)),
-            ("Content-Range", f"bytes {part.start}-{part.end - 1}/{size}"),
-            ("ETag", tag),
-        ]
+        answer = [("Content-Range", f"bytes {part.start}-{part.end - 1}/{size}"), ("ETag", tag)]
         if is_piece(part.start, part.end, size):
             key = (version.served.fingerprint, part.file, part.start)
             checksum = self._reads.checksums.get(key, lambda: checksum_of(descriptor, part.start, part.end))
             answer.append((CHECKSUM, f"{checksum:016x}"))
+        with self._response(HTTPStatus.PARTIAL_CONTENT, part.end - part.start, answer) as deadline:
+            if isinstance(self._socket, ssl.SSLSocket):
+                self._encrypt(descriptor, part.start, part.end, deadline)
+            else:
+                self._sendfile(descriptor, part.start, part.end, deadline)
+
+    def _send_boxes(self, part: BoxesPart, headers: Mapping[str, Sequence[str]]) -> None:
+        """Send boxes of a version as chunks. Raises OSError as `_send` does."""
+        version, tag = self._wanted(part, headers)
+        manifest = version.served.manifest
+        if manifest is None:
+            raise _Refused(HTTPStatus.NOT_FOUND, "expected a range of a file: a node sends no boxes")
+        boxes = version.boxes(part.request, manifest)
+        with (
+            version.packed(boxes) as chunks,
+            self._response(HTTPStatus.OK, body_size(boxes.sizes()), [("ETag", tag)]) as deadline,
+        ):
+            for header, data in chunks:
+                head = frame_head(header, len(data))
+                self._write(LENGTH.pack(len(head) + len(data)) + head, deadline)
+                self._write(data, deadline)
+
+    def _wanted(self, part: FilePart | BoxesPart, headers: Mapping[str, Sequence[str]]) -> tuple[PinnedVersion, str]:
+        """Pin the version that a request names, and return it with its tag."""
+        version = self._pin(part.model, part.number)
+        tag = f'"{version.served.fingerprint}"'
+        if any(wanted not in ("*", tag) for wanted in headers.get("if-match", [])):
+            raise _Refused(HTTPStatus.PRECONDITION_FAILED, f"the version's fingerprint is {tag}")
+        return version, tag
+
+    @contextmanager
+    def _response(self, status: HTTPStatus, size: int, headers: Sequence[tuple[str, str]]) -> Iterator[float]:
+        """Send the head of a response, and yield the deadline for its body of `size` bytes, which is sent past h11."""
+        failpoint("data.send")
         deadline = self._reads.clock() + RESPONSE_SECONDS
-        self._write(self._http.send(h11.Response(status_code=HTTPStatus.PARTIAL_CONTENT, headers=answer)), deadline)
-        self._http.send_with_data_passthrough(h11.Data(data=_Body(part.end - part.start)))  # type: ignore[arg-type]
-        if isinstance(self._socket, ssl.SSLSocket):
-            self._encrypt(descriptor, part.start, part.end, deadline)
-        else:
-            self._sendfile(descriptor, part.start, part.end, deadline)
+        fields = [("Content-Type", "application/octet-stream"), ("Content-Length", str(size)), *headers]
+        self._write(self._http.send(h11.Response(status_code=status, headers=fields)), deadline)
+        self._http.send_with_data_passthrough(h11.Data(data=_Body(size)))  # type: ignore[arg-type]
+        yield deadline
         self._http.send(h11.EndOfMessage())
-        self._reads.sent(part.end - part.start)
+        self._reads.sent(size)
 
     def _sendfile(self, descriptor: int, at: int, end: int, deadline: float) -> None:
         with open(descriptor, "rb", buffering=0, closefd=False) as file:
@@ -276,25 +298,38 @@ class DataConnection:
         self._socket.settimeout(self._left(deadline))
         self._socket.sendall(data or b"")
 
-    def _refuse_error(self, error: DaemonError) -> None:
-        self._refuse(_STATUS.get(type(error), HTTPStatus.SERVICE_UNAVAILABLE), f"{error.reason}: {error}")
-
     def _refuse(self, status: HTTPStatus, text: str, headers: Sequence[tuple[str, str]] = ()) -> None:
         body, deadline = f"{text}\n".encode(), self._reads.clock() + IDLE_SECONDS
         fields = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body))), *headers]
         for event in (h11.Response(status_code=status, headers=fields), h11.Data(data=body), h11.EndOfMessage()):
             self._write(self._http.send(event), deadline)
 
-    def _pin(self, model: str, number: int) -> "_PinnedVersion":
+    def _pin(self, model: str, number: int) -> PinnedVersion:
         if self._pinned is None or self._pinned.key != (model, number):
             self._unpin()
-            self._pinned = _PinnedVersion(self._reads.versions, model, number)
+            self._pinned = PinnedVersion(self._reads.versions, model, number)
         return self._pinned
 
     def _unpin(self) -> None:
         if self._pinned is not None:
             self._pinned.close()
             self._pinned = None
+
+
+def _certificate(connected: socket.socket) -> Mapping[str, Any] | None:
+    if not isinstance(connected, ssl.SSLSocket):
+        return None
+    found: dict[str, Any] = dict(connected.getpeercert() or {})
+    return found | {DER: connected.getpeercert(binary_form=True)} if found else None
+
+
+def _check_host(reads: DataReads, headers: Mapping[str, Sequence[str]]) -> None:
+    if reads.local_only and not names_address(headers.get("host", [""])[0]):
+        raise _Refused(HTTPStatus.MISDIRECTED_REQUEST, "expected an IP address or localhost as host")
+
+
+def _refusal_of(error: DaemonError) -> tuple[HTTPStatus, str]:
+    return _STATUS.get(type(error), HTTPStatus.SERVICE_UNAVAILABLE), f"{error.reason}: {error}"
 
 
 def _new_http() -> h11.Connection:
@@ -316,27 +351,3 @@ class _Body:
 
     def __len__(self) -> int:
         return self._size
-
-
-class _PinnedVersion:
-    """A version, pinned, and its files that were opened. Raises as `ServedVersions.pinned` does."""
-
-    def __init__(self, versions: ServedVersions, model: str, number: int) -> None:
-        self.key = (model, number)
-        self._stack = ExitStack()
-        self.served: ServedVersion = self._stack.enter_context(versions.pinned(model, number))
-        self._open: dict[str, int] = {}
-
-    @medium_errors()
-    def open(self, name: str) -> tuple[int, int]:
-        """Return a descriptor and the size of a safetensors file. Raises ResourceNotFound (VERSION_UNKNOWN), Unavailable."""
-        if name not in self.served.sizes:
-            raise ResourceNotFound("VERSION_UNKNOWN", f"{self.served.name} has no safetensors file {name!r}")
-        if name not in self._open:
-            self._open[name] = os.open(self.served.folder / name, os.O_RDONLY | os.O_CLOEXEC)
-            self._stack.callback(os.close, self._open[name])
-        return self._open[name], self.served.sizes[name]
-
-    def close(self) -> None:
-        """Close the files and unpin the version."""
-        self._stack.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from resharder.converters.wire.ranges import FilePart
+from resharder.server.store.manifest import Manifest
 from resharder.server.store.reader import VersionReader
 
 
@@ -24,6 +25,8 @@ class ServedVersion:
     folder: Path
     lacks: Callable[[FilePart], str] = _lacks_nothing
     """Returns why a part cannot be read yet; empty if it can."""
+    manifest: Manifest | None = None
+    """Its manifest, for reads of boxes; None for a node, which sends pieces only."""
 
 
 class ServedVersions(Protocol):
@@ -44,4 +47,4 @@ class StoredVersions:
         """Pin a READY version meanwhile. Raises as `VersionReader.manifest` does."""
         with self._reader.folder(model, number) as (manifest, folder):
             sizes = {file.path: file.size for file in manifest.files}
-            yield ServedVersion(manifest.record.name, manifest.record.fingerprint, sizes, folder)
+            yield ServedVersion(manifest.record.name, manifest.record.fingerprint, sizes, folder, manifest=manifest)

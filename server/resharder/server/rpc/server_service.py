@@ -1,15 +1,17 @@
 """ServerService: calls of vLLM servers."""
 
 from collections.abc import Iterator
+from contextlib import closing
 
 from resharder.converters.failpoints import failpoint
+from resharder.converters.wire.chunk_frame import frame
 from resharder.server.fleets.attachments import Attachment
 from resharder.server.fleets.fleets import Fleets
 from resharder.server.fleets.profiles import Profiles
 from resharder.server.fleets.verifications import Verifications
 from resharder.server.infra.change_signal import Pause, Waiting
 from resharder.server.ingest.shared import parse_name
-from resharder.server.rpc.box_reads import BoxDigester, check_boxes, chunks
+from resharder.server.rpc.box_digests import BoxDigester
 from resharder.server.rpc.convert import (
     attached_from_proto,
     manifest_to_proto,
@@ -23,6 +25,7 @@ from resharder.server.rpc.convert import (
 from resharder.server.rpc.dispatch import Call
 from resharder.server.state.errors import InvalidArgument
 from resharder.server.state.server_events import Order
+from resharder.server.store.box_reads import check_boxes, packed_chunks
 from resharder.server.store.store import Store
 from resharder.v1 import resources_pb2, server_pb2
 
@@ -103,7 +106,12 @@ class ServerService:
     def DownloadChunks(self, request: server_pb2.BoxesRequest, call: Call) -> Iterator[bytes]:
         """Stream the bytes of boxes of a READY version, which is pinned until the call ends."""
         boxes = check_boxes(request, self._store.reader.manifest(*parse_name(request.version, "versions")))
-        yield from chunks(self._store.reader, boxes)
+        record = boxes.manifest.record
+        with self._store.reader.open(record.model, record.number) as files, closing(packed_chunks(files.arrays, boxes)) as packed:
+            for header, data in packed:
+                message = frame(header, data, record.model if header.index == 0 else "")
+                del data  # of a mapped file
+                yield message
 
     def GetModel(self, request: server_pb2.GetModelRequest, call: Call) -> resources_pb2.Model:
         """Return `config.json` and the tokenizer's files of a model; without a name, of the only one."""

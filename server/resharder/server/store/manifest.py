@@ -9,10 +9,12 @@ import errno
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
+from resharder.converters.geometry.layout import TensorSpec
 from resharder.converters.json_input import is_file_name, parse_json
 from resharder.converters.storage.files import FileLayout, check_homes, parse_header
 from resharder.server.state.version import READY, VersionRecord
@@ -32,6 +34,11 @@ class Manifest:
     files: tuple[FileLayout, ...]
     digests: dict[str, int]
     other_files: tuple[str, ...]
+
+    @cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Spec of each tensor by its name."""
+        return {placed.spec.name: placed.spec for file in self.files for placed in file.tensors}
 
 
 class BadManifest(ValueError):

@@ -4,8 +4,8 @@ A process of its own does not compete for the engine's Python lock while boxes a
 descriptor for each file of the version, reads a `BoxesRequest` from its standard input and writes one line
 of JSON: `{"digests": […], "transport": …, "reason": …}` or `{"error": …}`. It ends with its parent process.
 
-With the transport `http`, contiguous boxes come from the daemon's data port by HTTP ranges. The others, and all that
-the port does not deliver, come by the gRPC stream.
+With the transport `http`, boxes come from the daemon's data port: by HTTP ranges of the files, or packed by the daemon. Boxes
+that the port does not deliver come by the gRPC stream.
 """
 
 import json
@@ -19,12 +19,13 @@ from resharder.client.inference.settings import GRPC, HTTP
 from resharder.client.inference.worker.source import DESCRIPTORS
 from resharder.client.rpc.channel import Channel
 from resharder.client.runtime.parent_watch import end_with
-from resharder.client.versions.range_plan import RangePlan, plan_ranges
-from resharder.client.versions.range_reads import RangeReader, RangesUnavailable
+from resharder.client.versions.port_connection import PortUnavailable
+from resharder.client.versions.port_reads import PortReader
+from resharder.client.versions.read_plan import ReadPlan, plan_reads
 from resharder.client.versions.remote import VersionManifest, download, get_manifest
 from resharder.converters.failpoints import failpoint
 from resharder.converters.geometry.layout import Box, box_index
-from resharder.converters.storage.digest import Array, digest
+from resharder.converters.storage.digest import digest
 from resharder.converters.storage.files import MappedFiles
 from resharder.converters.wire.boxes import box_from_proto
 from resharder.v1 import server_pb2
@@ -37,9 +38,9 @@ class Fetched:
     digests: list[int]
     """The digest of each box, read back from the files."""
     transport: str
-    """`http` if contiguous boxes came by HTTP ranges, else `grpc`."""
+    """`http` if all boxes came from the data port, else `grpc`."""
     reason: str
-    """Reason for the stream in place of ranges; empty if there is none."""
+    """Reason for the stream in place of the data port; empty if there is none."""
 
 
 def fetch(channel: Channel, descriptors: list[str], request: server_pb2.BoxesRequest, transport: str = GRPC) -> Fetched:
@@ -67,42 +68,41 @@ def fetch(channel: Channel, descriptors: list[str], request: server_pb2.BoxesReq
         array = arrays[name][box_index(box)] if box else arrays[name]
         digests[position] = digest(array, box, manifest.specs[name].shape)
 
-    reason = _by_ranges(channel, manifest, mapped.contents, boxes, arrived) if transport == HTTP else ""
+    reason = _by_port(channel, manifest, mapped, boxes, arrived) if transport == HTTP else ""
     left = [position for position in range(len(boxes)) if position not in digests]
     for position, box, array in download(channel, manifest, [boxes[position] for position in left]):
         arrays[boxes[left[position]][0]][box_index(box)] = array
     for position in left:
         arrived(position)
-    ranged = len(left) < len(boxes) and not reason
-    return Fetched([digests[position] for position in range(len(boxes))], HTTP if ranged else GRPC, reason)
+    return Fetched([digests[position] for position in range(len(boxes))], GRPC if left or transport == GRPC else HTTP, reason)
 
 
-def _by_ranges(
+def _by_port(
     channel: Channel,
     manifest: VersionManifest,
-    contents: Sequence[Array],
+    mapped: MappedFiles,
     boxes: Sequence[tuple[str, Box]],
     arrived: Callable[[int], None],
 ) -> str:
-    """Read boxes by HTTP ranges, and return why some or all of them did not arrive; empty without a reason.
+    """Read boxes from the data port, and return why some or all of them did not arrive; empty without a reason.
 
     Raises CorruptData.
     """
-    plan = plan_ranges(manifest.files, boxes)
+    plan = plan_reads(manifest.files, boxes)
     try:
-        RangeReader(channel, manifest, contents).read(plan.ranges, _Arrivals(plan, arrived))
-    except RangesUnavailable as error:
+        PortReader(channel, manifest).read(plan.jobs, mapped.contents, mapped.arrays, _Arrivals(plan, arrived))
+    except PortUnavailable as error:
         return str(error)
     return ""
 
 
 class _Arrivals:
-    """Ranges that have arrived: calls `arrived` with the position of each box that is complete. Thread-safe."""
+    """Jobs of a plan that have arrived: calls `arrived` with the position of each box that is complete. Thread-safe."""
 
-    def __init__(self, plan: RangePlan, arrived: Callable[[int], None]) -> None:
+    def __init__(self, plan: ReadPlan, arrived: Callable[[int], None]) -> None:
         self._arrived, self._lock = arrived, threading.Lock()
         self._missing = [len(needed) for needed in plan.of_box]
-        self._boxes: list[list[int]] = [[] for _ in plan.ranges]
+        self._boxes: list[list[int]] = [[] for _ in plan.jobs]
         for position, needed in enumerate(plan.of_box):
             for number in needed:
                 self._boxes[number].append(position)

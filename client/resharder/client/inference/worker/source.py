@@ -1,7 +1,7 @@
 """The source of a version for a worker: a folder of safetensors files, either the store's or a mirror of the needed boxes.
 
 On the daemon's host, the store's files are mapped, and on a host with a node, the node's. On other hosts, a helper process fills
-a sparse copy of the same files in shared memory, by HTTP ranges or the gRPC stream.
+a sparse copy of the same files in shared memory, from the data port or by the gRPC stream.
 """
 
 import json
@@ -194,7 +194,7 @@ class Stager:
         ]
         helper = subprocess.run(
             command,
-            input=boxes_request(manifest, boxes).SerializeToString(),
+            input=boxes_request(manifest.name, boxes).SerializeToString(),
             capture_output=True,
             check=False,
             pass_fds=[int(file) for file in files],

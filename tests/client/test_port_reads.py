@@ -1,12 +1,13 @@
 """Versions by HTTP ranges: a worker's helper and its reader, before a real daemon's data port."""
 
+import base64
 import http.client
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,34 +16,29 @@ import pytest
 from resharder.client.errors import CorruptData
 from resharder.client.inference.settings import PluginSettings
 from resharder.client.inference.worker.fetch import fetch
-from resharder.client.inference.worker.source import DESCRIPTORS, Mirror, Stager
+from resharder.client.inference.worker.source import DESCRIPTORS, Stager
 from resharder.client.rpc.channel import Channel
 from resharder.client.tools import doctor
-from resharder.client.versions import range_reads
-from resharder.client.versions.range_plan import plan_ranges
-from resharder.client.versions.range_reads import RangeReader, RangesUnavailable
-from resharder.client.versions.remote import VersionManifest, boxes_request, get_manifest
-from resharder.converters.geometry.layout import Box, Range, TensorSpec, full_box
+from resharder.client.versions import port_connection
+from resharder.client.versions.port_connection import PortUnavailable
+from resharder.client.versions.port_reads import PortReader
+from resharder.client.versions.read_plan import BoxPart, cut_windows, plan_reads
+from resharder.client.versions.remote import VersionManifest, boxes_request
+from resharder.converters.geometry.layout import Box, Range
 from resharder.converters.storage.files import MappedFiles
+from resharder.converters.wire.boxes import boxes_to_proto
+from resharder.converters.wire.chunk_body import BOXES
 from resharder.converters.wire.range_client import DataAddress, PartRequest, PortBusy, RangeConnection
 from resharder.converters.wire.ranges import CHECKSUM, PIECE_BYTES
 from resharder.server.data.connection import DataReads
 from resharder.server.data.port import DataPort
-from resharder.v1 import resources_pb2
+from resharder.v1 import resources_pb2, server_pb2
 
+from tests.client.port_reading import COLUMN, SMALL, all_boxes, manifest_of, mirror, publish
 from tests.client.proxy import Proxy
 from tests.support.daemon import Daemon
 from tests.support.observing import wait_until
-from tests.support.publishing import Job, random_weights, whole
 from tests.support.secure import PROBE, Authority, SecureDaemon
-
-SPECS = [TensorSpec("big", "BF16", (9 << 10, 2048)), TensorSpec("small", "F32", (7,)), TensorSpec("one", "F32", ())]
-SMALL = [TensorSpec("a", "BF16", (64, 32))]
-
-
-def publish(daemon: Daemon, step: int, specs: list[TensorSpec] = SPECS, job: str = "job") -> int:
-    """Publish random weights and return the number of the version."""
-    return Job(daemon.channel, specs, [whole(specs)], job=job).connect().publish(step, random_weights(specs, step)).number
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +54,6 @@ def channel(daemon: Daemon) -> Iterator[Channel]:
         yield opened
 
 
-def manifest_of(channel: Channel, number: int = 1) -> VersionManifest:
-    return get_manifest(channel, f"models/policy/versions/{number}")
-
-
-@contextmanager
-def mirror(manifest: VersionManifest) -> Iterator[list[int]]:
-    made = Mirror("/dev/shm")
-    try:
-        yield [int(file.path) for file in made.prepare(manifest.files)]
-    finally:
-        made.close()
-
-
 def content(descriptor: int) -> bytes:
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
@@ -79,23 +62,19 @@ def stored(daemon: Daemon, number: int = 1) -> Path:
     return daemon.store / f"models/policy/versions/{number:08}/model.safetensors"
 
 
-def all_boxes(manifest: VersionManifest) -> list[tuple[str, Box]]:
-    return [(name, full_box(spec.shape)) for name, spec in manifest.specs.items()]
-
-
 def read(channel: Channel, manifest: VersionManifest, descriptors: list[int]) -> None:
-    plan = plan_ranges(manifest.files, all_boxes(manifest))
+    plan = plan_reads(manifest.files, all_boxes(manifest))
     arrived: list[int] = []
     files = [replace(file, path=str(fd)) for file, fd in zip(manifest.files, descriptors, strict=True)]
     mapped = MappedFiles(DESCRIPTORS, files, writable=True)
-    RangeReader(channel, manifest, mapped.contents, 2).read(plan.ranges, arrived.append)
-    assert sorted(arrived) == list(range(len(plan.ranges)))
+    PortReader(channel, manifest, 2).read(plan.jobs, mapped.contents, mapped.arrays, arrived.append)
+    assert sorted(arrived) == list(range(len(plan.jobs)))
 
 
 def test_the_helper_reads_a_version_by_ranges_and_its_files_are_the_stores(daemon: Daemon, channel: Channel) -> None:
     manifest = manifest_of(channel)
     with mirror(manifest) as descriptors:
-        found = fetch(channel, [str(d) for d in descriptors], boxes_request(manifest, all_boxes(manifest)), "http")
+        found = fetch(channel, [str(d) for d in descriptors], boxes_request(manifest.name, all_boxes(manifest)), "http")
         assert (found.transport, found.reason) == ("http", "")
         assert found.digests == list(manifest.digests.values())
         assert content(descriptors[0]) == stored(daemon).read_bytes()
@@ -110,17 +89,6 @@ def test_a_worker_stages_a_version_by_ranges_and_reports_how(daemon: Daemon, cha
     assert source.arrays["big"].tobytes() == stored(daemon).read_bytes()[-source.arrays["big"].nbytes :]
     source.close()
     stager.close()
-
-
-def test_boxes_that_are_not_contiguous_come_by_the_stream_beside_the_ranges(channel: Channel) -> None:
-    manifest = manifest_of(channel)
-    columns, rows = (Range(0, 9 << 10), Range(5, 100)), (Range(100, 4 << 10), Range(0, 2048))
-    request = boxes_request(manifest, [("big", columns), ("big", rows)])
-    with mirror(manifest) as descriptors:
-        by_ranges = fetch(channel, [str(d) for d in descriptors], request, "http")
-    with mirror(manifest) as descriptors:
-        by_stream = fetch(channel, [str(d) for d in descriptors], request, "grpc")
-    assert (by_ranges.digests, by_ranges.transport, by_stream.transport) == (by_stream.digests, "http", "grpc")
 
 
 def test_after_a_cut_connection_the_rest_of_its_range_is_read(daemon: Daemon, channel: Channel) -> None:
@@ -149,9 +117,9 @@ def test_bytes_that_differ_from_their_pieces_checksum_are_an_error(daemon: Daemo
 def test_without_a_data_port_the_reader_names_the_reason(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, address: str, reason: str
 ) -> None:
-    monkeypatch.setattr(range_reads, "_PATIENCE", 0.1)
+    monkeypatch.setattr(port_connection, "PATIENCE", 0.1)
     manifest = replace(manifest_of(channel), data_address=address)
-    with mirror(manifest) as descriptors, pytest.raises(RangesUnavailable, match=reason):
+    with mirror(manifest) as descriptors, pytest.raises(PortUnavailable, match=reason):
         read(channel, manifest, descriptors)
 
 
@@ -161,7 +129,7 @@ def test_the_helper_takes_the_stream_where_the_data_port_refuses(
     other = replace(manifest_of(channel), fingerprint="another store's")
     monkeypatch.setattr("resharder.client.inference.worker.fetch.get_manifest", lambda channel, version: other)
     with mirror(other) as descriptors:
-        found = fetch(channel, [str(d) for d in descriptors], boxes_request(other, all_boxes(other)), "http")
+        found = fetch(channel, [str(d) for d in descriptors], boxes_request(other.name, all_boxes(other)), "http")
         assert (found.transport, found.digests) == ("grpc", list(other.digests.values()))
         assert "answered 412: the version's fingerprint is" in found.reason
 
@@ -184,6 +152,19 @@ def ask(address: str, path: str, **headers: str) -> tuple[int, bytes, http.clien
 
 
 FILE = "/models/policy/versions/1/model.safetensors"
+CHUNKS = "/models/policy/versions/1/chunks"
+
+
+def request_for(*boxes: Box, tensors: Sequence[str] = ("big",), **fields: object) -> dict[str, str]:
+    """The header of a request for boxes of the first tensor."""
+    message = server_pb2.BoxesRequest(tensors=tensors, boxes=boxes_to_proto((0, box, False) for box in boxes))
+    for name, value in fields.items():
+        setattr(message, name, value)
+    return {BOXES: base64.urlsafe_b64encode(message.SerializeToString()).decode()}
+
+
+ROW = (Range(0, 1), Range(0, 2048))
+HUGE = (1 << 63) - 1
 
 
 @pytest.mark.parametrize(
@@ -198,6 +179,34 @@ FILE = "/models/policy/versions/1/model.safetensors"
         (FILE, {"Range": "bytes=0-1", "If-Match": '"x"'}, 412, b"fingerprint"),
         (FILE, {"Range": "bytes=0-1", "Host": "evil.example"}, 421, b"expected an IP address"),
         (FILE, {"Range": "bytes=0-1", "method": "DELETE"}, 405, b"expected GET"),
+        (CHUNKS, {}, 400, b"expected a header Range"),
+        (FILE, request_for(ROW), 400, b"expected a path /models/MODEL/versions/NUMBER/chunks"),
+        (CHUNKS, {BOXES: "!"}, 400, b"expected a header Resharder-Boxes"),
+        (CHUNKS, {BOXES: ""}, 400, b"expected a header Resharder-Boxes"),
+        (CHUNKS, {BOXES: "____"}, 400, b"expected a header Resharder-Boxes"),
+        (CHUNKS, {BOXES: "A" * 11200}, 400, b"8192 bytes"),
+        (CHUNKS, request_for(), 400, b"TOO_MANY_BOXES: expected boxes of 1 to"),
+        (
+            CHUNKS,
+            request_for(*[(Range(0, 9 << 10), Range(0, 2047))] * 2),
+            400,
+            b"TOO_MANY_BOXES: expected boxes of 1 to 67108864",
+        ),
+        (CHUNKS, request_for(*[(Range(0, 9 << 10), Range(0, 2048))] * 3), 400, b"TOO_MANY_BOXES"),
+        (CHUNKS, request_for((Range(-1, 2), Range(0, 2))), 400, b"BOX: box 0 of big: [-1:1, 0:2] is not inside"),
+        (CHUNKS, request_for((Range(9 << 10, 1), Range(0, 1))), 400, b"is not inside"),
+        (CHUNKS, request_for((Range(0, HUGE, HUGE), Range(0, 1))), 400, b"is not inside"),
+        (CHUNKS, request_for((Range(0, 2, HUGE), Range(0, 1))), 400, b"is not inside"),
+        (CHUNKS, request_for((Range(0, 0), Range(0, 1))), 400, b"is not inside"),
+        (CHUNKS, request_for((Range(0, 1, 0), Range(0, 1))), 400, b"is not inside"),
+        (CHUNKS, request_for((Range(0, 1),)), 400, b"is not inside"),
+        (CHUNKS, request_for(ROW, tensors=[]), 400, b"BOX: box 0 is of tensor 0, the request names 0"),
+        (CHUNKS, request_for(ROW, tensors=["x"]), 400, b"UNKNOWN_TENSOR"),
+        (CHUNKS, request_for(ROW, chunk_bytes=1), 400, b"CHUNK_BYTES"),
+        (CHUNKS, request_for(ROW, version="models/policy/versions/2"), 400, b"BOX: expected boxes of models/policy/versions/1"),
+        (CHUNKS.replace("/1/", "/99/"), request_for(ROW), 404, b"VERSION_UNKNOWN"),
+        (CHUNKS, request_for(ROW) | {"If-Match": '"x"'}, 412, b"fingerprint"),
+        (CHUNKS, request_for(ROW) | {"Host": "evil.example"}, 421, b"expected an IP address"),
     ],
 )
 def test_a_request_that_names_no_part_of_a_version_is_refused(
@@ -278,11 +287,16 @@ def test_a_reader_needs_a_certificate_and_a_role_for_the_model(tmp_path: Path, m
                 refused = Channel(daemon.endpoint, tls=authority.tls("other.test"))
                 with (
                     refused,
-                    pytest.raises(RangesUnavailable, match=r"answered 403: NOT_ALLOWED: dns:other\.test@127\.0\.0\.1 may not"),
+                    pytest.raises(PortUnavailable, match=r"answered 403: NOT_ALLOWED: dns:other\.test@127\.0\.0\.1 may not"),
                 ):
                     read(refused, manifest, descriptors)
-                monkeypatch.setattr(range_reads, "_PATIENCE", 0.1)
+                with (
+                    Channel(daemon.endpoint, tls=authority.tls("other.test")) as refused,
+                    pytest.raises(PortUnavailable, match=r"answered 403: NOT_ALLOWED: dns:other\.test@127\.0\.0\.1 may not"),
+                ):
+                    list(PortReader(refused, manifest).windows(cut_windows([BoxPart(0, "a", COLUMN)], manifest.specs)))
+                monkeypatch.setattr(port_connection, "PATIENCE", 0.1)
                 without = Channel(daemon.endpoint, tls=authority.tls())
-                with without, pytest.raises(RangesUnavailable, match=r"127\.0\.0\.1:\d+: ") as error:
+                with without, pytest.raises(PortUnavailable, match=r"127\.0\.0\.1:\d+: ") as error:
                     read(without, manifest, descriptors)
                 assert isinstance(error.value.__cause__, OSError)

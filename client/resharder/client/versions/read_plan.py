@@ -1,0 +1,136 @@
+"""The requests that boxes need of the data port: HTTP ranges of the files, and windows of boxes that the daemon packs.
+
+A box is read by ranges, which the daemon's kernel sends, if few bytes between its runs come along; else its runs are packed.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from resharder.converters.geometry.chunking import cut_chunks
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, TensorSpec
+from resharder.converters.geometry.rows import box_rows
+from resharder.converters.storage.files import FileLayout
+from resharder.converters.wire.chunk_body import MOST_BOXES_BYTES
+from resharder.converters.wire.ranges import PIECE_BYTES
+
+MOST_GAP = 64 << 10
+"""Upper bound on unneeded bytes between two parts that are fetched as one; another request costs about as much."""
+LONG_RUN = 1 << 20
+"""Bytes of a run from which each run of a box is read by a range of its own."""
+MOST_UNNEEDED = 0.25
+"""Upper bound on the share of unneeded bytes for which a box is read with all bytes between its runs."""
+WINDOW_BYTES = 16 << 20
+"""Upper bound on the bytes of boxes in one request."""
+
+
+class FileRange(NamedTuple):
+    """Bytes `start` to `end`, exclusive, of the file at position `file`; within one piece."""
+
+    file: int
+    start: int
+    end: int
+
+
+class BoxPart(NamedTuple):
+    """`box` of the tensor `name`, a part of the box at `position` of the requested ones."""
+
+    position: int
+    name: str
+    box: Box
+
+
+Window = tuple[BoxPart, ...]
+"""Parts of boxes that one request asks for."""
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """Ranges in the order of the files, then windows, and for each box the numbers of the jobs that it needs."""
+
+    jobs: tuple[FileRange | Window, ...]
+    of_box: tuple[range, ...]
+
+
+def plan_reads(files: Sequence[FileLayout], boxes: Sequence[tuple[str, Box]]) -> ReadPlan:
+    """Return the requests for boxes, given as (tensor's name, box), of a version with these files."""
+    homes = {name: number for number, file in enumerate(files) for name in file.by_name}
+    spans = [_spans(files, homes, name, box) for name, box in boxes]
+    ranges = tuple(_cut(_merged(span for found in spans for span in found)))
+    packed = [BoxPart(position, *box) for position, box in enumerate(boxes) if not spans[position]]
+    windows = cut_windows(packed, {name: files[homes[name]].by_name[name].spec for _, name, _ in packed})
+    starts = [(each.file, each.start) for each in ranges]
+    of_box = [_within(found, starts) if found else range(0) for found in spans]
+    for number, window in enumerate(windows, len(ranges)):
+        for position in {part.position for part in window}:
+            of_box[position] = range((of_box[position] or range(number, number)).start, number + 1)
+    return ReadPlan((*ranges, *windows), tuple(of_box))
+
+
+def cut_windows(boxes: Sequence[BoxPart], specs: Mapping[str, TensorSpec]) -> list[Window]:
+    """Return the boxes in order, cut into windows of at most `WINDOW_BYTES` whose requests fit into a header."""
+    sizes = [ITEM_SIZES[specs[name].dtype] for _, name, _ in boxes]
+    windows: list[Window] = []
+    for parts in cut_chunks([part.box for part in boxes], sizes, WINDOW_BYTES):
+        current: list[BoxPart] = []
+        names, room = set[str](), MOST_BOXES_BYTES
+        for position, box in parts:
+            part = boxes[position]._replace(box=box)
+            needed = _encoded_size(part, part.name not in names)
+            if needed > room and current:
+                windows.append(tuple(current))
+                names, current, room = set(), [], MOST_BOXES_BYTES
+                needed = _encoded_size(part, named=True)
+            names.add(part.name)
+            current.append(part)
+            room -= needed
+        windows.append(tuple(current))
+    return windows
+
+
+def _encoded_size(part: BoxPart, named: bool) -> int:
+    """Return an upper bound on the bytes of a part in a `BoxesRequest`; `named`: and of its tensor's name."""
+    numbers = sum(max(1, -(-value.bit_length() // 7)) for r in part.box for value in r)
+    return 24 + numbers + (4 + len(part.name.encode()) if named else 0)
+
+
+def _within(spans: Sequence[FileRange], starts: Sequence[tuple[int, int]]) -> range:
+    """Return the positions of the ranges from the one with the first span's begin to the one with the last one's end."""
+    first, last = spans[0], spans[-1]
+    return range(bisect_right(starts, (first.file, first.start)) - 1, bisect_left(starts, (last.file, last.end)))
+
+
+def _spans(files: Sequence[FileLayout], homes: Mapping[str, int], name: str, box: Box) -> list[FileRange]:
+    """Return the bytes with which a box is read by ranges; none for a box to pack."""
+    spec, offset = files[homes[name]].by_name[name]
+    rows = list(box_rows(box, spec))
+    start, end = rows[0].start, rows[-1].end
+    if sum(row.size for row in rows) >= (1 - MOST_UNNEEDED) * (end - start):
+        spans = [(start, end)]
+    elif rows[0].length >= LONG_RUN:
+        spans = [span for row in rows for span in row.spans(MOST_GAP)]
+    else:
+        spans = []
+    return [FileRange(homes[name], offset + start, offset + end) for start, end in spans]
+
+
+def _merged(spans: Iterable[FileRange]) -> Iterator[FileRange]:
+    current: FileRange | None = None
+    for span in sorted(spans):
+        if current is not None and span.file == current.file and span.start <= current.end + MOST_GAP:
+            current = current._replace(end=max(current.end, span.end))
+            continue
+        if current is not None:
+            yield current
+        current = span
+    if current is not None:
+        yield current
+
+
+def _cut(spans: Iterable[FileRange]) -> Iterator[FileRange]:
+    for file, start, end in spans:
+        while start < end:
+            cut = min(end, (start // PIECE_BYTES + 1) * PIECE_BYTES)
+            yield FileRange(file, start, cut)
+            start = cut

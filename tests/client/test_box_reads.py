@@ -1,0 +1,223 @@
+"""Boxes by the data port: strided ones in a worker's helper, and all of them in order, as `open_source` reads them."""
+
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from resharder.client.errors import ResharderError
+from resharder.client.inference.worker.fetch import fetch
+from resharder.client.inference.worker.source import DESCRIPTORS
+from resharder.client.rpc.channel import Channel
+from resharder.client.versions import port_connection, port_reads, read_plan
+from resharder.client.versions.boxes import read_boxes
+from resharder.client.versions.remote import Arrived, VersionManifest, boxes_request, download
+from resharder.converters.geometry.layout import ITEM_SIZES, Box, Range, TensorSpec, box_index, box_size
+from resharder.converters.storage.files import BITS, FileLayout, MappedFiles, Placed
+from resharder.converters.wire.chunk_body import BOXES, boxes_header
+from resharder.server.data.pinned import PinnedVersion
+from resharder.server.data.versions import ServedVersion
+from resharder.server.state.errors import InvalidArgument
+from resharder.server.state.version import READY, VersionRecord
+from resharder.server.store.manifest import Manifest
+
+from tests.client.port_reading import COLUMN, SMALL, all_boxes, manifest_of, mirror, publish
+from tests.client.proxy import Proxy
+from tests.support.daemon import Daemon
+from tests.support.observing import wait_until
+from tests.support.secure import PROBE, Authority, SecureDaemon
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon(data_listen="127.0.0.1:0") as running:
+        assert publish(running, 1) == 1
+        yield running
+
+
+@pytest.fixture
+def channel(daemon: Daemon) -> Iterator[Channel]:
+    with Channel(daemon.endpoint) as opened:
+        yield opened
+
+
+COLUMNS: list[tuple[str, Box]] = [
+    ("big", (Range(0, 9 << 10), Range(0, 1024))),
+    ("big", (Range(5, 300, 7), Range(3, 100, 11))),
+    ("one", ()),
+    ("small", (Range(0, 3, 2),)),
+]
+"""Boxes that are packed, but for the scalar."""
+
+
+@pytest.fixture(params=["plain", "mutual TLS"])
+def either(request: pytest.FixtureRequest, daemon: Daemon, tmp_path: Path) -> Iterator[Channel]:
+    """A channel to a daemon with a version of `SPECS`."""
+    if request.param == "plain":
+        with Channel(daemon.endpoint) as opened:
+            yield opened
+        return
+    authority = Authority(tmp_path / "pki")
+    roles = {f"dns:{PROBE}": ["publisher:policy"], "dns:server.test": ["server:policy"]}
+    with SecureDaemon(authority, roles, data_listen="127.0.0.1:0") as secure:
+        publish(secure, 1)
+        with Channel(secure.endpoint, tls=authority.tls("server.test")) as opened:
+            yield opened
+
+
+def without_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> Iterator[Arrived]:
+        raise AssertionError("expected no download by gRPC")
+
+    monkeypatch.setattr("resharder.client.versions.boxes.download", refused)
+
+
+def test_strided_boxes_come_by_the_data_port_with_the_bytes_of_the_stream(either: Channel) -> None:
+    manifest = manifest_of(either)
+    found, bytes_ = {}, {}
+    for transport in ("http", "grpc"):
+        with mirror(manifest) as descriptors:
+            request = boxes_request(manifest.name, COLUMNS)
+            found[transport] = fetch(either, [str(d) for d in descriptors], request, transport)
+            files = [replace(file, path=str(fd)) for file, fd in zip(manifest.files, descriptors, strict=True)]
+            with MappedFiles(DESCRIPTORS, files) as mapped:
+                bytes_[transport] = [mapped.arrays[name][box_index(box)].tobytes() for name, box in COLUMNS]
+    assert (found["http"].transport, found["http"].reason) == ("http", "")
+    assert (found["http"].digests, bytes_["http"]) == (found["grpc"].digests, bytes_["grpc"])
+
+
+def test_boxes_in_order_come_by_the_data_port_with_the_bytes_of_the_stream(
+    either: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = manifest_of(either)
+    wanted = [*COLUMNS, *all_boxes(manifest)]
+    by_stream = assembled(manifest, wanted, download(either, manifest, wanted))
+    without_grpc(monkeypatch)
+    assert assembled(manifest, wanted, read_boxes(either, manifest, wanted)) == by_stream
+
+
+def assembled(manifest: VersionManifest, wanted: list[tuple[str, Box]], parts: Iterable[Arrived]) -> list[bytes]:
+    """The bytes of each box; its parts come in the order of the boxes, and may be repeated."""
+    tensors = [np.zeros(manifest.specs[name].shape, BITS[ITEM_SIZES[manifest.specs[name].dtype]]) for name, _ in wanted]
+    last, seen = 0, [0] * len(wanted)
+    for position, box, array in parts:
+        assert position >= last
+        last = position
+        tensors[position][box_index(box)] = array
+        seen[position] += array.size
+    assert all(size >= box_size(box) for size, (_, box) in zip(seen, wanted, strict=True))
+    return [tensor[box_index(box)].tobytes() for tensor, (_, box) in zip(tensors, wanted, strict=True)]
+
+
+def test_after_cut_connections_the_chunks_that_are_left_are_read(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = manifest_of(channel)
+    wanted = [*COLUMNS, *all_boxes(manifest)]
+    expected = assembled(manifest, wanted, download(channel, manifest, wanted))
+    proxy = Proxy(f"127.0.0.1:{manifest.data_address.rpartition(':')[2]}")
+    through, parts = replace(manifest, data_address=proxy.endpoint), list[Arrived]()
+    without_grpc(monkeypatch)
+    for number, part in enumerate(read_boxes(channel, through, wanted)):
+        parts.append(part)
+        if number in (1, 20):
+            proxy.cut()
+    assert assembled(manifest, wanted, parts) == expected
+    assert sum(part.array.size for part in parts) == sum(box_size(box) for _, box in wanted)
+    proxy.close()
+
+
+def test_where_the_data_port_ends_in_the_middle_the_stream_takes_over(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(port_connection, "PATIENCE", 0.1)
+    monkeypatch.setattr(read_plan, "WINDOW_BYTES", 2 << 20)
+    manifest = manifest_of(channel)
+    wanted = [*COLUMNS, *all_boxes(manifest)]
+    expected = assembled(manifest, wanted, download(channel, manifest, wanted))
+    proxy = Proxy(f"127.0.0.1:{manifest.data_address.rpartition(':')[2]}")
+    parts = list[Arrived]()
+    for number, part in enumerate(read_boxes(channel, replace(manifest, data_address=proxy.endpoint), wanted)):
+        parts.append(part)
+        if number == 3:
+            proxy.close()
+    assert assembled(manifest, wanted, parts) == expected
+    assert f"is read by gRPC: {proxy.endpoint}: " in caplog.text
+
+
+def test_without_a_data_port_boxes_come_by_the_stream(channel: Channel, caplog: pytest.LogCaptureFixture) -> None:
+    manifest = replace(manifest_of(channel), data_address="")
+    expected = assembled(manifest, COLUMNS, download(channel, manifest, COLUMNS))
+    assert assembled(manifest, COLUMNS, read_boxes(channel, manifest, COLUMNS)) == expected
+    assert not caplog.text
+
+
+def test_a_daemon_killed_in_the_middle_serves_the_rest_after_its_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_plan, "WINDOW_BYTES", 2 << 20)
+    monkeypatch.setattr(port_connection, "PATIENCE", 0.5)
+    with Daemon(data_listen="127.0.0.1:0") as daemon, Channel(daemon.endpoint) as channel:
+        publish(daemon, 1)
+        manifest = manifest_of(channel)
+        wanted = all_boxes(manifest)
+        expected = assembled(manifest, wanted, download(channel, manifest, wanted))
+        parts = list[Arrived]()
+        for number, part in enumerate(read_boxes(channel, manifest, wanted)):
+            parts.append(part)
+            if number == 3:
+                daemon.kill()
+                daemon.start()  # with another data port
+        assert assembled(manifest, wanted, parts) == expected
+
+
+def test_a_version_stays_while_its_boxes_are_read_however_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Daemon(data_listen="127.0.0.1:0", keep_count=1) as daemon, Channel(daemon.endpoint) as channel:
+        publish(daemon, 1, SMALL)
+        manifest = manifest_of(channel)
+        monkeypatch.setattr(port_reads, "_PIN_SECONDS", 0.1)
+        monkeypatch.setattr(read_plan, "WINDOW_BYTES", 1 << 8)
+        without_grpc(monkeypatch)
+        folder = daemon.store / "models/policy/versions/00000001"
+        reads = read_boxes(channel, manifest, [("a", (Range(0, 64), Range(0, 31)))])
+        next(reads)
+        for step in (2, 3):
+            publish(daemon, step, SMALL)
+        assert folder.exists()
+        assert len(list(reads)) > 0
+        wait_until(lambda: not folder.exists())
+        monkeypatch.undo()
+        with pytest.raises(ResharderError) as gone:
+            list(read_boxes(channel, manifest, [("a", COLUMN)]))
+        assert gone.value.reason == "VERSION_GONE"
+
+
+def test_a_connection_that_breaks_off_a_read_of_boxes_leaves_no_pin_and_no_map() -> None:
+    with Daemon(data_listen="127.0.0.1:0", keep_count=1) as daemon, Channel(daemon.endpoint) as other:
+        publish(daemon, 1)
+        manifest = manifest_of(other)
+        host, _, port = manifest.data_address.rpartition(":")
+        reader = socket.create_connection((host or "127.0.0.1", int(port)))
+        header = boxes_header(boxes_request("", [COLUMNS[0]]))
+        reader.sendall(f"GET /models/policy/versions/1/chunks HTTP/1.1\r\nHost: localhost\r\n{BOXES}: {header}\r\n\r\n".encode())
+        assert reader.recv(12) == b"HTTP/1.1 200"
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        reader.close()
+        for step in (2, 3):
+            publish(daemon, step)
+        wait_until(lambda: not (daemon.store / "models/policy/versions/00000001").exists())
+        maps = Path(f"/proc/{daemon.pid}/maps").read_text()
+        assert "versions/00000001/" not in maps
+        assert "Exception in thread" not in daemon.log.read_text()
+
+
+def test_boxes_beyond_a_response_are_refused_before_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = TensorSpec("a", "U8", (1 << 40, 1 << 10))
+    record = VersionRecord("m", 1, READY, 1, 1, "j", spec.size, 1, 0.0)
+    manifest = Manifest(record, (FileLayout("f", b"", spec.size, (Placed(spec, 0),)),), {}, ())
+    served = ServedVersion("models/m/versions/1", "f", {}, Path("/"), manifest=manifest)
+    monkeypatch.setattr("resharder.server.store.box_reads.cut_chunks", lambda *_: pytest.fail("cut"))
+    version = PinnedVersion(SimpleNamespace(pinned=lambda *_: nullcontext(served)), "m", 1)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match=f"expected boxes of 1 to 67108864 bytes, got {1 << 49}"):
+        version.boxes(boxes_request("", [("a", (Range(0, 1 << 40), Range(0, 512)))]), manifest)
