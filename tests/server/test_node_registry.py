@@ -11,7 +11,7 @@ from resharder.converters.wire.ranges import PIECE_BYTES
 from resharder.server.infra.change_signal import Pause
 from resharder.server.node.drained import DrainedNodes
 from resharder.server.node.links import MOST_LINKS, LinkLog, LinkReport
-from resharder.server.node.registry import NodeRegistry
+from resharder.server.node.registry import DAEMON, NodeRegistry
 from resharder.server.node.reports import CopyReport, HostCopy, NodeState, Orders, StateReport
 from resharder.server.observability.metrics.gauges import NOTHING, families
 from resharder.server.state.errors import FailedPrecondition, InvalidArgument, PermissionDenied, ResourceNotFound, Unavailable
@@ -149,7 +149,7 @@ def test_other_nodes_learn_where_a_transfer_engine_has_a_version(world: World) -
         world.sync(replace(report("one"), session=session, copies=(held,)))
         (order,) = world.sync(report("two")).versions
         found = {source.offer.peer: (source.session, source.addresses) for source in order.peers}
-        assert found == {"one": (session, addresses if session else ()), "daemon": ("", ())}
+        assert found == {"one": (session, addresses if session else ()), DAEMON: ("", ())}
 
 
 def test_a_daemon_that_restarts_takes_up_what_nodes_report(world: World) -> None:
