@@ -59,6 +59,10 @@ class SharedFleet:
         self._operator, self.name = operator, name
         self._known: set[str] = set()
 
+    def model(self) -> str:
+        """Return the model that the fleet follows; an empty string for a fleet that no server has joined."""
+        return next((fleet.model for fleet in self._operator.fleets() if fleet.name == self.name), "")
+
     def wake(self) -> None:
         """Order all servers of the fleet to wake."""
         self._operator.wake(self.name)
@@ -251,6 +255,21 @@ class GenerationPart:
             if not backoff.wait():
                 return False
         return True
+
+
+def lent_model(fleet: SharedFleet, models: Sequence[str], *, publish: bool) -> str:
+    """Return the model of a generation's versions.
+
+    An empty string stands for a fleet of a model that is not among the publisher's `models`.
+
+    Raises UsageError for such a fleet if the generation publishes.
+    """
+    found = fleet.model() or (fleet.name if fleet.name in models else models[0])
+    if found in models:
+        return found
+    if publish:
+        raise UsageError(f"expected a fleet that follows {' or '.join(models)}, fleet {fleet.name} follows {found}")
+    return ""
 
 
 def ready(handle: Handle) -> bool:

@@ -5,9 +5,8 @@ READY when every rank has sealed its slot.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from resharder.client.errors import UsageError
 from resharder.client.operator import Operator
 from resharder.client.rpc.channel import Channel, bound
 from resharder.client.trainer.backpressure import Backpressure
-from resharder.client.trainer.colocate import Generation, GenerationPart, SharedFleet
+from resharder.client.trainer.colocate import Generation, GenerationPart, SharedFleet, lent_model
 from resharder.client.trainer.delivery import Delivery, Then, Wake, sender_of
 from resharder.client.trainer.handle import Handle
 from resharder.client.trainer.identity import RankIdentity
@@ -81,6 +80,7 @@ class Publisher:
         self._aside: Aside | None = None
         self._delivery = self._delivery_of(None)
         self._sharing = threading.Lock()
+        self._by_model: dict[str, Publisher] = {model: self}  # of the models that the same calls publish
 
     @property
     def epoch(self) -> int:
@@ -190,12 +190,7 @@ class Publisher:
             UsageError: No model is attached.
             StaleEpoch, Conflict, VersionAborted, OutOfRoom, WaitTimeout, DaemonUnreachable: The version is aborted.
         """
-        with self._alone():
-            live = self._live
-            if live is None:
-                raise UsageError("expected an attached model: call attach(model_chunks, hf_config) before publish")
-            refuse_stale(self._chunks, sync=sync)
-            return self._publish(step, live.items, direct=direct)
+        return self._publish_attached(step, sync=sync, direct=direct)
 
     def publish_tensors(self, step: int, items: "Iterable[TensorItem] | Callable[[], Iterable[TensorItem]]") -> Handle:
         """Deliver HF tensors, divided over the ranks in any way and order, with each element on one rank.
@@ -247,7 +242,7 @@ class Publisher:
 
         Args:
             step: Label of the version.
-            fleet: Name of the fleet; by default the model's.
+            fleet: Name of the fleet; by default the model's. It may follow a model of `also`, whose version it then takes.
             level: Sleep level of the servers, 1 or 2.
             offload: Free the model's GPU memory.
             direct: Install over the direct path. The GPUs need memory for the servers' weights beside the trainer's.
@@ -261,25 +256,28 @@ class Publisher:
             WaitTimeout: Servers lag; the message names them.
             GenerationEnded: Another rank has failed.
             ServersNotAsleep: At exit; memory stays aside until `bring_back`.
-            UsageError: Another generation is in progress, or `direct` without a publisher that offers its memory.
+            UsageError: Another generation is in progress, `direct` without `direct_wait`, or the fleet follows another model.
             ResharderError: As in `publish`.
         """
-        from resharder.client.trainer.offload import roots_of, set_aside
+        from resharder.client.trainer.offload import set_aside
         from resharder.client.trainer.rendezvous import meet
-        from resharder.client.trainer.saved_state import eval_mode, keep_rng
+        from resharder.client.trainer.saved_state import keeping
 
         if not self._sharing.acquire(blocking=False):
             raise UsageError("expected the previous generation of this publisher to have ended")
-        model = self._model
-        roots = roots_of(model) if model is not None else []
+        model, lent = self._model, ""
 
         def wanted(wake: Wake | None) -> Handle | None:
+            nonlocal lent
             with self._alone():
                 if direct and not (publish and self._delivery.offers):
                     raise UsageError("expected an attached model, publish=True and connect(direct_wait=…) for direct=True")
                 if offload and model is None:
                     raise UsageError("expected an attached model to offload: call attach, or offload your own tensors")
-                return self._published(step, wake) if publish else self._session.newest
+                lent = lent_model(shared, tuple(self._by_model), publish=publish)
+                if publish:
+                    self._ensure_published(step, {} if wake is None else {lent: wake})
+                return self._by_model[lent]._session.newest if lent else None
 
         def aside() -> None:
             self.release()
@@ -287,17 +285,13 @@ class Publisher:
 
         try:
             with Operator(self._channel.endpoint, connect_timeout=self._channel.patience, tls=self._channel.tls) as operator:
+                shared = SharedFleet(operator, fleet or self.model)
+                ranks, seconds = meet(self.identity, self.model), bound(timeout)
                 part = GenerationPart(
-                    meet(self.identity, self.model),
-                    SharedFleet(operator, fleet or self.model),
-                    level=level,
-                    timeout=bound(timeout),
-                    set_aside=aside,
-                    bring_back=self.bring_back,
-                    direct=direct,
+                    ranks, shared, level=level, timeout=seconds, set_aside=aside, bring_back=self.bring_back, direct=direct
                 )
-                with part.held(wanted, (keep_rng, partial(eval_mode, roots))) as generation:
-                    self._backpressure.clear()
+                with part.held(wanted, keeping(model)) as generation:
+                    self._by_model.get(lent, self)._backpressure.clear()
                     yield generation
         finally:
             self._sharing.release()
@@ -351,25 +345,28 @@ class Publisher:
                 )
             yield
 
-    def _published(self, step: int, wake: Wake | None) -> Handle:
-        """Return the newest version if it is that of `step`, else publish. `wake` as in `Delivery.deliver`."""
+    def _ensure_published(self, step: int, wakes: Mapping[str, Wake]) -> None:
+        """Publish `step` unless the newest version is that of it. `wakes`: by model, as in `Delivery.deliver`."""
         newest = self._session.newest
-        if newest is not None and newest.step == step and newest.is_coming():
-            return newest
-        if self._live is None:
-            raise UsageError(f"expected publish_tensors({step}, …) before generation({step}), or an attached model")
-        refuse_stale(self._chunks, sync=False)
-        return self._publish(step, self._live.items, direct=True, wake=wake)
+        if newest is None or newest.step != step or not newest.is_coming():
+            if self._live is None:
+                raise UsageError(f"expected publish_tensors({step}, …) before generation({step}), or an attached model")
+            self._publish_attached(step, wakes=wakes)
+
+    def _publish_attached(
+        self, step: int, *, sync: bool = False, direct: bool = True, wakes: Mapping[str, Wake] | None = None
+    ) -> Handle:
+        with self._alone():
+            if self._live is None:
+                raise UsageError("expected an attached model: call attach(model_chunks, hf_config) before publish")
+            refuse_stale(self._chunks, sync=sync)
+            return self._publish(step, self._live.items, direct=direct, wakes=wakes)
 
     def _delivery_of(self, live: LiveTensors | None, sender: "Sender | None" = None) -> Delivery:
         transports = TransportSelector(self._channel, self._transport, lambda: live.device if live is not None else None)
         parts = self._channel, self._session, transports, sender
-        return Delivery(
-            *parts,
-            staging_timeout=self._staging_timeout,
-            direct_wait=self._direct_wait,
-            prepare=self._quantised.prepare if self._quantised is not None else None,
-        )
+        prepare = self._quantised.prepare if self._quantised is not None else None
+        return Delivery(*parts, staging_timeout=self._staging_timeout, direct_wait=self._direct_wait, prepare=prepare)
 
     def _register(self, rank_layout: RankLayout, wait: bool) -> None:
         if self._scheme is not None and self._quantised is None:
@@ -388,12 +385,13 @@ class Publisher:
         *,
         once: bool = False,
         direct: bool = False,
-        wake: Wake | None = None,
+        wakes: Mapping[str, Wake] | None = None,
         then: Then | None = None,
     ) -> Handle:
         timings: tracing.Timings = []
         self._session.start_publish(step)
         self._backpressure.wait(timings)
+        wake = (wakes or {}).get(self.model)
         handle = self._delivery.deliver(step, read, timings, direct=direct, once=once, wake=wake, then=then)
         self._session.published(handle)
         self._backpressure.add(handle)

@@ -6,10 +6,20 @@ Each function saves the state and returns a function that restores it.
 import random
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from resharder.client.trainer.offload import roots_of
+
+if TYPE_CHECKING:
+    from resharder.converters.models.hf_names import Model
+
+
+def keeping(model: "Model | None") -> tuple[Callable[[], Callable[[], None]], ...]:
+    """Return the functions that save the state of a trainer with this model."""
+    return keep_rng, partial(eval_mode, roots_of(model) if model is not None else [])
 
 
 def eval_mode(roots: Sequence[torch.nn.Module]) -> Callable[[], None]:

@@ -1,7 +1,8 @@
 """A rank's publisher of several models from one attached model, such as BF16 to keep and FP8 to serve.
 
 Each model has its own publisher, versions and servers. The daemon makes versions of one step READY together, one of each model,
-or none. A rank therefore delivers all of them within the offer of the first: none is READY before the last one is delivered.
+or none. A rank therefore delivers all of them within the offer of the first: none is READY before the last one is delivered. In a
+generation on the direct path, each rank has delivered all of them when the servers of one of them wake.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,6 +29,7 @@ class TogetherPublisher(Publisher):
         """Create the publisher of the first model. `others`: that of the next one, which may have a next one too."""
         super().__init__(*args, **options)
         self._others = others
+        self._by_model |= others._by_model
 
     def attach(
         self, model: "Model", hf_config: Config, tokenizer: Tokenizer | None = None, *, wait: bool = True, **options: Any
@@ -57,11 +59,10 @@ class TogetherPublisher(Publisher):
         super().close()
 
     def _publish(self, step: int, read: "Read", **options: Any) -> Handle:
-        if options.get("wake") is not None:
-            raise UsageError("expected generation(direct=False) with also=…: no version is READY before all are delivered")
-        direct = bool(options.get("direct"))
-        return super()._publish(step, read, **options, then=lambda first: self._deliver_others(first, direct))
+        shared = {key: options[key] for key in ("direct", "wakes") if key in options}
 
-    def _deliver_others(self, first: Handle, direct: bool) -> None:
-        found = self._others.publish(first.step, direct=direct)
-        first.also.update({self._others.model: found, **found.also})
+        def deliver_others(first: Handle) -> None:
+            found = self._others._publish_attached(step, **shared)
+            first.also.update({self._others.model: found, **found.also})
+
+        return super()._publish(step, read, **options, then=deliver_others)
