@@ -11,7 +11,7 @@ from resharder.client.operator.nodes import NodeCopyStatus, NodeLife, NodeStatus
 from tests.chaos.kept_node import node_problems
 
 COPY = NodeCopyStatus("models/policy/versions/7", 1, 1, 1, True, "", ("right",))
-NODE = NodeStatus("nodes/node", NodeLife.LIVE, "127.0.0.1:1", 100, 10, 0, 0, 0, 0, None, (COPY,), ())
+NODE = NodeStatus("nodes/node", NodeLife.LIVE, "127.0.0.1:1", 100, 10, 0, 0, 0, 0, None, (COPY,), 0, ())
 
 
 def server(transport: str = "node") -> ServerStatus:

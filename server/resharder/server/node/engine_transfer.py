@@ -7,7 +7,6 @@ from collections.abc import Callable
 import structlog
 import xxhash
 from numpy.lib.array_utils import byte_bounds
-from resharder.converters.failpoints import failpoint
 from resharder.converters.storage.pages import map_pages
 from resharder.converters.wire.pieces import PieceSpan
 from resharder.server.node.copies import HeldVersion
@@ -77,7 +76,6 @@ class EngineTransfer:
         bases = dict(zip(version.sizes, source.addresses, strict=True))
         for part in version.numbering.parts(piece):
             expected = self._checksums.of(version, part)
-            failpoint("node.piece")
             got = self._read_part(memory, part, source.session, bases[part.file])
             if got != expected:
                 raise EngineFailed(

@@ -111,6 +111,7 @@ class Swarm:
     def _fetch(self, id: int, version: HeldVersion, choice: PieceChoice, source: PieceSource) -> None:
         began, failure, size, busy = self._clock(), "", 0, False
         try:
+            failpoint("node.piece")
             size = self._transfer.fetch(version, choice.piece, source)
             if choice.piece not in version.held():
                 failpoint("node.held")

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-from resharder.converters.failpoints import failpoint
 from resharder.converters.storage.digest import Array
 from resharder.converters.wire.pieces import PieceSpan
 from resharder.converters.wire.range_client import (
@@ -156,7 +155,6 @@ class HttpTransfer:
         size, began = 0, self._clock()
         for part in version.numbering.parts(piece):
             expected = self._checksums.of(version, part)
-            failpoint("node.piece")
             request = PartRequest(
                 version.name, version.fingerprint, part.file, version.sizes[part.file], part.start, part.end, expected
             )
