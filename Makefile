@@ -149,7 +149,7 @@ sabotage: setup
 mutants: setup
 	$(BIN)/python -m tools.mutants $(if $(FAMILY),--family $(FAMILY)) $(if $(FILE),--file $(FILE)) --jobs $(or $(JOBS),1)
 
-# Every failpoint with every kind of fault, one cycle each: 50 minutes on two busy cores. ONLY=worker.apply, KIND=kill, JOBS=2.
+# Every failpoint with every kind of fault, one cycle each: some 50 minutes on two busy cores. ONLY=worker.apply, KIND=kill, JOBS=2.
 failpoints: setup
 	$(BIN)/python -m tests.failpoints $(if $(ONLY),--only $(ONLY)) $(if $(KIND),--kind $(KIND)) --jobs $(or $(JOBS),2)
 

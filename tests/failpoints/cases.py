@@ -49,7 +49,7 @@ TOGETHER: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 """Points on the way of versions that are READY together, and the passes on which they act: those of one model, and the other."""
 DECIDED = {"start.read", "decision.complete", "serve.listen"}
-"""Those of a daemon that finds a decision in its store: armed after a kill between the renames of one step."""
+"""Points of a daemon that starts with a decision in its store, left by a kill between the renames of one step."""
 DECISION = {"decision.write", "decision.remove", "decision.complete"}
 """Points that versions of one model do not reach."""
 
