@@ -2,9 +2,11 @@
 
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
+from resharder.client.direct import transfer
 from resharder.client.direct.base import DirectFailed
 from resharder.client.direct.links import TransferLinks
 
@@ -103,3 +105,23 @@ def test_all_are_closed_at_the_end(site: Site) -> None:
         site.links.get(group)
     site.links.close()
     assert all(link.closed.is_set() for link in site.made.values())
+
+
+def is_mapped(address: int) -> bool:
+    areas = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in areas)
+
+
+def test_the_buffers_of_a_link_that_a_thread_has_formed_go_back_to_the_kernel_with_it() -> None:
+    """From malloc, each link would leave them in the arena of the thread that formed it."""
+    formed: list[list[torch.Tensor]] = []
+    thread = threading.Thread(target=lambda: formed.append(transfer._buffers([70_000, 30_000], CPU, None)))
+    thread.start()
+    thread.join()
+    buffers = formed.pop()
+    address = buffers[1].data_ptr()
+    buffers[1].fill_(1)
+    del buffers[0]
+    assert is_mapped(address)
+    buffers.clear()
+    assert not is_mapped(address)

@@ -44,8 +44,11 @@ def test_a_link_outlives_an_offer_but_not_its_group(over: bool, monkeypatch: pyt
     refusal = Refused("its offer is over: the publisher waits for 4 s after READY")
     refusal.reason = "NOT_OFFERED"
 
+    def begin(method: Any, request: Any, **options: Any) -> Any:
+        return method(request, **options)
+
     with grpc.insecure_channel("127.0.0.1:1") as unused:
-        channel: Any = SimpleNamespace(grpc=unused, error=lambda error: refusal)
+        channel: Any = SimpleNamespace(grpc=unused, begin=begin, error=lambda error: refusal)
         receiver = Receiver(channel, "left", 0, "process", torch.device("cpu"))
     link: Any = Link(over)
     stub: Any = SimpleNamespace(

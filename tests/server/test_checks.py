@@ -2,14 +2,16 @@
 
 import os
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from resharder.server.config import ConfigError, load
-from resharder.server.fleets.canary_checks import Checks, environment
+from resharder.server.fleets.canary_checks import Checks, _Run, environment
 from resharder.server.state.fleet import Fleet, FleetStrategy, FleetStrategyKind, Move, MoveState
+from structlog.testing import capture_logs
 
 from tests.support.observing import wait_until
 
@@ -112,18 +114,47 @@ def test_what_a_command_leaves_behind_ends_with_it_and_keeps_nobody_waiting(run:
 
 
 def test_a_cancelled_command_is_killed_and_not_told_of(tmp_path: Path) -> None:
-    checks, ended = Checks({"slow": ["sh", "-c", f"echo $$ > {tmp_path}/own; exec sleep 1000"]}, 60), Ended()
+    checks, ended = Checks({"slow": ["sh", "-c", f"echo $$ > {tmp_path}/own; exec sleep 1000"]}, 600), Ended()
     for _ in range(2):
         checks.start("slow", "fleets/policy/1", {}, lambda ok, message: ended.put((ok, message)))
         wait_until(lambda: (tmp_path / "own").exists() and (tmp_path / "own").read_text().endswith("\n"))
         process = int((tmp_path / "own").read_text())
         (tmp_path / "own").unlink()
         checks.cancel("fleets/policy/1")
-        wait_until(lambda process=process: gone(process))
+        wait_until(lambda process=process: gone(process), timeout=30)
     checks.close()
     checks.start("slow", "fleets/policy/2", {}, lambda ok, message: ended.put((ok, message)))
     assert ended.empty()
     assert not (tmp_path / "own").exists()
+
+
+def test_a_command_that_is_cancelled_before_it_starts_does_not_run(tmp_path: Path) -> None:
+    run = _Run("touch", ["touch", f"{tmp_path}/ran"], {}, 60)
+    run.cancel()
+    assert run.result() == (False, "it was cancelled")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_log_names_each_check_with_its_result_and_why_it_could_not_be_kept() -> None:
+    checks, threads = Checks({"check": ("sh", "-c", "echo why; exit 3")}, 60), queue.SimpleQueue[threading.Thread]()
+
+    def refuse(ok: bool, message: str) -> None:
+        threads.put(threading.current_thread())
+        raise OSError(5, "Input/output error", "fleets/policy.json")
+
+    with capture_logs() as logs:
+        checks.start("check", "fleets/policy/1", {}, refuse)
+        thread = threads.get(timeout=60)
+        thread.join(60)
+    assert (thread.name, thread.daemon) == ("check-check", True)  # a check keeps no daemon from its end
+    about = {"check": "check", "key": "fleets/policy/1"}
+    reason = logs[-1].pop("reason")
+    assert "fleets/policy.json" in reason
+    assert logs == [
+        {"event": "check_started", "log_level": "info", **about},
+        {"event": "check_ended", "log_level": "info", "ok": False, "message": "ended with 3: why", **about},
+        {"event": "check_not_kept", "log_level": "error", **about},
+    ]
 
 
 def test_a_key_is_run_once_however_often_it_is_started(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -92,15 +93,18 @@ def attempt(sabotage: Sabotage, seeds: range) -> Result:
 
 
 def _test(tree: Path, test: str) -> Result:
-    """Run a test on the copy. Raises RuntimeError if it does not run."""
+    """Run a test on the copy; a signal that ends its process counts as found. Raises RuntimeError if it does not run."""
     began = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
     environment = os.environ | {"PYTHONPATH": ":".join(str(tree / path) for path in _PATHS)}
     run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    seconds = time.monotonic() - began
+    if run.returncode < 0:
+        return Result(1, seconds, f"the process ended by {signal.Signals(-run.returncode).name}")
     if run.returncode not in (0, 1):  # 1: tests failed
         raise RuntimeError(f"{test} does not run:\n{run.stdout[-3000:]}{run.stderr[-3000:]}")
     reasons = [line.removeprefix("E ").strip() for line in run.stdout.splitlines() if line.startswith("E ")]
-    return Result(1, time.monotonic() - began, (reasons or ["failed"])[0] if run.returncode else "")
+    return Result(1, seconds, (reasons or ["failed"])[0] if run.returncode else "")
 
 
 def _simulate(tree: Path, name: str, seeds: range) -> Result:

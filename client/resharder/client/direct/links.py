@@ -147,7 +147,8 @@ def until_over(channel: Channel, group: str, seconds: float, over: Callable[[str
             over(str(said))
 
     request = direct_pb2.GetGroupKeyRequest(group=group, key=_NEVER_SET, wait_seconds=min(seconds, _LONGEST))
-    call = direct_pb2_grpc.DirectServiceStub(channel.grpc).GetGroupKey.future(request, timeout=seconds + _ASK)
+    key = direct_pb2_grpc.DirectServiceStub(channel.grpc).GetGroupKey
+    call: Any = channel.begin(key.future, request, timeout=seconds + _ASK)
     call.add_done_callback(heard)
     try:
         yield

@@ -123,7 +123,7 @@ class Sender:
 
     def _serve(self, request: direct_pb2.OfferVersionRequest, calls: list[Any]) -> None:
         failpoint("sender.offer")
-        call = direct_pb2_grpc.DirectServiceStub(self._channel.grpc).OfferVersion(request)
+        call = self._channel.begin(direct_pb2_grpc.DirectServiceStub(self._channel.grpc).OfferVersion, request)
         calls.append(call)
         try:
             self._links.prepare(partial(self._failed, request.member))  # now rather than while servers wait

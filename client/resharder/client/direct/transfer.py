@@ -1,5 +1,6 @@
 """Execution of a schedule: packing, sending, receiving and unpacking of successive rounds overlap."""
 
+import mmap
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -260,12 +261,22 @@ def _buffers(sizes: list[int], device: torch.device, memory: torch.Tensor | None
     """Return buffers aligned to `ALIGN`. Raises ValueError if `memory` is too small."""
     spaces = [-(-size // ALIGN) * ALIGN for size in sizes]
     if memory is None:
-        memory = torch.empty(sum(spaces) + ALIGN, dtype=torch.uint8, device=device)
+        size = sum(spaces) + ALIGN
+        memory = _host_memory(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
     first = -memory.data_ptr() % ALIGN
     if first + sum(spaces) > memory.numel():
         raise ValueError(f"expected {first + sum(spaces)} bytes for buffers, got {memory.numel()}")
     begins = [first + sum(spaces[:i]) for i in range(len(spaces))]
     return [memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+
+
+def _host_memory(size: int) -> torch.Tensor:
+    """Return memory of a mapping of its own, which is unmapped with the tensor.
+
+    Links are formed on threads that end. `malloc` would take the memory from such a thread's arena and keep it there after the
+    link: with each link that another thread formed, one more of its arenas, up to eight a processor, kept as much.
+    """
+    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def _used(*locals_: Ints | list[int]) -> list[int]:

@@ -127,7 +127,7 @@ class OperatorQueries(DaemonConnection):
         lost = Backoff(RESTART)
         while True:
             try:
-                for event in self._channel.stream(self._stub.ListEvents(request)):
+                for event in self._channel.stream(self._channel.begin(self._stub.ListEvents, request)):
                     request.after, request.last, lost = event.id, 0, Backoff(RESTART)
                     yield answer(DaemonEvent, event)
                 if not follow:

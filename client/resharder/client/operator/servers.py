@@ -43,7 +43,8 @@ class ServerCommands(OperatorQueries):
         """
         seconds = _LONGEST_WAIT if timeout is None else timeout
         request = operator_pb2.ProfileInstallRequest(server=server_name(server), wait_seconds=seconds)
-        for profile in self._channel.stream(self._stub.ProfileInstall(request, timeout=seconds + 30)):
+        call = self._channel.begin(self._stub.ProfileInstall, request, timeout=seconds + 30)
+        for profile in self._channel.stream(call):
             yield answer(WorkerProfile, profile)
 
     def verify(self, server: str, *, timeout: float | None = 600.0) -> tuple[WorkerVerification, ...]:

@@ -42,7 +42,7 @@ class VersionCommands(OperatorQueries):
         found = self.version(version, model=model)
         with appearing(folder) as beside:
             request = operator_pb2.ExportVersionRequest(version=found.name)
-            parts = self._channel.stream(self._stub.ExportVersion(request, timeout=_DAY))
+            parts = self._channel.stream(self._channel.begin(self._stub.ExportVersion, request, timeout=_DAY))
             files, size = write_parts(beside, parts, lambda done: progress(done, max(done, found.size_bytes)))
         return ExportedVersion(found, folder, files, size)
 

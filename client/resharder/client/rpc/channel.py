@@ -135,28 +135,48 @@ class Channel:
         backoff = Backoff(self.patience if patience is None else patience)
         while True:
             try:
-                return method(request, timeout=timeout)
+                return self.begin(method, request, timeout=timeout)
             except grpc.RpcError as error:
                 if not (unreachable(error) and backoff.wait()):
-                    raise error_of(error, self.endpoint) from error
-            except ValueError as error:  # raised by grpcio for a closed channel
-                if not self._closed:
-                    raise
-                raise _closed(self.endpoint) from error
+                    raise self.error(error) from error
+
+    def begin(self, method: Callable[..., Answer], request: Any, **options: Any) -> Answer:
+        """Return what a method returns: an answer, or a call in progress.
+
+        Args:
+            method: Method of a stub, its `future`, or a multi-callable.
+            request: Its request message, or an iterator of them.
+            options: Its further arguments, such as `timeout`.
+
+        Raises grpc.RpcError; UsageError if the channel is closed.
+        """
+        try:
+            return method(request, **options)
+        except ValueError as error:  # raised by grpcio for a closed channel
+            if not self._closed:
+                raise
+            raise _closed(self.endpoint) from error
 
     def stream(self, call: Iterator[Answer]) -> Iterator[Answer]:
-        """Yield the answers of a server stream. Raises the errors of `errors`."""
+        """Yield the answers of a server stream. Raises the errors of `errors`; UsageError once the channel is closed."""
         try:
             yield from call
         except grpc.RpcError as error:
-            raise error_of(error, self.endpoint) from error
+            raise self.error(error) from error
 
     def error(self, error: grpc.RpcError) -> ResharderError:
-        """Return the typed form of an error that a call over this channel raised."""
+        """Return the typed form of an error that a call over this channel raised: UsageError if `close` has ended it."""
+        if self._closed and error.code() is grpc.StatusCode.CANCELLED:
+            return _closed(self.endpoint)
         return error_of(error, self.endpoint)
 
+    def check_open(self) -> None:
+        """Raise UsageError if the channel is closed."""
+        if self._closed:
+            raise _closed(self.endpoint)
+
     def close(self) -> None:
-        """Close the channel. Calls in progress end with CANCELLED, later ones with UsageError."""
+        """Close the channel. Calls in progress and later ones end with UsageError."""
         if not self._closed:
             self._closed = True
             before, self.grpc = self.grpc, _Closed(self.endpoint)

@@ -339,6 +339,7 @@ class Publisher:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         with self._session.exclusive():
+            self._channel.check_open()
             if self._aside is not None:
                 raise UsageError(
                     "expected parameters in GPU memory, a generation has moved them aside: leave it, or call bring_back()"

@@ -57,7 +57,7 @@ class ChunkStreams:
         while left:
             try:
                 failpoint("chunks.upload")
-                upload(self._messages(left), timeout=_STREAM_SECONDS)
+                self._channel.begin(upload, self._messages(left), timeout=_STREAM_SECONDS)
                 return
             except grpc.RpcError as error:
                 if not (unreachable(error) and backoff.wait()):

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -137,7 +137,7 @@ def _stream(channel: Channel, manifest: VersionManifest, boxes: Sequence[tuple[s
     sizes = [ITEM_SIZES[manifest.specs[name].dtype] for name, _ in boxes]
     chunks = cut_chunks([box for _, box in boxes], sizes, CHUNK_BYTES)
     ask = channel.grpc.unary_stream(_DOWNLOAD, request_serializer=server_pb2.BoxesRequest.SerializeToString)
-    call = ask(boxes_request(manifest.name, boxes))
+    call: Any = channel.begin(ask, boxes_request(manifest.name, boxes))
     try:
         for index, (parts, message) in enumerate(zip(chunks, call, strict=True)):
             header, data, _ = unframe(message)

@@ -4,9 +4,10 @@ import hashlib
 import importlib.metadata
 import ssl
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from resharder.converters.storage.files import FileLayout, parse_header
@@ -91,25 +92,36 @@ class RemoteVersion:
     data_address: str
 
 
+class _OpenChannel(NamedTuple):
+    """A channel, and its stubs: grpcio (1.85) ends the process by SIGSEGV where one is made of a closed channel."""
+
+    channel: grpc.Channel
+    nodes: node_pb2_grpc.NodeServiceStub
+    servers: server_pb2_grpc.ServerServiceStub
+
+
 class DaemonClient:
-    """Channel to the daemon. Thread-safe. Every call raises grpc.RpcError, and OSError for certificates that cannot be read."""
+    """Channel to the daemon. Thread-safe.
+
+    Every call raises grpc.RpcError, and OSError once it is closed or for certificates that cannot be read.
+    """
 
     def __init__(self, endpoint: str, tls: NodeTls | None = None) -> None:
         self.endpoint, self._tls = endpoint, tls
         self._lock = threading.Lock()
         self._stamp: tuple[object, ...] = ()
-        self._channel: grpc.Channel | None = None
+        self._current: _OpenChannel | None = None
+        self._closed = False
 
     def sync(self, request: node_pb2.SyncNodeRequest) -> node_pb2.NodeOrders:
         """Report the node's state, and return its orders."""
-        stub = node_pb2_grpc.NodeServiceStub(self._opened())
-        return stub.SyncNode(request, timeout=_SECONDS + request.wait_seconds, metadata=self._metadata())  # type: ignore[no-any-return]
+        orders: node_pb2.NodeOrders = self._call(self._opened().nodes.SyncNode, request, _SECONDS + request.wait_seconds)
+        return orders
 
     def version(self, name: str) -> RemoteVersion:
         """Return a READY version."""
-        stub = server_pb2_grpc.ServerServiceStub(self._opened())
         request = server_pb2.GetManifestRequest(version=name)
-        found = stub.GetManifest(request, timeout=_CHECKSUM_SECONDS, metadata=self._metadata())
+        found = self._call(self._opened().servers.GetManifest, request, _CHECKSUM_SECONDS)
         files = tuple(parse_header(Path(file.path).name, file.header, file.size_bytes) for file in found.files)
         address: str = found.data_address
         if address.startswith(":"):
@@ -118,9 +130,8 @@ class DaemonClient:
 
     def checksums(self, version: str, file: str, start: int, end: int) -> list[int]:
         """Return the checksums of the pieces from `start` to `end` of a file."""
-        stub = node_pb2_grpc.NodeServiceStub(self._opened())
         request = node_pb2.GetPieceChecksumsRequest(version=version, file=file, start=start, end=end)
-        return list(stub.GetPieceChecksums(request, timeout=_CHECKSUM_SECONDS, metadata=self._metadata()).checksums)
+        return list(self._call(self._opened().nodes.GetPieceChecksums, request, _CHECKSUM_SECONDS).checksums)
 
     def certificate(self) -> str:
         """Return `sha256:HEX` of the node's certificate; empty without one. Raises OSError."""
@@ -129,16 +140,29 @@ class DaemonClient:
         except ValueError as error:
             raise OSError(str(error)) from error
 
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        return tuple(self._tls.headers().items()) if self._tls is not None else ()
+    def _call(self, method: Callable[..., Any], request: Any, timeout: float) -> Any:
+        metadata = tuple(self._tls.headers().items()) if self._tls is not None else ()
+        try:
+            return method(request, timeout=timeout, metadata=metadata)
+        except ValueError as error:  # raised by grpcio for a closed channel
+            if not self._closed:
+                raise
+            raise self._refusal() from error
 
-    def _opened(self) -> grpc.Channel:
+    def _opened(self) -> _OpenChannel:
         """Return the channel, opened anew if the certificates have changed. Calls on the former one go on."""
         stamp = self._tls.stamp() if self._tls else ()
         with self._lock:
-            if self._channel is None or stamp != self._stamp:
-                self._stamp, self._channel = stamp, self._open()
-            return self._channel
+            if self._closed:
+                raise self._refusal()
+            if self._current is None or stamp != self._stamp:
+                channel = self._open()
+                stubs = node_pb2_grpc.NodeServiceStub(channel), server_pb2_grpc.ServerServiceStub(channel)
+                self._stamp, self._current = stamp, _OpenChannel(channel, *stubs)
+            return self._current
+
+    def _refusal(self) -> OSError:
+        return OSError(f"expected an open connection to {self.endpoint}, got one that was closed")
 
     def _open(self) -> grpc.Channel:
         options: list[tuple[str, Any]] = [
@@ -153,7 +177,8 @@ class DaemonClient:
         return grpc.secure_channel(self.endpoint, grpc.ssl_channel_credentials(*pems), options=options)
 
     def close(self) -> None:
-        """Close the channel."""
+        """Close the channel. Later calls raise OSError."""
         with self._lock:
-            if self._channel is not None:
-                self._channel.close()
+            self._closed = True
+            if self._current is not None:
+                self._current.channel.close()

@@ -147,7 +147,7 @@ class LeaseThread:
         try:
             self._claim()
             failpoint("control.attend")
-            call = self._stub.Attend(self._reports(number))
+            call = self._channel.begin(self._stub.Attend, self._reports(number))
             with self._changed:
                 self._call = call
             if self._closing.is_set():  # `close` may have run before `_call` was set

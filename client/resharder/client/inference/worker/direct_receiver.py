@@ -210,7 +210,7 @@ class Receiver:
         try:
             request = direct_pb2.TransferRequest(member=self._member, group=link.id, install=install)
             with timed(timings, "turn"):
-                start = self._stub.StartTransfer.future(request, timeout=_TIMEOUT)
+                start = self._channel.begin(self._stub.StartTransfer.future, request, timeout=_TIMEOUT)
                 link.prepare({}, targets)
                 digester = self._digester.at(targets) if self._digester is not None else None
                 times.append(time.monotonic())
