@@ -39,8 +39,7 @@ class Ranks:
         self._publishers: dict[str, Publisher] = {}
 
     def attach(self, endpoint: str, job: str, ranks: dict[str, Rows], world_size: int, **options: Any) -> None:
-        for publisher in self._publishers.values():
-            publisher.close()
+        self.close()
         self._rows = ranks
         for rank, rows in ranks.items():
             self._publishers[rank] = connect(
@@ -66,6 +65,18 @@ class Ranks:
             handle = self._publishers[rank].publish_tensors(step, items(rank) if once else partial(items, rank))
             found.append([handle.name, handle.transport, handle.transport_reason])
         return found
+
+    def wait(self, step: int) -> None:
+        """Wait until the last version is READY."""
+        for publisher in self._publishers.values():
+            newest = publisher._session.newest
+            if newest is None or newest.step != step:
+                raise AssertionError(f"expected step {step} as the last one, found {newest}")
+            newest.wait_ready(60)
+
+    def close(self) -> None:
+        for publisher in self._publishers.values():
+            publisher.close()
 
     def stage(self, endpoint: str, version: str) -> dict[str, object]:
         """Stage a version as a worker on this host."""
